@@ -1,0 +1,110 @@
+# Every command of this project, one word each. `make help` lists them; add -s for less talk.
+#
+#   make train ARGS="--steps 50"                  more arguments for the command behind a target
+#   make test PYTHON=python3.13 VENV=.venv-3.13   another Python, another virtual environment
+#
+# The first target that needs the virtual environment makes it, from the pinned and hashed
+# requirements of its Python version; later ones reuse it until those or pyproject.toml change.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+# pytest's worker processes. Each one simulates several devices, so more than a few do not pay.
+JOBS      ?= auto
+MAX_JOBS  ?= 4
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow check format bench lock clean
+
+bin   := $(VENV)/bin
+stamp := $(VENV)/.set-up
+
+# An environment that is there already keeps its Python; otherwise $(PYTHON) makes it.
+builder := $(if $(wildcard $(bin)/pip),$(bin)/python,$(PYTHON))
+version_of = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+version := $(call version_of,$(builder))
+
+# So a PYTHON that was asked for must not be passed over in silence.
+ifneq ($(origin PYTHON),file)
+  ifneq ($(filter-out clean help,$(MAKECMDGOALS)),)
+    asked := $(call version_of,$(PYTHON))
+    ifneq ($(filter-out $(version),$(asked)),)
+      $(error $(VENV) holds Python $(version), but PYTHON=$(PYTHON) is $(asked). Give it an environment of its own: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV=.venv-$(asked))
+    endif
+  endif
+endif
+
+# Python 3.11 and 3.12 have their own locks; 3.13 and later use the newest one.
+lock    := requirements/python$(if $(filter 3.11 3.12,$(version)),$(version),3.13).txt
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(stamp)  ## make the virtual environment, without running anything
+
+train: $(stamp)  ## the main job: train the digits recipe
+	@$(bin)/multitower train digits $(ARGS)
+
+test: $(stamp)  ## everyday tests and all docstring examples
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
+
+# Only tests/ has slow tests. None at all is a failure (pytest's exit 5), not a silent pass.
+test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, several processes
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m slow tests $(ARGS)
+
+check: $(stamp)  ## lint, format, types and layers; changes nothing
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/basedpyright --pythonpath $(bin)/python
+	$(bin)/lint-imports --no-cache --no-logo
+	@! grep -nE '://|^-' requirements/*.txt || { echo "A lock names packages, never where they come from." >&2; exit 1; }
+
+format: $(stamp)  ## repair what ruff can repair
+	$(bin)/ruff check --fix
+	$(bin)/ruff format
+
+bench: $(stamp)  ## the cost of one step against hand-written JAX
+	$(bin)/python benchmarks/step_overhead.py $(ARGS)
+
+# Keeps every pin that still fits; `make lock ARGS=--upgrade` takes the newest releases.
+# "universal" hashes all platforms' wheels; "fewest" gives one version for one Python.
+# A lock names packages only, never the index they came from: the sed makes sure of it.
+lock: | $(bin)/uv  ## write requirements/*.txt anew from pyproject.toml
+	@for minor in 11 12 13; do \
+	  file=requirements/python3.$$minor.txt; \
+	  echo "$$file"; \
+	  $(bin)/uv pip compile pyproject.toml --extra dev --quiet \
+	    --universal --python-version 3.$$minor --fork-strategy fewest \
+	    --generate-hashes --no-annotate --no-header $(ARGS) -o $$file >/dev/null || exit 1; \
+	  sed -i.old '/^-/d' $$file && rm -f $$file.old; \
+	done
+
+clean:  ## remove the virtual environments, caches and build products
+	rm -rf $(VENV) .venv-ci-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# ------------------------------------------------------------------ the virtual environment
+
+# pip is quiet (-qq) but shows errors. The stamp comes last, so that a failure is tried again.
+$(stamp): $(lock) pyproject.toml
+	@$(builder) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "multitower needs Python 3.11 or newer; '$(builder)' is $(if $(version),Python $(version),not a Python that runs)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.13" >&2; \
+	  exit 1; }
+	@echo "Setting up $(VENV) for Python $(version) from $(lock): about a minute, once." >&2
+	@test -x $(bin)/pip || $(builder) -m venv $(VENV)
+	@$(bin)/python -m pip install -qq --require-hashes -r $(lock) || { \
+	  echo "The pinned packages of $(lock) could not be installed for Python $(version) (see above)." >&2; \
+	  echo "The locks are tested with Python 3.11 to 3.13: make $(MAKECMDGOALS) PYTHON=python3.13 VENV=.venv-3.13" >&2; \
+	  exit 1; }
+	@$(bin)/python -m pip install -qq --no-deps --no-build-isolation -e .
+	@missing=$$($(bin)/python -m pip check) || { \
+	  echo "$(lock) no longer fits pyproject.toml; run 'make lock'. pip says:" >&2; \
+	  echo "$$missing" >&2; \
+	  exit 1; }
+	@touch $@
+
+# For `make lock` alone: the locks that are to be replaced bring the tool that replaces them.
+$(bin)/uv:
+	@$(MAKE) --no-print-directory setup

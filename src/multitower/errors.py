@@ -1,0 +1,53 @@
+"""Every error and warning that multitower raises.
+
+```text
+MultitowerError
+├── ConfigurationError (RuntimeError)   set too late, or settings that contradict each other
+├── DeviceError        (ValueError)     devices or towers that do not exist or do not fit
+├── ArgumentError      (TypeError)      an argument of a kind that cannot be split or shared
+├── BatchError         (ValueError)     rows that are missing, uneven or of different counts
+├── OutputError        (ValueError)     a function returned something that cannot be put together
+├── GradientError      (ValueError)     gradients that cannot be taken or averaged
+└── StateError         (ValueError)     a training state that does not fit its step
+
+MultitowerWarning (UserWarning)         it works, but hardly as meant
+```
+
+Every class also derives from the builtin in brackets, so `except ValueError` keeps working.
+"""
+
+
+class MultitowerError(Exception):
+    """Base of every error that multitower raises."""
+
+
+class ConfigurationError(MultitowerError, RuntimeError):
+    """A setting came too late, or contradicts another one."""
+
+
+class DeviceError(MultitowerError, ValueError):
+    """Devices or towers that do not exist or do not fit together."""
+
+
+class ArgumentError(MultitowerError, TypeError):
+    """An argument of a kind that can neither be split nor shared."""
+
+
+class BatchError(MultitowerError, ValueError):
+    """Rows that are missing, that do not fill the towers, or whose counts differ."""
+
+
+class OutputError(MultitowerError, ValueError):
+    """A function returned something that cannot be put together from towers."""
+
+
+class GradientError(MultitowerError, ValueError):
+    """Gradients that cannot be taken, or cannot be averaged."""
+
+
+class StateError(MultitowerError, ValueError):
+    """A training state that does not fit the step it was given to."""
+
+
+class MultitowerWarning(UserWarning):
+    """The program runs, but hardly as it was meant."""

@@ -1,0 +1,51 @@
+"""One-device programs: the same function, compiled for every device that runs it."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+
+def compile_for_each(
+    fn: Callable[..., Any],
+    arguments: Sequence[Any],
+    devices: Sequence[jax.Device],
+    *,
+    donate: tuple[int, ...] = (),
+) -> list[jax.stages.Compiled]:
+    """Compiles `fn` once per device: one trace, the first device alone, the others side by side.
+
+    The first goes alone because a GPU's autotuner remembers, within a process, which kernels it
+    chose: the devices that follow get the same ones.
+
+    Args:
+        fn: a function of arrays.
+        arguments: its arguments, as arrays or `jax.ShapeDtypeStruct`.
+        devices: where it will run.
+        donate: positions of the arguments whose memory the results may take.
+
+    Returns:
+        One executable per device, in the same order.
+    """
+    jitted = jax.jit(fn, donate_argnums=donate, compiler_options=_options(devices[0].platform))
+
+    def on(device: jax.Device) -> jax.stages.Compiled:
+        there = SingleDeviceSharding(device)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tuple(arguments)
+        )
+        return jitted.lower(*shapes).compile()
+
+    first = on(devices[0])
+    if len(devices) == 1:
+        return [first]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return [first, *pool.map(on, devices[1:])]
+
+
+def _options(platform: str) -> dict[str, bool | str] | None:
+    # Atomics and timed autotuning may choose another order of additions on every run.
+    return {"xla_gpu_deterministic_ops": True} if platform in ("gpu", "cuda", "rocm") else None

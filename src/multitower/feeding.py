@@ -1,0 +1,239 @@
+"""Feeding: each tower's rows on its own device, ahead of need."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.devices import DeviceSpec
+from multitower.errors import BatchError
+from multitower.placement import Placement, place
+from multitower.rows import take_apart
+
+
+@dataclass(frozen=True, eq=False)
+class TowerRows:
+    """One array of a batch, cut into towers: what `shard(..., towers=T)` puts in its place.
+
+    Attributes:
+        pieces: for each tower that this process runs, its rows on its device; None for others.
+        placement: which device runs which tower.
+        num_rows: real rows; the rows beyond fill the last towers up.
+    """
+
+    pieces: tuple[jax.Array | None, ...]
+    placement: Placement
+    num_rows: int
+
+    @property
+    def tower_rows(self) -> int:
+        """Rows that every tower holds, filling included."""
+        return next(piece for piece in self.pieces if piece is not None).shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that was cut."""
+        piece = next(piece for piece in self.pieces if piece is not None)
+        return (self.num_rows, *piece.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype on the devices."""
+        return next(piece for piece in self.pieces if piece is not None).dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """The real rows, copied back to the host."""
+        joined = np.concatenate([np.asarray(piece) for piece in self.pieces if piece is not None])
+        return joined[: self.num_rows].astype(dtype or self.dtype)
+
+
+def shard(
+    batch: Any,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    global_batch: int | None = None,
+) -> Any:
+    """Copies each tower's rows to its device.
+
+    Tower i gets the rows `x[i*b:(i+1)*b]`, b = rows / towers rounded up. The arrays may be changed
+    or freed afterwards: they are copied.
+
+    Args:
+        batch: a pytree of arrays with rows on axis 0; numbers and 0-d arrays are left alone.
+        devices: as for `multitower.devices`.
+        towers: the number of towers, for functions that were made with the same `towers`.
+        global_batch: rows of a full batch; a smaller one fills the first towers and leaves the
+            last ones empty, so that it fits the program compiled for full ones.
+
+    Returns:
+        The same pytree. Without `towers`: `jax.Array`s split over the devices (whole on every
+        device where the rows do not divide evenly). With `towers`: `TowerRows` in place of arrays.
+
+    Raises:
+        BatchError: no rows, or row counts that differ.
+        ArgumentError: leaves that are no numbers, such as strings.
+        DeviceError: devices that are not there.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> batch = mt.shard({"x": np.arange(8.0).reshape(4, 2)}, devices=2)
+        >>> batch["x"].sharding.spec
+        PartitionSpec('towers',)
+    """
+    placement = place(devices, towers)
+    if towers is None:
+        return _shard_evenly(batch, placement)
+    parts = take_apart(batch, 0, name="batch")
+    rows = cut(parts.rows, parts.num_rows, placement, global_batch)
+    shared, split = iter(parts.shared), iter(rows)
+    leaves = [next(shared) if isinstance(k, str) else next(split) for k in parts.split.kinds]
+    return jax.tree.unflatten(parts.split.treedef, leaves)
+
+
+def prefetch(
+    batches: Iterable[Any],
+    size: int = 2,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    global_batch: int | None = None,
+) -> Iterator[Any]:
+    """Yields sharded batches, made and copied by a thread up to `size` batches ahead.
+
+    Args:
+        batches: an iterable of host batches; it is read in a background thread.
+        size: how many batches may wait, 1 or more.
+        devices: as for `shard`.
+        towers: as for `shard`.
+        global_batch: as for `shard`; by default the rows of the first batch.
+
+    Yields:
+        What `shard` returns for each batch, in the same order. An error of the iterable is raised
+        here, after the batches before it. Closing the iterator stops the thread.
+
+    Raises:
+        BatchError: `size` is below 1, or a batch that `shard` refuses.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> stream = ({"x": np.full((4, 2), i)} for i in range(3))
+        >>> [int(batch["x"].sum()) for batch in mt.prefetch(stream, devices=2)]
+        [0, 8, 16]
+    """
+    if size < 1:
+        raise BatchError(f"prefetch(size={size}): at least one batch must be able to wait.")
+    place(devices, towers)  # a wrong placement is an error now, not at the first batch
+    return _ahead(batches, size, devices, towers, global_batch)
+
+
+def _ahead(
+    batches: Iterable[Any],
+    size: int,
+    devices: DeviceSpec | None,
+    towers: int | None,
+    global_batch: int | None,
+) -> Iterator[Any]:
+    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=size)
+    closed = threading.Event()
+
+    def put(item: tuple[bool, Any]) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        full = global_batch
+        try:
+            for batch in batches:
+                if closed.is_set():
+                    return
+                if full is None and towers is not None:
+                    full = take_apart(batch, 0, name="batch").num_rows
+                options = {"devices": devices, "towers": towers, "global_batch": full}
+                put((True, shard(batch, **options)))
+            put((False, None))
+        except BaseException as error:  # handed to the reader, whatever it is
+            put((False, error))
+
+    thread = threading.Thread(target=work, name="multitower.prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            alive, item = ready.get()
+            if not alive:
+                if item is not None:
+                    raise item
+                return
+            yield item
+    finally:
+        closed.set()
+        thread.join(timeout=1.0)  # an iterable that blocks keeps only its own thread waiting
+
+
+def cut(
+    rows: Sequence[Any], num_rows: int, placement: Placement, global_batch: int | None = None
+) -> list[TowerRows]:
+    """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
+
+    Raises:
+        BatchError: more rows than `global_batch`.
+    """
+    size = num_rows if global_batch is None else global_batch
+    if num_rows > size:
+        raise BatchError(
+            f"the batch has {num_rows} rows and global_batch is {size}: the step is compiled for "
+            f"at most that many. Pass global_batch={num_rows} or the largest batch there will be."
+        )
+    tower_rows = -(-size // placement.num_towers)
+    here = [d in placement.local for d in placement.owners]
+    pieces: list[Any] = []
+    homes: list[jax.Device] = []
+    for leaf in rows:
+        if isinstance(leaf, TowerRows):
+            leaf = np.asarray(leaf)
+        for tower, is_here in enumerate(here):
+            if is_here:
+                pieces.append(_piece(leaf, tower * tower_rows, tower_rows))
+                homes.append(placement.devices[placement.owners[tower]])
+    # may_alias=False: JAX may otherwise keep reading the caller's memory, which changes under it.
+    placed = iter(jax.device_put(pieces, homes, may_alias=False))
+    return [
+        TowerRows(tuple(next(placed) if h else None for h in here), placement, num_rows)
+        for _ in rows
+    ]
+
+
+def _piece(leaf: Any, start: int, size: int) -> Any:
+    """Rows start .. start+size-1, with copies of real rows where there are no more."""
+    num_rows = leaf.shape[0]
+    if start + size <= num_rows:
+        return leaf[start : start + size]
+    return leaf[np.arange(start, start + size) % num_rows]
+
+
+def _shard_evenly(batch: Any, placement: Placement) -> Any:
+    parts = take_apart(batch, 0, name="batch")
+    even = parts.num_rows % len(placement.devices) == 0
+    target = placement.split if even else placement.shared
+    leaves = jax.tree.leaves(batch)
+    split = [not isinstance(kind, str) for kind in parts.split.kinds]
+    to_put = [leaf for leaf, is_split in zip(leaves, split, strict=True) if is_split]
+    placed = iter(jax.device_put(to_put, target, may_alias=False))
+    done = [next(placed) if s else leaf for leaf, s in zip(leaves, split, strict=True)]
+    return jax.tree.unflatten(parts.split.treedef, done)
+
+

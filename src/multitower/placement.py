@@ -1,0 +1,108 @@
+"""Placement: which device runs which towers. Towers are mathematics, devices are only a place."""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from multitower.devices import DeviceSpec
+from multitower.devices import devices as find_devices
+from multitower.errors import DeviceError, MultitowerWarning
+
+AXIS = "towers"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Towers on devices.
+
+    Attributes:
+        devices: every device that runs a tower, in mesh order.
+        owners: for each tower, the index of its device in `devices`.
+    """
+
+    devices: tuple[jax.Device, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def num_towers(self) -> int:
+        return len(self.owners)
+
+    @functools.cached_property
+    def towers_on(self) -> tuple[tuple[int, ...], ...]:
+        """For each device, its towers in ascending order; the position is the tower's slot."""
+        return tuple(
+            tuple(t for t, owner in enumerate(self.owners) if owner == d)
+            for d in range(len(self.devices))
+        )
+
+    @functools.cached_property
+    def local(self) -> tuple[int, ...]:
+        """Indices of the devices that this process drives itself."""
+        here = jax.process_index()
+        return tuple(d for d, one in enumerate(self.devices) if one.process_index == here)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    @functools.cached_property
+    def split(self) -> NamedSharding:
+        """Cut along the first axis, one block a device."""
+        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    @functools.cached_property
+    def shared(self) -> NamedSharding:
+        """Whole on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def divided(self) -> "Placement":
+        """This placement on the most devices that all run equally many towers."""
+        count = max(d for d in range(1, len(self.devices) + 1) if self.num_towers % d == 0)
+        return contiguous(self.devices[:count], self.num_towers)
+
+
+def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
+    """Puts towers on devices, neighbours together; one tower per device if `towers` is None.
+
+    Raises:
+        DeviceError: the devices are not there, or `towers` is not a whole number above 0.
+    """
+    check_towers(towers)
+    found = find_devices(devices)
+    if towers is None:
+        return contiguous(found, len(found))
+    if towers < len(found):
+        idle = len(found) - towers
+        warnings.warn(
+            f"towers={towers} keep {towers} of {len(found)} devices busy; {idle} stay idle. Use "
+            f"towers={len(found)} or a multiple of it to use them all, or devices={towers}.",
+            MultitowerWarning,
+            stacklevel=3,
+        )
+    return contiguous(found[:towers], towers)
+
+
+def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:
+    """Consecutive towers side by side, at most one tower more on one device than on another."""
+    bounds = [d * num_towers // len(devices) for d in range(len(devices) + 1)]
+    owners = [d for d in range(len(devices)) for _ in range(bounds[d], bounds[d + 1])]
+    return Placement(tuple(devices), tuple(owners))
+
+
+def check_towers(towers: int | None) -> None:
+    """Refuses a number of towers that is none.
+
+    Raises:
+        DeviceError: `towers` is neither None nor a whole number above 0.
+    """
+    if towers is None:
+        return
+    if isinstance(towers, bool) or not isinstance(towers, int) or towers < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DeviceError(
+            f"towers={towers!r} must be a whole number, 1 or more, or None for one per device."
+        )

@@ -1,0 +1,207 @@
+"""Rows: which leaves of the arguments are cut into towers, along which axis, how many rows.
+
+A leaf is *split* (an array with an axis of rows), *shared* (a number, a 0-d array, or an array
+whose axis is None), or a *key* (a typed PRNG key, folded with the tower's index).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import ArgumentError, BatchError, MultitowerError
+
+_SHARED = "shared"
+_KEY = "key"
+
+
+class Tower(NamedTuple):
+    """What a tower program knows about itself.
+
+    Attributes:
+        number: which of all towers it is, int32, shape ().
+        num_rows: how many of its rows are real, int32, shape (); the rest are copies that fill up.
+    """
+
+    number: jax.Array
+    num_rows: jax.Array
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the leaves of a tree go to the towers; hashable, so that it can be part of a cache key.
+
+    Attributes:
+        treedef: the structure of the tree.
+        kinds: for each leaf its row axis, `"shared"` or `"key"`.
+    """
+
+    treedef: Any
+    kinds: tuple[int | str, ...]
+
+    def rebuild(self, shared: Sequence[Any], rows: Sequence[Any], tower: Tower) -> Any:
+        """One tower's tree, from the shared leaves and its own rows (rows on axis 0)."""
+        shared_left, rows_left = iter(shared), iter(rows)
+        leaves: list[Any] = []
+        for kind in self.kinds:
+            if kind == _SHARED:
+                leaves.append(next(shared_left))
+            elif kind == _KEY:
+                leaves.append(jax.random.fold_in(next(shared_left), tower.number))
+            else:
+                leaf = next(rows_left)
+                leaves.append(leaf if kind == 0 else jnp.moveaxis(leaf, 0, int(kind)))
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+class Parts(NamedTuple):
+    """A tree taken apart: how, its shared leaves, its split leaves (rows on axis 0), their count."""
+
+    split: Split
+    shared: list[Any]
+    rows: list[Any]
+    num_rows: int
+
+
+def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
+    """Sorts the leaves of a tree into shared ones and rows.
+
+    Args:
+        tree: any pytree of arrays, numbers and typed keys.
+        axes: the row axis of every leaf, None for shared; a prefix of the tree, as in `jax.vmap`.
+        name: what the tree is called in messages, such as `batch`.
+
+    Returns:
+        The parts; every split leaf has its rows on axis 0.
+
+    Raises:
+        ArgumentError: a leaf that can neither be split nor shared (a string, a flag, an object).
+        BatchError: nothing to split, no rows, or row counts that differ.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds: list[int | str] = []
+    shared: list[Any] = []
+    rows: list[Any] = []
+    first, num_rows = 0, -1
+    for number, (leaf, axis) in enumerate(zip(leaves, _axes_of_leaves(axes, tree), strict=True)):
+        kind = _kind(leaf, axis, lambda number=number: _where(tree, number, name))
+        kinds.append(kind)
+        if isinstance(kind, str):
+            shared.append(leaf)
+            continue
+        count = int(leaf.shape[kind])
+        if num_rows < 0:
+            first, num_rows = number, count
+        elif count != num_rows:
+            raise _rows_differ(tree, name, (first, num_rows), (number, count))
+        rows.append(leaf if kind == 0 else jnp.moveaxis(leaf, kind, 0))
+    if num_rows < 0:
+        raise BatchError(
+            f"{name} has no array to split: its leaves are numbers, 0-d arrays or shared. Pass the "
+            "rows as arrays with at least one axis (np.asarray of a list), and in_axes that is not "
+            "None for them."
+        )
+    if num_rows == 0:
+        raise BatchError(
+            f"{_where(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
+            "batches."
+        )
+    return Parts(Split(treedef, tuple(kinds)), shared, rows, num_rows)
+
+
+def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Array:
+    """How many real rows the tower `index` has when `num_rows` rows fill towers from the front."""
+    return jnp.clip(num_rows - index * tower_rows, 0, tower_rows).astype(jnp.int32)
+
+
+def pad_rows(leaf: Any, size: int) -> Any:
+    """Fills axis 0 up to `size` with copies of real rows, so that no tower sees invented data."""
+    num_rows = leaf.shape[0]
+    if num_rows == size:
+        return leaf
+    return leaf[np.arange(size) % num_rows]
+
+
+def _axes_of_leaves(axes: Any, tree: Any) -> list[int | None]:
+    if isinstance(axes, int) and not isinstance(axes, bool):
+        return [axes] * jax.tree.structure(tree).num_leaves
+    try:
+        full = jax.tree.broadcast(axes, tree, is_leaf=lambda x: x is None)
+    except ValueError as error:
+        raise ArgumentError(
+            f"in_axes={axes!r} does not fit the arguments: it must be an int, None, or a tree of "
+            f"these that is a prefix of {jax.tree.structure(tree)}, as in jax.vmap."
+        ) from error
+    found = jax.tree.leaves(full, is_leaf=lambda x: x is None)
+    for axis in found:
+        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ArgumentError(f"in_axes holds {axis!r}: use an int, or None to share.")
+    return found
+
+
+def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        _refuse_what_is_no_array(leaf, where)
+    elif isinstance(leaf, np.ndarray) and (leaf.dtype.kind in "OSUMm" or leaf.dtype.names):
+        raise ArgumentError(
+            f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
+            "integers or floats first, or keep it out of the batch."
+        )
+    ndim = getattr(leaf, "ndim", 0)
+    if axis is None:
+        return _SHARED
+    if ndim == 0:
+        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return _KEY if is_key else _SHARED
+    if not -ndim <= axis < ndim:
+        raise ArgumentError(
+            f"{where()} has shape {tuple(leaf.shape)}: there is no axis {axis} to split. Its "
+            f"in_axes must be in [{-ndim}, {ndim - 1}], or None to share it."
+        )
+    return axis % ndim
+
+
+def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
+    if isinstance(leaf, bool | str | bytes) or callable(leaf):
+        raise ArgumentError(
+            f"{where()} is {_shown(leaf)}, a static Python value: towers take arrays and numbers. "
+            "Close over it instead, e.g. functools.partial(fn, name=value), or pass an array."
+        )
+    if isinstance(leaf, int | float | complex | np.generic):
+        return
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise ArgumentError(
+            f"{where()} is {_shown(leaf)}: towers take arrays and numbers. Convert it with "
+            "numpy.asarray, or close over it with functools.partial."
+        )
+
+
+def _rows_differ(
+    tree: Any, name: str, first: tuple[int, int], other: tuple[int, int]
+) -> MultitowerError:
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,):
+            return ArgumentError(
+                f"{_where(tree, number, name)} is a uint32 array of shape (2,), which looks like "
+                "a legacy key of jax.random.PRNGKey: cut into towers it would be no key. Pass a "
+                "typed key, jax.random.key(seed); every tower then draws its own numbers."
+            )
+    return BatchError(
+        f"{_where(tree, other[0], name)} has {other[1]} rows and {_where(tree, first[0], name)} "
+        f"has {first[1]}: all split arrays need the same number of rows. Mark arrays that every "
+        "tower needs whole with in_axes=None."
+    )
+
+
+def _where(tree: Any, number: int, name: str) -> str:
+    """The path of a leaf in words; only errors need it."""
+    path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
+    return name + jax.tree_util.keystr(path)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"

@@ -1,0 +1,195 @@
+"""The same-bits engine: a tower job as one-device programs and additions in a fixed order.
+
+1. *tower program*: one executable per device, run once per tower on the tower's device;
+2. *reduction*: additions along the tree of `reduction`, on each device and then between devices;
+3. *finish program*: one executable per device, on the totals.
+
+The number of devices decides only where these run and how often, so the bits cannot depend on it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower import reduction
+from multitower.executable import compile_for_each
+from multitower.feeding import TowerRows
+from multitower.job import Job, Shared
+from multitower.packing import Packed, pack, unpack
+from multitower.placement import Placement
+from multitower.rows import Tower
+
+Buffers = tuple[jax.Array, ...]
+
+
+class _Programs(NamedTuple):
+    """Executables, one per local device each."""
+
+    tower: list[jax.stages.Compiled]
+    add: list[jax.stages.Compiled]
+    finish: list[jax.stages.Compiled]
+
+
+class SameBits:
+    """Runs one job on one placement; compiles once for all arguments of the same shapes."""
+
+    def __init__(self, job: Job, placement: Placement) -> None:
+        self._job = job
+        self._placement = placement
+        self._devices = [placement.devices[d] for d in placement.local]
+        plan = reduction.plan(placement)
+        self._schedules = [_schedule(plan.parts[d]) for d in placement.local]
+        self._num_parts = plan.num_parts
+        self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
+        self._compiled: dict[Any, _Programs] = {}
+        self._constants: dict[tuple[int, Any], jax.Array] = {}
+
+    def run(
+        self, replicas: Sequence[Shared], rows: Sequence[TowerRows]
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Runs the job; nothing here waits for a device.
+
+        Args:
+            replicas: what every tower gets, once per local device, on that device; the `state`
+                in it is overwritten.
+            rows: the split arrays.
+
+        Returns:
+            What `finish` returns, once per local device (nothing if there are no sums); and the
+            rows that each local tower returned, by tower, on the tower's device.
+        """
+        programs = self._programs(replicas[0], rows)
+        stacks: list[list[Packed]] = [[] for _ in self._devices]
+        returned: dict[int, Any] = {}
+        # Slot by slot over all devices, so that all of them have work from the start.
+        for slot in range(max(len(schedule) for schedule in self._schedules)):
+            for i, schedule in enumerate(self._schedules):
+                if slot < len(schedule):
+                    tower, num_additions = schedule[slot]
+                    packed, returned[tower] = self._tower(i, tower, programs, replicas[i], rows)
+                    stacks[i].append(packed)
+                    for _ in range(num_additions if packed.buffers else 0):
+                        right = stacks[i].pop()
+                        stacks[i].append(programs.add[i](stacks[i].pop(), right))
+        if not stacks[0][0].buffers:
+            return [], returned
+        totals = self._reduced(stacks)
+        scale = np.float32(rows[0].num_rows / rows[0].tower_rows)
+        finished = [
+            finish(replicas[i].state, totals[i], self._constant(i, scale))
+            for i, finish in enumerate(programs.finish)
+        ]
+        return finished, returned
+
+    def _tower(
+        self, i: int, tower: int, programs: _Programs, shared: Shared, rows: Sequence[TowerRows]
+    ) -> tuple[Packed, Any]:
+        tower_rows = rows[0].tower_rows
+        num_real = min(max(rows[0].num_rows - tower * tower_rows, 0), tower_rows)
+        here = Tower(self._constant(i, np.int32(tower)), self._constant(i, np.int32(num_real)))
+        return programs.tower[i](shared, [leaf.pieces[tower] for leaf in rows], here)
+
+    def _reduced(self, stacks: list[list[Packed]]) -> list[Packed]:
+        """The totals on every local device."""
+        layout = stacks[0][0].layout
+        if self._reduce is None:
+            return stacks[0]
+        parts: list[list[jax.Array]] = []
+        for part in range(self._num_parts):
+            # A device with fewer parts sends its last one again; nobody reads it.
+            blocks = [stack[min(part, len(stack) - 1)].buffers for stack in stacks]
+            parts.append([self._global(block) for block in zip(*blocks, strict=True)])
+        totals = self._reduce(*parts)
+        per_buffer = [on_each_device(total, self._devices) for total in totals]
+        return [
+            Packed(tuple(buffer[i] for buffer in per_buffer), layout)
+            for i in range(len(self._devices))
+        ]
+
+    def _global(self, blocks: Sequence[jax.Array]) -> jax.Array:
+        """One global array with the devices' blocks stacked along axis 0."""
+        shape = (blocks[0].shape[0] * len(self._placement.devices), *blocks[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self._placement.split, list(blocks))
+
+    def _constant(self, i: int, value: np.generic) -> jax.Array:
+        """A scalar on device i, copied there once."""
+        key = (i, value.item(), value.dtype)
+        if key not in self._constants:
+            self._constants[key] = jax.device_put(value, self._devices[i])
+        return self._constants[key]
+
+    def _programs(self, shared: Shared, rows: Sequence[TowerRows]) -> _Programs:
+        pieces = [next(p for p in leaf.pieces if p is not None) for leaf in rows]
+        key = _signature((shared, pieces))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(shared, pieces)
+        return self._compiled[key]
+
+    def _compile(self, shared: Shared, pieces: list[jax.Array]) -> _Programs:
+        job = self._job
+        scalar = jax.ShapeDtypeStruct((), np.int32)
+
+        def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[Packed, Any]:
+            result = job.tower(shared, rows, here)
+            return pack((result.means, result.sums)), result.rows
+
+        def finish(state: Any, totals: Packed, effective_towers: jax.Array) -> Any:
+            means, sums = unpack(totals)
+            return job.finish(state, _mean_of(means, effective_towers), sums)
+
+        towers = compile_for_each(tower, (shared, pieces, Tower(scalar, scalar)), self._devices)
+        packed: Packed = towers[0].out_info[0]
+        if not packed.buffers:
+            return _Programs(towers, [], [])
+        adds = []
+        if any(additions for schedule in self._schedules for _, additions in schedule):
+            adds = compile_for_each(_add, (packed, packed), self._devices, donate=(0,))
+        arguments = (shared.state, packed, jax.ShapeDtypeStruct((), np.float32))
+        finishes = compile_for_each(finish, arguments, self._devices, donate=(0,))
+        return _Programs(towers, adds, finishes)
+
+
+def _signature(tree: Any) -> Any:
+    """What a compiled program depends on: structure, shapes and dtypes; hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """This array's block on each of the given devices; every device must hold one."""
+    blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return [blocks[device] for device in devices]
+
+
+def _schedule(parts: Sequence[reduction.Tree]) -> list[tuple[int, int]]:
+    """For each tower of a device, in order: its number, and how many additions follow it."""
+    steps: list[tuple[int, int]] = []
+
+    def descend(tree: reduction.Tree) -> None:
+        if not isinstance(tree, reduction.Sum):
+            steps.append((tree, 0))
+            return
+        descend(tree[0])
+        descend(tree[1])
+        tower, additions = steps[-1]
+        steps[-1] = (tower, additions + 1)
+
+    for part in parts:
+        descend(part)
+    return steps
+
+
+def _add(left: Packed, right: Packed) -> Packed:
+    return Packed(tuple(reduction.add_buffers(left.buffers, right.buffers)), left.layout)
+
+
+def _mean_of(totals: Any, effective_towers: jax.Array) -> Any:
+    def divide(total: jax.Array) -> jax.Array:
+        mean = (total / effective_towers).astype(total.dtype)
+        # Which of two NaNs an addition passes on depends on the order of its operands.
+        return jnp.where(jnp.isnan(mean), jnp.full_like(mean, jnp.nan), mean)
+
+    return jax.tree.map(divide, totals)

@@ -1,0 +1,116 @@
+"""One training step in either way: one program over all devices, or the same bits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower import spmd
+from multitower.errors import ArgumentError
+from multitower.feeding import TowerRows, cut
+from multitower.job import Shared
+from multitower.placement import Placement
+from multitower.rows import Parts, Split, pad_rows
+from multitower.same_bits import SameBits
+from multitower.tower_function import replicate
+from multitower.train_job import StepParts, make_job
+from multitower.train_state import Fields, TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+class SameBitsRunner:
+    """Steps whose bits do not depend on the number of devices."""
+
+    def __init__(
+        self, step: StepParts, split: Split, tower_rows: int, placement: Placement
+    ) -> None:
+        self._engine = SameBits(make_job(step, split, tower_rows), placement)
+        self._tower_rows = tower_rows
+        self._placement = placement
+
+    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes one update; the state is overwritten."""
+        rows = self._rows(parts)
+        fields = state.replicas() or replicate(state.fields(), self._placement)
+        rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
+        replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
+        finished, _ = self._engine.run(replicas, rows)
+        state.spend()
+        new = TrainState.of_replicas([fields for fields, _ in finished], self._placement, maker)
+        return new, finished[0][1]
+
+    def _rows(self, parts: Parts) -> list[TowerRows]:
+        ready = all(
+            isinstance(leaf, TowerRows)
+            and leaf.tower_rows == self._tower_rows
+            and leaf.placement == self._placement
+            for leaf in parts.rows
+        )
+        if ready:
+            return parts.rows
+        full = self._tower_rows * self._placement.num_towers
+        return cut(parts.rows, parts.num_rows, self._placement, full)
+
+
+class FastRunner:
+    """Steps as one program over all devices, equal to one device up to rounding."""
+
+    def __init__(
+        self, step: StepParts, split: Split, tower_rows: int, placement: Placement
+    ) -> None:
+        job = make_job(step, split, tower_rows)
+        self._size = tower_rows * placement.num_towers
+        self._placement = placement
+        self._counts: dict[int, jax.Array] = {}
+
+        def run(fields: Fields, rest: Any, rows: list[Any], num_rows: jax.Array) -> Any:
+            return spmd.run(job, placement, Shared(fields, rest), rows, num_rows)[0]
+
+        self._run = jax.jit(run, donate_argnums=0)
+
+    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes one update; the state is overwritten."""
+        rows = [self._whole(leaf) for leaf in parts.rows]
+        rest = jax.device_put(parts.shared, self._placement.shared) if parts.shared else []
+        num_rows = self._count(parts.num_rows)
+        fields, metrics = self._run(state.fields(), rest, rows, num_rows)
+        state.spend()
+        return TrainState(fields, maker), metrics
+
+    def _whole(self, leaf: Any) -> jax.Array:
+        """The rows filled up and split over the devices."""
+        if isinstance(leaf, TowerRows):
+            raise ArgumentError(
+                f"this batch was sharded for towers={leaf.placement.num_towers}, and the step has "
+                "no towers: pass the same towers= to shard/prefetch and to train_step."
+            )
+        leaf = pad_rows(leaf, self._size)
+        if isinstance(leaf, jax.Array) and leaf.sharding == self._placement.split:
+            return leaf
+        # may_alias=False: JAX may otherwise keep reading the caller's memory, which may change.
+        return jax.device_put(leaf, self._placement.split, may_alias=False)
+
+    def _count(self, num_rows: int) -> jax.Array:
+        """A number of rows on every device, copied there once."""
+        if num_rows not in self._counts:
+            self._counts[num_rows] = jax.device_put(np.int32(num_rows), self._placement.shared)
+        return self._counts[num_rows]
+
+
+def on_all_devices(fields: Fields, placement: Placement) -> Fields:
+    """Copies of a state's leaves, whole on every device; the originals are never overwritten."""
+    leaves, treedef = jax.tree.flatten(fields)
+    fresh = [_fresh(leaf) for leaf in leaves]
+    return jax.tree.unflatten(
+        treedef, jax.device_put(fresh, [placement.shared] * len(fresh))
+    )
+
+
+def _fresh(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.array(jax.random.key_data(leaf), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
+    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -1,0 +1,155 @@
+"""A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from multitower import spmd
+from multitower.devices import DeviceSpec
+from multitower.feeding import cut
+from multitower.job import Job, Shared
+from multitower.placement import Placement, check_towers, place
+from multitower.rows import Parts, Split, take_apart
+from multitower.same_bits import SameBits
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Leaves:
+    """Some leaves of a tree, by number, with the tree's structure as static data."""
+
+    by_number: dict[int, Any]
+    treedef: Any = field(metadata={"static": True})
+
+
+class Kind(Protocol):
+    """What tells `make_parallel` from `value_and_grad`."""
+
+    name: str
+
+    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The row axes of `(args, kwargs)`, None for shared; raises on wrong arguments."""
+        ...
+
+    def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
+        """The work; its rows are `Leaves`. `ragged` is (rows, towers) where some rows only fill."""
+        ...
+
+    def result(self, finished: Any, rows: Leaves) -> Any:
+        """What the caller gets, from the finished sums and the joined rows."""
+        ...
+
+
+class TowerFunction:
+    """Calls `kind` on towers, eagerly or inside another transformation."""
+
+    def __init__(self, kind: Kind, devices: DeviceSpec | None, towers: int | None) -> None:
+        check_towers(towers)
+        self._kind = kind
+        self._devices = devices
+        self._towers = towers
+        self._placement = place(devices, towers) if devices is not None else None
+        self._engines: dict[Any, SameBits] = {}
+        self._jitted = jax.jit(self._traced, static_argnums=0)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        placement = self.placement()
+        parts = take_apart((args, kwargs), self._kind.axes(args, kwargs), name=self._kind.name)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*parts.shared, *parts.rows)):
+            return self._traced(parts.split, parts.shared, parts.rows)
+        if self._towers is not None:
+            return self._same_bits(parts, placement)
+        even = parts.num_rows % len(placement.devices) == 0
+        shared = jax.device_put(parts.shared, placement.shared)
+        rows = jax.device_put(parts.rows, placement.split if even else placement.shared)
+        return self._jitted(parts.split, shared, rows)
+
+    def placement(self) -> Placement:
+        """Which device runs which towers; starts JAX at the first call, not before."""
+        if self._placement is None:
+            self._placement = place(self._devices, self._towers)
+        return self._placement
+
+    def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
+        placement = self.placement().divided()
+        num_rows = rows[0].shape[0]
+        tower_rows = -(-num_rows // placement.num_towers)
+        ragged = _ragged(num_rows, placement.num_towers)
+        job = self._kind.job(split, tower_rows, ragged)
+        finished, joined = spmd.run(job, placement, Shared((), shared), rows, jnp.int32(num_rows))
+        if ragged:
+            joined = jax.tree.map(lambda leaf: leaf[:num_rows], joined)
+        return self._kind.result(finished, joined)
+
+    def _same_bits(self, parts: Parts, placement: Placement) -> Any:
+        rows = cut(parts.rows, parts.num_rows, placement)
+        tower_rows = rows[0].tower_rows
+        ragged = _ragged(parts.num_rows, placement.num_towers)
+        key = (parts.split, tower_rows, ragged is None)
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = SameBits(self._kind.job(parts.split, tower_rows, ragged), placement)
+        replicas = replicate(Shared((), parts.shared), placement)
+        finished, returned = engine.run(replicas, rows)
+        self._engines[key] = engine  # only now: one that failed to compile is not kept
+        joined = join_rows(returned, placement, parts.num_rows)
+        return self._kind.result(as_global(finished, placement), joined)
+
+
+def replicate(tree: Any, placement: Placement) -> list[Any]:
+    """Copies a tree to every local device; leaves that already lie there are not copied again.
+
+    Returns:
+        The tree, once per local device, with single-device arrays.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    copies = jax.device_put(leaves, [placement.shared] * len(leaves))
+    devices = [placement.devices[d] for d in placement.local]
+    per_leaf = [{shard.device: shard.data for shard in c.addressable_shards} for c in copies]
+    return [jax.tree.unflatten(treedef, [leaf[device] for leaf in per_leaf]) for device in devices]
+
+
+def as_global(replicas: Sequence[Any], placement: Placement) -> Any:
+    """One tree of arrays that lie whole on every device, from one tree per local device."""
+    if not replicas:
+        return None
+
+    def join(*copies: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(
+            copies[0].shape, placement.shared, list(copies)
+        )
+
+    return jax.tree.map(join, *replicas)
+
+
+def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> Any:
+    """Lays the rows of all towers side by side, without the rows that only filled up.
+
+    Rows stay on their devices if every device has equally many and all are real; otherwise they
+    are gathered on the first device.
+    """
+    pieces = [returned[tower] for tower in sorted(returned)]
+    slots = len(placement.towers_on[0])
+    even = all(len(towers) == slots for towers in placement.towers_on)
+    contiguous = list(placement.owners) == sorted(placement.owners)
+
+    def join(*towers: jax.Array) -> jax.Array:
+        stay = even and contiguous and len(towers) * towers[0].shape[0] == num_rows
+        if not stay:
+            here = jax.device_put(list(towers), placement.devices[placement.local[0]])
+            return jnp.concatenate(here)[:num_rows]
+        blocks = [
+            towers[i] if slots == 1 else jnp.concatenate(towers[i : i + slots])
+            for i in range(0, len(towers), slots)
+        ]
+        shape = (num_rows, *towers[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, placement.split, blocks)
+
+    return jax.tree.map(join, *pieces)
+
+
+def _ragged(num_rows: int, num_towers: int) -> tuple[int, int] | None:
+    return (num_rows, num_towers) if num_rows % num_towers else None

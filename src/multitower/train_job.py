@@ -1,0 +1,201 @@
+"""The job of one training step: loss and gradients in every tower, one update of everything."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from multitower.errors import OutputError
+from multitower.job import Job, Shared, TowerResult
+from multitower.loss_function import LossFunction, LossOutput
+from multitower.outputs import find_row_leaves, is_per_example, row_mean
+from multitower.rows import Parts, Split, Tower
+from multitower.train_state import Fields
+
+EmaDecay = float | Callable[[jax.Array], Any]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a training step is made of, apart from where it runs."""
+
+    loss: LossFunction
+    optimizer: optax.GradientTransformation
+    ema_decay: EmaDecay | None
+    model_state_from: Literal["mean", "first"]
+
+
+def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
+    """One step's work; the state is Fields, the rest are the batch's shared leaves.
+
+    `finish` returns the new Fields and the metrics.
+    """
+
+    forward = _forward(step, split)
+
+    def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+        fields: Fields = shared.state
+
+        def objective(params: Any) -> tuple[Any, tuple[Any, Any]]:
+            output = forward(params, shared, rows, here)
+            loss = _mean_over_rows(output.loss, is_per_example(output.loss, tower_rows), here)
+            return loss, (output.metrics, output.model_state)
+
+        grad = jax.value_and_grad(objective, has_aux=True)
+        (loss, (metrics, model_state)), gradients = grad(fields.params)
+
+        def metrics_of(rows: list[Any]) -> Any:
+            return forward(fields.params, shared, rows, here).metrics
+
+        is_row = _rows_of_metrics(metrics_of, metrics, rows, tower_rows)
+        leaves, treedef = jax.tree.flatten(metrics)
+        leaves = [_mean_over_rows(x, r, here) for x, r in zip(leaves, is_row, strict=True)]
+        metrics = {"loss": loss, **jax.tree.unflatten(treedef, leaves)}
+        averaged, first = _sort_state(model_state, step.model_state_from)
+        weight = here.num_rows.astype(jnp.float32) / tower_rows
+        return TowerResult(
+            means=(gradients, metrics, jax.tree.map(lambda x: _weigh(x, weight), averaged)),
+            sums=jax.tree.map(lambda x: _only_first(x, here), first),
+        )
+
+    def finish(fields: Fields, means: Any, first: Any) -> tuple[Fields, Any]:
+        gradients, metrics, averaged = means
+        model_state = _join_state(fields.model_state, averaged, first)
+        return _update(step, fields, gradients, metrics, model_state), metrics
+
+    return Job(tower, finish)
+
+
+def averaged_output(
+    step: StepParts, parts: Parts, fields: Fields, tower_rows: int
+) -> str | None:
+    """Names what a loss averages over its rows itself, or None if all it returns is per example.
+
+    Raises:
+        OutputError: the loss returned something that it must not.
+    """
+    forward = _forward(step, parts.split)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), _device_dtype(x)) for x in parts.rows]
+    fixed = (fields.params, Shared(fields, parts.shared))
+
+    def run(rows: list[Any], here: Tower) -> LossOutput:
+        return forward(*fixed, rows, here)
+
+    output = jax.eval_shape(run, rows, Tower(count, count))
+    if not is_per_example(output.loss, tower_rows):
+        return "a scalar loss"
+    flat, _ = jax.tree_util.tree_flatten_with_path(output.metrics)
+    for path, leaf in flat:
+        if leaf.shape[:1] != (tower_rows,):
+            return f"metrics{jax.tree_util.keystr(path)} is not per example"
+    return None
+
+
+def _forward(step: StepParts, split: Split) -> Callable[..., LossOutput]:
+    """The loss of one tower, as a function of (params, shared, rows, here)."""
+
+    def forward(params: Any, shared: Shared, rows: list[Any], here: Tower) -> LossOutput:
+        fields: Fields = shared.state
+        rng = None
+        if step.loss.takes_rng:
+            rng = jax.random.fold_in(jax.random.fold_in(fields.rng, fields.step), here.number)
+        batch = split.rebuild(shared.rest, rows, here)
+        return step.loss(params, batch, rng, fields.model_state)
+
+    return forward
+
+
+def _device_dtype(leaf: Any) -> Any:
+    """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def _rows_of_metrics(
+    metrics_of: Callable[[list[Any]], Any], metrics: Any, rows: list[Any], tower_rows: int
+) -> list[bool]:
+    more = [jax.ShapeDtypeStruct((tower_rows + 1, *x.shape[1:]), x.dtype) for x in rows]
+    metrics = jax.tree.map(jnp.asarray, metrics)
+    return find_row_leaves(metrics_of, (more,), metrics, tower_rows, "metrics")
+
+
+def _mean_over_rows(value: Any, by_row: bool, here: Tower) -> jax.Array:
+    value = jnp.asarray(value)
+    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    return row_mean(wide, here) if by_row else wide
+
+
+def _update(
+    step: StepParts, fields: Fields, gradients: Any, metrics: Any, model_state: Any
+) -> Fields:
+    optimizer = optax.with_extra_args_support(step.optimizer)
+    updates, opt_state = optimizer.update(
+        gradients, fields.opt_state, fields.params, value=metrics["loss"], grad=gradients
+    )
+    params = optax.apply_updates(fields.params, updates)
+    count = fields.step + 1
+    ema_params = None
+    if step.ema_decay is not None:
+        decay = step.ema_decay(count) if callable(step.ema_decay) else step.ema_decay
+        ema_params = jax.tree.map(lambda e, p: _ema(e, p, decay), fields.ema_params, params)
+    new = Fields(count, params, opt_state, ema_params, model_state, fields.rng)
+    return _check_same_types(fields, new)
+
+
+def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
+    new = average - (1 - decay) * (average - value.astype(average.dtype))
+    return new.astype(average.dtype)
+
+
+def _sort_state(model_state: Any, source: str) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Leaves that are averaged over towers, and leaves that are taken from the first one."""
+    averaged: dict[int, Any] = {}
+    first: dict[int, Any] = {}
+    for number, leaf in enumerate(jax.tree.leaves(model_state)):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        (averaged if is_float and source == "mean" else first)[number] = leaf
+    return averaged, first
+
+
+def _join_state(old: Any, averaged: dict[int, Any], first: dict[int, Any]) -> Any:
+    leaves = {**averaged, **first}
+    olds, treedef = jax.tree.flatten(old)
+    for number, leaf in enumerate(olds):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaves[number] = jax.random.wrap_key_data(
+                leaves[number], impl=jax.random.key_impl(leaf)
+            )
+    return jax.tree.unflatten(treedef, [leaves[number] for number in range(len(olds))])
+
+
+def _weigh(leaf: jax.Array, weight: jax.Array) -> jax.Array:
+    # An empty tower saw copies of rows only: whatever it found, even a NaN, does not count.
+    return jnp.where(weight > 0, leaf * weight.astype(leaf.dtype), jnp.zeros_like(leaf))
+
+
+def _only_first(leaf: jax.Array, here: Tower) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return jnp.where(here.number == 0, leaf, jnp.zeros_like(leaf))
+
+
+def _check_same_types(old: Fields, new: Fields) -> Fields:
+    """An update that changes a dtype would compile again at the next step, or lose bits."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise OutputError(
+            "the update changes the structure of the training state: the optimizer's update, or "
+            "the loss's model_state, returns another tree than it was given.\n"
+            f"before: {jax.tree.structure(old)}\nafter: {jax.tree.structure(new)}"
+        )
+    flat, _ = jax.tree_util.tree_flatten_with_path(old)
+    for (path, before), after in zip(flat, jax.tree.leaves(new), strict=True):
+        if before.shape != after.shape or before.dtype != after.dtype:
+            raise OutputError(
+                f"state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} and would "
+                f"become {after.dtype}{list(after.shape)} in the update. Keep shape and dtype: "
+                "cast in the loss (model state) or give the optimizer the matching dtype."
+            )
+    return new

@@ -1,0 +1,147 @@
+"""TrainState: everything that one update changes, whole on every device."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.errors import StateError
+from multitower.placement import Placement
+from multitower.tower_function import as_global
+
+
+class Fields(NamedTuple):
+    """The contents of a training state, as a plain pytree."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    ema_params: Any
+    model_state: Any
+    rng: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class TrainState:
+    """Everything that one update changes. A pytree; made by `TrainStep.init`.
+
+    Its arrays lie whole on every device. A step overwrites the state that it is given: keep the
+    state that it returns. To keep an older one, copy it (`jax.tree.map(jnp.copy, state)`).
+
+    Attributes:
+        step: number of updates made, int32, shape ().
+        params: the parameters, as given to `init`.
+        opt_state: the optimizer's state.
+        ema_params: the moving average of the parameters, or None; 16-bit floats are kept in
+            float32, where small changes are not rounded away.
+        model_state: what the loss hands on from step to step (BatchNorm statistics), or None.
+        rng: the key from which every step and tower draws its own, or None.
+
+    Raises:
+        StateError: on reading a state that a step has overwritten.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import multitower as mt
+        >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=2)
+        >>> state = step.init(jnp.float32(0.0))
+        >>> int(state.step), float(state.params)
+        (0, 0.0)
+    """
+
+    # A same-bits step works on one copy per device. The arrays that span all devices, which a
+    # user sees, are made of those copies when somebody looks: that costs the host 8 us a leaf.
+    __slots__ = ("_fields", "_placement", "_replicas", "_spent", "maker")
+
+    def __init__(self, fields: Fields | None, maker: object = None) -> None:
+        self._fields = fields
+        self._replicas: Sequence[Fields] | None = None
+        self._placement: Placement | None = None
+        self._spent = False
+        self.maker = maker
+
+    @classmethod
+    def of_replicas(
+        cls, replicas: Sequence[Fields], placement: Placement, maker: object
+    ) -> "TrainState":
+        """A state made of one copy per local device."""
+        state = cls(None, maker)
+        state._replicas = replicas
+        state._placement = placement
+        return state
+
+    @property
+    def step(self) -> jax.Array:
+        """Number of updates made, int32, shape ()."""
+        return self.fields().step
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        return self.fields().params
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state."""
+        return self.fields().opt_state
+
+    @property
+    def ema_params(self) -> Any:
+        """The moving average of the parameters, or None."""
+        return self.fields().ema_params
+
+    @property
+    def model_state(self) -> Any:
+        """What the loss hands on from step to step, or None."""
+        return self.fields().model_state
+
+    @property
+    def rng(self) -> Any:
+        """The key of the whole run, or None."""
+        return self.fields().rng
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """A state with some attributes changed, as `dataclasses.replace` would do it."""
+        return TrainState(self.fields()._replace(**changes))
+
+    def fields(self) -> Fields:
+        """The contents, as arrays that span all devices."""
+        self._check_not_spent()
+        if self._fields is None:
+            assert self._replicas is not None and self._placement is not None
+            self._fields = as_global(self._replicas, self._placement)
+        assert self._fields is not None
+        return self._fields
+
+    def replicas(self) -> Sequence[Fields] | None:
+        """The copies per device, if the state is made of them."""
+        self._check_not_spent()
+        return self._replicas
+
+    def spend(self) -> None:
+        """Marks the state as overwritten."""
+        self._spent = True
+
+    def _check_not_spent(self) -> None:
+        if self._spent:
+            raise StateError(
+                "this state was given to a step already, and the step has overwritten it. Go on "
+                "with the state that the step returned: state, metrics = step(state, batch). To "
+                "keep the old one, copy it first: jax.tree.map(jnp.copy, state)."
+            )
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """For JAX's pytrees."""
+        fields = self.fields()
+        return [
+            (jax.tree_util.GetAttrKey(name), value)
+            for name, value in zip(Fields._fields, fields, strict=True)
+        ], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "TrainState":
+        """For JAX's pytrees."""
+        return cls(Fields(*children))
+
+    def __repr__(self) -> str:
+        return "TrainState(overwritten)" if self._spent else f"TrainState{self.fields()!r}"

@@ -1,0 +1,224 @@
+"""train_step: one update of a whole training state, on all devices."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from multitower.autodiff import check_differentiable
+from multitower.devices import DeviceSpec
+from multitower.errors import ArgumentError, BatchError, StateError
+from multitower.feeding import TowerRows
+from multitower.loss_function import LossFunction
+from multitower.outputs import refuse_ragged
+from multitower.placement import Placement, check_towers, place
+from multitower.rows import Parts, take_apart
+from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
+from multitower.train_job import EmaDecay, StepParts, averaged_output
+from multitower.train_state import Fields, TrainState
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    ema_decay: EmaDecay | None = None,
+    model_state_from: Literal["mean", "first"] = "mean",
+    global_batch: int | None = None,
+) -> "TrainStep":
+    """Makes a training step that runs on all devices and means the same as on one.
+
+    One step is: each tower computes the loss of its rows and the gradients; both are averaged over
+    all real rows; the optimizer makes one update. The equivalent one-device step is
+    `optimizer.update(jax.grad(lambda p: loss_fn(p, batch).mean())(params), ...)`.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)`; it may also take keyword-only `rng` (this tower's key
+            for this step) and `model_state`. It returns `loss`, `(loss, metrics)`, or with model
+            state `(loss, metrics, model_state)`. The loss has shape (rows,), the better contract,
+            or (), the mean over the rows. Metrics are a dict; those with one entry per row are
+            averaged over all real rows, other floats over towers.
+        optimizer: an optax optimizer. Its schedules count updates, whatever the devices.
+        devices: as for `multitower.devices`; all by default.
+        towers: the number of towers. With it, everything has the same bits on any number of
+            devices, from 1 to `towers`; without it there is one tower per device, as fast as
+            can be, and equal up to rounding.
+        ema_decay: keep a moving average of the parameters: a decay, or a function of the number
+            of updates made (int32, this one included) that returns it.
+        model_state_from: floats of the model state are averaged over towers, weighted by rows
+            (`"mean"`), or taken from tower 0 (`"first"`). Other dtypes come from tower 0.
+        global_batch: rows of a full batch. By default those of the first batch. Say it when a run
+            may begin with a smaller one (a resume), so that the same program is compiled.
+
+    Returns:
+        A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
+
+    Raises:
+        ArgumentError: a loss or an optimizer that is none.
+        DeviceError: devices or towers that are not there.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> import multitower as mt
+        >>> def losses(params, batch):
+        ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
+        >>> step = mt.train_step(losses, optax.sgd(0.1), towers=8)
+        >>> state = step.init({"w": jnp.zeros(3)})
+        >>> batch = {"x": np.ones((24, 3), np.float32), "y": np.ones(24, np.float32)}
+        >>> state, metrics = step(state, batch)
+        >>> float(metrics["loss"]), int(state.step)
+        (1.0, 1)
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ArgumentError(
+            f"the optimizer is {optimizer!r}: train_step takes an optax optimizer, such as "
+            "optax.adam(1e-3)."
+        )
+    if model_state_from not in ("mean", "first"):
+        raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
+    check_towers(towers)
+    step = StepParts(LossFunction.of(loss_fn), optimizer, ema_decay, model_state_from)
+    return TrainStep(step, devices, towers, global_batch)
+
+
+class TrainStep:
+    """A training step on towers; made by `train_step`. Call it as `step(state, batch)`."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        devices: DeviceSpec | None,
+        towers: int | None,
+        global_batch: int | None,
+    ) -> None:
+        self._step = step
+        self._devices = devices
+        self._towers = towers
+        self._global_batch = global_batch
+        self._placement = place(devices, towers) if devices is not None else None
+        self._averaged: dict[Any, str | None] = {}
+        self._runners: dict[Any, FastRunner | SameBitsRunner] = {}
+
+    @property
+    def placement(self) -> Placement:
+        """Which device runs which towers; asking starts JAX."""
+        if self._placement is None:
+            self._placement = place(self._devices, self._towers)
+        return self._placement
+
+    def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """Makes the first state. What is given is copied, never overwritten.
+
+        Args:
+            params: a pytree of float arrays.
+            model_state: what the loss takes as `model_state`: a pytree of arrays.
+            rng: what the loss's `rng` is drawn from: a typed key, shape ().
+
+        Returns:
+            A `TrainState` on all devices, with `step` 0.
+
+        Raises:
+            GradientError: a parameter that is no float; the message names its path.
+            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+        """
+        check_differentiable(params, "params")
+        self._check_extras(model_state, rng)
+        ema = jax.tree.map(_wide, params) if self._step.ema_decay is not None else None
+        opt_state = self._step.optimizer.init(params)
+        return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Makes one update.
+
+        Args:
+            state: from `init` or from the step before; it is overwritten.
+            batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
+
+        Returns:
+            The new state, and the metrics: `"loss"` and those of the loss function, each a mean
+            over all real rows, float32, on the first device. Nothing waits for the devices.
+
+        Raises:
+            StateError: the state is none, or has been overwritten.
+            BatchError: no rows, row counts that differ, or more rows than a full batch.
+            ArgumentError: batch leaves that are no numbers.
+            OutputError: the loss returned something that it must not.
+        """
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StateError(
+                f"step(state, batch) got {type(state).__name__} as state: make one with "
+                "state = step.init(params)."
+            )
+        parts = take_apart(batch, 0, name="batch")
+        if state.maker is not self:
+            state = self._adopt(state.fields())
+        return self._runner(state, parts).run(state, parts, self)
+
+    def _adopt(self, fields: Fields) -> TrainState:
+        return TrainState(on_all_devices(fields, self.placement), self)
+
+    def _runner(self, state: TrainState, parts: Parts) -> "FastRunner | SameBitsRunner":
+        """What runs this batch: the same for every batch that fits the full one."""
+        num_towers = self.placement.num_towers
+        if self._global_batch is None:
+            first = parts.rows[0]
+            cut_already = isinstance(first, TowerRows)
+            self._global_batch = first.tower_rows * num_towers if cut_already else parts.num_rows
+        tower_rows = -(-self._global_batch // num_towers)
+        averaged = self._averaged_output(state, parts, tower_rows)
+        if averaged is not None:  # a mean over a tower: every row of every tower must be real
+            if parts.num_rows % num_towers:
+                raise refuse_ragged(averaged, parts.num_rows, num_towers)
+            tower_rows = parts.num_rows // num_towers
+        elif parts.num_rows > tower_rows * num_towers:
+            raise BatchError(
+                f"the batch has {parts.num_rows} rows, and this step was made for at most "
+                f"{self._global_batch}, the rows of its first batch. Pass train_step("
+                f"global_batch={parts.num_rows}), or the largest batch that there will be."
+            )
+        key = (parts.split, tower_rows)
+        if key not in self._runners:
+            make = FastRunner if self._towers is None else SameBitsRunner
+            self._runners[key] = make(self._step, parts.split, tower_rows, self.placement)
+        return self._runners[key]
+
+    def _averaged_output(self, state: TrainState, parts: Parts, tower_rows: int) -> str | None:
+        """Names what the loss averages itself, or None if all it returns is per example."""
+        key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
+        if key not in self._averaged:
+            self._averaged[key] = averaged_output(
+                self._step, parts, state.fields(), tower_rows
+            )
+        return self._averaged[key]
+
+    def _check_extras(self, model_state: Any, rng: Any) -> None:
+        loss = self._step.loss
+        given = {"rng": (rng, loss.takes_rng), "model_state": (model_state, loss.takes_model_state)}
+        examples = {"rng": "jax.random.key(0)", "model_state": "{...}"}
+        for name, (value, wanted) in given.items():
+            if wanted and value is None:
+                raise ArgumentError(
+                    f"the loss takes {name}, and init got none: "
+                    f"step.init(params, {name}={examples[name]})."
+                )
+            if value is not None and not wanted:
+                raise ArgumentError(
+                    f"init got {name}, and the loss does not take it: add it as keyword-only "
+                    f"argument, loss_fn(params, batch, *, {name})."
+                )
+        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if rng is not None and not (is_key and rng.ndim == 0):
+            raise ArgumentError(
+                f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
+                "A legacy key becomes one with jax.random.wrap_key_data(key)."
+            )
+
+
+def _wide(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
