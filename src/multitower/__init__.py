@@ -1,6 +1,7 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
-from multitower.autodiff import average_gradients, grad, value_and_grad
+from multitower.autodiff import grad, value_and_grad
+from multitower.averaging import average_gradients
 from multitower.devices import configure, device, devices
 from multitower.errors import (
     ArgumentError,
@@ -11,6 +12,7 @@ from multitower.errors import (
     MultitowerError,
     MultitowerWarning,
     OutputError,
+    RunError,
     StateError,
 )
 from multitower.feeding import TowerRows, prefetch, shard
@@ -28,6 +30,7 @@ __all__ = [
     "MultitowerError",
     "MultitowerWarning",
     "OutputError",
+    "RunError",
     "StateError",
     "TowerRows",
     "TrainState",

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +112,7 @@ def devices(spec: DeviceSpec | None = None, *, soft: bool = False) -> list[jax.D
 
 
 @contextlib.contextmanager
-def device(spec: str | jax.Device, *, soft: bool = False) -> Iterator[jax.Device]:
+def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Device]:
     """Makes one device the home of the arrays that are made inside.
 
     Args:
@@ -173,7 +173,8 @@ def _visible_list(visible: str | int | Sequence[int] | None) -> str | None:
 
 def _started() -> bool:
     # JAX refuses this update once its backends run: the one public sign that they do.
-    current = jax.config.jax_num_cpu_devices
+    config: Any = jax.config  # its options have no types in JAX 0.10
+    current = config.jax_num_cpu_devices
     probe = 1 if current != 1 else 2
     try:
         jax.config.update("jax_num_cpu_devices", probe)

@@ -8,7 +8,8 @@ MultitowerError
 ├── BatchError         (ValueError)     rows that are missing, uneven or of different counts
 ├── OutputError        (ValueError)     a function returned something that cannot be put together
 ├── GradientError      (ValueError)     gradients that cannot be taken or averaged
-└── StateError         (ValueError)     a training state that does not fit its step
+├── StateError         (ValueError)     a training state that does not fit its step
+└── RunError           (ValueError)     a run that cannot begin, or cannot go on
 
 MultitowerWarning (UserWarning)         it works, but hardly as meant
 ```
@@ -47,6 +48,10 @@ class GradientError(MultitowerError, ValueError):
 
 class StateError(MultitowerError, ValueError):
     """A training state that does not fit the step it was given to."""
+
+
+class RunError(MultitowerError, ValueError):
+    """A run that cannot begin, or cannot go on: its recipe, its numbers or its directory."""
 
 
 class MultitowerWarning(UserWarning):

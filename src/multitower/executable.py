@@ -34,16 +34,18 @@ def compile_for_each(
 
     def on(device: jax.Device) -> jax.stages.Compiled:
         there = SingleDeviceSharding(device)
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tuple(arguments)
-        )
-        return jitted.lower(*shapes).compile()
+        return jitted.lower(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments))).compile()
 
     first = on(devices[0])
     if len(devices) == 1:
         return [first]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return [first, *pool.map(on, devices[1:])]
+
+
+def _shape(leaf: Any, there: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    weak = getattr(leaf, "weak_type", False)  # a Python number adapts to the dtypes around it
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there, weak_type=weak)
 
 
 def _options(platform: str) -> dict[str, bool | str] | None:

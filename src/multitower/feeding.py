@@ -88,8 +88,8 @@ def shard(
         >>> import numpy as np
         >>> import multitower as mt
         >>> batch = mt.shard({"x": np.arange(8.0).reshape(4, 2)}, devices=2)
-        >>> batch["x"].sharding.spec
-        PartitionSpec('towers',)
+        >>> [block.data.shape for block in batch["x"].addressable_shards]
+        [(2, 2), (2, 2)]
     """
     placement = place(devices, towers)
     if towers is None:
@@ -163,8 +163,8 @@ def _ahead(
                     return
                 if full is None and towers is not None:
                     full = take_apart(batch, 0, name="batch").num_rows
-                options = {"devices": devices, "towers": towers, "global_batch": full}
-                put((True, shard(batch, **options)))
+                ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
+                put((True, ready_made))
             put((False, None))
         except BaseException as error:  # handed to the reader, whatever it is
             put((False, error))
@@ -235,5 +235,3 @@ def _shard_evenly(batch: Any, placement: Placement) -> Any:
     placed = iter(jax.device_put(to_put, target, may_alias=False))
     done = [next(placed) if s else leaf for leaf, s in zip(leaves, split, strict=True)]
     return jax.tree.unflatten(parts.split.treedef, done)
-
-

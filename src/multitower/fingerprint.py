@@ -27,7 +27,7 @@ def fingerprint(tree: Any) -> str:
         >>> import jax.numpy as jnp
         >>> import multitower as mt
         >>> mt.fingerprint({"w": jnp.zeros(3)})[:12]
-        '1d9b1e7b3b5a'
+        '951cd8cbb637'
         >>> mt.fingerprint({"w": jnp.zeros(3)}) == mt.fingerprint({"w": -jnp.zeros(3)})
         False
     """
@@ -35,7 +35,9 @@ def fingerprint(tree: Any) -> str:
     for leaf in jax.tree.leaves(tree):
         value = _on_host(leaf)
         digest.update(f"{value.dtype.name}{value.shape}".encode())
-        little = value.astype(value.dtype.newbyteorder("<")) if value.dtype.kind in "iufc" else value
+        little = (
+            value.astype(value.dtype.newbyteorder("<")) if value.dtype.kind in "iufc" else value
+        )
         digest.update(np.ascontiguousarray(little).tobytes())
     return digest.hexdigest()
 

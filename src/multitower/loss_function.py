@@ -64,7 +64,7 @@ class LossFunction:
         return self._complete(output, model_state)
 
     def _complete(self, output: Any, model_state: Any) -> LossOutput:
-        given = output if isinstance(output, tuple) else (output,)
+        given: list[Any] = list(output) if isinstance(output, tuple) else [output]
         if self.takes_model_state and len(given) != 3:
             raise OutputError(
                 f"the loss takes model_state, so it must return (loss, metrics, model_state); it "
@@ -78,4 +78,4 @@ class LossFunction:
             )
         metrics = given[1] if len(given) > 1 else {}
         check_metrics(metrics)
-        return LossOutput(given[0], metrics, given[2] if len(given) == 3 else model_state)
+        return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)

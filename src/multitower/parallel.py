@@ -67,7 +67,7 @@ def make_parallel(
 
     @functools.wraps(fn)
     def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return run(args, kwargs)
+        return run.call(args, kwargs)
 
     return parallel
 
@@ -114,9 +114,9 @@ class _Parallel(NamedTuple):
             if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != tower_rows:
                 raise OutputError(
                     f"result{jax.tree_util.keystr(path)} has shape {leaf.shape} for a tower of "
-                    f"{tower_rows} rows: axis {axis} does not hold one entry per row, so the towers "
-                    "cannot be put together. Return something per row and combine it outside, or "
-                    "say out_axes=None for a result that does not depend on the rows."
+                    f"{tower_rows} rows: axis {axis} does not hold one entry per row, so the "
+                    "towers cannot be put together. Return something per row and combine it "
+                    "outside, or say out_axes=None for a result that does not depend on the rows."
                 )
             by_row[number] = jnp.moveaxis(leaf, axis, 0)
         return Leaves(by_row, treedef), whole

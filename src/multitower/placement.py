@@ -30,6 +30,7 @@ class Placement:
 
     @property
     def num_towers(self) -> int:
+        """How many towers there are."""
         return len(self.owners)
 
     @functools.cached_property
@@ -48,6 +49,7 @@ class Placement:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
+        """The devices as a mesh of one axis."""
         return Mesh(np.array(self.devices), (AXIS,))
 
     @functools.cached_property

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from multitower.errors import ArgumentError, BatchError, MultitowerError
 
@@ -26,8 +27,8 @@ class Tower(NamedTuple):
         num_rows: how many of its rows are real, int32, shape (); the rest are copies that fill up.
     """
 
-    number: jax.Array
-    num_rows: jax.Array
+    number: Any
+    num_rows: Any
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Split:
 
 
 class Parts(NamedTuple):
-    """A tree taken apart: how, its shared leaves, its split leaves (rows on axis 0), their count."""
+    """A tree taken apart: how, the shared leaves, the split ones (rows on axis 0), the rows."""
 
     split: Split
     shared: list[Any]
@@ -117,6 +118,11 @@ def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Arr
     return jnp.clip(num_rows - index * tower_rows, 0, tower_rows).astype(jnp.int32)
 
 
+def is_traced(leaf: Any) -> bool:
+    """Whether a leaf stands for a value inside jit, grad, vmap or scan."""
+    return isinstance(leaf, Tracer)
+
+
 def pad_rows(leaf: Any, size: int) -> Any:
     """Fills axis 0 up to `size` with copies of real rows, so that no tower sees invented data."""
     num_rows = leaf.shape[0]
@@ -143,13 +149,12 @@ def _axes_of_leaves(axes: Any, tree: Any) -> list[int | None]:
 
 
 def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:
-    if not isinstance(leaf, jax.Array | np.ndarray):
+    if isinstance(leaf, jax.Array):
+        _refuse_donated(leaf, where)
+    elif isinstance(leaf, np.ndarray):
+        _refuse_what_is_no_number(leaf, where)
+    else:
         _refuse_what_is_no_array(leaf, where)
-    elif isinstance(leaf, np.ndarray) and (leaf.dtype.kind in "OSUMm" or leaf.dtype.names):
-        raise ArgumentError(
-            f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
-            "integers or floats first, or keep it out of the batch."
-        )
     ndim = getattr(leaf, "ndim", 0)
     if axis is None:
         return _SHARED
@@ -176,6 +181,22 @@ def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
         raise ArgumentError(
             f"{where()} is {_shown(leaf)}: towers take arrays and numbers. Convert it with "
             "numpy.asarray, or close over it with functools.partial."
+        )
+
+
+def _refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str]) -> None:
+    if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:
+        raise ArgumentError(
+            f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
+            "integers or floats first, or keep it out of the batch."
+        )
+
+
+def _refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
+    if not is_traced(leaf) and leaf.is_deleted():
+        raise ArgumentError(
+            f"{where()} is gone: it was donated to a jitted call (donate_argnums), which has "
+            "reused its memory. Pass the result of that call, or an array that was not donated."
         )
 
 

@@ -22,7 +22,7 @@ from multitower.packing import Packed, pack, unpack
 from multitower.placement import Placement
 from multitower.rows import Tower
 
-Buffers = tuple[jax.Array, ...]
+_SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 
 
 class _Programs(NamedTuple):
@@ -45,7 +45,7 @@ class SameBits:
         self._num_parts = plan.num_parts
         self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
         self._compiled: dict[Any, _Programs] = {}
-        self._constants: dict[tuple[int, Any], jax.Array] = {}
+        self._constants: dict[tuple[int, Any, Any], jax.Array] = {}
 
     def run(
         self, replicas: Sequence[Shared], rows: Sequence[TowerRows]
@@ -77,7 +77,7 @@ class SameBits:
         if not stacks[0][0].buffers:
             return [], returned
         totals = self._reduced(stacks)
-        scale = np.float32(rows[0].num_rows / rows[0].tower_rows)
+        scale = _SCALE(rows[0].tower_rows / rows[0].num_rows)
         finished = [
             finish(replicas[i].state, totals[i], self._constant(i, scale))
             for i, finish in enumerate(programs.finish)
@@ -136,9 +136,9 @@ class SameBits:
             result = job.tower(shared, rows, here)
             return pack((result.means, result.sums)), result.rows
 
-        def finish(state: Any, totals: Packed, effective_towers: jax.Array) -> Any:
+        def finish(state: Any, totals: Packed, scale: jax.Array) -> Any:
             means, sums = unpack(totals)
-            return job.finish(state, _mean_of(means, effective_towers), sums)
+            return job.finish(state, _mean_of(means, scale), sums)
 
         towers = compile_for_each(tower, (shared, pieces, Tower(scalar, scalar)), self._devices)
         packed: Packed = towers[0].out_info[0]
@@ -147,7 +147,11 @@ class SameBits:
         adds = []
         if any(additions for schedule in self._schedules for _, additions in schedule):
             adds = compile_for_each(_add, (packed, packed), self._devices, donate=(0,))
-        arguments = (shared.state, packed, jax.ShapeDtypeStruct((), np.float32))
+        arguments = (
+            shared.state,
+            packed,
+            jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE)),
+        )
         finishes = compile_for_each(finish, arguments, self._devices, donate=(0,))
         return _Programs(towers, adds, finishes)
 
@@ -186,10 +190,10 @@ def _add(left: Packed, right: Packed) -> Packed:
     return Packed(tuple(reduction.add_buffers(left.buffers, right.buffers)), left.layout)
 
 
-def _mean_of(totals: Any, effective_towers: jax.Array) -> Any:
-    def divide(total: jax.Array) -> jax.Array:
-        mean = (total / effective_towers).astype(total.dtype)
+def _mean_of(totals: Any, scale: jax.Array) -> Any:
+    def times(total: jax.Array) -> jax.Array:
+        mean = (total * scale).astype(total.dtype)
         # Which of two NaNs an addition passes on depends on the order of its operands.
         return jnp.where(jnp.isnan(mean), jnp.full_like(mean, jnp.nan), mean)
 
-    return jax.tree.map(divide, totals)
+    return jax.tree.map(times, totals)

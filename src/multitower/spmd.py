@@ -46,8 +46,9 @@ def run(
 
         result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)
         means, sums = lax.psum((result.means, result.sums), AXIS)
-        effective_towers = num_rows.astype(jnp.float32) / tower_rows
-        means = jax.tree.map(lambda x: (x / effective_towers).astype(x.dtype), means)
+        # A product with a number is fused into whatever uses it; a division would be stored first.
+        scale = tower_rows / num_rows.astype(float)
+        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
         return job.finish(shared.state, means, sums), result.rows
 
     # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside

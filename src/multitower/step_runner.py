@@ -103,9 +103,7 @@ def on_all_devices(fields: Fields, placement: Placement) -> Fields:
     """Copies of a state's leaves, whole on every device; the originals are never overwritten."""
     leaves, treedef = jax.tree.flatten(fields)
     fresh = [_fresh(leaf) for leaf in leaves]
-    return jax.tree.unflatten(
-        treedef, jax.device_put(fresh, [placement.shared] * len(fresh))
-    )
+    return jax.tree.unflatten(treedef, jax.device_put(fresh, [placement.shared] * len(fresh)))
 
 
 def _fresh(leaf: Any) -> jax.Array:

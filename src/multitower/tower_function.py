@@ -1,6 +1,6 @@
 """A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from multitower.devices import DeviceSpec
 from multitower.feeding import cut
 from multitower.job import Job, Shared
 from multitower.placement import Placement, check_towers, place
-from multitower.rows import Parts, Split, take_apart
+from multitower.rows import Parts, Split, is_traced, take_apart
 from multitower.same_bits import SameBits
 
 
@@ -28,7 +28,10 @@ class Leaves:
 class Kind(Protocol):
     """What tells `make_parallel` from `value_and_grad`."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the arguments are called in messages."""
+        ...
 
     def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The row axes of `(args, kwargs)`, None for shared; raises on wrong arguments."""
@@ -55,10 +58,11 @@ class TowerFunction:
         self._engines: dict[Any, SameBits] = {}
         self._jitted = jax.jit(self._traced, static_argnums=0)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function with what the user gave."""
         placement = self.placement()
         parts = take_apart((args, kwargs), self._kind.axes(args, kwargs), name=self._kind.name)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*parts.shared, *parts.rows)):
+        if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
             return self._traced(parts.split, parts.shared, parts.rows)
         if self._towers is not None:
             return self._same_bits(parts, placement)

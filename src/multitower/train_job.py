@@ -33,7 +33,6 @@ def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
 
     `finish` returns the new Fields and the metrics.
     """
-
     forward = _forward(step, split)
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
@@ -55,7 +54,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
         leaves = [_mean_over_rows(x, r, here) for x, r in zip(leaves, is_row, strict=True)]
         metrics = {"loss": loss, **jax.tree.unflatten(treedef, leaves)}
         averaged, first = _sort_state(model_state, step.model_state_from)
-        weight = here.num_rows.astype(jnp.float32) / tower_rows
+        weight = here.num_rows.astype(float) / tower_rows
         return TowerResult(
             means=(gradients, metrics, jax.tree.map(lambda x: _weigh(x, weight), averaged)),
             sums=jax.tree.map(lambda x: _only_first(x, here), first),
@@ -69,9 +68,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
     return Job(tower, finish)
 
 
-def averaged_output(
-    step: StepParts, parts: Parts, fields: Fields, tower_rows: int
-) -> str | None:
+def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: int) -> str | None:
     """Names what a loss averages over its rows itself, or None if all it returns is per example.
 
     Raises:
@@ -194,8 +191,8 @@ def _check_same_types(old: Fields, new: Fields) -> Fields:
     for (path, before), after in zip(flat, jax.tree.leaves(new), strict=True):
         if before.shape != after.shape or before.dtype != after.dtype:
             raise OutputError(
-                f"state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} and would "
-                f"become {after.dtype}{list(after.shape)} in the update. Keep shape and dtype: "
+                f"state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} and "
+                f"would become {after.dtype}{list(after.shape)} in the update. Keep both: "
                 "cast in the loss (model state) or give the optimizer the matching dtype."
             )
     return new

@@ -108,7 +108,8 @@ class TrainState:
         """The contents, as arrays that span all devices."""
         self._check_not_spent()
         if self._fields is None:
-            assert self._replicas is not None and self._placement is not None
+            assert self._replicas is not None
+            assert self._placement is not None
             self._fields = as_global(self._replicas, self._placement)
         assert self._fields is not None
         return self._fields

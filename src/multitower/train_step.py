@@ -191,9 +191,7 @@ class TrainStep:
         """Names what the loss averages itself, or None if all it returns is per example."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._averaged:
-            self._averaged[key] = averaged_output(
-                self._step, parts, state.fields(), tower_rows
-            )
+            self._averaged[key] = averaged_output(self._step, parts, state.fields(), tower_rows)
         return self._averaged[key]
 
     def _check_extras(self, model_state: Any, rng: Any) -> None:

@@ -1,0 +1,7 @@
+"""`python -m multitower` is `multitower`."""
+
+import sys
+
+from multitower.cli import main
+
+sys.exit(main())

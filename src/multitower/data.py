@@ -1,0 +1,95 @@
+"""Data: batch number s is a pure function of the data set, the seed, the batch size and s.
+
+It knows nothing of devices, towers or processes, nor of the batches before: a run that resumes at
+step s asks for batch s and goes on as if it had never stopped.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.errors import BatchError
+from multitower.rows import take_apart
+
+
+def make_batch(dataset: Any, *, global_batch: int, seed: int, step: int) -> Any:
+    """Makes the batch of one step.
+
+    The examples are shuffled anew for every epoch, and the epochs form one endless row. Batch s is
+    its places `s * global_batch` to `(s + 1) * global_batch - 1`. So every batch is full, whatever
+    the number of examples, and every example is seen equally often, give or take one.
+
+    Args:
+        dataset: a pytree of NumPy arrays with one example per row on axis 0.
+        global_batch: rows of the batch, 1 or more; it may be more than there are examples.
+        seed: of the shuffling, 0 or more.
+        step: number of the batch; the first one is 0.
+
+    Returns:
+        The same pytree, with `global_batch` rows, copied.
+
+    Raises:
+        BatchError: no examples, row counts that differ, or a batch or step that is none.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.data import make_batch
+        >>> letters = {"letter": np.array([1, 2, 3, 4, 5])}
+        >>> for step in range(3):
+        ...     print(make_batch(letters, global_batch=4, seed=0, step=step)["letter"])
+        [...]
+        [...]
+        [...]
+    """
+    if global_batch < 1:
+        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    if step < 0:
+        raise BatchError(f"step={step}: the first batch is number 0.")
+    num_rows = take_apart(dataset, 0, name="data").num_rows
+    epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), num_rows)
+    rows = np.empty(global_batch, np.intp)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        rows[here] = _shuffled(num_rows, seed, int(epoch))[places[here]]
+    return jax.tree.map(lambda leaf: leaf[rows], dataset)
+
+
+def make_batches(dataset: Any, *, global_batch: int, seed: int, first: int = 0) -> Iterator[Any]:
+    """Makes the batches of all steps from one on, without end.
+
+    Args:
+        dataset: as for `make_batch`.
+        global_batch: as for `make_batch`.
+        seed: as for `make_batch`.
+        first: the step to begin with.
+
+    Yields:
+        `make_batch(..., step=s)` for s = first, first + 1, ...
+
+    Raises:
+        BatchError: as `make_batch`.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.data import make_batches
+        >>> batches = make_batches(np.arange(10), global_batch=5, seed=0)
+        >>> epoch = [next(batches), next(batches)]
+        >>> np.sort(np.concatenate(epoch))
+        array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    """
+    for step in itertools.count(first):
+        yield make_batch(dataset, global_batch=global_batch, seed=seed, step=step)
+
+
+@functools.lru_cache(maxsize=4)  # one batch after another asks for the same epoch
+def _shuffled(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    # NumPy promises the raw numbers of a bit generator for all its versions, and those of
+    # Generator.permutation for none (NEP 19). Sorting 64-bit numbers is a fair shuffle.
+    raw = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
+    order = np.argsort(raw, kind="stable")
+    order.setflags(write=False)
+    return order

@@ -1,0 +1,76 @@
+"""Evaluation: every example counts once, whatever the batches, towers and devices."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.devices import DeviceSpec
+from multitower.errors import BatchError
+from multitower.parallel import make_parallel
+from multitower.rows import take_apart
+
+
+def evaluate(
+    metrics: Callable[[Any, Any], dict[str, jax.Array]],
+    params: Any,
+    dataset: Any,
+    *,
+    global_batch: int,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+) -> dict[str, float]:
+    """The mean of each metric over all examples.
+
+    The law: it equals `{name: fsum(v) / len(v) for name, v in metrics(params, dataset).items()}`:
+    a sum over examples, never a mean of means.
+
+    Args:
+        metrics: `metrics(params, batch)` returns a dict with one number per row for each name.
+        params: its first argument, whole on every device.
+        dataset: a pytree of NumPy arrays with one example per row on axis 0.
+        global_batch: rows to score at a time, 1 or more.
+        devices: as for `multitower.devices`.
+        towers: with it, the results have the same bits on any number of devices.
+
+    Returns:
+        For each name the mean. The sums are exact before they are rounded to float64, so that
+        they do not depend on the order of the examples.
+
+    Raises:
+        BatchError: no examples, row counts that differ, or a batch without rows.
+        OutputError: a metric that is not one number per row.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.evaluation import evaluate
+        >>> metrics = lambda bound, x: {"above": x > bound}
+        >>> evaluate(metrics, 7.0, np.arange(10.0), global_batch=4)
+        {'above': 0.2}
+    """
+    if global_batch < 1:
+        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    num_rows = take_apart(dataset, 0, name="data").num_rows
+    global_batch = min(global_batch, num_rows)
+    score = make_parallel(metrics, in_axes=(None, 0), devices=devices, towers=towers)
+    seen: dict[str, list[float]] = {}
+
+    def read(scores: dict[str, jax.Array], num_real: int) -> None:
+        for name, values in scores.items():
+            on_host = np.asarray(values, np.float64)  # host-device sync
+            seen.setdefault(name, []).extend(on_host[:num_real].tolist())
+
+    waiting: tuple[dict[str, jax.Array], int] | None = None
+    for start in range(0, num_rows, global_batch):
+        # The last batch is filled up with examples that were scored already, so that it fits the
+        # compiled program; `read` cuts them off.
+        places = np.arange(start, start + global_batch) % num_rows
+        scores = score(params, jax.tree.map(lambda leaf, rows=places: leaf[rows], dataset))
+        if waiting:
+            read(*waiting)  # the batch before: the devices are busy with this one meanwhile
+        waiting = (scores, min(global_batch, num_rows - start))
+    assert waiting
+    read(*waiting)
+    return {name: math.fsum(values) / num_rows for name, values in seen.items()}
