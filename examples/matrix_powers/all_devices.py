@@ -4,9 +4,8 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
 import multitower as mt
+import numpy as np
 
 
 @mt.make_parallel

@@ -3,10 +3,9 @@
 import sys
 
 import jax
+import multitower as mt
 import numpy as np
 import optax
-
-import multitower as mt
 
 
 def losses(w, x, y):

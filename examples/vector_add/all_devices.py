@@ -2,9 +2,8 @@
 
 import sys
 
-import numpy as np
-
 import multitower as mt
+import numpy as np
 
 
 @mt.make_parallel

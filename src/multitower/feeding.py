@@ -209,12 +209,25 @@ def cut(
             if is_here:
                 pieces.append(_piece(leaf, tower * tower_rows, tower_rows))
                 homes.append(placement.devices[placement.owners[tower]])
-    # may_alias=False: JAX may otherwise keep reading the caller's memory, which changes under it.
-    placed = iter(jax.device_put(pieces, homes, may_alias=False))
+    placed = iter(copy_to(pieces, homes))
     return [
         TowerRows(tuple(next(placed) if h else None for h in here), placement, num_rows)
         for _ in rows
     ]
+
+
+def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
+    """Copies leaves to devices or shardings; a `jax.Array` that lies there is not copied again.
+
+    Host memory is always copied: JAX on CPUs may otherwise keep reading it while it changes.
+    """
+    if not leaves:
+        return []
+    on_host = [not isinstance(leaf, jax.Array) for leaf in leaves]
+    if all(on_host):
+        return jax.device_put(list(leaves), list(targets), may_alias=False)
+    pairs = zip(leaves, targets, on_host, strict=True)
+    return [jax.device_put(leaf, to, may_alias=False if host else None) for leaf, to, host in pairs]
 
 
 def _piece(leaf: Any, start: int, size: int) -> Any:
@@ -232,6 +245,6 @@ def _shard_evenly(batch: Any, placement: Placement) -> Any:
     leaves = jax.tree.leaves(batch)
     split = [not isinstance(kind, str) for kind in parts.split.kinds]
     to_put = [leaf for leaf, is_split in zip(leaves, split, strict=True) if is_split]
-    placed = iter(jax.device_put(to_put, target, may_alias=False))
+    placed = iter(copy_to(to_put, [target] * len(to_put)))
     done = [next(placed) if s else leaf for leaf, s in zip(leaves, split, strict=True)]
     return jax.tree.unflatten(parts.split.treedef, done)

@@ -70,7 +70,9 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
         >>> from pathlib import Path
         >>> from multitower.run_directory import fresh_run_directory
         >>> with tempfile.TemporaryDirectory() as here:
-        ...     fresh_run_directory(Path(here), "digits") == fresh_run_directory(Path(here), "digits")
+        ...     fresh_run_directory(Path(here), "digits") == fresh_run_directory(
+        ...         Path(here), "digits"
+        ...     )
         False
     """
     stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

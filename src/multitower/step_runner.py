@@ -8,7 +8,7 @@ import numpy as np
 
 from multitower import spmd
 from multitower.errors import ArgumentError
-from multitower.feeding import TowerRows, cut
+from multitower.feeding import TowerRows, copy_to, cut
 from multitower.job import Shared
 from multitower.placement import Placement
 from multitower.rows import Parts, Split, pad_rows
@@ -73,7 +73,7 @@ class FastRunner:
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         rows = [self._whole(leaf) for leaf in parts.rows]
-        rest = jax.device_put(parts.shared, self._placement.shared) if parts.shared else []
+        rest = copy_to(parts.shared, [self._placement.shared] * len(parts.shared))
         num_rows = self._count(parts.num_rows)
         fields, metrics = self._run(state.fields(), rest, rows, num_rows)
         state.spend()
@@ -89,8 +89,7 @@ class FastRunner:
         leaf = pad_rows(leaf, self._size)
         if isinstance(leaf, jax.Array) and leaf.sharding == self._placement.split:
             return leaf
-        # may_alias=False: JAX may otherwise keep reading the caller's memory, which may change.
-        return jax.device_put(leaf, self._placement.split, may_alias=False)
+        return copy_to([leaf], [self._placement.split])[0]
 
     def _count(self, num_rows: int) -> jax.Array:
         """A number of rows on every device, copied there once."""

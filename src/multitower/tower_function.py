@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from multitower import spmd
 from multitower.devices import DeviceSpec
-from multitower.feeding import cut
+from multitower.feeding import copy_to, cut
 from multitower.job import Job, Shared
 from multitower.placement import Placement, check_towers, place
 from multitower.rows import Parts, Split, is_traced, take_apart
@@ -67,8 +67,9 @@ class TowerFunction:
         if self._towers is not None:
             return self._same_bits(parts, placement)
         even = parts.num_rows % len(placement.devices) == 0
-        shared = jax.device_put(parts.shared, placement.shared)
-        rows = jax.device_put(parts.rows, placement.split if even else placement.shared)
+        shared = copy_to(parts.shared, [placement.shared] * len(parts.shared))
+        target = placement.split if even else placement.shared
+        rows = copy_to(parts.rows, [target] * len(parts.rows))
         return self._jitted(parts.split, shared, rows)
 
     def placement(self) -> Placement:
@@ -110,7 +111,7 @@ def replicate(tree: Any, placement: Placement) -> list[Any]:
         The tree, once per local device, with single-device arrays.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    copies = jax.device_put(leaves, [placement.shared] * len(leaves))
+    copies = copy_to(leaves, [placement.shared] * len(leaves))
     devices = [placement.devices[d] for d in placement.local]
     per_leaf = [{shard.device: shard.data for shard in c.addressable_shards} for c in copies]
     return [jax.tree.unflatten(treedef, [leaf[device] for leaf in per_leaf]) for device in devices]

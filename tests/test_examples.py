@@ -1,0 +1,111 @@
+"""The examples: run, equal to their one-device versions, two lines apart, and shown as they are."""
+
+import difflib
+import re
+import runpy
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import multitower as mt
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = ["vector_add", "polynomial", "matrix_powers"]
+
+
+def versions(name):
+    one = runpy.run_path(str(EXAMPLES / name / "one_device.py"))
+    every = runpy.run_path(str(EXAMPLES / name / "all_devices.py"))
+    return one["main"], every["main"]
+
+
+def changed_lines(name):
+    """The lines that differ, without the docstring and empty lines."""
+    texts = [
+        (EXAMPLES / name / f"{which}.py").read_text().split('"""', 2)[2].splitlines()
+        for which in ("one_device", "all_devices")
+    ]
+    lines = list(difflib.unified_diff(*texts, lineterm="", n=0))[2:]
+    return [line for line in lines if line[0] in "+-" and line[1:].strip()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_lines_differ(name):
+    # The lie: "two lines" that are three, or a second program in disguise.
+    added = [line for line in changed_lines(name) if line[0] == "+"]
+    assert len(added) == 2
+    assert "+import multitower as mt" in added
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_sixty_lines_and_shown_as_it_is(name):
+    # The lie: a page that shows another diff than the files have.
+    page = (EXAMPLES / "README.md").read_text()
+    for line in changed_lines(name):
+        assert line in page
+    for which in ("one_device", "all_devices"):
+        assert len((EXAMPLES / name / f"{which}.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("num_rows", [1000, 1001, 1])
+def test_vector_add_is_exact(num_rows):
+    # The lie: rows lost, doubled or rounded where they do not divide.
+    one, every = versions("vector_add")
+    total = every(num_rows)
+    np.testing.assert_array_equal(total, one(num_rows))
+    assert isinstance(total, jax.Array)
+    assert len(total.sharding.device_set) == len(mt.devices())
+
+
+def test_polynomial_equals_one_device():
+    # The lie: a gradient N times too big still converges, to other weights on the way.
+    one, every = versions("polynomial")
+    loss, weights = one(1001)
+    all_loss, all_weights = every(1001)
+    # 1001 Adam steps in float32 amplify the rounding of one step.
+    np.testing.assert_allclose(all_weights, weights, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(all_loss, loss, rtol=2e-3)
+
+
+def test_matrix_powers_equal_one_device_and_numpy():
+    # The lie: the classic version computes the power n+1.
+    one, every = versions("matrix_powers")
+    total = every(5, 40)
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(size=(2, 40, 40)).astype(np.float32) / 40
+    expected = sum(np.linalg.matrix_power(m.astype(np.float64), 5) for m in (a, b))
+    np.testing.assert_allclose(total, expected, rtol=1e-4)
+    np.testing.assert_allclose(total, one(5, 40), rtol=1e-5)
+
+
+def test_two_products_run_at_the_same_time():
+    # The lie: "parallel" that runs one after the other. Each waits for the other one to be there.
+    both_there = threading.Barrier(2, timeout=30)
+
+    def meet(x):
+        both_there.wait()
+        return x
+
+    @mt.make_parallel
+    def square(matrices):
+        shape = jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)
+        here = jax.pure_callback(meet, shape, matrices)
+        return here @ here
+
+    square = mt.make_parallel(square.__wrapped__, devices=2)
+    matrices = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    result = square(matrices)
+    np.testing.assert_allclose(result, matrices @ matrices, rtol=1e-5, atol=1e-5)
+    assert [shard.device for shard in result.addressable_shards] == mt.devices(2)
+
+
+def test_readme_runs():
+    # The lie: a README whose code does not run.
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) >= 4
+    code = "\n".join(blocks).replace("mt.configure(simulated_devices=8)", "")
+    exec(compile(code, "README.md", "exec"), {})
