@@ -178,7 +178,7 @@ class _ValueAndGrad(NamedTuple):
             def aux_of(rows: list[Any]) -> Any:
                 return forward(shared, rows, here, wanted)[1]
 
-            by_row, averaged = _sort_aux(aux, aux_of, rows, tower_rows, ragged)
+            by_row, averaged = _sort_aux(aux, aux_of, rows, ragged)
             return TowerResult(means=(mean, gradients, averaged), rows=by_row)
 
         return Job(tower, finish=lambda state, means, sums: means)
@@ -221,11 +221,10 @@ def check_differentiable(tree: Any, name: str) -> None:
 
 
 def _sort_aux(
-    aux: Any, aux_of: Any, rows: list[Any], tower_rows: int, ragged: tuple[int, int] | None
+    aux: Any, aux_of: Any, rows: list[Any], ragged: tuple[int, int] | None
 ) -> tuple[Leaves, dict[int, Any]]:
     flat, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, aux))
-    more = [jax.ShapeDtypeStruct((tower_rows + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
-    is_row = find_row_leaves(aux_of, (more,), jax.tree.unflatten(treedef, flat), tower_rows, "aux")
+    is_row = find_row_leaves(aux_of, rows, jax.tree.unflatten(treedef, flat), "aux")
     if ragged and not all(is_row):
         path = jax.tree_util.tree_flatten_with_path(aux)[0][is_row.index(False)][0]
         raise refuse_ragged(f"aux{jax.tree_util.keystr(path)} is not per example", *ragged)

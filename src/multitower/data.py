@@ -1,12 +1,14 @@
 """Data: batch number s is a pure function of the data set, the seed, the batch size and s.
 
+That goes for the order of the examples, and for random distortions of them too.
+
 It knows nothing of devices, towers or processes, nor of the batches before: a run that resumes at
 step s asks for batch s and goes on as if it had never stopped.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,8 +17,12 @@ import numpy as np
 from multitower.errors import BatchError
 from multitower.rows import take_apart
 
+Distort = Callable[[Any, np.random.Generator], Any]
 
-def make_batch(dataset: Any, *, global_batch: int, seed: int, step: int) -> Any:
+
+def make_batch(
+    dataset: Any, *, global_batch: int, seed: int, step: int, distort: Distort | None = None
+) -> Any:
     """Makes the batch of one step.
 
     The examples are shuffled anew for every epoch, and the epochs form one endless row. Batch s is
@@ -26,8 +32,10 @@ def make_batch(dataset: Any, *, global_batch: int, seed: int, step: int) -> Any:
     Args:
         dataset: a pytree of NumPy arrays with one example per row on axis 0.
         global_batch: rows of the batch, 1 or more; it may be more than there are examples.
-        seed: of the shuffling, 0 or more.
+        seed: of all that is drawn, 0 or more.
         step: number of the batch; the first one is 0.
+        distort: `distort(batch, generator)` returns the batch with random changes, drawn from the
+            generator alone; it may change the arrays in place.
 
     Returns:
         The same pytree, with `global_batch` rows, copied.
@@ -55,10 +63,17 @@ def make_batch(dataset: Any, *, global_batch: int, seed: int, step: int) -> Any:
     for epoch in np.unique(epochs):
         here = epochs == epoch
         rows[here] = _shuffled(num_rows, seed, int(epoch))[places[here]]
-    return jax.tree.map(lambda leaf: leaf[rows], dataset)
+    batch = jax.tree.map(lambda leaf: leaf[rows], dataset)
+    if distort is None:
+        return batch
+    # A child of the seed: not the numbers that the epoch of the same number was shuffled with.
+    source = np.random.SeedSequence([seed, step], spawn_key=(1,))
+    return distort(batch, np.random.Generator(np.random.Philox(source)))
 
 
-def make_batches(dataset: Any, *, global_batch: int, seed: int, first: int = 0) -> Iterator[Any]:
+def make_batches(
+    dataset: Any, *, global_batch: int, seed: int, first: int = 0, distort: Distort | None = None
+) -> Iterator[Any]:
     """Makes the batches of all steps from one on, without end.
 
     Args:
@@ -66,6 +81,7 @@ def make_batches(dataset: Any, *, global_batch: int, seed: int, first: int = 0) 
         global_batch: as for `make_batch`.
         seed: as for `make_batch`.
         first: the step to begin with.
+        distort: as for `make_batch`.
 
     Yields:
         `make_batch(..., step=s)` for s = first, first + 1, ...
@@ -82,7 +98,7 @@ def make_batches(dataset: Any, *, global_batch: int, seed: int, first: int = 0) 
         array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
     for step in itertools.count(first):
-        yield make_batch(dataset, global_batch=global_batch, seed=seed, step=step)
+        yield make_batch(dataset, global_batch=global_batch, seed=seed, step=step, distort=distort)
 
 
 @functools.lru_cache(maxsize=4)  # one batch after another asks for the same epoch

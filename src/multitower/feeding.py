@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from multitower.devices import DeviceSpec
-from multitower.errors import BatchError
+from multitower.errors import ArgumentError, BatchError
 from multitower.placement import Placement, place
 from multitower.rows import take_apart
 
@@ -214,6 +214,37 @@ def cut(
         TowerRows(tuple(next(placed) if h else None for h in here), placement, num_rows)
         for _ in rows
     ]
+
+
+def ready_or_cut(
+    rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
+) -> list[TowerRows]:
+    """The rows as `TowerRows` of `tower_rows` each; what is cut like that already is not copied."""
+    ready = [
+        leaf
+        for leaf in rows
+        if isinstance(leaf, TowerRows)
+        and leaf.tower_rows == tower_rows
+        and leaf.placement == placement
+    ]
+    if len(ready) == len(rows):
+        return ready
+    return cut(rows, num_rows, placement, tower_rows * placement.num_towers)
+
+
+def refuse_tower_rows(rows: Sequence[Any]) -> None:
+    """Refuses rows that were cut into towers, where there are none.
+
+    Raises:
+        ArgumentError: a batch from `shard(..., towers=T)`.
+    """
+    for leaf in rows:
+        if isinstance(leaf, TowerRows):
+            raise ArgumentError(
+                f"this batch was sharded for towers={leaf.placement.num_towers}, and the function "
+                "that gets it has no towers (or is traced by jax.jit and the like): pass the same "
+                "towers= to both, or shard without towers."
+            )
 
 
 def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:

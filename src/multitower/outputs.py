@@ -1,6 +1,6 @@
 """What a loss may return, and how the parts of it are put together over towers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,24 +44,25 @@ def row_mean(values: jax.Array, here: Tower) -> jax.Array:
 
 
 def find_row_leaves(
-    fn: Callable[..., Any], more_inputs: Any, outputs: Any, tower_rows: int, name: str
+    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], outputs: Any, name: str
 ) -> list[bool]:
     """Tells, for each leaf of `outputs`, whether it has one entry per row.
 
-    A shape alone cannot tell 16 rows from 16 classes, so `fn` is looked at with one row more.
+    A shape alone cannot tell 16 rows from 16 classes, so the function is looked at with one row
+    more.
 
     Args:
-        fn: the function that returned `outputs`.
-        more_inputs: its arguments with one row more, as shapes.
+        outputs_of: the function of the rows that returned `outputs`.
+        rows: what it was given, arrays or shapes with rows on axis 0.
         outputs: what it returned, arrays or shapes.
-        tower_rows: how many rows it was given for that.
         name: what the outputs are called in messages.
 
     Raises:
         OutputError: a leaf that can be neither averaged nor laid side by side; it is named.
     """
+    tower_rows = rows[0].shape[0]
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
-    more = _shapes_with_more_rows(fn, more_inputs, len(flat)) if _any_axis(flat) else None
+    more = _shapes_with_more_rows(outputs_of, rows, len(flat)) if _any_axis(flat) else None
     verdicts: list[bool] = []
     for number, (path, leaf) in enumerate(flat):
         where = f"{name}{jax.tree_util.keystr(path)}"
@@ -119,10 +120,11 @@ def _any_axis(flat: Any) -> bool:
 
 
 def _shapes_with_more_rows(
-    fn: Callable[..., Any], more_inputs: Any, num_leaves: int
+    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], num_leaves: int
 ) -> list[tuple[int, ...]] | None:
+    more = [jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
     try:
-        leaves = jax.tree.leaves(jax.eval_shape(fn, *more_inputs))
+        leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
     except Exception:  # a row count is baked in: the shapes that we have must do
         return None
     return [tuple(leaf.shape) for leaf in leaves] if len(leaves) == num_leaves else None

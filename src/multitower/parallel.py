@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, OutputError
 from multitower.job import Job, Shared, TowerResult
-from multitower.rows import Split, Tower
+from multitower.rows import Split, Tower, axes_of_leaves
 from multitower.tower_function import Leaves, TowerFunction
 
 _P = ParamSpec("_P")
@@ -100,10 +100,7 @@ class _Parallel(NamedTuple):
 
     def _sort_outputs(self, outputs: Any, tower_rows: int) -> tuple[Leaves, dict[int, Any]]:
         flat, treedef = jax.tree_util.tree_flatten_with_path(outputs)
-        axes = jax.tree.leaves(
-            jax.tree.broadcast(self.out_axes, outputs, is_leaf=lambda x: x is None),
-            is_leaf=lambda x: x is None,
-        )
+        axes = axes_of_leaves(self.out_axes, outputs, "out_axes")
         by_row: dict[int, Any] = {}
         whole: dict[int, Any] = {}
         for number, ((path, leaf), axis) in enumerate(zip(flat, axes, strict=True)):
@@ -128,10 +125,9 @@ class _Parallel(NamedTuple):
             for number in range(rows.treedef.num_leaves)
         ]
         tree = jax.tree.unflatten(rows.treedef, leaves)
-        axes = jax.tree.broadcast(self.out_axes, tree, is_leaf=lambda x: x is None)
-        return jax.tree.map(
-            lambda axis, leaf: leaf if not axis else jnp.moveaxis(leaf, 0, axis),
-            axes,
-            tree,
-            is_leaf=lambda x: x is None,
-        )
+        axes = axes_of_leaves(self.out_axes, tree, "out_axes")
+        placed = [
+            jnp.moveaxis(leaf, 0, axis) if axis else leaf
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        return jax.tree.unflatten(rows.treedef, placed)

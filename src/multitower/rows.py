@@ -87,7 +87,8 @@ def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
     shared: list[Any] = []
     rows: list[Any] = []
     first, num_rows = 0, -1
-    for number, (leaf, axis) in enumerate(zip(leaves, _axes_of_leaves(axes, tree), strict=True)):
+    all_axes = axes_of_leaves(axes, tree, "in_axes")
+    for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True)):
         kind = _kind(leaf, axis, lambda number=number: _where(tree, number, name))
         kinds.append(kind)
         if isinstance(kind, str):
@@ -131,21 +132,31 @@ def pad_rows(leaf: Any, size: int) -> Any:
     return leaf[np.arange(size) % num_rows]
 
 
-def _axes_of_leaves(axes: Any, tree: Any) -> list[int | None]:
+def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
+    """The axis of every leaf, from a prefix of the tree as in `jax.vmap`; None is an axis here.
+
+    Raises:
+        ArgumentError: no such prefix, or something else than int and None in it.
+    """
     if isinstance(axes, int) and not isinstance(axes, bool):
         return [axes] * jax.tree.structure(tree).num_leaves
+    # None is a leaf among the axes, and an empty branch in the tree.
+    marked = jax.tree.map(
+        lambda axis: _SHARED if axis is None else axis, axes, is_leaf=lambda x: x is None
+    )
     try:
-        full = jax.tree.broadcast(axes, tree, is_leaf=lambda x: x is None)
+        found = jax.tree.leaves(jax.tree.broadcast(marked, tree))
     except ValueError as error:
         raise ArgumentError(
-            f"in_axes={axes!r} does not fit the arguments: it must be an int, None, or a tree of "
-            f"these that is a prefix of {jax.tree.structure(tree)}, as in jax.vmap."
+            f"{name}={axes!r} does not fit: it must be an int, None, or a tree of these that is a "
+            f"prefix of {jax.tree.structure(tree)}, as in jax.vmap."
         ) from error
-    found = jax.tree.leaves(full, is_leaf=lambda x: x is None)
     for axis in found:
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise ArgumentError(f"in_axes holds {axis!r}: use an int, or None to share.")
-    return found
+        if axis != _SHARED and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ArgumentError(
+                f"{name} holds {axis!r}: use an int, or None for what is not split."
+            )
+    return [None if axis == _SHARED else axis for axis in found]
 
 
 def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:

@@ -9,19 +9,21 @@ from typing import Any
 
 import jax
 
-import multitower.provenance as provenance
+from multitower import provenance
 from multitower.data import make_batches
-from multitower.devices import devices as find_devices
 from multitower.errors import RunError
 from multitower.evaluation import evaluate
 from multitower.feeding import prefetch
 from multitower.fingerprint import fingerprint
-from multitower.recipes import DataSets, Recipe
+from multitower.placement import check_towers
+from multitower.recipes import Recipe
 from multitower.train_state import TrainState
 from multitower.train_step import TrainStep, train_step
 
 # As many bits as both NumPy's and JAX's generators take.
 _LARGEST_SEED = 2**32 - 1
+# Without gradients so many batches fit where one did: fewer round trips.
+_TEST_BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,10 @@ class RunOptions:
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
+
+    Raises:
+        RunError: a number of steps, rows or a seed that is none.
+        DeviceError: a number of towers that is none.
     """
 
     devices: int | None = None
@@ -42,6 +48,15 @@ class RunOptions:
     steps: int | None = None
     global_batch: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_towers(self.towers)
+        if self.steps is not None and self.steps < 1:
+            raise RunError(f"steps={self.steps}: a run makes at least one step.")
+        if self.global_batch is not None and self.global_batch < 1:
+            raise RunError(f"a batch of {self.global_batch} examples: a step needs at least one.")
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise RunError(f"seed={self.seed} is out of range: use 0 to {_LARGEST_SEED}.")
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ def run(
         time of all of this; `versions` and `host`.
 
     Raises:
-        RunError: options that make no sense, or a loss that is no longer finite.
+        RunError: the loss is no longer finite.
         MultitowerError: what `train_step` and `evaluate` raise.
 
     Example:
@@ -91,18 +106,36 @@ def run(
         (2, 2, True)
     """
     began = time.perf_counter()
-    steps = recipe.steps if options.steps is None else options.steps
-    global_batch = recipe.global_batch if options.global_batch is None else options.global_batch
-    _check(steps, global_batch, options.seed)
-    where = {"devices": options.devices, "towers": options.towers}
-    found = find_devices(options.devices)
-    step = train_step(recipe.loss, recipe.optimizer(steps), global_batch=global_batch, **where)
+    steps = options.steps or recipe.steps
+    global_batch = options.global_batch or recipe.global_batch
+    devices, towers = options.devices, options.towers
+    step = train_step(
+        recipe.loss,
+        recipe.optimizer(steps),
+        devices=devices,
+        towers=towers,
+        global_batch=global_batch,
+    )
     data = recipe.data()
     state = step.init(recipe.init(jax.random.key(options.seed)))
-    batches = make_batches(data.train, global_batch=global_batch, seed=options.seed)
-    ahead = prefetch(itertools.islice(batches, steps), global_batch=global_batch, **where)
+    batches = make_batches(
+        data.train, global_batch=global_batch, seed=options.seed, distort=recipe.distort
+    )
+    ahead = prefetch(
+        itertools.islice(batches, steps),
+        devices=devices,
+        towers=towers,
+        global_batch=global_batch,
+    )
     state, rate = _train(step, state, ahead, (steps, global_batch), watch)
-    scores = _score(recipe, state, data, global_batch, where)
+    scores = evaluate(
+        recipe.metrics,
+        state.params,
+        data.test,
+        global_batch=_TEST_BATCHES * global_batch,
+        devices=devices,
+        towers=towers,
+    )
     return {
         "recipe": recipe.name,
         "seed": options.seed,
@@ -112,11 +145,11 @@ def run(
         "fingerprint": fingerprint(state),
         "towers": step.placement.num_towers,
         "devices": len(step.placement.devices),
-        "same_bits": options.towers is not None,
+        "same_bits": towers is not None,
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
         "versions": provenance.versions(),
-        "host": provenance.host(found[0]),
+        "host": provenance.host(step.placement.devices[0]),
     }
 
 
@@ -158,20 +191,3 @@ def _train(
     assert waiting
     read(*waiting)
     return state, rate
-
-
-def _score(
-    recipe: Recipe, state: TrainState, data: DataSets, global_batch: int, where: dict[str, Any]
-) -> dict[str, float]:
-    # No gradients, so several batches fit where one did; fewer round trips.
-    size = 4 * global_batch
-    return evaluate(recipe.metrics, state.params, data.test, global_batch=size, **where)
-
-
-def _check(steps: int, global_batch: int, seed: int) -> None:
-    if steps < 1:
-        raise RunError(f"steps={steps}: a run makes at least one step.")
-    if global_batch < 1:
-        raise RunError(f"batch-size={global_batch}: a step needs at least one example.")
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise RunError(f"seed={seed} is out of range: use 0 to {_LARGEST_SEED}.")

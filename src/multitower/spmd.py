@@ -45,7 +45,7 @@ def run(
             return job.tower(shared, rows, tower)
 
         result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)
-        means, sums = lax.psum((result.means, result.sums), AXIS)
+        means, sums = jax.tree.map(_total, (result.means, result.sums))
         # A product with a number is fused into whatever uses it; a division would be stored first.
         scale = tower_rows / num_rows.astype(float)
         means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
@@ -62,10 +62,16 @@ def run(
     )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
 
 
+def _total(value: jax.Array) -> jax.Array:
+    if value.dtype == jnp.bool_:  # a sum of flags: one tower's is kept, the others are False
+        return lax.psum(value.astype(jnp.int32), AXIS).astype(jnp.bool_)
+    return lax.psum(value, AXIS)
+
+
 def _in_turn(one: Any, first: jax.Array, slots: int, rows: list[Any]) -> TowerResult:
     """Several towers on one device, one after another."""
     blocks = [leaf.reshape(slots, -1, *leaf.shape[1:]) for leaf in rows]
     stacked = lax.map(lambda at: one(*at), (first + jnp.arange(slots), blocks))
-    means, sums = jax.tree.map(lambda x: x.sum(0), (stacked.means, stacked.sums))
+    means, sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), (stacked.means, stacked.sums))
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked.rows)
     return TowerResult(means, sums, joined)

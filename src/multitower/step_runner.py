@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower import spmd
-from multitower.errors import ArgumentError
-from multitower.feeding import TowerRows, copy_to, cut
+from multitower.feeding import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.job import Shared
 from multitower.placement import Placement
 from multitower.rows import Parts, Split, pad_rows
@@ -32,7 +31,7 @@ class SameBitsRunner:
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
-        rows = self._rows(parts)
+        rows = ready_or_cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
         fields = state.replicas() or replicate(state.fields(), self._placement)
         rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
         replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
@@ -40,18 +39,6 @@ class SameBitsRunner:
         state.spend()
         new = TrainState.of_replicas([fields for fields, _ in finished], self._placement, maker)
         return new, finished[0][1]
-
-    def _rows(self, parts: Parts) -> list[TowerRows]:
-        ready = all(
-            isinstance(leaf, TowerRows)
-            and leaf.tower_rows == self._tower_rows
-            and leaf.placement == self._placement
-            for leaf in parts.rows
-        )
-        if ready:
-            return parts.rows
-        full = self._tower_rows * self._placement.num_towers
-        return cut(parts.rows, parts.num_rows, self._placement, full)
 
 
 class FastRunner:
@@ -72,6 +59,7 @@ class FastRunner:
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
+        refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
         rest = copy_to(parts.shared, [self._placement.shared] * len(parts.shared))
         num_rows = self._count(parts.num_rows)
@@ -81,11 +69,6 @@ class FastRunner:
 
     def _whole(self, leaf: Any) -> jax.Array:
         """The rows filled up and split over the devices."""
-        if isinstance(leaf, TowerRows):
-            raise ArgumentError(
-                f"this batch was sharded for towers={leaf.placement.num_towers}, and the step has "
-                "no towers: pass the same towers= to shard/prefetch and to train_step."
-            )
         leaf = pad_rows(leaf, self._size)
         if isinstance(leaf, jax.Array) and leaf.sharding == self._placement.split:
             return leaf

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from multitower import spmd
 from multitower.devices import DeviceSpec
-from multitower.feeding import copy_to, cut
+from multitower.feeding import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.job import Job, Shared
 from multitower.placement import Placement, check_towers, place
 from multitower.rows import Parts, Split, is_traced, take_apart
@@ -63,9 +63,11 @@ class TowerFunction:
         placement = self.placement()
         parts = take_apart((args, kwargs), self._kind.axes(args, kwargs), name=self._kind.name)
         if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
+            refuse_tower_rows(parts.rows)
             return self._traced(parts.split, parts.shared, parts.rows)
         if self._towers is not None:
             return self._same_bits(parts, placement)
+        refuse_tower_rows(parts.rows)
         even = parts.num_rows % len(placement.devices) == 0
         shared = copy_to(parts.shared, [placement.shared] * len(parts.shared))
         target = placement.split if even else placement.shared
@@ -90,8 +92,8 @@ class TowerFunction:
         return self._kind.result(finished, joined)
 
     def _same_bits(self, parts: Parts, placement: Placement) -> Any:
-        rows = cut(parts.rows, parts.num_rows, placement)
-        tower_rows = rows[0].tower_rows
+        tower_rows = -(-parts.num_rows // placement.num_towers)
+        rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = _ragged(parts.num_rows, placement.num_towers)
         key = (parts.split, tower_rows, ragged is None)
         engine = self._engines.get(key)

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from multitower.errors import OutputError
 from multitower.job import Job, Shared, TowerResult
@@ -14,6 +13,9 @@ from multitower.loss_function import LossFunction, LossOutput
 from multitower.outputs import find_row_leaves, is_per_example, row_mean
 from multitower.rows import Parts, Split, Tower
 from multitower.train_state import Fields
+
+if TYPE_CHECKING:
+    import optax
 
 EmaDecay = float | Callable[[jax.Array], Any]
 
@@ -23,7 +25,7 @@ class StepParts:
     """What a training step is made of, apart from where it runs."""
 
     loss: LossFunction
-    optimizer: optax.GradientTransformation
+    optimizer: "optax.GradientTransformation"
     ema_decay: EmaDecay | None
     model_state_from: Literal["mean", "first"]
 
@@ -49,7 +51,8 @@ def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
         def metrics_of(rows: list[Any]) -> Any:
             return forward(fields.params, shared, rows, here).metrics
 
-        is_row = _rows_of_metrics(metrics_of, metrics, rows, tower_rows)
+        metrics = jax.tree.map(jnp.asarray, metrics)
+        is_row = find_row_leaves(metrics_of, rows, metrics, "metrics")
         leaves, treedef = jax.tree.flatten(metrics)
         leaves = [_mean_over_rows(x, r, here) for x, r in zip(leaves, is_row, strict=True)]
         metrics = {"loss": loss, **jax.tree.unflatten(treedef, leaves)}
@@ -75,19 +78,20 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
         OutputError: the loss returned something that it must not.
     """
     forward = _forward(step, parts.split)
-    count = jax.ShapeDtypeStruct((), jnp.int32)
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), _device_dtype(x)) for x in parts.rows]
-    fixed = (fields.params, Shared(fields, parts.shared))
+    shared = Shared(fields, parts.shared)
+    here = Tower(jnp.int32(0), jnp.int32(tower_rows))
 
-    def run(rows: list[Any], here: Tower) -> LossOutput:
-        return forward(*fixed, rows, here)
+    def run(rows: list[Any]) -> LossOutput:
+        return forward(fields.params, shared, rows, here)
 
-    output = jax.eval_shape(run, rows, Tower(count, count))
+    output = jax.eval_shape(run, rows)
     if not is_per_example(output.loss, tower_rows):
         return "a scalar loss"
+    is_row = find_row_leaves(lambda rows: run(rows).metrics, rows, output.metrics, "metrics")
     flat, _ = jax.tree_util.tree_flatten_with_path(output.metrics)
-    for path, leaf in flat:
-        if leaf.shape[:1] != (tower_rows,):
+    for (path, _), by_row in zip(flat, is_row, strict=True):
+        if not by_row:
             return f"metrics{jax.tree_util.keystr(path)} is not per example"
     return None
 
@@ -111,16 +115,7 @@ def _device_dtype(leaf: Any) -> Any:
     return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
-def _rows_of_metrics(
-    metrics_of: Callable[[list[Any]], Any], metrics: Any, rows: list[Any], tower_rows: int
-) -> list[bool]:
-    more = [jax.ShapeDtypeStruct((tower_rows + 1, *x.shape[1:]), x.dtype) for x in rows]
-    metrics = jax.tree.map(jnp.asarray, metrics)
-    return find_row_leaves(metrics_of, (more,), metrics, tower_rows, "metrics")
-
-
 def _mean_over_rows(value: Any, by_row: bool, here: Tower) -> jax.Array:
-    value = jnp.asarray(value)
     wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
     return row_mean(wide, here) if by_row else wide
 
@@ -128,6 +123,8 @@ def _mean_over_rows(value: Any, by_row: bool, here: Tower) -> jax.Array:
 def _update(
     step: StepParts, fields: Fields, gradients: Any, metrics: Any, model_state: Any
 ) -> Fields:
+    import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
+
     optimizer = optax.with_extra_args_support(step.optimizer)
     updates, opt_state = optimizer.update(
         gradients, fields.opt_state, fields.params, value=metrics["loss"], grad=gradients

@@ -1,12 +1,11 @@
 """train_step: one update of a whole training state, on all devices."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from multitower.autodiff import check_differentiable
 from multitower.devices import DeviceSpec
@@ -20,10 +19,13 @@ from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_d
 from multitower.train_job import EmaDecay, StepParts, averaged_output
 from multitower.train_state import Fields, TrainState
 
+if TYPE_CHECKING:
+    import optax
+
 
 def train_step(
     loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
+    optimizer: "optax.GradientTransformation",
     *,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
