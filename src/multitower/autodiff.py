@@ -211,8 +211,9 @@ def check_differentiable(tree: Any, name: str) -> None:
         GradientError: a leaf that is no float; the message names its path.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        dtype = jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else leaf.dtype
-        if not jnp.issubdtype(dtype, jnp.inexact):
+        is_number = isinstance(leaf, int | float | complex)
+        dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
+        if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
             raise GradientError(
                 f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
                 "differentiated. Convert it with .astype(jnp.float32), or take it out of the "

@@ -49,9 +49,9 @@ def make_batch(
         >>> letters = {"letter": np.array([1, 2, 3, 4, 5])}
         >>> for step in range(3):
         ...     print(make_batch(letters, global_batch=4, seed=0, step=step)["letter"])
-        [...]
-        [...]
-        [...]
+        [1 4 2 3]
+        [5 4 5 3]
+        [2 1 5 4]
     """
     if global_batch < 1:
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")

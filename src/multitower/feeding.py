@@ -250,15 +250,11 @@ def refuse_tower_rows(rows: Sequence[Any]) -> None:
 def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
     """Copies leaves to devices or shardings; a `jax.Array` that lies there is not copied again.
 
-    Host memory is always copied: JAX on CPUs may otherwise keep reading it while it changes.
+    Host memory is copied before this returns. JAX would read it later, in the background
+    (`may_alias=False` too), while the caller's loader already writes the next batch there.
     """
-    if not leaves:
-        return []
-    on_host = [not isinstance(leaf, jax.Array) for leaf in leaves]
-    if all(on_host):
-        return jax.device_put(list(leaves), list(targets), may_alias=False)
-    pairs = zip(leaves, targets, on_host, strict=True)
-    return [jax.device_put(leaf, to, may_alias=False if host else None) for leaf, to, host in pairs]
+    own = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return jax.device_put(own, list(targets)) if own else []
 
 
 def _piece(leaf: Any, start: int, size: int) -> Any:

@@ -105,7 +105,8 @@ def _forward(step: StepParts, split: Split) -> Callable[..., LossOutput]:
         if step.loss.takes_rng:
             rng = jax.random.fold_in(jax.random.fold_in(fields.rng, fields.step), here.number)
         batch = split.rebuild(shared.rest, rows, here)
-        return step.loss(params, batch, rng, fields.model_state)
+        output = step.loss(params, batch, rng, fields.model_state)
+        return output._replace(model_state=_like_before(fields.model_state, output.model_state))
 
     return forward
 
@@ -142,6 +143,16 @@ def _update(
 def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
     new = average - (1 - decay) * (average - value.astype(average.dtype))
     return new.astype(average.dtype)
+
+
+def _like_before(old: Any, new: Any) -> Any:
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise OutputError(
+            "the loss returned a model_state of another structure than it was given: return the "
+            f"same tree with new values.\ngiven: {jax.tree.structure(old)}\n"
+            f"returned: {jax.tree.structure(new)}"
+        )
+    return jax.tree.map(jnp.asarray, new)
 
 
 def _sort_state(model_state: Any, source: str) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -83,6 +83,7 @@ def train_step(
         )
     if model_state_from not in ("mean", "first"):
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
+    _check_numbers(ema_decay, global_batch)
     check_towers(towers)
     step = StepParts(LossFunction.of(loss_fn), optimizer, ema_decay, model_state_from)
     return TrainStep(step, devices, towers, global_batch)
@@ -159,19 +160,27 @@ class TrainStep:
         parts = take_apart(batch, 0, name="batch")
         if state.maker is not self:
             state = self._adopt(state.fields())
-        return self._runner(state, parts).run(state, parts, self)
+        global_batch = self._global_batch or self._full_batch(parts)
+        result = self._runner(state, parts, global_batch).run(state, parts, self)
+        self._global_batch = global_batch  # only now: a batch that failed is no measure
+        return result
 
     def _adopt(self, fields: Fields) -> TrainState:
         return TrainState(on_all_devices(fields, self.placement), self)
 
-    def _runner(self, state: TrainState, parts: Parts) -> "FastRunner | SameBitsRunner":
+    def _full_batch(self, parts: Parts) -> int:
+        """Rows of a full batch, if this is one."""
+        first = parts.rows[0]
+        if isinstance(first, TowerRows):
+            return first.tower_rows * first.placement.num_towers
+        return parts.num_rows
+
+    def _runner(
+        self, state: TrainState, parts: Parts, global_batch: int
+    ) -> "FastRunner | SameBitsRunner":
         """What runs this batch: the same for every batch that fits the full one."""
         num_towers = self.placement.num_towers
-        if self._global_batch is None:
-            first = parts.rows[0]
-            cut_already = isinstance(first, TowerRows)
-            self._global_batch = first.tower_rows * num_towers if cut_already else parts.num_rows
-        tower_rows = -(-self._global_batch // num_towers)
+        tower_rows = -(-global_batch // num_towers)
         averaged = self._averaged_output(state, parts, tower_rows)
         if averaged is not None:  # a mean over a tower: every row of every tower must be real
             if parts.num_rows % num_towers:
@@ -180,7 +189,7 @@ class TrainStep:
         elif parts.num_rows > tower_rows * num_towers:
             raise BatchError(
                 f"the batch has {parts.num_rows} rows, and this step was made for at most "
-                f"{self._global_batch}, the rows of its first batch. Pass train_step("
+                f"{global_batch}, the rows of its first batch. Pass train_step("
                 f"global_batch={parts.num_rows}), or the largest batch that there will be."
             )
         key = (parts.split, tower_rows)
@@ -217,6 +226,21 @@ class TrainStep:
                 f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
                 "A legacy key becomes one with jax.random.wrap_key_data(key)."
             )
+
+
+def _check_numbers(ema_decay: Any, global_batch: Any) -> None:
+    is_number = isinstance(ema_decay, int | float) and not isinstance(ema_decay, bool)
+    if not (ema_decay is None or callable(ema_decay) or (is_number and 0 <= ema_decay <= 1)):
+        raise ArgumentError(
+            f"ema_decay={ema_decay!r}: it must be a number from 0 to 1, such as 0.999, or a "
+            "function of the number of updates that returns one."
+        )
+    is_count = isinstance(global_batch, int) and not isinstance(global_batch, bool)
+    if not (global_batch is None or (is_count and global_batch >= 1)):
+        raise ArgumentError(
+            f"global_batch={global_batch!r}: it must be a whole number, 1 or more: the rows of a "
+            "full batch."
+        )
 
 
 def _wide(leaf: Any) -> jax.Array:

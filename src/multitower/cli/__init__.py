@@ -1,0 +1,59 @@
+"""The command line: `multitower train ...`.
+
+Exit codes: 0 for a job done; 2 for flags or settings that are wrong, with one line that says so;
+130 when stopped with Ctrl-C.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from multitower.errors import MultitowerError, MultitowerWarning
+
+_MISSING = "multitower: the command line needs more packages: pip install 'multitower[cli]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: the words after `multitower`; those of the process by default.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: `--help`, or flags that cannot be understood (code 2).
+
+    Example:
+        >>> from multitower.cli import main
+        >>> main(["train", "nothing"])
+        2
+    """
+    try:
+        import tyro
+
+        from multitower.cli import console
+        from multitower.cli.train import train
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "tyro"):
+            raise
+        print(f"{_MISSING}  ({error})", file=sys.stderr)
+        return 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MultitowerWarning)
+        warnings.showwarning = console.make_show_warning()
+        try:
+            tyro.extras.subcommand_cli_from_dict(
+                {"train": train},
+                prog="multitower",
+                description="Data-parallel training: the same answer on any number of devices.",
+                args=sys.argv[1:] if arguments is None else list(arguments),
+            )
+        except MultitowerError as error:
+            console.show_error(str(error))
+            return 2
+        except KeyboardInterrupt:
+            console.show_error("stopped")
+            return 130
+    return 0

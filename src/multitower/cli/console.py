@@ -1,0 +1,95 @@
+"""What the command line shows: a progress bar on a terminal, plain lines elsewhere."""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from multitower.errors import MultitowerWarning
+from multitower.run import Progress
+
+_LINE_EVERY = 100
+
+
+def say(line: str) -> None:
+    """Prints one line, however long, as it is."""
+    Console().print(Text(line), soft_wrap=True)
+
+
+def show_error(message: str) -> None:
+    """Prints an error as one red line on stderr."""
+    line = Text(f"multitower: {message}", style="red")
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+def make_show_warning() -> Callable[..., None]:
+    """Makes a stand-in for `warnings.showwarning`.
+
+    Returns:
+        A function that prints our own warnings as one yellow line on stderr, each one once,
+        although every part of a run that places towers may give the same one; and those of
+        others in Python's own form.
+    """
+    shown: set[str] = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any
+    ) -> None:
+        is_ours = issubclass(category, MultitowerWarning)
+        text = f"multitower: {message}\n"
+        if not is_ours:
+            text = warnings.formatwarning(message, category, filename, lineno)
+        if text not in shown:
+            shown.add(text)
+            line = Text(text, style="yellow" if is_ours else "")
+            Console(stderr=True).print(line, end="", soft_wrap=True)
+
+    return show
+
+
+@contextlib.contextmanager
+def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
+    """Shows how a run goes on.
+
+    Args:
+        num_steps: updates that the run makes.
+
+    Yields:
+        What is to be called after every step.
+    """
+    console = Console()
+    if not console.is_terminal:
+        yield _print_lines
+        return
+    bar = Bar(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=5,  # drawing takes time from the CPU devices
+    )
+    with bar:
+        task = bar.add_task("", total=num_steps, shown="compiling")
+        yield lambda now: bar.update(task, completed=now.step, shown=_numbers(now))
+
+
+def _print_lines(now: Progress) -> None:
+    if now.step % _LINE_EVERY == 0 or now.step == now.num_steps:
+        width = len(str(now.num_steps))
+        clock = time.strftime("%H:%M:%S")
+        say(f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}")
+
+
+def _numbers(now: Progress) -> str:
+    names = sorted(now.metrics, key=lambda name: (name != "loss", name))
+    words = [f"{name} {now.metrics[name]:.4f}" for name in names]
+    if now.examples_per_s is not None:
+        words.append(f"{now.examples_per_s:,.0f} examples/s")
+    return "  ".join(words)

@@ -1,0 +1,82 @@
+"""Starting JAX for a command: on accelerators, on simulated devices, or on what there is."""
+
+import os
+from typing import Any
+
+import jax
+
+import multitower as mt
+from multitower.devices import CPU_THREADS
+
+_SIMULATED_BY_DEFAULT = 2
+
+
+def start_devices(devices: int | None, simulate: int | None, towers: int | None) -> str:
+    """Starts JAX.
+
+    Args:
+        devices: use the first so many of those that are there; None for all.
+        simulate: use so many simulated CPU devices instead; None for none.
+        towers: of the run, if it says: more simulated devices than towers would stay idle.
+
+    Returns:
+        Which devices the command runs on, in words.
+
+    Raises:
+        ConfigurationError: `simulate` is no number of devices, or JAX has started with another.
+        DeviceError: fewer devices are there than asked for, or JAX cannot start.
+    """
+    if simulate is not None:
+        mt.configure(simulated_devices=simulate)
+        return _counted(simulate, "simulated CPU device")
+    _pin_threads()
+    default = _simulate_if_only_cpus(towers) if devices is None else None
+    try:
+        there = mt.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not there, a driver fails, ...
+        raise mt.DeviceError(f"JAX cannot start its devices: {error}") from error
+    if devices is not None and not 1 <= devices <= len(there):
+        names = ", ".join(f"{one.platform}:{one.id}" for one in there)
+        raise mt.DeviceError(
+            f"--devices {devices}: this machine has {names}. Use --devices 1"
+            f"{f' to {len(there)}' if len(there) > 1 else ''}, or simulate more on the CPU: "
+            f"--simulate {max(devices, 1)}."
+        )
+    used = there[:devices]
+    if used[0].platform != "cpu":
+        return f"{_counted(len(used), used[0].platform.upper())} ({used[0].device_kind})"
+    if default is not None:
+        return (
+            f"{_counted(len(used), 'simulated CPU device')}, as there is no accelerator "
+            "(--simulate N for another number)"
+        )
+    return _counted(len(used), "CPU device")
+
+
+def _simulate_if_only_cpus(towers: int | None) -> int | None:
+    """Has JAX make two CPU devices; returns how many, or None if they are fixed already.
+
+    Whether there are accelerators is known only when JAX has started, and then the number of CPU
+    devices is fixed. So it is set in any case: JAX prefers accelerators, and where it finds some,
+    CPU devices take no part.
+    """
+    flagged = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    config: Any = jax.config  # its options are not in its type
+    if flagged or config.jax_num_cpu_devices > 0:
+        return None  # the user has said how many
+    count = min(_SIMULATED_BY_DEFAULT, towers or _SIMULATED_BY_DEFAULT)
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return None  # JAX runs already: this is no process of ours
+    return count
+
+
+def _pin_threads() -> None:
+    # As mt.configure does: bits of CPU kernels depend on the size of XLA's thread pool, so that
+    # --devices 1 must have the pool of --simulate 1; and collectives can dead-lock in a small one.
+    os.environ["NPROC"] = str(CPU_THREADS)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"

@@ -1,0 +1,56 @@
+"""A run's directory: nothing is overwritten unasked, nothing is written by halves."""
+
+import json
+
+import pytest
+
+import multitower as mt
+from multitower.run_directory import fresh_run_directory, make_run_directory, write_result
+
+
+def test_a_result_is_written_whole(tmp_path):
+    path = write_result(tmp_path, {"steps": 3})
+    assert json.loads(path.read_text()) == {"steps": 3}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_what_cannot_be_written_leaves_the_old_result_alone(tmp_path):
+    write_result(tmp_path, {"steps": 3})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_result(tmp_path, {"test_loss": float("nan")})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"steps": 3}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_result_of_another_run_is_not_overwritten(tmp_path):
+    write_result(tmp_path, {"steps": 3})
+    with pytest.raises(mt.RunError, match="--force"):
+        make_run_directory(tmp_path)
+    assert (tmp_path / "result.json").exists()
+
+
+def test_overwriting_removes_the_old_result_at_once(tmp_path):
+    # The lie: a run that fails, and an old result in its directory.
+    write_result(tmp_path, {"steps": 3})
+    assert make_run_directory(tmp_path, overwrite=True) == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
+def test_directories_are_made_with_their_parents_and_may_exist(tmp_path):
+    assert make_run_directory(tmp_path / "a" / "b").is_dir()
+    assert make_run_directory(tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(mt.RunError, match="cannot be used"):
+        make_run_directory(tmp_path / "file")
+    with pytest.raises(mt.RunError, match="is no directory"):
+        fresh_run_directory(tmp_path / "file", "digits")
+
+
+def test_two_runs_of_the_same_second_have_two_directories(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    paths = [fresh_run_directory(tmp_path / "runs", "digits").name for _ in range(3)]
+    first = "digits-20260101-000000"
+    assert paths == [first, f"{first}-2", f"{first}-3"]
