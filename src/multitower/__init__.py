@@ -2,15 +2,20 @@
 
 from multitower.autodiff import grad, value_and_grad
 from multitower.averaging import average_gradients
-from multitower.devices import configure, device, devices
+from multitower.configuration import configure
+from multitower.devices import device, devices
 from multitower.errors import (
     ArgumentError,
     BatchError,
+    CheckpointError,
     ConfigurationError,
+    DataError,
     DeviceError,
     GradientError,
+    Interrupted,
     MultitowerError,
     MultitowerWarning,
+    NonFiniteError,
     OutputError,
     RunError,
     StateError,
@@ -18,23 +23,31 @@ from multitower.errors import (
 from multitower.feeding import TowerRows, prefetch, shard
 from multitower.fingerprint import fingerprint
 from multitower.parallel import make_parallel
+from multitower.progress import Progress
 from multitower.train_state import TrainState
 from multitower.train_step import TrainStep, train_step
+from multitower.trainer import Trainer
 
 __all__ = [
     "ArgumentError",
     "BatchError",
+    "CheckpointError",
     "ConfigurationError",
+    "DataError",
     "DeviceError",
     "GradientError",
+    "Interrupted",
     "MultitowerError",
     "MultitowerWarning",
+    "NonFiniteError",
     "OutputError",
+    "Progress",
     "RunError",
     "StateError",
     "TowerRows",
     "TrainState",
     "TrainStep",
+    "Trainer",
     "average_gradients",
     "configure",
     "device",

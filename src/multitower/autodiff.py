@@ -236,12 +236,19 @@ def _sort_aux(
 
 def _positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
     for argnum in argnums:
+        if isinstance(argnum, bool) or not isinstance(argnum, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"argnums={argnum!r}: it must be a position, such as 0, or several."
+            )
         if not -num_args <= argnum < num_args:
             raise ArgumentError(
                 f"argnums={argnum} needs at least {abs(argnum + (argnum >= 0))} positional "
                 f"arguments, and {num_args} were given. Pass what is differentiated by position."
             )
-    return tuple(argnum % num_args for argnum in argnums)
+    positive = tuple(argnum % num_args for argnum in argnums)
+    if len(set(positive)) < len(positive):
+        raise ArgumentError(f"argnums={argnums} names an argument twice: name it once.")
+    return positive
 
 
 def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)

@@ -1,6 +1,6 @@
 """average_gradients: the mean of gradients that were computed apart."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,11 @@ def average_gradients(tower_grads: Sequence[Any]) -> Any:
 
     Source: `average_gradients` of TensorFlow's CIFAR-10 multi-GPU tutorial.
     """
+    if isinstance(tower_grads, Mapping):
+        raise GradientError(
+            "average_gradients got one dict: pass a sequence with one pytree per tower, such as "
+            "[gradients_0, gradients_1]."
+        )
     towers = list(tower_grads)
     if not towers:
         raise GradientError("average_gradients got no towers: pass one pytree of gradients each.")

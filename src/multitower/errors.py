@@ -6,10 +6,14 @@ MultitowerError
 ├── DeviceError        (ValueError)     devices or towers that do not exist or do not fit
 ├── ArgumentError      (TypeError)      an argument of a kind that cannot be split or shared
 ├── BatchError         (ValueError)     rows that are missing, uneven or of different counts
+├── DataError          (ValueError)     files of a data set that are missing, damaged or not safe
 ├── OutputError        (ValueError)     a function returned something that cannot be put together
 ├── GradientError      (ValueError)     gradients that cannot be taken or averaged
+├── CheckpointError    (RuntimeError)   a checkpoint that cannot be written, read or trusted
+├── NonFiniteError     (FloatingPointError)  a loss or parameter that is no longer finite
 ├── StateError         (ValueError)     a training state that does not fit its step
-└── RunError           (ValueError)     a run that cannot begin, or cannot go on
+├── RunError           (ValueError)     a run that cannot begin, or cannot go on
+└── Interrupted        (InterruptedError)  asked to stop: saved, and can be resumed
 
 MultitowerWarning (UserWarning)         it works, but hardly as meant
 ```
@@ -38,6 +42,10 @@ class BatchError(MultitowerError, ValueError):
     """Rows that are missing, that do not fill the towers, or whose counts differ."""
 
 
+class DataError(MultitowerError, ValueError):
+    """Files of a data set that are missing, damaged, not safe to read, or of something else."""
+
+
 class OutputError(MultitowerError, ValueError):
     """A function returned something that cannot be put together from towers."""
 
@@ -46,12 +54,32 @@ class GradientError(MultitowerError, ValueError):
     """Gradients that cannot be taken, or cannot be averaged."""
 
 
+class CheckpointError(MultitowerError, RuntimeError):
+    """A checkpoint that cannot be written, read or trusted."""
+
+
+class NonFiniteError(MultitowerError, FloatingPointError):
+    """A loss or a parameter that is no longer a finite number."""
+
+
 class StateError(MultitowerError, ValueError):
     """A training state that does not fit the step it was given to."""
 
 
 class RunError(MultitowerError, ValueError):
     """A run that cannot begin, or cannot go on: its recipe, its numbers or its directory."""
+
+
+class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing went wrong)
+    """A run that was asked to stop, finished its step, saved, and can be resumed.
+
+    Attributes:
+        signal: the number of the signal that asked.
+    """
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class MultitowerWarning(UserWarning):

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def prefetch(
     devices: DeviceSpec | None = None,
     towers: int | None = None,
     global_batch: int | None = None,
-) -> Iterator[Any]:
+) -> Generator[Any]:
     """Yields sharded batches, made and copied by a thread up to `size` batches ahead.
 
     Args:
@@ -132,8 +132,8 @@ def prefetch(
         >>> [int(batch["x"].sum()) for batch in mt.prefetch(stream, devices=2)]
         [0, 8, 16]
     """
-    if size < 1:
-        raise BatchError(f"prefetch(size={size}): at least one batch must be able to wait.")
+    if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
     return _ahead(batches, size, devices, towers, global_batch)
 
@@ -144,7 +144,7 @@ def _ahead(
     devices: DeviceSpec | None,
     towers: int | None,
     global_batch: int | None,
-) -> Iterator[Any]:
+) -> Generator[Any]:
     ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=size)
     closed = threading.Event()
 

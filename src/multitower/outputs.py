@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from multitower.errors import OutputError
 from multitower.rows import Tower
 
+# What train_step itself puts into the metrics.
+_RESERVED = ("loss", "tower_losses", "finite_params", "skipped")
+
 
 def is_per_example(loss: Any, tower_rows: int) -> bool:
     """Whether a loss is a vector over rows (True) or a scalar (False).
@@ -108,11 +111,12 @@ def check_metrics(metrics: Any) -> None:
             f"the loss returned metrics of type {type(metrics).__name__}: return (loss, metrics) "
             "or (loss, metrics, model_state) with a dict of metrics, {} for none."
         )
-    if "loss" in metrics:
-        raise OutputError(
-            "the metrics hold an entry 'loss': train_step adds the loss itself under that name. "
-            "Rename yours, e.g. 'cross_entropy'."
-        )
+    for name in _RESERVED:
+        if name in metrics:
+            raise OutputError(
+                f"the metrics hold an entry {name!r}: train_step adds its own under that name. "
+                f"Rename yours, e.g. '{'cross_entropy' if name == 'loss' else f'my_{name}'}'."
+            )
 
 
 def _any_axis(flat: Any) -> bool:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from multitower.configuration import warn_if_bits_depend_on_threads
 from multitower.devices import DeviceSpec
 from multitower.devices import devices as find_devices
 from multitower.errors import DeviceError, MultitowerWarning
@@ -78,6 +79,7 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     found = find_devices(devices)
     if towers is None:
         return contiguous(found, len(found))
+    warn_if_bits_depend_on_threads(found)
     if towers < len(found):
         idle = len(found) - towers
         warnings.warn(

@@ -201,6 +201,11 @@ def _refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], st
             f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
             "integers or floats first, or keep it out of the batch."
         )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{where()} is a masked array, and a device would get it without its mask. Pass "
+            ".filled(value), and the mask as an array of its own."
+        )
 
 
 def _refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:

@@ -25,7 +25,7 @@ class SameBitsRunner:
     def __init__(
         self, step: StepParts, split: Split, tower_rows: int, placement: Placement
     ) -> None:
-        self._engine = SameBits(make_job(step, split, tower_rows), placement)
+        self._engine = SameBits(make_job(step, split, tower_rows, placement.num_towers), placement)
         self._tower_rows = tower_rows
         self._placement = placement
 
@@ -47,7 +47,7 @@ class FastRunner:
     def __init__(
         self, step: StepParts, split: Split, tower_rows: int, placement: Placement
     ) -> None:
-        job = make_job(step, split, tower_rows)
+        job = make_job(step, split, tower_rows, placement.num_towers)
         self._size = tower_rows * placement.num_towers
         self._placement = placement
         self._counts: dict[int, jax.Array] = {}

@@ -28,9 +28,11 @@ class StepParts:
     optimizer: "optax.GradientTransformation"
     ema_decay: EmaDecay | None
     model_state_from: Literal["mean", "first"]
+    diagnostics: bool
+    skip_nonfinite: bool
 
 
-def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
+def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) -> Job:
     """One step's work; the state is Fields, the rest are the batch's shared leaves.
 
     `finish` returns the new Fields and the metrics.
@@ -58,15 +60,33 @@ def make_job(step: StepParts, split: Split, tower_rows: int) -> Job:
         metrics = {"loss": loss, **jax.tree.unflatten(treedef, leaves)}
         averaged, first = _sort_state(model_state, step.model_state_from)
         weight = here.num_rows.astype(float) / tower_rows
+        # Every tower fills its own place with its loss; the sum lays them side by side.
+        mine = jnp.arange(num_towers) == here.number
+        own_loss = jnp.where(weight > 0, loss / weight, 0)
         return TowerResult(
             means=(gradients, metrics, jax.tree.map(lambda x: _weigh(x, weight), averaged)),
-            sums=jax.tree.map(lambda x: _only_first(x, here), first),
+            sums=(
+                jax.tree.map(lambda x: _only_first(x, here), first),
+                jnp.where(mine, own_loss, 0) if step.diagnostics else (),
+            ),
         )
 
-    def finish(fields: Fields, means: Any, first: Any) -> tuple[Fields, Any]:
+    def finish(fields: Fields, means: Any, sums: Any) -> tuple[Fields, Any]:
         gradients, metrics, averaged = means
+        first, tower_losses = sums
         model_state = _join_state(fields.model_state, averaged, first)
-        return _update(step, fields, gradients, metrics, model_state), metrics
+        new = _update(step, fields, gradients, metrics, model_state)
+        if not (step.diagnostics or step.skip_nonfinite):
+            return new, metrics
+        finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)])
+        good = finite.all() & jnp.isfinite(metrics["loss"])
+        if step.skip_nonfinite:
+            metrics["skipped"] = 1 - good.astype(jnp.float32)
+            kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
+            new = kept._replace(step=new.step)  # the batch is used up; the update is not made
+        if step.diagnostics:
+            metrics.update(tower_losses=tower_losses, finite_params=finite)
+        return new, metrics
 
     return Job(tower, finish)
 

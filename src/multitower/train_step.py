@@ -14,7 +14,7 @@ from multitower.feeding import TowerRows
 from multitower.loss_function import LossFunction
 from multitower.outputs import refuse_ragged
 from multitower.placement import Placement, check_towers, place
-from multitower.rows import Parts, take_apart
+from multitower.rows import Parts, is_traced, take_apart
 from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
 from multitower.train_job import EmaDecay, StepParts, averaged_output
 from multitower.train_state import Fields, TrainState
@@ -32,6 +32,8 @@ def train_step(
     ema_decay: EmaDecay | None = None,
     model_state_from: Literal["mean", "first"] = "mean",
     global_batch: int | None = None,
+    diagnostics: bool = False,
+    skip_nonfinite: bool = False,
 ) -> "TrainStep":
     """Makes a training step that runs on all devices and means the same as on one.
 
@@ -56,6 +58,11 @@ def train_step(
             (`"mean"`), or taken from tower 0 (`"first"`). Other dtypes come from tower 0.
         global_batch: rows of a full batch. By default those of the first batch. Say it when a run
             may begin with a smaller one (a resume), so that the same program is compiled.
+        diagnostics: add `"tower_losses"`, float32, shape (towers,), the mean loss of each tower's
+            rows (0 for a tower without rows), and `"finite_params"`, bool, one for each parameter
+            leaf: whether all of it is finite after the update.
+        skip_nonfinite: make no update where the loss or a new parameter is not finite, decided
+            once for all towers. The step is counted all the same; `"skipped"` is then 1.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -85,7 +92,8 @@ def train_step(
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
     _check_numbers(ema_decay, global_batch)
     check_towers(towers)
-    step = StepParts(LossFunction.of(loss_fn), optimizer, ema_decay, model_state_from)
+    loss = LossFunction.of(loss_fn)
+    step = StepParts(loss, optimizer, ema_decay, model_state_from, diagnostics, skip_nonfinite)
     return TrainStep(step, devices, towers, global_batch)
 
 
@@ -158,6 +166,7 @@ class TrainStep:
                 "state = step.init(params)."
             )
         parts = take_apart(batch, 0, name="batch")
+        _refuse_tracers(state, parts, self)
         if state.maker is not self:
             state = self._adopt(state.fields())
         global_batch = self._global_batch or self._full_batch(parts)
@@ -240,6 +249,18 @@ def _check_numbers(ema_decay: Any, global_batch: Any) -> None:
         raise ArgumentError(
             f"global_batch={global_batch!r}: it must be a whole number, 1 or more: the rows of a "
             "full batch."
+        )
+
+
+def _refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
+    leaves = [*parts.rows, *parts.shared]
+    if state.maker is not maker:
+        leaves += jax.tree.leaves(state)
+    if any(is_traced(leaf) for leaf in leaves):
+        raise ArgumentError(
+            "step(state, batch) was called inside jax.jit, jax.lax.scan or the like. It is "
+            "compiled already and runs on all devices by itself: call it directly. Inside another "
+            "transformation use mt.value_and_grad and the optimizer's own update."
         )
 
 

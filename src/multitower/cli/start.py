@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 import multitower as mt
-from multitower.devices import CPU_THREADS
+from multitower.configuration import CPU_THREADS
 
 _SIMULATED_BY_DEFAULT = 2
 

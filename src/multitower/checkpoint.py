@@ -1,0 +1,279 @@
+"""Checkpoints: a training state on disk, complete or absent, written behind the training's back.
+
+Orbax writes them into a temporary directory, which gets its name when everything is there. What is
+added here is what a resume must be able to trust: every leaf by name, a fingerprint over all of
+them, so that bits lost on the disk are found, and errors of a background save that nobody can miss.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import CheckpointError
+from multitower.fingerprint import fingerprint
+from multitower.train_state import TrainState
+
+
+class Restored(NamedTuple):
+    """A checkpoint, read back.
+
+    Attributes:
+        step: the number under which it was saved.
+        state: the training state; give it to the step that made the pattern.
+        about: what was saved with it.
+    """
+
+    step: int
+    state: TrainState
+    about: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory; a context manager.
+
+    Args:
+        directory: where they are; made if need be.
+        keep_last: how many to keep; an older one is deleted when a newer one is complete.
+
+    Raises:
+        CheckpointError: the directory cannot be made or written, or Orbax is not installed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, optax
+        >>> import multitower as mt
+        >>> from multitower.checkpoint import Checkpoints
+        >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=2)
+        >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
+        ...     checkpoints.save(7, step.init(jnp.float32(3.0)), {"seed": 0})
+        ...     checkpoints.wait()
+        ...     restored = checkpoints.restore(like=step.init(jnp.float32(0.0)))
+        >>> restored.step, float(restored.state.params), restored.about
+        (7, 3.0, {'seed': 0})
+
+    Source: Orbax; maxtext#5260 (an incomplete "latest" checkpoint), orbax#605 (a failed background
+    save that nobody hears of).
+    """
+
+    def __init__(self, directory: str | Path, *, keep_last: int = 3) -> None:
+        self.directory = Path(directory).absolute()
+        self._ocp = _orbax()
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=keep_last, cleanup_tmp_directories=True
+        )
+        try:
+            self._manager = self._ocp.CheckpointManager(self.directory, options=options)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoints cannot be kept in {self.directory}: {error}. Choose a directory that "
+                "can be written."
+            ) from error
+
+    def save(self, step: int, state: TrainState, about: Mapping[str, Any]) -> None:
+        """Saves a state in the background; returns when the state may be overwritten.
+
+        Args:
+            step: its number; saving a number that is there already does nothing.
+            state: what to save.
+            about: JSON values to keep with it.
+
+        Raises:
+            CheckpointError: this save, or one in the background before it, has failed.
+        """
+        self.raise_failure()
+        if step in self.steps():
+            return
+        # host-device sync: the next step overwrites the state, so it is copied first.
+        leaves = {name: _on_host(leaf) for name, leaf in _named_leaves(state)}
+        written = {
+            "about": dict(about),
+            "fingerprint": fingerprint(list(leaves.values())),
+            "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
+        }
+        numbered = {f"{number:05d}": leaf for number, leaf in enumerate(leaves.values())}
+        args = self._ocp.args
+        try:
+            self._manager.save(
+                step,
+                args=args.Composite(
+                    state=args.StandardSave(numbered), about=args.JsonSave(written)
+                ),
+            )
+        except Exception as error:  # Orbax raises what the file system, or it itself, raises
+            raise self._failed(error) from error
+
+    def steps(self) -> list[int]:
+        """The numbers of the complete checkpoints, in ascending order."""
+        return sorted(self._manager.all_steps())
+
+    def restore(
+        self, *, like: TrainState, step: int | None = None, allow_previous: bool = False
+    ) -> Restored:
+        """Reads a checkpoint back; on any number of devices.
+
+        Args:
+            like: a state of the same structure, shapes and dtypes: `step.init(params)`.
+            step: which one; the newest complete one by default.
+            allow_previous: take the one before when this one is damaged, and so on.
+
+        Raises:
+            CheckpointError: there is none; it is damaged; it is of another model or optimizer.
+        """
+        self.wait()
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self.directory} has no complete checkpoint {step}; it has {steps or 'none'}."
+            )
+        if not steps:
+            raise CheckpointError(f"{self.directory} has no complete checkpoint to resume from.")
+        candidates = [s for s in reversed(steps) if step is None or s <= step]
+        failures: list[str] = []
+        for candidate in candidates if allow_previous else candidates[:1]:
+            try:
+                return self._read(candidate, like)
+            except _DamageError as damage:
+                failures.append(f"checkpoint {candidate}: {damage}")
+        others = [s for s in candidates[1:] if not allow_previous]
+        hint = f" Or allow the previous one, {others[0]}." if others else ""
+        raise CheckpointError(
+            f"{self.directory} is damaged: {'; '.join(failures)}. Put the files back from a copy."
+            f"{hint}"
+        )
+
+    def raise_failure(self) -> None:
+        """Raises the error of a save that has failed in the background.
+
+        Raises:
+            CheckpointError: there was one.
+        """
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Waits until everything is on disk.
+
+        Raises:
+            CheckpointError: a save has failed.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Waits, and lets the background threads go.
+
+        Raises:
+            CheckpointError: a save has failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, step: int, like: TrainState) -> Restored:
+        args = self._ocp.args
+        try:
+            written = self._manager.restore(
+                step, args=args.Composite(about=args.JsonRestore())
+            ).about
+            named = _named_leaves(like)
+            _check_same_leaves(written["leaves"], named, f"{self.directory}/{step}")
+            pattern = {
+                f"{number:05d}": np.empty(shape, np.dtype(jnp.dtype(dtype)))
+                for number, (dtype, shape) in enumerate(written["leaves"].values())
+            }
+            read = self._manager.restore(
+                step, args=args.Composite(state=args.StandardRestore(pattern))
+            ).state
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a broken file makes Orbax and TensorStore raise
+            reason = f"it cannot be read ({type(error).__name__}: {_first_line(error)})"
+            raise _DamageError(reason) from error
+        leaves = [np.asarray(read[key]) for key in sorted(read)]
+        if fingerprint(leaves) != written["fingerprint"]:
+            raise _DamageError("its bits are not the ones that were saved")
+        filled = [_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
+        state = jax.tree.unflatten(jax.tree.structure(like), filled)
+        return Restored(step, state, written["about"])
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
+        return CheckpointError(
+            f"a checkpoint could not be written to {self.directory}: {_first_line(error)} "
+            f"({free // 2**20} MiB are free there). The checkpoints before it are untouched. Make "
+            "room or mend the directory, and resume."
+        )
+
+
+class _DamageError(Exception):
+    """A checkpoint that is there and cannot be used."""
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp  # noqa: PLC0415 (a second to import, and optional)
+    except ImportError as error:
+        raise CheckpointError(
+            "checkpoints need Orbax: pip install 'multitower[cli]', or orbax-checkpoint."
+        ) from error
+    return ocp
+
+
+def _named_leaves(state: TrainState) -> list[tuple[str, Any]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _on_host(leaf: jax.Array) -> np.ndarray[Any, Any]:
+    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
+    return np.array(data.addressable_shards[0].data, copy=True)
+
+
+def _like(leaf: np.ndarray[Any, Any], old: jax.Array) -> jax.Array:
+    if _is_key(old):
+        return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
+    return jnp.asarray(leaf)
+
+
+def _check_same_leaves(
+    written: Mapping[str, Any], named: list[tuple[str, Any]], where: str
+) -> None:
+    wanted = dict(named)
+    for name in [*wanted, *written]:
+        if name not in wanted or name not in written:
+            holder = "the model" if name in wanted else "the checkpoint"
+            raise CheckpointError(
+                f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
+                "optimizer. Resume with the ones that it was made with."
+            )
+        leaf = jax.random.key_data(wanted[name]) if _is_key(wanted[name]) else wanted[name]
+        dtype, shape = written[name]
+        if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
+            raise CheckpointError(
+                f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
+                f"{leaf.dtype.name}{list(leaf.shape)} in the model: it was saved with another one."
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]

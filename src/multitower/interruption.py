@@ -1,0 +1,29 @@
+"""Interruption: SIGTERM and SIGINT end a run after its step, not in the middle of it."""
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def noted_signals() -> Generator[list[int]]:
+    """Notes SIGTERM and SIGINT instead of dying of them; a second one acts as usual."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught  # only the main thread may handle signals
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

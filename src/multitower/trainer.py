@@ -1,0 +1,266 @@
+"""Trainer: from a loss function to a finished, resumable run. The loop reads top to bottom."""
+
+import signal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from multitower.checkpoint import Checkpoints
+from multitower.devices import DeviceSpec
+from multitower.errors import ArgumentError, Interrupted, RunError
+from multitower.evaluation import evaluate
+from multitower.feeding import prefetch
+from multitower.interruption import noted_signals
+from multitower.progress import Hook, MetricsReader, Progress
+from multitower.replicas import check_replicas
+from multitower.train_job import EmaDecay
+from multitower.train_state import TrainState
+from multitower.train_step import TrainStep, train_step
+
+if TYPE_CHECKING:
+    import optax
+
+Batches = Callable[[int], Iterator[Any]]
+
+
+class Trainer:
+    """The whole job: steps, checkpoints, resume, signals, non-finite numbers, evaluation.
+
+    Args:
+        loss_fn: as for `multitower.train_step`.
+        optimizer: an optax optimizer; its schedules count updates.
+        run_dir: keep checkpoints in `run_dir/checkpoints`; None for none.
+        devices: as for `multitower.devices`.
+        towers: with it, a run has the same bits on any number of devices, also when it is stopped
+            and resumed on another number.
+        global_batch: rows of a full batch.
+        ema_decay: as for `multitower.train_step`.
+        model_state_from: as for `multitower.train_step`.
+        checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
+        keep_last: how many checkpoints to keep.
+        on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
+            update of that step and goes on. Decided once for all towers.
+        check_replicas_every: steps from one comparison of the devices' variables to the next; 0
+            for never.
+        hooks: functions that are called with a `Progress` after every step and evaluation.
+
+    Raises:
+        ArgumentError: an option that makes no sense.
+        CheckpointError: `run_dir` cannot be written.
+
+    Example:
+        >>> import itertools, jax.numpy as jnp, numpy as np, optax
+        >>> import multitower as mt
+        >>> def losses(w, batch):
+        ...     return (w * batch["x"] - 3 * batch["x"]) ** 2
+        >>> def batches(first):
+        ...     for number in itertools.count(first):
+        ...         yield {"x": np.random.default_rng(number).normal(size=16).astype("f")}
+        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=4, global_batch=16)
+        >>> state = trainer.fit(jnp.float32(0.0), batches, steps=100)
+        >>> round(float(state.params), 3)
+        3.0
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: "optax.GradientTransformation",
+        *,
+        run_dir: str | Path | None = None,
+        devices: DeviceSpec | None = None,
+        towers: int | None = None,
+        global_batch: int | None = None,
+        ema_decay: EmaDecay | None = None,
+        model_state_from: Literal["mean", "first"] = "mean",
+        checkpoint_every: int = 1000,
+        keep_last: int = 3,
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        check_replicas_every: int = 1000,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        if on_nonfinite not in ("stop", "skip"):
+            raise ArgumentError(f"on_nonfinite={on_nonfinite!r}: say 'stop' or 'skip'.")
+        if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
+            raise ArgumentError(
+                f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
+                f"check_replicas_every={check_replicas_every} 0 or more."
+            )
+        self._where: dict[str, Any] = {"devices": devices, "towers": towers}
+        self._global_batch = global_batch
+        self._checkpoint_every = checkpoint_every
+        self._check_replicas_every = check_replicas_every
+        self._on_nonfinite = on_nonfinite
+        self._keep_last = keep_last
+        self._directory = None if run_dir is None else Path(run_dir) / "checkpoints"
+        self.hooks = list(hooks)
+        self.step: TrainStep = train_step(
+            loss_fn,
+            optimizer,
+            devices=devices,
+            towers=towers,
+            global_batch=global_batch,
+            ema_decay=ema_decay,
+            model_state_from=model_state_from,
+            diagnostics=True,
+            skip_nonfinite=on_nonfinite == "skip",
+        )
+
+    def fit(
+        self,
+        params: Any,
+        batches: Batches,
+        *,
+        steps: int,
+        model_state: Any = None,
+        rng: Any = None,
+        resume: bool = False,
+        about: Mapping[str, Any] | None = None,
+    ) -> TrainState:
+        """Trains until `steps` updates are made, from the start or from the last checkpoint.
+
+        Args:
+            params: the first parameters; their values do not matter on a resume.
+            batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
+                ...; a batch must depend on its number alone, so that a resume sees the same ones.
+            steps: updates to make in all, over all sittings.
+            model_state: as for `TrainStep.init`.
+            rng: as for `TrainStep.init`.
+            resume: go on from the newest checkpoint, if there is one.
+            about: JSON values to keep with every checkpoint, such as the configuration.
+
+        Returns:
+            The state after the last step.
+
+        Raises:
+            NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
+            Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
+            CheckpointError: a checkpoint cannot be written or read.
+            RunError: there are checkpoints, and `resume` is false; or the batches ran out.
+        """
+        if steps < 1:
+            raise RunError(f"steps={steps}: a run makes at least one step.")
+        state = self.step.init(params, model_state=model_state, rng=rng)
+        with self._checkpoints() as checkpoints, noted_signals() as caught:
+            first = 0
+            if checkpoints is not None and checkpoints.steps():
+                if not resume:
+                    raise RunError(
+                        f"{self._directory} holds checkpoints of steps {checkpoints.steps()}: pass "
+                        "resume=True to go on from them, or choose another run_dir."
+                    )
+                first, state, _ = checkpoints.restore(like=state)
+            save = _Saver(checkpoints, self._checkpoint_every, steps, about or {})
+            return self._loop(state, batches(first), (first, steps), save, caught)
+
+    def evaluate(
+        self,
+        metrics: Callable[[Any, Any], Any],
+        state: TrainState,
+        dataset: Any,
+        *,
+        global_batch: int,
+    ) -> dict[str, float]:
+        """Scores a data set with the moving average of the parameters, or the parameters.
+
+        Args:
+            metrics: `metrics(params, batch)` returns a dict with one number per row for each name.
+            state: what to score.
+            dataset: a pytree of NumPy arrays with one example per row.
+            global_batch: rows to score at a time.
+
+        Returns:
+            For each name the mean over all examples, each counted once. Hooks are told too.
+
+        Raises:
+            MultitowerError: as `multitower.evaluation.evaluate`.
+        """
+        params = state.params if state.ema_params is None else state.ema_params
+        scores = evaluate(metrics, params, dataset, global_batch=global_batch, **self._where)
+        number = int(state.step)  # host-device sync
+        self._tell(Progress("test", number, number, scores, state=state))
+        return scores
+
+    def _loop(
+        self,
+        state: TrainState,
+        batches: Iterator[Any],
+        span: tuple[int, int],
+        saver: "_Saver",
+        caught: list[int],
+    ) -> TrainState:
+        first, last = span
+        if first >= last:
+            return state
+        reader = MetricsReader(last, self._on_nonfinite, state.params, self._tell)
+        with closing(prefetch(batches, global_batch=self._global_batch, **self._where)) as ahead:
+            for number in range(first + 1, last + 1):
+                batch = next(ahead, None)
+                if batch is None:
+                    raise RunError(
+                        f"the batches ran out after step {number - 1} of {last}: batches(first) "
+                        "must go on for as long as it is asked."
+                    )
+                state, metrics = self.step(state, batch)
+                # Metrics are read one step late: reading this step's would let the devices run
+                # dry, and reading none would let the host run ahead without bound.
+                reader.read_waiting()
+                reader.wait(number, metrics, batch)
+                if self._check_replicas_every and number % self._check_replicas_every == 0:
+                    check_replicas(state)  # host-device sync
+                stop = caught[0] if caught else None
+                if saver.is_due(number) or stop:
+                    reader.read_waiting()  # host-device sync: only a good state is saved
+                    saver.save(number, state)
+                if stop:
+                    raise saver.interrupted(stop, number)
+        reader.read_waiting()
+        return state
+
+    @contextmanager
+    def _checkpoints(self) -> Generator[Checkpoints | None]:
+        if self._directory is None:
+            yield None
+            return
+        with Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints:
+            yield checkpoints
+
+    def _tell(self, progress: Progress) -> None:
+        for hook in self.hooks:
+            hook(progress)
+
+
+class _Saver:
+    """When to save, and what to say of it."""
+
+    def __init__(
+        self, checkpoints: Checkpoints | None, every: int, last: int, about: Mapping[str, Any]
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._every = every
+        self._last = last
+        self._about = about
+
+    def is_due(self, number: int) -> bool:
+        """Whether to save after this step; raises what went wrong with an earlier save."""
+        if self._checkpoints is None:
+            return False
+        self._checkpoints.raise_failure()
+        return number % self._every == 0 or number == self._last
+
+    def save(self, number: int, state: TrainState) -> None:
+        """Saves the state, if checkpoints are kept."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(number, state, self._about)
+
+    def interrupted(self, number: int, step: int) -> Interrupted:
+        """What to raise when a signal came: everything is on disk by then."""
+        text = f"{signal.Signals(number).name}: stopped after step {step} of {self._last}"
+        if self._checkpoints is None:
+            return Interrupted(f"{text}; there is no run_dir to save to.", number)
+        self._checkpoints.wait()
+        return Interrupted(
+            f"{text}, which is saved in {self._checkpoints.directory}. Resume to go on from there.",
+            number,
+        )

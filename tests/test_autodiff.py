@@ -1,0 +1,296 @@
+"""value_and_grad, grad, average_gradients: law L2 against JAX on one device and against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multitower as mt
+
+few = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def losses(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    return (hidden @ params["v"] - batch["y"]) ** 2
+
+
+def params_of(seed=0):
+    rng = np.random.default_rng(seed)
+    w, v = rng.normal(size=(3, 4)), rng.normal(size=4)
+    return {"w": w.astype(np.float32), "v": v.astype(np.float32)}
+
+
+def batch_of(num_rows, seed=1):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(num_rows, 3)), rng.normal(size=num_rows)
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def numpy_value_and_grad(params, batch):
+    """The same, worked out by hand in float64."""
+    w, v = (np.asarray(params[name], np.float64) for name in "wv")
+    x, y = (np.asarray(batch[name], np.float64) for name in "xy")
+    hidden = np.tanh(x @ w)
+    wrong = 2 * (hidden @ v - y) / len(y)
+    grad = {"w": x.T @ (np.outer(wrong, v) * (1 - hidden**2)), "v": hidden.T @ wrong}
+    return np.mean((hidden @ v - y) ** 2), grad
+
+
+def assert_close(found, expected, rtol=2e-5, atol=1e-6):
+    """Rounding of float32 sums over at most a few dozen rows."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
+
+
+def mean_of(fun):
+    return lambda *args: jnp.mean(fun(*args))
+
+
+@few
+@given(
+    num_rows=st.integers(1, 20),
+    num_devices=st.integers(1, 8),
+    towers=st.none() | st.just(8),
+)
+def test_law_l2_any_rows_any_devices(num_rows, num_devices, towers):
+    """Lie: a mean of means, padding that counts, a gradient N times too big."""
+    params, batch = params_of(), batch_of(num_rows)
+    found = mt.value_and_grad(losses, devices=num_devices, towers=towers)(params, batch)
+    assert_close(found, numpy_value_and_grad(params, batch))
+    assert_close(found, jax.value_and_grad(mean_of(losses))(params, batch))
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_law_l2_scalar_loss(towers):
+    params, batch = params_of(), batch_of(12)
+    found = mt.value_and_grad(mean_of(losses), devices=4, towers=towers)(params, batch)
+    assert_close(found, numpy_value_and_grad(params, batch))
+
+
+def test_trap_gradients_n_times_too_big():
+    """Inside shard_map JAX has summed gradients already; on 8 devices 60.0 came for 7.5."""
+    x = jnp.arange(16.0)
+    for num_devices in (1, 2, 8):
+        for towers in (None, 8):
+            gradient = mt.grad(lambda w, x: w * x, devices=num_devices, towers=towers)(1.0, x)
+            assert gradient == 7.5
+
+
+def one_step(params, batch, options):
+    return mt.value_and_grad(losses, **options)(params, batch)
+
+
+def plain_step(params, batch, options):
+    return jax.value_and_grad(mean_of(losses))(params, batch)
+
+
+def scanned(step, params, batch, options):
+    def body(params, _):
+        value, grads = step(params, batch, options)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return jax.lax.scan(body, params, None, length=3)
+
+
+def many_params(params):
+    return jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
+
+
+WAYS = {
+    "jit": lambda step, p, b, o: jax.jit(lambda p, b: step(p, b, o))(p, b),
+    "scan": scanned,
+    "jit of scan": lambda step, p, b, o: jax.jit(lambda p: scanned(step, p, b, o))(p),
+    "vmap over parameters": lambda step, p, b, o: jax.vmap(lambda p: step(p, b, o))(many_params(p)),
+    "under grad": lambda step, p, b, o: jax.grad(lambda p: step(p, b, o)[0])(p),
+    "grad of grad": lambda step, p, b, o: jax.grad(
+        lambda p: sum((g**2).sum() for g in jax.tree.leaves(step(p, b, o)[1]))
+    )(p),
+}
+
+
+@pytest.mark.parametrize("towers", [None, 6])
+@pytest.mark.parametrize("way", WAYS)
+def test_law_l2_inside_other_transformations(way, towers):
+    """Lie: right when called eagerly only; ten ragged rows on four devices."""
+    options = dict(devices=4, towers=towers)
+    params, batch = jax.tree.map(jnp.asarray, (params_of(), batch_of(10)))
+    found = WAYS[way](one_step, params, batch, options)
+    assert_close(found, WAYS[way](plain_step, params, batch, options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("towers", [None, 3])
+def test_argnums_and_in_axes_as_in_jax(towers):
+    def loss(x, a, b, scale):
+        return (x.T * a) @ b * scale
+
+    x = np.arange(10, dtype=np.float32).reshape(2, 5)
+    args = (x, np.ones(2, np.float32), np.array([1.0, 3.0], np.float32), 2.0)
+    in_axes = (1, None, None, 0)
+    for argnums in (1, (2, 1), (-2,), -3):
+        options = dict(in_axes=in_axes, devices=3, towers=towers)
+        found = mt.value_and_grad(loss, argnums, **options)(*args)
+        assert_close(found, jax.value_and_grad(mean_of(loss), argnums)(*args))
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("num_rows", [16, 10])
+def test_aux_by_rows_or_averaged(num_rows, towers):
+    """Lie: aux of the last tower for all, or padding among the rows."""
+    params, batch = params_of(), batch_of(num_rows)
+
+    def loss(params, batch):
+        values = losses(params, batch)
+        aux = {"values": values, "pair": (batch["x"] > 0, None)}
+        if num_rows == 16:
+            aux["mean"] = batch["y"].mean()
+        return values, aux
+
+    run = mt.value_and_grad(loss, has_aux=True, devices=2, towers=towers)
+    (value, aux), grads = run(params, batch)
+    assert_close((value, grads), numpy_value_and_grad(params, batch))
+    assert_close(aux["values"], losses(params, batch))
+    np.testing.assert_array_equal(aux["pair"][0], batch["x"] > 0)
+    assert aux["pair"][1] is None
+    if num_rows == 16:
+        assert_close(aux["mean"], batch["y"].mean())
+    grads_again, aux_again = mt.grad(loss, has_aux=True, devices=2, towers=towers)(params, batch)
+    assert_close((grads_again, aux_again), (grads, aux))
+
+
+def test_sixteen_rows_are_not_sixteen_classes():
+    """Lie: aux that happens to be as long as the tower's rows is laid side by side."""
+
+    def loss(w, x):
+        return w * x, jnp.full(4, x.mean())
+
+    (_, aux), _ = mt.value_and_grad(loss, has_aux=True, devices=2)(1.0, np.arange(8.0))
+    np.testing.assert_allclose(aux, [3.5] * 4)
+
+
+def test_law_l6_every_tower_draws_its_own_numbers():
+    def loss(w, key, x):
+        noise = jax.random.normal(key, x.shape)
+        return w * x, noise
+
+    def noise_on(num_devices):
+        run = mt.value_and_grad(loss, has_aux=True, devices=num_devices, towers=4)
+        return np.asarray(run(1.0, jax.random.key(0), np.zeros(8, np.float32))[0][1])
+
+    first = noise_on(1)
+    assert len(np.unique(first)) == 8
+    for num_devices in (2, 3, 4):
+        assert noise_on(num_devices).tobytes() == first.tobytes()
+
+
+def test_eager_towers_have_the_same_bits_on_every_device_count():
+    params, batch = params_of(), batch_of(13)
+    found = {
+        mt.fingerprint(mt.value_and_grad(losses, devices=d, towers=8)(params, batch))
+        for d in (1, 2, 3, 8)
+    }
+    assert len(found) == 1
+
+
+def test_16_bit_parameters_get_16_bit_gradients():
+    params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params_of())
+    for towers in (None, 4):
+        value, grads = mt.value_and_grad(losses, devices=4, towers=towers)(params, batch_of(8))
+        assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
+        assert value.dtype == jax.eval_shape(mean_of(losses), params, batch_of(8)).dtype
+
+
+def test_complex_parameters():
+    def loss(w, x):
+        return jnp.abs(w * x - 1j) ** 2
+
+    w, x = jnp.asarray([1 + 2j], jnp.complex64), np.arange(6, dtype=np.float32)
+    for towers in (None, 3):
+        found = mt.value_and_grad(loss, devices=3, towers=towers)(w, x)
+        assert_close(found, jax.value_and_grad(mean_of(loss))(w, x))
+
+
+def test_gradients_come_home_to_a_bound_parameter():
+    """Lie: the user's own optimizer update meets arrays on incompatible devices."""
+    home = mt.devices("cpu:3")[0]
+    params = jax.device_put(params_of(), home)
+    for towers in (None, 4):
+        _, grads = mt.value_and_grad(losses, devices=4, towers=towers)(params, batch_of(8))
+        new = jax.tree.map(lambda p, g: p - g, params, grads)
+        assert new["w"].devices() == {home}
+
+
+def test_a_loop_that_calls_it_anew_compiles_once():
+    """Lie: `mt.value_and_grad(loss)(...)` in a loop without jit compiles at every step."""
+    traces = []
+
+    def loss(w, x):
+        traces.append(1)
+        return w * x
+
+    for towers in (None, 2):
+        counts = []
+        for step in range(3):
+            mt.value_and_grad(loss, devices=2, towers=towers)(jnp.float32(step), np.ones(4))
+            counts.append(len(traces))
+        assert counts == counts[:1] * 3
+
+
+# ---------------------------------------------------------------- average_gradients
+
+
+def test_average_gradients_is_the_mean():
+    rng = np.random.default_rng(0)
+    towers = [{"w": rng.normal(size=(3, 2)).astype(np.float32), "b": [1.0 * i]} for i in range(5)]
+    found = mt.average_gradients(towers)
+    np.testing.assert_allclose(found["w"], np.mean([t["w"] for t in towers], 0), rtol=1e-6)
+    assert found["b"] == [2.0]
+
+
+def test_average_gradients_of_towers_on_their_own_devices_and_under_jit():
+    towers = [jax.device_put({"w": jnp.ones(2) * i}, mt.devices()[i]) for i in range(4)]
+    assert mt.average_gradients(towers)["w"].devices() == {mt.devices()[0]}
+    on_host = [{"w": np.ones(2, np.float32) * i} for i in range(4)]
+    np.testing.assert_array_equal(jax.jit(mt.average_gradients)(on_host)["w"], [1.5, 1.5])
+
+
+def test_average_gradients_adds_16_bit_floats_in_32():
+    """Lie: 256 + 1 + 1 ... stays 256 in bfloat16."""
+    towers = [jnp.full(1, 256.0, jnp.bfloat16)] + [jnp.ones(1, jnp.bfloat16)] * 255
+    mean = mt.average_gradients(towers)
+    assert mean.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(mean, np.float32), 511 / 256, rtol=1e-2)
+
+
+ones = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tower_grads", "message"),
+    [
+        ([], "no towers"),
+        ([{"w": ones, "b": None}], r"tower_grads\[0\]\['b'\] is None.*no gradient in tower 0"),
+        ([{"w": ones}, {"w": None}], r"tower_grads\[1\]\['w'\] is None"),
+        ([{"i": np.arange(3)}], r"tower_grads\[0\]\['i'\] has dtype int.*dense"),
+        ([np.zeros(2, jax.dtypes.float0)], "has dtype .*float0|has dtype .*V"),
+        ([{"w": ones}, {"w": np.ones(3, np.float32)}], r"\['w'\] is float32\[3\] and float32\[2\]"),
+        ([{"w": ones}, {"w": jnp.ones(2, jnp.bfloat16)}], r"bfloat16\[2\] and float32\[2\]"),
+        ([{"w": ones}, {"v": ones}], r"tower_grads\[0\]\['w'\] has no counterpart in tower 1"),
+        ([{"w": ones}, {"w": ones, "v": ones}], r"tower_grads\[1\]\['v'\] has no .* in tower 0"),
+    ],
+)
+def test_trap_average_gradients_names_what_cannot_be_averaged(tower_grads, message):
+    """Lie: zip() stops at the shortest tower, None counts as zero, indices are averaged."""
+    with pytest.raises(mt.GradientError, match=message):
+        mt.average_gradients(tower_grads)
+
+
+def test_trap_average_gradients_of_sparse_gradients():
+    from jax.experimental import sparse
+
+    gradient = sparse.BCOO.fromdense(jnp.eye(2))
+    with pytest.raises(mt.GradientError, match=r"indices of a sparse gradient.*todense"):
+        mt.average_gradients([gradient, gradient])

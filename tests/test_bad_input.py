@@ -1,0 +1,526 @@
+"""A table of wrong uses: each has its error class, and a message that says what and what to do.
+
+The lie each would catch: a program that goes on with something else than what was meant. The
+first words of `message` name what was given, the last ones the way out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+X = np.ones((10, 3), np.float32)
+W = np.ones(3, np.float32)
+
+
+def losses(w, x):
+    return (x @ w) ** 2
+
+
+def add_one(x):
+    return x + 1
+
+
+def grads(fun=losses, w=W, x=X, /, *, argnums=0, **options):
+    return mt.value_and_grad(fun, argnums, **options)(w, x)
+
+
+def parallel(fn, *args, **options):
+    return mt.make_parallel(fn, devices=4, **options)(*args)
+
+
+def step(loss=losses, w=W, batch=X, /, *, extras=None, optimizer=None, **options):
+    made = mt.train_step(loss, optimizer or optax.sgd(0.1), devices=4, **options)
+    return made(made.init(w, **(extras or {})), batch)
+
+
+def with_rng(w, x, *, rng):
+    return losses(w, x)
+
+
+def with_state(w, x, *, model_state):
+    return losses(w, x), {}, model_state
+
+
+def forgets_state(w, x, *, model_state):
+    return losses(w, x)
+
+
+def donated():
+    x = jnp.ones((8, 3))
+    jax.jit(add_one, donate_argnums=0)(x)
+    return x
+
+
+def step_twice():
+    made = mt.train_step(losses, optax.sgd(0.1), devices=2)
+    state = made.init(W)
+    made(state, X)
+    made(state, X)
+
+
+def step_in_jit():
+    made = mt.train_step(losses, optax.sgd(0.1), devices=2)
+    jax.jit(made)(made.init(W), X)
+
+
+def step_in_scan():
+    made = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=2)
+    jax.lax.scan(made, made.init(W), np.stack([X, X]))
+
+
+def step_grown():
+    made = mt.train_step(losses, optax.sgd(0.1), devices=4)
+    state, _ = made(made.init(W), X)
+    made(state, np.ones((13, 3), np.float32))  # four towers of three rows: room for twelve
+
+
+WRONG = {
+    # -------------------------------------------------------- devices and towers
+    "too many devices": (
+        lambda: mt.devices(9),
+        mt.DeviceError,
+        r"devices=9 were asked for.* has 8: cpu:0.*at most 8.*simulated_devices=9",
+    ),
+    "no devices": (lambda: mt.devices(0), mt.DeviceError, "devices=0.*at least one"),
+    "an empty list of devices": (lambda: mt.devices([]), mt.DeviceError, r"\[\].*at least one"),
+    "a device twice": (
+        lambda: mt.make_parallel(add_one, devices=["cpu:1", "cpu:1"])(X),
+        mt.DeviceError,
+        "cpu:1 twice.*raise towers=",
+    ),
+    "a device that is not there": (
+        lambda: mt.devices("gpu:3"),
+        mt.DeviceError,
+        r"no device 'gpu:3'.*it has cpu:0.*soft=True",
+    ),
+    "no name of a device": (lambda: mt.devices("cpu:"), mt.DeviceError, "'cpu:'.*say 'gpu'"),
+    "devices=2.0": (lambda: mt.devices(2.0), mt.DeviceError, "2.0 is neither a number.*say 2"),
+    "devices=True": (lambda: mt.devices(True), mt.DeviceError, "True is neither"),
+    "configure too late": (
+        lambda: mt.configure(simulated_devices=3),
+        mt.ConfigurationError,
+        r"simulated_devices=3.*too late.*before the first array.*restart the kernel",
+    ),
+    "half a simulated device": (
+        lambda: mt.configure(simulated_devices=0),
+        mt.ConfigurationError,
+        "simulated_devices=0.*1 or more",
+    ),
+    "more than all memory": (
+        lambda: mt.configure(memory_fraction=90),
+        mt.ConfigurationError,
+        "memory_fraction=90 .*0.9 for nine tenths",
+    ),
+    "a share of the memory as text": (
+        lambda: mt.configure(memory_fraction="0.5"),
+        mt.ConfigurationError,
+        "memory_fraction='0.5' must be above 0",
+    ),
+    "preallocate as text": (
+        lambda: mt.configure(preallocate="no"),
+        mt.ConfigurationError,
+        "preallocate='no' must be True or False",
+    ),
+    "visible devices by name": (
+        lambda: mt.configure(visible_devices="gpu"),
+        mt.ConfigurationError,
+        "visible_devices='gpu'.*'0,1'",
+    ),
+    **{
+        f"towers={towers}": (
+            lambda towers=towers: mt.make_parallel(add_one, towers=towers),
+            mt.DeviceError,
+            f"towers={towers} must be a whole number",
+        )
+        for towers in (0, -1, True, 2.5)
+    },
+    # -------------------------------------------------------- arguments and batches
+    "zero rows": (
+        lambda: parallel(add_one, {"x": X[:0]}),
+        mt.BatchError,
+        r"arguments\[0\]\[0\]\['x'\] has zero rows.*Skip empty",
+    ),
+    "zero rows in a step": (lambda: step(losses, W, X[:0]), mt.BatchError, "batch has zero rows"),
+    "row counts differ": (
+        lambda: step(losses, W, {"x": X, "y": X[:9]}),
+        mt.BatchError,
+        r"batch\['y'\] has 9 rows and batch\['x'\] has 10.*in_axes=None",
+    ),
+    "nothing to split": (
+        lambda: parallel(add_one, 3.0),
+        mt.BatchError,
+        "no array to split.*asarray",
+    ),
+    "a string in the batch": (
+        lambda: step(losses, W, {"x": X, "id": "a"}),
+        mt.ArgumentError,
+        r"batch\['id'\] is 'a' \(str\), a static Python value.*functools.partial",
+    ),
+    "an array of strings": (
+        lambda: step(losses, W, {"x": X, "id": np.array(["a"] * 10)}),
+        mt.ArgumentError,
+        r"batch\['id'\] has dtype <U1: only numbers.*Encode",
+    ),
+    "a masked array": (
+        lambda: parallel(add_one, np.ma.array(X, mask=X > 0)),
+        mt.ArgumentError,
+        r"masked array.*\.filled",
+    ),
+    "an array of objects": (
+        lambda: grads(losses, W, np.array([None] * 10)),
+        mt.ArgumentError,
+        "has dtype object: only numbers",
+    ),
+    "a flag": (
+        lambda: parallel(lambda x, training: x, X, True),
+        mt.ArgumentError,
+        r"arguments\[0\]\[1\] is True \(bool\).*Close over it",
+    ),
+    "a function as argument": (
+        lambda: parallel(lambda x, f: f(x), X, jnp.tanh),
+        mt.ArgumentError,
+        "a static Python value.*functools.partial",
+    ),
+    "any object": (
+        lambda: parallel(lambda x, o: x, X, object()),
+        mt.ArgumentError,
+        r"object.*towers take arrays and numbers.*numpy.asarray",
+    ),
+    "a list of rows": (lambda: parallel(add_one, [1.0, 2.0]), mt.BatchError, "np.asarray of a"),
+    "a legacy key": (
+        lambda: parallel(lambda key, x: x, jax.random.PRNGKey(0), X),
+        mt.ArgumentError,
+        r"uint32 array of shape \(2,\).*legacy key.*jax.random.key\(seed\)",
+    ),
+    "a donated batch used again": (
+        lambda: parallel(add_one, donated()),
+        mt.ArgumentError,
+        "donated to a jitted call.*Pass the result",
+    ),
+    "too few in_axes": (
+        lambda: parallel(lambda x, y: x, X, X, in_axes=(0,)),
+        mt.ArgumentError,
+        r"in_axes=\(0,\) has 1 entries for 2 positional",
+    ),
+    "in_axes of another tree": (
+        lambda: parallel(lambda x: x, {"x": X}, in_axes=({"y": 0},)),
+        mt.ArgumentError,
+        r"in_axes=.*does not fit.*prefix of",
+    ),
+    "in_axes as text": (
+        lambda: parallel(add_one, X, in_axes="rows"),
+        mt.ArgumentError,
+        "in_axes.* 'rows'.*use an int",
+    ),
+    "no such axis": (
+        lambda: parallel(add_one, X, in_axes=2),
+        mt.ArgumentError,
+        r"shape \(10, 3\): there is no axis 2.*\[-2, 1\]",
+    ),
+    "argnums out of range": (
+        lambda: grads(argnums=2),
+        mt.ArgumentError,
+        "argnums=2 needs at least 3 positional arguments, and 2 were given",
+    ),
+    "argnums by name": (lambda: grads(argnums="w"), mt.ArgumentError, "argnums='w'.*a position"),
+    "argnums twice": (lambda: grads(argnums=(0, -2)), mt.ArgumentError, "names an argument twice"),
+    "split parameters": (
+        lambda: grads(in_axes=(0, 0)),
+        mt.ArgumentError,
+        r"splits argument 0, which is to be differentiated.*Put None",
+    ),
+    "in_axes for value_and_grad of the wrong length": (
+        lambda: grads(in_axes=(None, 0, 0)),
+        mt.ArgumentError,
+        "has 3 entries for 2",
+    ),
+    "integer parameters": (
+        lambda: grads(losses, {"n": np.arange(3)}),
+        mt.GradientError,
+        r"argument 0\['n'\] has dtype int.*astype\(jnp.float32\)",
+    ),
+    "integer parameters of a step": (
+        lambda: step(losses, {"n": np.arange(3)}),
+        mt.GradientError,
+        r"params\['n'\] has dtype int",
+    ),
+    "text as parameters": (
+        lambda: step(losses, {"w": "zeros"}),
+        mt.GradientError,
+        r"params\['w'\] has dtype str: only floats",
+    ),
+    "None gradients": (
+        lambda: mt.average_gradients([{"w": None}]),
+        mt.GradientError,
+        r"tower_grads\[0\]\['w'\] is None",
+    ),
+    # -------------------------------------------------------- what functions return
+    "a result without rows": (
+        lambda: parallel(lambda x: {"sum": x.sum()}, X),
+        mt.OutputError,
+        r"result\['sum'\] has shape \(\).*out_axes=None",
+    ),
+    "a result that lost its rows": (
+        lambda: parallel(lambda x: x[:1], X),
+        mt.OutputError,
+        r"shape \(1, 3\) for a tower of 3 rows: axis 0.*Return something per row",
+    ),
+    "out_axes of another tree": (
+        lambda: parallel(add_one, X, out_axes=(0, 0)),
+        mt.ArgumentError,
+        r"out_axes=\(0, 0\) does not fit",
+    ),
+    "a scalar loss of ragged rows": (
+        lambda: grads(lambda w, x: losses(w, x).mean(), devices=4),
+        mt.OutputError,
+        r"10 rows and a scalar loss: 10 rows do not fill 4 towers.*use 8 or 12 rows",
+    ),
+    "a scalar loss of ragged rows in a step": (
+        lambda: step(lambda w, x: losses(w, x).mean()),
+        mt.OutputError,
+        "use 8 or 12 rows",
+    ),
+    "a scalar metric of ragged rows": (
+        lambda: step(lambda w, x: (losses(w, x), {"mean": x.mean()})),
+        mt.OutputError,
+        r"metrics\['mean'\] is not per example.*use 8 or 12 rows",
+    ),
+    "a matrix for a loss": (
+        lambda: grads(lambda w, x: x),
+        mt.OutputError,
+        r"the loss has shape \(2, 3\) for 2 rows.*loss.mean",
+    ),
+    "a complex loss": (lambda: grads(lambda w, x: x[:, 0] * 1j), mt.OutputError, "complex.*real"),
+    "an integer loss": (
+        lambda: step(lambda w, x: jnp.argmax(x, 1)),
+        mt.OutputError,
+        r"dtype int32.*astype\(jnp.float32\)",
+    ),
+    "no loss": (lambda: grads(lambda w, x: None), mt.OutputError, "the loss is NoneType"),
+    "no loss in a step": (lambda: step(lambda w, x: None), mt.OutputError, "loss is NoneType"),
+    "a pair without has_aux": (
+        lambda: grads(lambda w, x: (losses(w, x), x)),
+        mt.OutputError,
+        r"the loss is tuple.*has_aux=True",
+    ),
+    "has_aux without a pair": (
+        lambda: grads(has_aux=True),
+        mt.OutputError,
+        r"must return \(loss, aux\)",
+    ),
+    "an integer aux without rows": (
+        lambda: grads(lambda w, x: (losses(w, x), (x > 0).sum()), has_aux=True),
+        mt.OutputError,
+        "aux has dtype int32 and no axis of rows.*not their count",
+    ),
+    "an aux of rows by rows": (
+        lambda: grads(lambda w, x: (losses(w, x), {"gram": x @ x.T}), has_aux=True),
+        mt.OutputError,
+        r"aux\['gram'\]",
+    ),
+    "metrics named loss": (
+        lambda: step(lambda w, x: (losses(w, x), {"loss": x[:, 0]})),
+        mt.OutputError,
+        "entry 'loss'.*Rename",
+    ),
+    "metrics that are no dict": (
+        lambda: step(lambda w, x: (losses(w, x), x[:, 0])),
+        mt.OutputError,
+        "metrics of type .*dict of metrics",
+    ),
+    "a count as metric": (
+        lambda: step(lambda w, x: (losses(w, x), {"hits": (x[:, 0] > 0).sum()}), W, X[:8]),
+        mt.OutputError,
+        r"metrics\['hits'\] has dtype int32 and no axis of rows.*correct = prediction == label",
+    ),
+    "a metric of rows by rows": (
+        lambda: step(lambda w, x: (losses(w, x), {"gram": x @ x.T}), W, X[:8]),
+        mt.OutputError,
+        r"metrics\['gram'\]",
+    ),
+    "four results of a loss": (
+        lambda: step(lambda w, x: (losses(w, x), {}, 1, 2)),
+        mt.OutputError,
+        r"returned 4 values.*model_state",
+    ),
+    # -------------------------------------------------------- steps and states
+    "one dict of gradients": (
+        lambda: mt.average_gradients({"w": W}),
+        mt.GradientError,
+        "one dict.*one pytree per tower",
+    ),
+    "a step inside jit": (step_in_jit, mt.ArgumentError, "inside jax.jit.*call it directly"),
+    "a step inside scan": (step_in_scan, mt.ArgumentError, r"jax.lax.scan.*mt.value_and_grad"),
+    "no optimizer": (
+        lambda: mt.train_step(losses, 0.1),
+        mt.ArgumentError,
+        "the optimizer is 0.1.*optax.adam",
+    ),
+    "no function": (lambda: mt.train_step("mse", optax.sgd(0.1)), mt.ArgumentError, "'mse'"),
+    "model_state from the last": (
+        lambda: step(model_state_from="last"),
+        mt.ArgumentError,
+        "'last'.*'mean' or 'first'",
+    ),
+    "an ema_decay above one": (
+        lambda: step(ema_decay=99.9),
+        mt.ArgumentError,
+        "ema_decay=99.9: .* 0 to 1, such as 0.999",
+    ),
+    "a global_batch of nothing": (
+        lambda: step(global_batch=0),
+        mt.ArgumentError,
+        "global_batch=0: .*1 or more",
+    ),
+    "rng missing": (
+        lambda: step(with_rng),
+        mt.ArgumentError,
+        r"takes rng.*rng=jax.random.key\(0\)",
+    ),
+    "rng not wanted": (
+        lambda: step(extras=dict(rng=jax.random.key(0))),
+        mt.ArgumentError,
+        r"init got rng.*loss_fn\(params, batch, \*, rng\)",
+    ),
+    "a legacy key for rng": (
+        lambda: step(with_rng, extras=dict(rng=jax.random.PRNGKey(0))),
+        mt.ArgumentError,
+        "one typed key.*wrap_key_data",
+    ),
+    "many keys for rng": (
+        lambda: step(with_rng, extras=dict(rng=jax.random.split(jax.random.key(0)))),
+        mt.ArgumentError,
+        r"one typed key.*shape \(\)",
+    ),
+    "model_state missing": (
+        lambda: step(with_state),
+        mt.ArgumentError,
+        "takes model_state, and init got none",
+    ),
+    "model_state not wanted": (
+        lambda: step(extras=dict(model_state=W)),
+        mt.ArgumentError,
+        "init got model_state",
+    ),
+    "model_state not returned": (
+        lambda: step(forgets_state, extras=dict(model_state=W)),
+        mt.OutputError,
+        r"must return \(loss, metrics, model_state\); it returned 1 value",
+    ),
+    "model_state of another dtype": (
+        lambda: step(
+            lambda w, x, *, model_state: (losses(w, x), {}, model_state.astype(jnp.bfloat16)),
+            extras=dict(model_state=W),
+        ),
+        mt.OutputError,
+        r"state.model_state is float32\[3\] and would become bfloat16\[3\]",
+    ),
+    "model_state of another structure": (
+        lambda: step(
+            lambda w, x, *, model_state: (losses(w, x), {}, {"mean": model_state}),
+            extras=dict(model_state=W),
+        ),
+        mt.OutputError,
+        r"model_state of another structure.*given: .*returned: .*'mean'",
+    ),
+    "parameters as state": (
+        lambda: mt.train_step(losses, optax.sgd(0.1))({"w": W}, X),
+        mt.StateError,
+        r"got dict as state.*step.init\(params\)",
+    ),
+    "a state used twice": (
+        step_twice,
+        mt.StateError,
+        "overwritten it.*state, metrics = step.*jnp.copy",
+    ),
+    "a batch larger than the first": (
+        step_grown,
+        mt.BatchError,
+        r"13 rows.*at most 10.*global_batch=13",
+    ),
+    "a batch larger than global_batch": (
+        lambda: mt.shard(X, devices=2, towers=2, global_batch=8),
+        mt.BatchError,
+        "10 rows and global_batch is 8",
+    ),
+    "tower rows for a step without towers": (
+        lambda: step(losses, W, mt.shard(X, devices=4, towers=4)),
+        mt.ArgumentError,
+        "sharded for towers=4.*pass the same towers=",
+    ),
+    "prefetch nothing": (
+        lambda: mt.prefetch([X], 0),
+        mt.BatchError,
+        r"prefetch\(size=0\).*at least one",
+    ),
+    "prefetch as text": (lambda: mt.prefetch([X], "2"), mt.BatchError, "size='2'"),
+    "prefetch for devices that are not there": (
+        lambda: mt.prefetch([X], devices=99),
+        mt.DeviceError,
+        "99",
+    ),
+    "a fingerprint of text": (
+        lambda: mt.fingerprint({"a": "text"}),
+        TypeError,
+        "'text'.*no number",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", WRONG)
+def test_wrong_use(use):
+    call, error, message = WRONG[use]
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_nothing_half_done_is_left_behind(towers):
+    """Lie: a failed step spends the state, or remembers the rows of the batch that failed."""
+    calls = []
+
+    def picky(w, x):
+        calls.append(1)
+        if x.shape[1] != 3:
+            raise KeyError("only three columns")
+        return losses(w, x)
+
+    made = mt.train_step(picky, optax.sgd(0.1), devices=4, towers=towers)
+    state = made.init(W)
+    for wrong in (X[:0], {"x": "text"}, np.ones((40, 4), np.float32)):
+        with pytest.raises((mt.MultitowerError, KeyError)):
+            made(state, wrong)
+    state, metrics = made(state, X)
+    assert float(metrics["loss"]) == 9.0
+    assert int(state.step) == 1
+    with pytest.raises(mt.BatchError, match="at most 10"):
+        made(state, np.ones((13, 3), np.float32))
+    state, _ = made(state, X)
+    assert int(state.step) == 2
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_nan_is_kept_not_hidden(towers):
+    x = X.copy()
+    x[7, 1] = np.nan
+    value, gradient = mt.value_and_grad(losses, devices=4, towers=towers)(W, x)
+    assert np.isnan(value)
+    assert np.isnan(gradient).all()
+    np.testing.assert_array_equal(parallel(add_one, x, towers=towers), x + 1)
+
+
+def test_errors_are_the_builtins_that_fit():
+    """Lie: `except ValueError` in a user's program stops working."""
+    assert issubclass(mt.DeviceError, ValueError)
+    assert issubclass(mt.BatchError, ValueError)
+    assert issubclass(mt.OutputError, ValueError)
+    assert issubclass(mt.GradientError, ValueError)
+    assert issubclass(mt.StateError, ValueError)
+    assert issubclass(mt.ArgumentError, TypeError)
+    assert issubclass(mt.ConfigurationError, RuntimeError)
+    every = [getattr(mt, n) for n in mt.__all__ if n.endswith("Error")]
+    assert all(issubclass(error, mt.MultitowerError) for error in every)

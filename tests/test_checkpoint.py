@@ -1,0 +1,154 @@
+"""Checkpoints: complete or absent, the same bits back, and damage that is found."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.checkpoint import Checkpoints
+
+ROWS = {"x": np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)}
+
+
+def losses(params, batch, *, rng, model_state):
+    hidden = batch["x"] @ params["w"] * jax.random.bernoulli(rng, 0.5, (len(batch["x"]), 3))
+    loss = jnp.sum(hidden**2, -1)
+    return loss, {}, {"mean": 0.9 * model_state["mean"] + 0.1 * loss.mean()}
+
+
+def make(num_devices):
+    """A step with a key, model state, a moving average and 16-bit parameters; its first state."""
+    step = mt.train_step(losses, optax.adam(0.1), towers=4, devices=num_devices, ema_decay=0.9)
+    params = {"w": jnp.ones((5, 3), jnp.bfloat16)}
+    return step, step.init(params, model_state={"mean": 0.0}, rng=jax.random.key(1))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with checkpoints 1, 2 and 3, and the fingerprint after six steps."""
+    directory = tmp_path_factory.mktemp("run")
+    step, state = make(4)
+    with Checkpoints(directory) as checkpoints:
+        for number in range(1, 7):
+            state, _ = step(state, ROWS)
+            if number <= 3:
+                checkpoints.save(number, state, {"number": number})
+    return directory, mt.fingerprint(state)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 4])
+def test_resume_on_another_device_count_gives_the_same_bits(saved, num_devices):
+    # The lie (law L4): a resume that forgets the key, the average, or the dtype of a leaf.
+    directory, expected = saved
+    step, state = make(num_devices)
+    with Checkpoints(directory) as checkpoints:
+        number, state, about = checkpoints.restore(like=state)
+    assert (number, about) == (3, {"number": 3})
+    for _ in range(3):
+        state, _ = step(state, ROWS)
+    assert mt.fingerprint(state) == expected
+
+
+def test_keeps_the_last_ones_and_a_named_one_can_be_read(saved):
+    directory, _ = saved
+    with Checkpoints(directory) as checkpoints:
+        assert checkpoints.steps() == [1, 2, 3]
+        assert checkpoints.restore(like=make(1)[1], step=2).about == {"number": 2}
+        with pytest.raises(
+            mt.CheckpointError, match=r"no complete checkpoint 7; it has \[1, 2, 3\]"
+        ):
+            checkpoints.restore(like=make(1)[1], step=7)
+
+
+def test_saving_does_not_keep_the_memory_of_the_state(tmp_path):
+    # The lie: a background save that writes what the next step has overwritten.
+    step, state = make(2)
+    with Checkpoints(tmp_path) as checkpoints:
+        before = mt.fingerprint(state)
+        checkpoints.save(0, state, {})
+        for _ in range(3):
+            state, _ = step(state, ROWS)
+        assert mt.fingerprint(checkpoints.restore(like=make(2)[1]).state) == before
+
+
+def damage(directory, number):
+    """Flips a byte in the middle of every data file of one checkpoint."""
+    for path in (directory / str(number) / "state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            path.write_bytes(content)
+
+
+# Orbax reads all leaves at once: those that fail after the first one report to nobody.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("how", ["flipped bytes", "a missing file", "other bits"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, how):
+    # The lie: "latest" that cannot be read, or that is read without complaint.
+    _, state = make(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.save(2, state, {})
+        checkpoints.wait()
+        if how == "flipped bytes":
+            damage(tmp_path, 2)
+        elif how == "a missing file":
+            (tmp_path / "2" / "state" / "manifest.ocdbt").unlink()
+        else:  # what a disk gives back without an error of its own
+            metadata = next((tmp_path / "2" / "about").iterdir())
+            first, rest = metadata.read_text().split('"fingerprint": "', 1)
+            metadata.write_text(f'{first}"fingerprint": "0{rest[1:] if rest[0] != "0" else rest}')
+            if rest[0] == "0":
+                pytest.skip("the fingerprint begins with the digit that was to differ")
+        with pytest.raises(mt.CheckpointError, match=r"checkpoint 2: .* allow the previous one, 1"):
+            checkpoints.restore(like=state)
+        assert checkpoints.restore(like=state, allow_previous=True).step == 1
+    gc.collect()  # here, where such reports are ignored
+
+
+def test_another_model_is_refused_by_name(saved):
+    directory, _ = saved
+    other = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=1).init(1.0)
+    refused = pytest.raises(mt.CheckpointError, match=r"only the model has a leaf \.params")
+    with Checkpoints(directory) as checkpoints, refused:
+        checkpoints.restore(like=other)
+
+
+def test_an_empty_directory_and_one_that_cannot_be_made(tmp_path):
+    refused = pytest.raises(mt.CheckpointError, match="no complete checkpoint to resume from")
+    with Checkpoints(tmp_path / "new") as checkpoints, refused:
+        checkpoints.restore(like=make(1)[1])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(mt.CheckpointError, match="cannot be kept in"):
+        Checkpoints(tmp_path / "file" / "inside")
+
+
+def test_an_unfinished_save_is_no_checkpoint(tmp_path):
+    # The lie: a directory that a killed process left half-written counts as the newest one.
+    _, state = make(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "2.orbax-checkpoint-tmp" / "state").mkdir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1]
+
+
+def test_a_failed_background_save_is_raised_at_the_next_one(tmp_path, monkeypatch):
+    # The lie (orbax#605): nobody hears of it.
+    _, state = make(1)
+    checkpoints = Checkpoints(tmp_path)
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints._manager, "check_for_errors", fail)
+    with pytest.raises(mt.CheckpointError, match=r"No space left .* MiB are free"):
+        checkpoints.save(1, state, {})
+    monkeypatch.undo()
+    checkpoints.close()

@@ -1,0 +1,170 @@
+"""Devices: what is set before JAX starts, and what is found afterwards."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import multitower as mt
+from multitower.configuration import CPU_THREADS
+from processes import run_python
+
+
+def test_configure_again_with_the_same_settings_does_nothing():
+    """Lie: a notebook cell that is run twice fails, or changes something."""
+    before = os.environ["NPROC"]
+    mt.configure(simulated_devices=8)
+    mt.configure()
+    assert (len(jax.devices()), os.environ["NPROC"]) == (8, before)
+
+
+AFTER_THE_START = """
+import jax
+jax.numpy.zeros(3)
+import multitower as mt
+try:
+    mt.configure({settings})
+except RuntimeError as error:
+    assert type(error) is mt.ConfigurationError
+    assert "too late" in str(error) and "{settings}".split("=")[0] in str(error), error
+    print(len(jax.devices()))
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", ["simulated_devices=2", "memory_fraction=0.5", "visible_devices='0'"]
+)
+def test_trap_limits_set_too_late_are_an_error(settings):
+    """Trap (jax#5555): JAX takes 75 % of every GPU although a limit was set, too late."""
+    assert run_python("-c", AFTER_THE_START.format(settings=settings)).strip() == "1"
+
+
+CONFIGURED = """
+import os, sys
+import multitower as mt
+mt.configure(simulated_devices={count})
+import jax
+assert {count} == len(jax.devices()) == len(mt.devices())
+print(os.environ["NPROC"], os.environ.get("XLA_FLAGS"))
+"""
+
+
+def test_the_thread_pool_has_the_same_size_for_every_device_count():
+    """Trap: the last bits of XLA's CPU kernels depend on NPROC."""
+    found = {run_python("-c", CONFIGURED.format(count=count)) for count in (1, 8, 16)}
+    assert found == {f"{CPU_THREADS} None\n"}
+
+
+def test_configure_wins_over_a_device_count_in_the_environment():
+    """Lie: the flag in the shell wins, and eight devices are three; or JAX refuses to start."""
+    flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=3"
+    program = CONFIGURED.format(count=2)
+    out = run_python("-c", program, XLA_FLAGS=flags, NPROC="2", JAX_NUM_CPU_DEVICES="5")
+    assert out == f"{CPU_THREADS} --xla_cpu_enable_fast_math=false\n"
+
+
+def test_gpu_settings_reach_jax_before_it_starts():
+    program = """
+import os
+import multitower as mt
+mt.configure(visible_devices=[0, 2], memory_fraction=0.9, preallocate=False)
+import jax
+names = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
+print(jax.config.read("jax_cuda_visible_devices"), *(os.environ[name] for name in names))
+"""
+    assert run_python("-c", program) == "0,2 0.9 false\n"
+
+
+SET_BY_HAND = """
+import warnings
+import multitower as mt
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    mt.devices(1)
+    mt.devices()
+    mt.devices()
+print([str(w.message) for w in caught if w.category is mt.MultitowerWarning])
+"""
+
+
+def test_trap_devices_set_by_hand_with_too_few_threads_warn_once():
+    """Trap: "may be stuck", then an abort, for a user who never heard of mt.configure."""
+    by_hand = dict(XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    few = run_python("-c", SET_BY_HAND, **by_hand, NPROC="4")
+    assert few.count("dead-lock") == 1
+    assert "8 CPU devices share a pool of 4 threads" in few
+    assert "simulated_devices=8" in few
+    assert "NPROC=32" in few
+    assert run_python("-c", SET_BY_HAND, **by_hand, NPROC="16") == "[]\n"
+
+
+def test_devices_by_number_name_and_list():
+    everything = jax.local_devices()
+    assert mt.devices() == everything
+    assert mt.devices(3) == everything[:3]
+    assert mt.devices("cpu") == everything
+    assert mt.devices("cpu:5") == [everything[5]]
+    assert mt.devices(["cpu:2", everything[0]]) == [everything[2], everything[0]]
+    assert mt.devices(everything[4]) == [everything[4]]
+
+
+def test_soft_placement_falls_back_and_says_so():
+    """Lie: a program written for a GPU runs on a CPU without a word."""
+    with pytest.warns(mt.MultitowerWarning, match=r"devices=20 .* has 8: .* Using cpu:0, cpu:1"):
+        assert mt.devices(20, soft=True) == jax.local_devices()
+    with pytest.warns(mt.MultitowerWarning, match="no device 'gpu:1'.* Using cpu:0 instead"):
+        assert mt.devices("gpu:1", soft=True) == mt.devices("cpu:0")
+    with pytest.warns(mt.MultitowerWarning, match="no device 'gpu'"):
+        assert mt.devices("gpu", soft=True) == jax.local_devices()
+
+
+def test_device_is_the_home_of_new_arrays_and_of_these_only():
+    with mt.device("cpu:2") as two:
+        assert jnp.zeros(3).devices() == {two}
+        with mt.device(mt.devices("cpu:3")[0]) as three:
+            assert jnp.zeros(3).devices() == {three}
+        assert jnp.zeros(3).devices() == {two}
+    assert jnp.zeros(3).devices() == {jax.devices()[0]}
+    with pytest.warns(mt.MultitowerWarning, match="gpu:0"), mt.device("gpu:0", soft=True) as soft:
+        assert soft == jax.devices()[0]
+    with pytest.raises(mt.DeviceError, match="gpu:0"), mt.device("gpu:0"):
+        pass
+
+
+STEPS_WITHOUT_A_SYNC = """
+import sys
+num_devices, num_steps = map(int, sys.argv[1:])
+import multitower as mt
+mt.configure(simulated_devices=num_devices)
+import jax, numpy as np, optax
+
+def losses(params, batch):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+rng = np.random.default_rng(0)
+batch = {"x": rng.normal(size=(64, 8)).astype("f"), "y": rng.normal(size=64).astype("f")}
+for towers in (None, num_devices):
+    step = mt.train_step(losses, optax.sgd(1e-3), towers=towers)
+    state = step.init({"w": np.zeros(8, "f")})
+    placed = mt.shard(batch, towers=towers)
+    for _ in range(num_steps):
+        state, metrics = step(state, placed)
+    assert int(state.step) == num_steps and np.isfinite(float(metrics["loss"]))
+gradient = jax.jit(mt.grad(losses))
+params = {"w": np.zeros(8, "f")}
+for _ in range(num_steps):
+    params = gradient(params, batch)
+jax.block_until_ready(params)
+"""
+
+
+def test_trap_simulated_devices_never_dead_lock():
+    """Trap: XLA's CPU collectives wait for threads that are not there, and abort after 40 s."""
+    run_python("-c", STEPS_WITHOUT_A_SYNC, "8", "300")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 3, 4, 8, 12, 16])
+def test_trap_a_thousand_steps_without_a_host_sync_never_dead_lock(num_devices):
+    run_python("-c", STEPS_WITHOUT_A_SYNC, str(num_devices), "1000", timeout_s=240)

@@ -1,0 +1,150 @@
+"""shard and prefetch: every row on its tower's device, in order, ahead of need."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multitower as mt
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_rows=st.integers(1, 20),
+    num_devices=st.integers(1, 4),
+    towers=st.integers(4, 9),
+    spare=st.integers(0, 9),
+)
+def test_towers_hold_all_rows_once_in_order(num_rows, num_devices, towers, spare):
+    """Lie: rows lost, doubled or sent to another tower."""
+    x = np.arange(num_rows * 2).reshape(num_rows, 2)
+    full = num_rows + spare
+    cut = mt.shard({"x": x}, devices=num_devices, towers=towers, global_batch=full)["x"]
+    assert cut.tower_rows == -(-full // towers)
+    np.testing.assert_array_equal(np.asarray(cut), x)
+    assert (cut.shape, cut.ndim, cut.num_rows) == (x.shape, 2, num_rows)
+    for tower, piece in enumerate(cut.pieces):
+        device = cut.placement.devices[cut.placement.owners[tower]]
+        assert piece.devices() == {device}
+        assert set(np.asarray(piece)[:, 0]) <= set(x[:, 0])  # filled up with real rows
+
+
+def test_without_towers_rows_are_split_evenly_or_whole_everywhere():
+    even, uneven = (mt.shard(np.arange(n), devices=4) for n in (8, 9))
+    assert [s.data.shape for s in even.addressable_shards] == [(2,)] * 4
+    assert [s.data.shape for s in uneven.addressable_shards] == [(9,)] * 4
+    np.testing.assert_array_equal(even, np.arange(8))
+
+
+def test_what_is_no_array_of_rows_is_left_alone():
+    key = jax.random.key(0)
+    for towers in (None, 2):
+        cut = mt.shard({"x": np.zeros(4), "n": 3, "key": key, "no": None}, devices=2, towers=towers)
+        assert cut["n"] == 3
+        assert cut["key"] is key
+        assert cut["no"] is None
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("shape", [(8, 3), (1024, 300)])
+def test_trap_host_memory_that_changes_under_the_devices(shape, towers):
+    """JAX reads host memory in the background, after device_put has returned."""
+    for number in range(20):
+        buffer = np.full(shape, number, np.float32)
+        placed = mt.shard({"x": buffer}, devices=4, towers=towers)["x"]
+        buffer[:] = np.nan
+        assert (np.asarray(placed) == number).all()
+
+
+def test_trap_a_state_made_of_host_memory_that_changes():
+    import optax
+
+    for towers in (None, 4):
+        step = mt.train_step(lambda w, x: (x @ w) ** 2, optax.sgd(0.1), devices=4, towers=towers)
+        for number in range(5):
+            params = np.full(50_000, number, np.float32)
+            state = step.init(params)
+            params[:] = np.nan
+            assert (np.asarray(state.params) == number).all()
+
+
+def stream(num_batches, reached=None):
+    for number in range(num_batches):
+        if reached is not None:
+            reached.append(number)
+        yield {"x": np.full((4, 2), number, np.float32)}
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "multitower.prefetch"]
+
+
+def assert_no_threads_left():
+    deadline = time.monotonic() + 5
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("size", [1, 2, 20])
+def test_prefetch_is_shard_of_every_batch_in_order(size, towers):
+    options = dict(devices=2, towers=towers)
+    found = [np.asarray(b["x"])[0, 0] for b in mt.prefetch(stream(9), size, **options)]
+    assert found == list(range(9))
+    assert_no_threads_left()
+
+
+def test_prefetch_reads_ahead_and_no_further():
+    """Lie: the next batch is made when it is asked for; or all of them are, until memory ends."""
+    reached = []
+    batches = mt.prefetch(stream(100, reached), 3, devices=2)
+    next(batches)
+    deadline = time.monotonic() + 5
+    while len(reached) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert 4 <= len(reached) <= 6  # one read, three waiting, one in the thread's hands
+    batches.close()
+    assert_no_threads_left()
+
+
+def test_prefetch_keeps_the_size_of_the_first_batch_for_a_ragged_last_one():
+    """Trap: a third compilation for the ragged last batch."""
+    batches = [np.zeros(8), np.zeros(8), np.ones(3)]
+    cut = list(mt.prefetch(batches, devices=2, towers=4))
+    assert [c.tower_rows for c in cut] == [2, 2, 2]
+    assert [c.num_rows for c in cut] == [8, 8, 3]
+
+
+def test_prefetch_raises_the_error_of_the_stream_after_the_batches_before_it():
+    """Lie: the stream ends early and quietly, or its last good batches are lost."""
+
+    def broken():
+        yield from stream(3)
+        raise OSError("disk full")
+
+    batches = mt.prefetch(broken(), 5, devices=2)
+    assert [int(next(batches)["x"][0, 0]) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="disk full"):
+        next(batches)
+    assert_no_threads_left()
+
+
+def test_prefetch_raises_what_shard_refuses():
+    batches = mt.prefetch([np.zeros(4), np.zeros(0)], devices=2)
+    next(batches)
+    with pytest.raises(mt.BatchError, match="zero rows"):
+        next(batches)
+    assert_no_threads_left()
+
+
+def test_prefetch_that_nobody_reads_to_the_end_leaves_no_thread():
+    batches = mt.prefetch(stream(10**9), devices=2)
+    next(batches)
+    del batches
+    assert_no_threads_left()

@@ -1,0 +1,229 @@
+"""make_parallel: law L1, and where the law has to say no."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multitower as mt
+
+few = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+def assert_equal(found, expected):
+    """The same tree, bits and dtypes: what does not mix rows has no rounding to blame."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.asarray(one).dtype == jnp.asarray(other).dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def batch_of(num_rows):
+    x = np.arange(3 * num_rows, dtype=np.float32).reshape(num_rows, 3)
+    return {"x": x, "pair": (x[:, 0] > 2, np.arange(num_rows, dtype=np.int32)), "factor": 3}
+
+
+def mixed(batch, *, bias=0.0):
+    flag, number = batch["pair"]
+    scaled = batch["factor"] * batch["x"] + jnp.asarray(bias)[..., None]
+    return {"y": scaled, "rest": [flag, (number, None)]}, number[:, None] % 2
+
+
+@few
+@given(num_rows=st.integers(1, 20), num_devices=st.integers(1, 8))
+def test_law_l1_any_rows_any_devices_any_pytree(num_rows, num_devices):
+    """Lie: rows dropped, doubled, filled up with inventions or out of order."""
+    batch = batch_of(num_rows)
+    found = mt.make_parallel(mixed, devices=num_devices)(batch, bias=np.arange(num_rows) / 2)
+    assert_equal(found, jax.jit(mixed)(batch, bias=np.arange(num_rows) / 2))
+
+
+@few
+@given(
+    num_rows=st.integers(1, 20),
+    num_devices=st.integers(1, 3),
+    towers=st.integers(3, 7),
+)
+def test_law_l1_with_towers(num_rows, num_devices, towers):
+    """Lie: as above, when towers and devices and rows do not divide each other."""
+    batch = batch_of(num_rows)
+    found = mt.make_parallel(mixed, devices=num_devices, towers=towers)(batch, bias=0.5)
+    assert_equal(found, jax.jit(mixed)(batch, bias=0.5))
+
+
+def outer(x, w):
+    return x[:, :, None] * w
+
+
+@pytest.mark.parametrize("towers", [None, 5])
+@pytest.mark.parametrize("num_rows", [8, 5, 1])
+def test_axes_as_in_vmap(num_rows, towers):
+    """Lie: rows on an axis other than the first are taken for features."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 9, (4, num_rows)).astype(np.float32)
+    w = rng.integers(0, 9, 2).astype(np.float32)
+
+    def fn(x, w):
+        return {"outer": outer(x.T, w), "last": x, "sum": w.sum()}
+
+    out_axes = {"outer": 0, "last": -1, "sum": None}
+    parallel = mt.make_parallel(fn, (1, None), out_axes, devices=4, towers=towers)
+    assert_equal(parallel(x, w), fn(jnp.asarray(x), jnp.asarray(w)))
+    tree = mt.make_parallel(lambda a: a["x"].T * a["w"][0], ({"x": -1, "w": None},), devices=3)
+    assert_equal(tree({"x": x, "w": w}), jnp.asarray(x.T) * w[0])
+
+
+def test_rows_inside_a_middle_axis_of_the_result():
+    x = np.arange(24.0, dtype=np.float32).reshape(2, 4, 3)
+    parallel = mt.make_parallel(lambda x: x + 1, 1, 1, devices=3)
+    assert_equal(parallel(x), x + np.float32(1))
+
+
+def double(x):
+    return 2 * x
+
+
+WAYS = {
+    "jit": lambda f, x: jax.jit(f)(x),
+    "vmap": lambda f, x: jax.vmap(f)(jnp.stack([x, x + 1])),
+    "scan": lambda f, x: jax.lax.scan(lambda carry, _: (f(carry), f(carry)), x, None, length=2),
+    "grad": lambda f, x: jax.grad(lambda x: (f(x) ** 2).sum())(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (jnp.ones_like(x),)),
+    "eval_shape": lambda f, x: jax.eval_shape(f, x).shape,
+}
+
+
+@pytest.mark.parametrize("towers", [None, 6])
+@pytest.mark.parametrize("way", WAYS)
+def test_works_inside_other_transformations(way, towers):
+    """Lie: it only works when called at the top level."""
+    parallel = mt.make_parallel(double, devices=4, towers=towers)
+    x = jnp.arange(7.0)
+    assert_equal(WAYS[way](parallel, x), WAYS[way](double, x))
+
+
+def test_trap_every_tower_gets_the_same_images():
+    """The well-known three-GPU CIFAR-10 tutorial; law L6."""
+    seen = mt.make_parallel(lambda x: x - x[:1], devices=4)(jnp.arange(8))
+    np.testing.assert_array_equal(seen, [0, 1] * 4)
+
+
+def noise(key, x):
+    return jax.random.normal(key, x.shape)
+
+
+def test_trap_an_indivisible_batch_raises_or_is_dropped():
+    """keras#21167, keras-extras#7."""
+    np.testing.assert_array_equal(mt.make_parallel(double)(np.arange(9)), 2 * np.arange(9))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_law_l6_random_numbers_differ_by_tower_never_by_device(traced):
+    """Trap: the same dropout mask on every tower; or masks that change with the devices."""
+    x = jnp.zeros((12, 3))
+    draws = []
+    for num_devices in (1, 2, 3, 4, 6):
+        parallel = mt.make_parallel(noise, devices=num_devices, towers=6)
+        parallel = jax.jit(parallel) if traced else parallel
+        draws.append(np.asarray(parallel(jax.random.key(1), x)))
+    rows = draws[0].reshape(6, -1)
+    assert len(np.unique(rows[:, 0])) == 6
+    for other in draws[1:]:
+        np.testing.assert_allclose(other, draws[0], rtol=1e-6)
+        assert traced or other.tobytes() == draws[0].tobytes()
+    by_hand = [noise(jax.random.fold_in(jax.random.key(1), tower), x[:2]) for tower in range(6)]
+    np.testing.assert_allclose(draws[0], np.concatenate(by_hand), rtol=1e-6)
+
+
+def test_a_shared_key_is_the_same_key_everywhere():
+    parallel = mt.make_parallel(noise, (None, 0), devices=4)
+    rows = np.asarray(parallel(jax.random.key(1), jnp.zeros((8, 3)))).reshape(4, -1)
+    assert (rows == rows[0]).all()
+
+
+def test_a_key_per_row_goes_with_its_row():
+    keys = jax.random.split(jax.random.key(0), 5)
+    draw = jax.vmap(lambda key: jax.random.normal(key, 2))
+    for towers in (None, 3):
+        assert_equal(mt.make_parallel(draw, devices=3, towers=towers)(keys), jax.jit(draw)(keys))
+
+
+def test_keys_may_be_results():
+    keys = jax.random.split(jax.random.key(0), 4)
+    found = mt.make_parallel(lambda k: k, devices=2)(keys)
+    assert_equal(jax.random.key_data(found), jax.random.key_data(keys))
+
+
+def test_towers_give_the_same_bits_on_every_device_count():
+    """Lie: eager results that change in the last bit with the number of devices."""
+
+    def fn(x, w):
+        return jnp.tanh(x @ w) / 3, jax.nn.softmax(x @ w)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(13, 40)).astype(np.float32)
+    w = rng.normal(size=(40, 30)).astype(np.float32)
+    found = {
+        mt.fingerprint(mt.make_parallel(fn, (0, None), devices=d, towers=8)(x, w))
+        for d in (1, 2, 3, 5, 8)
+    }
+    assert len(found) == 1
+
+
+def test_results_stay_on_their_devices():
+    """Lie: everything is gathered on the first device behind the user's back."""
+    for towers in (None, 8):
+        y = mt.make_parallel(double, devices=4, towers=towers)(jnp.arange(16))
+        assert [s.data.shape for s in y.addressable_shards] == [(4,)] * 4
+        assert y.sharding.device_set == set(mt.devices(4))
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_inputs_may_be_bound_to_another_device(towers):
+    """Lie: JAX's own "incompatible devices" error reaches the user."""
+    parallel = mt.make_parallel(lambda x, w: x * w, (0, None), devices=4, towers=towers)
+    x = jax.device_put(jnp.arange(8.0), mt.devices("cpu:7")[0])
+    w = jax.device_put(jnp.float32(3), mt.devices("cpu:5")[0])
+    assert_equal(parallel(x, w), 3 * np.arange(8, dtype=np.float32))
+    again = parallel(parallel(x, w), w)  # from its own output, split over devices
+    assert_equal(again, 9 * np.arange(8, dtype=np.float32))
+
+
+def test_calls_of_the_same_shape_compile_once():
+    """Lie: a function that is compiled again at every call."""
+    traces = []
+
+    def fn(x):
+        traces.append(x.shape)
+        return x + 1
+
+    for towers in (None, 4):
+        parallel = mt.make_parallel(fn, devices=2, towers=towers)
+        parallel(np.zeros(8))
+        before = len(traces)
+        for _ in range(3):
+            parallel(np.ones(8))
+        assert len(traces) == before
+
+
+def test_idle_devices_are_named_and_hold_nothing():
+    """Lie: devices that do nothing, without a word."""
+    with pytest.warns(mt.MultitowerWarning, match="3 of 8 devices busy; 5 stay idle"):
+        y = mt.make_parallel(double, towers=3)(jnp.arange(6))
+    assert y.sharding.device_set == set(mt.devices(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mt.make_parallel(double, towers=8)(jnp.arange(8))
+
+
+def test_name_and_docstring_are_those_of_the_function():
+    def spoken(x):
+        """Says x."""
+        return x
+
+    assert mt.make_parallel(spoken).__name__ == "spoken"
+    assert mt.make_parallel(spoken).__doc__ == "Says x."

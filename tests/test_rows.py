@@ -1,0 +1,59 @@
+"""Rows: which leaves are cut, along which axis, into which towers."""
+
+import jax
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multitower.rows import Tower, axes_of_leaves, pad_rows, real_rows, take_apart
+
+
+@given(num_rows=st.integers(1, 50), num_towers=st.integers(1, 12), spare=st.integers(0, 20))
+def test_real_rows_of_all_towers_are_all_rows(num_rows, num_towers, spare):
+    """Lie: padding that counts, or rows that do not."""
+    tower_rows = -(-(num_rows + spare) // num_towers)
+    counts = np.asarray(real_rows(np.arange(num_towers), tower_rows, np.int32(num_rows)))
+    assert counts.sum() == num_rows
+    assert (np.diff(counts) <= 0).all()
+    assert counts.max() <= tower_rows
+
+
+def test_padding_is_made_of_real_rows():
+    """Lie: zeros, which a logarithm or a norm turns into NaN."""
+    np.testing.assert_array_equal(pad_rows(np.array([5, 6, 7]), 8), [5, 6, 7, 5, 6, 7, 5, 6])
+    same = np.arange(4)
+    assert pad_rows(same, 4) is same
+
+
+def test_a_tree_taken_apart_and_rebuilt_for_a_tower():
+    tree = {
+        "rows": np.arange(6).reshape(2, 3),
+        "whole": np.ones(5),
+        "number": 3,
+        "key": jax.random.key(0),
+        "nothing": None,
+    }
+    axes = {"rows": 1, "whole": None, "number": 0, "key": 0, "nothing": 0}
+    parts = take_apart(tree, axes, name="batch")
+    assert parts.num_rows == 3
+    assert len(parts.shared) == 3
+    back = parts.split.rebuild(parts.shared, parts.rows, Tower(np.int32(4), np.int32(3)))
+    np.testing.assert_array_equal(back["rows"], tree["rows"])
+    assert back["whole"] is tree["whole"]
+    assert back["number"] == 3
+    assert back["key"] == jax.random.fold_in(tree["key"], 4)
+    assert back["nothing"] is None
+
+
+def test_axes_are_prefixes_as_in_vmap():
+    """Lie: None in the tree is taken for an axis, and all axes after it slip by one."""
+    tree = ({"a": 1, "b": None, "c": (2, 3)}, 4)
+    assert axes_of_leaves(0, tree, "in_axes") == [0, 0, 0, 0]
+    assert axes_of_leaves(({"a": 1, "b": None, "c": None}, -1), tree, "in_axes") == [
+        1,
+        None,
+        None,
+        -1,
+    ]
+    assert axes_of_leaves((None, 2), tree, "in_axes") == [None, None, None, 2]
+    assert axes_of_leaves(None, tree, "in_axes") == [None] * 4

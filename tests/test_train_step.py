@@ -1,0 +1,411 @@
+"""train_step: equal to a plain loop on one device, compiled once, in both ways to run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from same_bits_program import MODELS
+
+both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
+
+
+def losses(params, batch):
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+
+
+def params_of():
+    return {"w": np.arange(3, dtype=np.float32), "b": np.float32(0.5)}
+
+
+def batch_of(num_rows, seed=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(num_rows, 3)), rng.normal(size=num_rows)
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def train(step, state, batches):
+    history = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        history.append(float(metrics["loss"]))
+    return state, history
+
+
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+    """Rounding of float32 over a few steps."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
+
+
+RAGGED = [batch_of(n, seed) for seed, n in enumerate((12, 12, 7, 1, 12))]
+
+
+@both_ways
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_equals_sgd_with_momentum_in_numpy(num_devices, towers):
+    """Lie: right by comparison with JAX only; here every number is worked out in float64."""
+    w, b = params_of()["w"].astype(float), 0.5
+    trace_w, trace_b, expected = 0.0, 0.0, []
+    for batch in RAGGED:
+        x, y = batch["x"].astype(float), batch["y"].astype(float)
+        wrong = x @ w + b - y
+        expected.append(np.mean(wrong**2))
+        trace_w = 0.9 * trace_w + 2 * x.T @ wrong / len(y)
+        trace_b = 0.9 * trace_b + 2 * wrong.mean()
+        w, b = w - 0.05 * trace_w, b - 0.05 * trace_b
+
+    optimizer = optax.sgd(0.05, momentum=0.9)
+    step = mt.train_step(losses, optimizer, devices=num_devices, towers=towers)
+    state, history = train(step, step.init(params_of()), RAGGED)
+    assert_close((state.params, history), ({"b": b, "w": w}, expected))
+    assert int(state.step) == len(RAGGED)
+
+
+@both_ways
+@pytest.mark.parametrize("model_name", ["transformer", "mlp"])
+def test_equals_a_plain_optax_loop(model_name, towers):
+    """Lie: clipping, schedules or weight decay see another gradient than on one device."""
+    if model_name == "transformer":  # without its dropout: one device has only one mask
+        model = MODELS["transformer"](np.random.default_rng(0), dropout=0.0)
+        loss_fn = lambda params, batch: model.loss(params, batch, rng=jax.random.key(0))
+    else:
+        model = MODELS["mlp"](np.random.default_rng(0))
+        loss_fn = model.loss
+    schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, 2, 4)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(schedule))
+    batches = [model.batch(np.random.default_rng(s), n) for s, n in enumerate((8, 8, 5))]
+
+    params = jax.tree.map(jnp.asarray, model.params)
+    opt_state = optimizer.init(params)
+    expected = []
+
+    @jax.jit
+    def plain(params, opt_state, batch):
+        mean = lambda params: loss_fn(params, batch)[0].mean()
+        value, grads = jax.value_and_grad(mean)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    for batch in batches:
+        params, opt_state, value = plain(params, opt_state, batch)
+        expected.append(float(value))
+
+    step = mt.train_step(loss_fn, optimizer, devices=2, towers=towers)
+    state, history = train(step, step.init(model.params), batches)
+    # Adam divides by the square root of squares: rounding near zero grows.
+    assert_close((state.params, history), (params, expected), rtol=1e-3, atol=1e-4)
+
+
+@both_ways
+def test_trap_a_second_compilation_on_step_two(towers):
+    """Counters on one device, weak types, a ragged last batch: one compilation for the run."""
+    traces, compilations = [], []
+
+    def loss(params, batch, *, rng, model_state):
+        traces.append(batch["x"].shape)
+        noise = jax.random.normal(rng, batch["y"].shape)
+        return losses(params, batch) + noise, {"y": batch["y"]}, {"n": model_state["n"] + 1.0}
+
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0, 9))
+    )
+    step = mt.train_step(loss, optimizer, devices=3, towers=towers, ema_decay=0.9)
+    # Weak types and Python numbers on purpose.
+    state = step.init({"w": jnp.zeros(3), "b": 0.5}, rng=jax.random.key(0), model_state={"n": 0.0})
+    state, _ = step(state, RAGGED[0])
+    before = len(traces)
+
+    def listen(name, duration, **_):
+        if name.endswith("backend_compile_duration"):
+            compilations.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for batch in RAGGED[1:3]:
+            state, metrics = step(state, batch)
+        compilations.clear()  # device_put of a new shape and the like; no program of ours
+        for batch in RAGGED:
+            state, metrics = step(state, batch)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(traces) == before
+    assert not compilations
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@both_ways
+def test_trap_mean_of_means(towers):
+    """transformers#34191; law L7 on ten rows for four towers of three."""
+
+    def loss(params, batch):
+        return losses(params, batch), {"y": batch["y"], "two": {"y": 2 * batch["y"]}}
+
+    step = mt.train_step(loss, optax.sgd(0.0), devices=4, towers=towers, global_batch=12)
+    for num_rows in (10, 1, 12):
+        batch = batch_of(num_rows, seed=num_rows)
+        _, metrics = step(step.init(params_of()), batch)
+        assert_close(metrics["loss"], losses(params_of(), batch).mean())
+        assert_close(metrics["y"], batch["y"].mean())
+        assert_close(metrics["two"]["y"], 2 * batch["y"].mean())
+        assert all(m.dtype == jnp.float32 and m.shape == () for m in jax.tree.leaves(metrics))
+
+
+@both_ways
+def test_trap_a_schedule_that_runs_n_times_too_fast(towers):
+    """tensorflow/benchmarks#155, accelerate#2926; law L8."""
+    counts = []
+
+    def schedule(count):
+        return jnp.where(count == 0, 1.0, 0.0)  # only the first update counts
+
+    step = mt.train_step(losses, optax.sgd(schedule), devices=4, towers=towers)
+    state = step.init(params_of())
+    for number, batch in enumerate(RAGGED[:3]):
+        state, _ = step(state, batch)
+        counts += [int(c) for c in jax.tree.leaves(state.opt_state) if c.dtype == jnp.int32]
+        if number == 0:
+            after_one = jax.tree.map(np.asarray, state.params)
+    assert counts == [1, 2, 3]
+    assert_close(state.params, after_one)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "decay", [0.8, lambda count: count / (count + 1.0)], ids=["0.8", "n/(n+1)"]
+)
+def test_ema(decay, towers):
+    """Lie: the average lags by a step, starts at zero, or is rounded away."""
+    step = mt.train_step(losses, optax.sgd(0.05), devices=2, towers=towers, ema_decay=decay)
+    state = step.init(params_of())
+    ema = {k: np.asarray(v, float) for k, v in params_of().items()}
+    for count, batch in enumerate(RAGGED, start=1):
+        state, _ = step(state, batch)
+        d = decay(count) if callable(decay) else decay
+        ema = {k: d * ema[k] + (1 - d) * np.asarray(state.params[k], float) for k in ema}
+    assert_close(state.ema_params, ema)
+
+
+def test_ema_of_16_bit_parameters_is_kept_in_32():
+    step = mt.train_step(losses, optax.sgd(0.05), devices=2, towers=2, ema_decay=0.999)
+    state = step.init(jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params_of()))
+    state, _ = step(state, RAGGED[0])
+    assert state.params["w"].dtype == jnp.bfloat16
+    assert state.ema_params["w"].dtype == jnp.float32
+    assert (state.ema_params["w"] != state.params["w"].astype(jnp.float32)).any()
+
+
+def statistics_loss(params, batch, *, model_state):
+    new = {
+        "mean": batch["y"].mean(),
+        "count": model_state["count"] + 1,
+        "seen": jnp.full((), batch["n"][0]),
+        "key": jax.random.fold_in(model_state["key"], 1),
+    }
+    return losses(params, batch), {}, new
+
+
+@both_ways
+@pytest.mark.parametrize("source", ["mean", "first"])
+def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
+    """Lie: the last tower's statistics, counters averaged, or an empty tower's copies counted."""
+    step = mt.train_step(
+        statistics_loss, optax.sgd(0.1), devices=4, towers=towers, model_state_from=source
+    )
+    key = jax.random.key(5)
+    first = {"mean": 0.0, "count": np.int32(0), "seen": np.int32(0), "key": key}
+    state = step.init(params_of(), model_state=first)
+    full = batch_of(12) | {"n": np.arange(12, dtype=np.int32)}
+    ragged = {name: rows[:7] for name, rows in full.items()}  # towers of 3, 3, 1 and 0 rows
+    state, _ = step(state, full)
+    expected = full["y"].mean() if source == "mean" else full["y"][:3].mean()
+    assert_close(state.model_state["mean"], expected)
+    state, _ = step(state, ragged)
+    tower_2 = np.take(ragged["y"], [6, 0, 1]).mean()  # one real row, filled up with copies
+    by_tower = [ragged["y"][:3].mean(), ragged["y"][3:6].mean(), tower_2]
+    expected = np.average(by_tower, weights=[3, 3, 1]) if source == "mean" else by_tower[0]
+    assert_close(state.model_state["mean"], expected)
+    assert int(state.model_state["count"]) == 2
+    assert int(state.model_state["seen"]) == 0
+    assert state.model_state["key"] == jax.random.fold_in(jax.random.fold_in(key, 1), 1)
+
+
+@both_ways
+def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
+    """tensorflow#41657; here it even returns NaN as its statistics."""
+
+    def loss(params, batch, *, model_state):
+        # Rows are filled up with copies in order: an empty tower starts at row 6 mod 5 = 1.
+        bad = jnp.where(batch["n"][0] % 2 == 1, jnp.nan, 1.0)
+        return losses(params, batch), {}, bad
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=towers, global_batch=8)
+    batch = batch_of(4) | {"n": np.array([0, 1, 2, 4], np.int32)}
+    state, metrics = step(step.init(params_of(), model_state=np.float32(0)), batch)
+    assert np.isfinite(float(metrics["loss"]))
+    if towers is not None:  # towers of two rows: two of them are empty
+        assert float(state.model_state) == 1.0
+
+
+@both_ways
+def test_trap_the_same_dropout_mask_on_every_tower_or_step(towers):
+    """accelerate#114; law L6. And another run draws the same again."""
+
+    def loss(params, batch, *, rng):
+        draws = jax.random.uniform(rng, batch["y"].shape)
+        return losses(params, batch), {"draw": draws, "square": draws**2}
+
+    def draws():
+        step = mt.train_step(loss, optax.sgd(0.1), devices=4, towers=towers)
+        state = step.init(params_of(), rng=jax.random.key(0))
+        found = []
+        for _ in range(2):
+            state, metrics = step(state, batch_of(4))
+            found.append((float(metrics["draw"]), float(metrics["square"])))
+        return found
+
+    first = draws()
+    assert first[0] != first[1]
+    assert all(square - draw**2 > 1e-4 for draw, square in first)  # not the same on every tower
+    assert draws() == first
+
+
+def test_trap_the_regulariser_counted_once_per_tower():
+    """Or only on the first one."""
+
+    def loss(params, batch):
+        return 0 * batch["y"] + (params["w"] ** 2).sum()
+
+    for towers in (None, 4):
+        step = mt.train_step(loss, optax.sgd(0.5), devices=2, towers=towers)
+        state, metrics = step(step.init(params_of()), batch_of(8))
+        assert_close(metrics["loss"], 5.0)
+        assert_close(state.params["w"], 0 * params_of()["w"])
+
+
+@both_ways
+def test_what_is_given_to_init_is_never_overwritten(towers):
+    """Lie: the first step deletes the user's own parameters."""
+    step = mt.train_step(losses, optax.adam(0.1), devices=1, towers=towers and 1, ema_decay=0.9)
+    params = jax.tree.map(jnp.asarray, params_of())
+    for _ in range(2):
+        state = step.init(params)
+        state, _ = step(state, RAGGED[0])
+    assert_close(params, params_of())
+    np.testing.assert_array_equal(params["w"], params_of()["w"])
+
+
+@both_ways
+def test_trap_a_batch_that_changes_after_shard(towers):
+    """JAX goes on reading the host's memory; see test_feeding."""
+    batch = batch_of(8)
+    expected = batch["x"].copy()
+    placed = mt.shard(batch, devices=2, towers=towers)
+    for leaf in batch.values():
+        leaf[:] = np.nan
+    np.testing.assert_array_equal(np.asarray(placed["x"]), expected)
+
+
+@both_ways
+def test_trap_a_host_batch_that_changes_right_after_the_step(towers):
+    """Steps are asynchronous; a loader that reuses its buffer would corrupt them."""
+    step = mt.train_step(losses, optax.sgd(0.01), devices=2, towers=towers)
+    buffer = batch_of(400)
+    state = step.init(params_of())
+    found = []
+    for seed in range(3):
+        for name, rows in batch_of(400, seed).items():
+            buffer[name][:] = rows
+        state, metrics = step(state, buffer)
+        for rows in buffer.values():
+            rows[:] = np.nan
+        found.append(metrics["loss"])
+    assert np.isfinite([float(value) for value in found]).all()
+
+
+@both_ways
+def test_sharded_batches_give_the_same_as_host_batches(towers):
+    def run(prepare):
+        step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers, global_batch=12)
+        state, history = train(step, step.init(params_of()), map(prepare, RAGGED))
+        return mt.fingerprint((state, history))
+
+    options = dict(devices=2, towers=towers, global_batch=12)
+    plain = run(lambda batch: batch)
+    assert run(lambda batch: mt.shard(batch, **options)) == plain
+    ready = iter(mt.prefetch(RAGGED, **options))
+    assert run(lambda batch: next(ready)) == plain
+
+
+@both_ways
+def test_scalar_losses_of_full_batches(towers):
+    step = mt.train_step(lambda p, b: losses(p, b).mean(), optax.sgd(0.1), devices=2, towers=towers)
+    per_row = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
+    for batches in ([RAGGED[0]] * 2, [batch_of(8), batch_of(4)]):
+        found = train(step, step.init(params_of()), batches)
+        expected = train(per_row, per_row.init(params_of()), batches)
+        assert_close((found[0].params, found[1]), (expected[0].params, expected[1]))
+
+
+@both_ways
+def test_the_state_moves_to_another_step(towers):
+    """Lie: a state fits only the devices and the program that it was made with."""
+    options = dict(devices=2, towers=towers)
+    step = mt.train_step(losses, optax.sgd(0.1), **options)
+    state, _ = step(step.init(params_of()), RAGGED[0])
+    kept = jax.tree.map(jnp.copy, state)
+    other = mt.train_step(losses, optax.sgd(0.1), devices=4, towers=towers)
+    found, _ = other(state, RAGGED[1])
+    expected, _ = step(kept, RAGGED[1])
+    assert_close(found, expected)
+    if towers:
+        assert mt.fingerprint(found) == mt.fingerprint(expected)
+
+
+@both_ways
+def test_a_state_survives_jax_tree_map_and_replace(towers):
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
+    state = step.init(params_of())
+    halved = state.replace(params=jax.tree.map(lambda p: p / 2, state.params))
+    new, _ = step(halved, RAGGED[0])
+    fresh, _ = step(step.init(jax.tree.map(lambda p: p / 2, params_of())), RAGGED[0])
+    assert_close(new, fresh)
+
+
+@both_ways
+def test_extra_args_reach_the_optimizer(towers):
+    """Lie: reduce_on_plateau and friends are refused, or see one tower's loss."""
+    optimizer = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    )
+    step = mt.train_step(losses, optimizer, devices=2, towers=towers)
+    state, history = train(step, step.init(params_of()), RAGGED[:2])
+    assert_close(state.opt_state[1].best_value, min(history))
+
+
+def test_values_in_a_batch_that_are_no_rows():
+    """Python numbers, 0-d arrays and keys in a batch: whole on every tower, keys folded."""
+
+    def loss(params, batch):
+        draw = jax.random.uniform(batch["key"], ())
+        return losses(params, batch) * batch["factor"] + draw, {"draw": draw * jnp.ones(4)}
+
+    found = []
+    for devices in (1, 4):
+        step = mt.train_step(loss, optax.sgd(0.1), devices=devices, towers=4)
+        state = step.init(params_of())
+        for number in range(2):
+            extra = {"factor": 0.5 + number, "key": jax.random.key(number)}
+            state, metrics = step(state, batch_of(8) | extra)
+        found.append(mt.fingerprint((state, metrics)))
+    assert found[0] == found[1]
+
+
+def test_an_empty_parameter_tree_still_counts_the_loss():
+    for towers in (None, 4):
+        step = mt.train_step(lambda p, b: b["y"] ** 2, optax.sgd(0.1), devices=2, towers=towers)
+        state, metrics = step(step.init({}), RAGGED[0])
+        assert_close(metrics["loss"], (RAGGED[0]["y"] ** 2).mean())
+        assert int(state.step) == 1
