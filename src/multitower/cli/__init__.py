@@ -1,14 +1,15 @@
 """The command line: `multitower train ...`.
 
-Exit codes: 0 for a job done; 2 for flags or settings that are wrong, with one line that says so;
-130 when stopped with Ctrl-C.
+Exit codes: 0 for a job done; 2 for flags or settings that are wrong, or a run that cannot go on,
+with one line that says so; 130 when stopped with Ctrl-C (SIGINT) and 143 with SIGTERM, after the
+step was finished and saved.
 """
 
 import sys
 import warnings
 from collections.abc import Sequence
 
-from multitower.errors import MultitowerError, MultitowerWarning
+from multitower.errors import Interrupted, MultitowerError, MultitowerWarning
 
 _MISSING = "multitower: the command line needs more packages: pip install 'multitower[cli]'"
 
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import tyro
 
         from multitower.cli import console
+        from multitower.cli.doctor import doctor
         from multitower.cli.train import train
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
@@ -45,11 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = console.make_show_warning()
         try:
             tyro.extras.subcommand_cli_from_dict(
-                {"train": train},
+                {"train": train, "doctor": doctor},
                 prog="multitower",
                 description="Data-parallel training: the same answer on any number of devices.",
                 args=sys.argv[1:] if arguments is None else list(arguments),
             )
+        except Interrupted as stop:
+            console.show_error(str(stop))
+            return 128 + stop.signal
         except MultitowerError as error:
             console.show_error(str(error))
             return 2

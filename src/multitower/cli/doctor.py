@@ -1,0 +1,60 @@
+"""`multitower doctor`."""
+
+import json
+from typing import Annotated, Any
+
+import tyro
+
+import multitower as mt
+from multitower.cli.console import say
+from multitower.cli.start import start_devices
+from multitower.doctor import examine
+
+
+def doctor(
+    *,
+    simulate: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help="Look at N simulated CPU devices.")
+    ] = None,
+    as_json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(name="json", help="Print JSON, for programs.", help_behavior_hint=""),
+    ] = False,
+) -> None:
+    """Show devices, memory, settings and versions; test that one device and all of them agree."""
+    where = start_devices(None, simulate, None)
+    findings = examine()
+    if as_json:
+        print(json.dumps(findings, indent=2))
+    else:
+        say(f"this process runs on {where}")
+        for line in _lines(findings):
+            say(line)
+    if not findings["same_bits"]:
+        raise mt.DeviceError(
+            "one device and all of them do not end with the same bits. Simulated devices: is NPROC "
+            "the same for all? GPUs: are they all of one kind?"
+        )
+
+
+def _lines(findings: dict[str, Any]) -> list[str]:
+    lines = [
+        f"  {one['name']}  {one['kind']}{_memory(one['bytes_in_use'], one['bytes_limit'])}"
+        for one in findings["devices"]
+    ]
+    for title in ("environment", "host", "versions"):
+        lines.append(title)
+        lines.extend(
+            f"  {name} {'not set' if value is None else value}"
+            for name, value in findings[title].items()
+        )
+    agree = "agree" if findings["same_bits"] else "DISAGREE"
+    lines.append(f"same bits: one device and all of them {agree}")
+    return lines
+
+
+def _memory(used: int | None, limit: int | None) -> str:
+    if used is None or limit is None:
+        return ""
+    return f"  {used / 2**30:.1f} of {limit / 2**30:.1f} GiB in use"

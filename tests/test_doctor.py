@@ -1,0 +1,37 @@
+"""multitower doctor: what it finds, and that it can find a fault."""
+
+import json
+
+import pytest
+
+from multitower import doctor
+from multitower.cli import main
+
+
+def test_it_names_devices_settings_and_versions(capsys):
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["same_bits"] is True
+    assert findings["devices"][0]["name"] == "cpu:0"
+    assert findings["environment"]["NPROC"] == "32"
+    assert set(findings["versions"]) >= {"python", "jax", "jaxlib", "numpy", "optax"}
+    assert main(["doctor"]) == 0
+    assert "one device and all of them agree" in capsys.readouterr().out
+
+
+def test_devices_that_disagree_are_found(monkeypatch, capsys):
+    # The lie: a self-test that cannot fail.
+    real = doctor.train_step
+
+    def one_program(loss, optimizer, *, devices, towers):
+        return real(loss, optimizer, devices=devices)  # towers follow the devices
+
+    monkeypatch.setattr(doctor, "train_step", one_program)
+    assert main(["doctor"]) == 2
+    assert "do not end with the same bits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("simulate", ["0", "-1"])
+def test_a_wrong_number_is_one_line(simulate, capsys):
+    assert main(["doctor", "--simulate", simulate]) == 2
+    assert "must be a whole number" in capsys.readouterr().err
