@@ -1,0 +1,110 @@
+"""Trains with SIGKILL at random moments: `python kill_and_resume_program.py DIR NUM_KILLS SEED`.
+
+Every attempt is a fresh process on another number of simulated devices. The processes are forked
+from this one, which has imported everything and started nothing: an attempt then takes one second
+instead of four. Prints JSON: the fingerprint, and the step that each attempt began at.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint  # noqa: F401 (imported before the forks)
+
+import multitower as mt
+
+STEPS = 4000
+TOWERS = 4
+DEVICES = (1, 2, 3, 4)
+
+
+def losses(params, batch, *, rng):
+    import jax
+
+    kept = batch["x"] * jax.random.bernoulli(rng, 0.9, batch["x"].shape)
+    return (kept @ params["w"] - batch["y"]) ** 2
+
+
+def batches(first):
+    for number in itertools.count(first):
+        x = np.random.default_rng(number).normal(size=(16, 8)).astype(np.float32)
+        yield {"x": x, "y": x.sum(1)}
+
+
+def train(directory, num_devices, pace_s):
+    """One attempt, on its own devices; writes the step it began at and, at the end, the result."""
+    import jax
+
+    mt.configure(simulated_devices=num_devices)
+
+    def note_first(progress):
+        if not started:
+            started.append(progress.step)
+            (directory / "began").write_text(str(progress.step))
+        time.sleep(pace_s)
+
+    started = []
+    trainer = mt.Trainer(
+        losses,
+        optax.adam(1e-3),
+        run_dir=directory,
+        towers=TOWERS,
+        global_batch=16,
+        ema_decay=0.9,
+        checkpoint_every=20,
+        hooks=[note_first],
+    )
+    params = {"w": jnp.zeros(8)}
+    state = trainer.fit(params, batches, steps=STEPS, rng=jax.random.key(0), resume=True)
+    (directory / "fingerprint").write_text(mt.fingerprint(state))
+
+
+def attempt(directory, num_devices, kill_after_s, pace_s):
+    """Forks one attempt and kills it; returns the step it began at, or None if it got to none."""
+    began = directory / "began"
+    began.unlink(missing_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
+        child = os.fork()
+    if child == 0:
+        train(directory, num_devices, pace_s)
+        os._exit(0)
+    if kill_after_s is not None:
+        time.sleep(kill_after_s)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert killed or status == 0, f"an attempt ended with status {status}"
+    return int(began.read_text()) if began.exists() else None
+
+
+def main(directory, num_kills, seed):
+    draw = random.Random(seed)
+    directory = Path(directory)
+    directory.mkdir()
+    attempts = []
+    for _ in range(num_kills):
+        num_devices = draw.choice(DEVICES)
+        # From before the first step is compiled to well after several checkpoints.
+        began = attempt(directory, num_devices, draw.uniform(0.3, 5.0), pace_s=0.002)
+        attempts.append([num_devices, began])
+        assert not (directory / "fingerprint").exists(), (
+            "too few steps for so many kills"
+        )
+    num_devices = draw.choice(DEVICES)
+    attempts.append([num_devices, attempt(directory, num_devices, None, pace_s=0)])
+    fingerprint = (directory / "fingerprint").read_text()
+    print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,25 @@
+"""kill -9 at any moment, resume on any number of devices: the bits of the undisturbed run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from processes import run_python
+
+PROGRAM = str(Path(__file__).parent / "kill_and_resume_program.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [50])
+def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, num_kills):
+    # The lie (law L4): a checkpoint that is half there, a batch seen twice, a key that starts anew.
+    whole = json.loads(run_python(PROGRAM, str(tmp_path / "whole"), "0", "0", timeout_s=300))
+    killed = run_python(PROGRAM, str(tmp_path / "killed"), str(num_kills), "1", timeout_s=550)
+    found = json.loads(killed)
+    assert found["fingerprint"] == whole["fingerprint"]
+    begins = [begin for _, begin in found["attempts"] if begin is not None]
+    assert len(found["attempts"]) == num_kills + 1
+    assert begins == sorted(begins)  # no attempt lost what was saved before it
+    assert len(set(begins)) >= 5  # and they did get on, also on a busy machine
+    assert len({devices for devices, _ in found["attempts"]}) == 4
