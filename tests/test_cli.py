@@ -11,8 +11,8 @@ import multitower as mt
 from multitower.cli import main
 
 KEYS = {
-    "recipe", "seed", "steps", "batch_size", "test_accuracy", "test_loss", "fingerprint", "towers",
-    "devices", "same_bits", "examples_per_s", "seconds", "versions", "host",
+    "recipe", "options", "seed", "steps", "batch_size", "test_accuracy", "test_loss", "fingerprint",
+    "towers", "devices", "same_bits", "examples_per_s", "seconds", "versions", "host",
 }  # fmt: skip
 QUICK = ["--steps", "2", "--batch-size", "16"]
 
@@ -93,9 +93,10 @@ def test_help_reads_well(capsys):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for flag in (
-        "RECIPE What to train: digits.",
+        "RECIPE What to train: digits, mnist, cifar10, cifar10-resnet20, or a file of yours, FILE.py.",
         "--devices N", "--simulate N", "--towers T", "--steps N", "--batch-size N", "--seed N",
-        "--run-dir DIR", "--force",
+        "--run-dir DIR", "--force", "--data DIR", "--synthetic", "--download", "--set NAME=VALUE",
+        "cifar10: data, synthetic, lr_base,",
         "(default: all accelerators, or else two simulated devices)",
     ):  # fmt: skip
         assert flag in shown
@@ -105,7 +106,14 @@ def test_help_reads_well(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "mnits"], "there is no recipe 'mnits'. There are: digits."),
+        (["train", "mnits"], "there is no recipe 'mnits'. There are: digits, mnist, cifar10, cifar10-resnet20; or"),
+        (["train", "digits", "--data", "."], "digits has no option 'data'. It has none."),
+        (["train", "digits", "--download"], "digits has nothing to download"),
+        (["train", "cifar10", "--data", "/nowhere", "--synthetic"], "both synthetic images and"),
+        (["train", "cifar10", "--set", "lr=1"], "no option 'lr'. There are: data=None"),
+        (["train", "cifar10", "--set", "lr_base"], "--set lr_base: say NAME=VALUE"),
+        (["train", "cifar10", "--set", "reg_rate=x"], "reg_rate=x: this option of cifar10 is a n"),
+        (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
         (["train", "digits", "--steps", "0"], "steps=0: a run makes at least one step."),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
         (["train", "digits", "--seed", "-1"], "seed=-1 is out of range"),
@@ -157,7 +165,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys, tmp_path):
 
 
 def test_errors_are_not_wrapped_and_not_marked_up(monkeypatch, capsys):
-    def refuse(_):
+    def refuse(*_):
         raise mt.RunError("[bold]batch['x'][/bold] " + "long " * 60)
 
     monkeypatch.setattr("multitower.cli.train.find_recipe", refuse)

@@ -88,3 +88,49 @@ def test_distortions_differ_from_step_to_step_and_from_seed_to_seed():
 def test_bad_batches_are_errors(data, options, message):
     with pytest.raises(mt.BatchError, match=message):
         make_batch(data, **{"global_batch": 2, "seed": 0, "step": 0, **options})
+
+
+@given(num_rows=st.integers(1, 30), seed=draws["seed"], epoch=st.integers(0, 5))
+def test_a_key_belongs_to_an_example_and_an_epoch(num_rows, seed, epoch):
+    # The lie: distortions that change with the batch size, or when a run is cut otherwise.
+    def keys_of_epoch(global_batch):
+        first, last = num_rows * epoch, num_rows * (epoch + 1)
+        seen = {}
+        for step in range(first // global_batch, -(-last // global_batch)):
+            batch = make_batch(
+                rows(num_rows), global_batch=global_batch, seed=seed, step=step, keyed=True
+            )
+            for place, (x, key) in enumerate(zip(batch["x"], batch["key"], strict=True)):
+                if first <= step * global_batch + place < last:
+                    seen[float(x)] = tuple(key.tolist())
+        return seen
+
+    one, other = keys_of_epoch(1), keys_of_epoch(7)
+    assert one == other
+    assert len(set(one.values())) == num_rows
+
+
+def test_keys_differ_from_epoch_to_epoch_and_seed_to_seed():
+    keys = {
+        tuple(key.tolist())
+        for seed in range(3)
+        for epoch in range(3)
+        for key in make_batch(rows(9), global_batch=9, seed=seed, step=epoch, keyed=True)["key"]
+    }
+    assert len(keys) == 81
+
+
+def test_keys_are_the_same_for_ever():
+    batch = make_batch(rows(4), global_batch=3, seed=7, step=1, keyed=True)
+    assert (batch["key"].dtype, batch["key"].shape) == (np.uint32, (3, 2))
+    assert batch["key"].tolist() == [
+        [3508744645, 4018348921],
+        [2773626213, 3291459073],
+        [148422759, 471130662],
+    ]
+
+
+@pytest.mark.parametrize("data", [np.zeros(3), {"key": np.zeros(3)}])
+def test_data_without_room_for_keys_are_an_error(data):
+    with pytest.raises(mt.BatchError, match="Pass a dict without 'key'"):
+        make_batch(data, global_batch=2, seed=0, step=0, keyed=True)

@@ -47,3 +47,13 @@ def test_an_empty_batch_is_an_error():
 def test_a_mean_of_a_tower_is_refused():
     with pytest.raises(mt.OutputError, match=r"\['mean'\]"):
         evaluate(lambda _, batch: {"mean": batch["x"].mean()}, 0.0, {"x": VALUES}, global_batch=4)
+
+
+def test_model_state_goes_to_metrics_that_take_it():
+    def with_state(scale, batch, *, model_state):
+        return {"value": scale * batch["x"] + model_state["shift"]}
+
+    options = {"global_batch": 7, "devices": 3, "model_state": {"shift": jnp.float32(0.0)}}
+    scores = evaluate(with_state, 2.0, {"x": VALUES}, **options)
+    assert scores == {"value": 2 * EXACT}
+    assert evaluate(metrics, 2.0, {"x": VALUES}, **options)["value"] == 2 * EXACT

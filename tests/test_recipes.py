@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
-from multitower.recipes import SHIPPED, Recipe, digits, find_recipe, lenet5
+from multitower.recipes import SHIPPED, Recipe, digits, find_recipe, layers, lenet5
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +76,14 @@ def test_max_pool_and_its_gradient_are_those_of_reduce_window():
     x = jax.random.permutation(jax.random.key(0), 3 * 8 * 6 * 5).astype(jnp.float32)
     x = x.reshape(3, 8, 6, 5) - 300
     weights = jax.random.normal(jax.random.key(1), (3, 4, 3, 5))
-    np.testing.assert_array_equal(lenet5.max_pool(x), reduce_window(x))
-    ours = jax.grad(lambda x: jnp.sum(weights * lenet5.max_pool(x)))(x)
+    np.testing.assert_array_equal(layers.max_pool(x), reduce_window(x))
+    ours = jax.grad(lambda x: jnp.sum(weights * layers.max_pool(x)))(x)
     theirs = jax.grad(lambda x: jnp.sum(weights * reduce_window(x)))(x)
     np.testing.assert_array_equal(ours, theirs)
 
 
 def test_equal_pixels_share_one_gradient():
-    gradient = jax.grad(lambda x: lenet5.max_pool(x).sum())(jnp.ones((1, 2, 2, 1)))
+    gradient = jax.grad(lambda x: layers.max_pool(x).sum())(jnp.ones((1, 2, 2, 1)))
     np.testing.assert_array_equal(gradient, jnp.full((1, 2, 2, 1), 0.25))
 
 
@@ -141,7 +141,7 @@ def test_a_shipped_recipe_goes_by_its_name(name):
 
 
 def test_an_unknown_recipe_is_an_error_that_lists_those_there_are():
-    with pytest.raises(mt.RunError, match=r"no recipe 'mnits'\. There are: digits"):
+    with pytest.raises(mt.RunError, match=r"no recipe 'mnits'\. There are: digits, mnist, cifar10, cifar10-resnet20"):
         find_recipe("mnits")
 
 

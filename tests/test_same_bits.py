@@ -26,15 +26,15 @@ EVERYDAY = ["mlp/adamw/float32", "mlp/sgd/bfloat16", "transformer/sgd/float32"]
 SLOW_8 = {
     "mlp": ["sgd/float32", "lion/float32", "adafactor/float32", "lamb/float32", "lion/bfloat16"],
     "mlp in 16 bits": ["adamw/bfloat16", "adafactor/bfloat16", "lamb/bfloat16"],
-    "lenet5": ["sgd/float32", "adamw/float32", "lion/bfloat16"],
+    "lenet5": ["sgd/float32", "lion/bfloat16"],
     "transformer": ["adamw/float32", "sgd/bfloat16"],
-    "batchnorm": ["adamw/float32", "lion/bfloat16", "sgd/float32"],
+    "batchnorm": ["adamw/float32", "sgd/bfloat16"],
 }
 SLOW_12 = {
-    "mlp": ["sgd/float32", "lion/bfloat16"],
-    "lenet5": ["adafactor/float32"],
-    "transformer": ["lamb/float32"],
-    "batchnorm": ["adamw/float32", "sgd/bfloat16"],
+    "mlp": ["adafactor/float32", "sgd/bfloat16"],
+    "lenet5": ["lion/float32"],
+    "transformer": ["sgd/float32"],
+    "batchnorm": ["adamw/float32", "lion/bfloat16"],
 }
 
 

@@ -409,3 +409,17 @@ def test_an_empty_parameter_tree_still_counts_the_loss():
         state, metrics = step(step.init({}), RAGGED[0])
         assert_close(metrics["loss"], (RAGGED[0]["y"] ** 2).mean())
         assert int(state.step) == 1
+
+
+@pytest.mark.parametrize(("num_rows", "num_right"), [(41, 41), (47, 47), (61, 61), (10, 5)])
+@pytest.mark.parametrize("towers", [None, 8])
+def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(num_rows, num_right, towers):
+    """The lie: an accuracy of 0.99999994 where all answers are right."""
+
+    def loss(w, batch):
+        return (w * batch["x"]) ** 2, {"right": batch["x"] < num_right}
+
+    step = mt.train_step(loss, optax.sgd(0.1), towers=towers, devices=2 if towers else None)
+    batch = {"x": np.arange(num_rows, dtype=np.float32)}
+    _, metrics = step(step.init(1.0), batch)
+    assert float(metrics["right"]) == np.float32(num_right / num_rows)

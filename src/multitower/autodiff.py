@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, GradientError, OutputError
 from multitower.job import Job, Shared, TowerResult
-from multitower.outputs import find_row_leaves, is_per_example, refuse_ragged, row_mean
+from multitower.outputs import find_row_leaves, is_per_example, refuse_ragged, row_sum
 from multitower.rows import Split, Tower, is_traced
 from multitower.tower_function import Leaves, TowerFunction
 
@@ -165,7 +165,7 @@ class _ValueAndGrad(NamedTuple):
             def objective(wanted: Any) -> tuple[Any, tuple[Any, Any]]:
                 loss, aux = forward(shared, rows, here, wanted)
                 if is_per_example(loss, tower_rows):
-                    return row_mean(loss, here), (loss, aux)
+                    return row_sum(loss, here) / tower_rows, (loss, aux)
                 if ragged:
                     raise refuse_ragged("a scalar loss", *ragged)
                 return loss, (loss, aux)

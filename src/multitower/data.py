@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.augmentation import KEYS
 from multitower.errors import BatchError
 from multitower.rows import take_apart
 
@@ -21,7 +22,13 @@ Distort = Callable[[Any, np.random.Generator], Any]
 
 
 def make_batch(
-    dataset: Any, *, global_batch: int, seed: int, step: int, distort: Distort | None = None
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int,
+    step: int,
+    distort: Distort | None = None,
+    keyed: bool = False,
 ) -> Any:
     """Makes the batch of one step.
 
@@ -36,12 +43,17 @@ def make_batch(
         step: number of the batch; the first one is 0.
         distort: `distort(batch, generator)` returns the batch with random changes, drawn from the
             generator alone; it may change the arrays in place.
+        keyed: give every row a key of its own, for `multitower.augmentation.augmented`; the data
+            set must be a dict. It depends on the seed, the epoch and the example alone, not on
+            where in which batch the example comes.
 
     Returns:
-        The same pytree, with `global_batch` rows, copied.
+        The same pytree, with `global_batch` rows, copied; if `keyed` with an entry `"key"`,
+        uint32, shape (global_batch, 2).
 
     Raises:
-        BatchError: no examples, row counts that differ, or a batch or step that is none.
+        BatchError: no examples, row counts that differ, a batch or step that is none, or a data
+            set that cannot be keyed.
 
     Example:
         >>> import numpy as np
@@ -60,10 +72,17 @@ def make_batch(
     num_rows = take_apart(dataset, 0, name="data").num_rows
     epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), num_rows)
     rows = np.empty(global_batch, np.intp)
+    keys = np.empty((global_batch, 2), np.uint32)
+    if keyed:
+        _check_has_room_for_keys(dataset)
     for epoch in np.unique(epochs):
         here = epochs == epoch
         rows[here] = _shuffled(num_rows, seed, int(epoch))[places[here]]
+        if keyed:
+            keys[here] = _row_keys(num_rows, seed, int(epoch))[rows[here]]
     batch = jax.tree.map(lambda leaf: leaf[rows], dataset)
+    if keyed:
+        batch = {**batch, KEYS: keys}
     if distort is None:
         return batch
     # A child of the seed: not the numbers that the epoch of the same number was shuffled with.
@@ -72,7 +91,13 @@ def make_batch(
 
 
 def make_batches(
-    dataset: Any, *, global_batch: int, seed: int, first: int = 0, distort: Distort | None = None
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int,
+    first: int = 0,
+    distort: Distort | None = None,
+    keyed: bool = False,
 ) -> Iterator[Any]:
     """Makes the batches of all steps from one on, without end.
 
@@ -82,6 +107,7 @@ def make_batches(
         seed: as for `make_batch`.
         first: the step to begin with.
         distort: as for `make_batch`.
+        keyed: as for `make_batch`.
 
     Yields:
         `make_batch(..., step=s)` for s = first, first + 1, ...
@@ -98,7 +124,14 @@ def make_batches(
         array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
     for step in itertools.count(first):
-        yield make_batch(dataset, global_batch=global_batch, seed=seed, step=step, distort=distort)
+        yield make_batch(
+            dataset,
+            global_batch=global_batch,
+            seed=seed,
+            step=step,
+            distort=distort,
+            keyed=keyed,
+        )
 
 
 @functools.lru_cache(maxsize=4)  # one batch after another asks for the same epoch
@@ -109,3 +142,21 @@ def _shuffled(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     order = np.argsort(raw, kind="stable")
     order.setflags(write=False)
     return order
+
+
+@functools.lru_cache(maxsize=4)
+def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    """A key for every example of one epoch, uint32, shape (num_rows, 2)."""
+    source = np.random.SeedSequence([seed, epoch], spawn_key=(2,))
+    raw = np.random.Philox(source).random_raw(num_rows)
+    keys = np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
+    keys.setflags(write=False)
+    return keys
+
+
+def _check_has_room_for_keys(dataset: Any) -> None:
+    if not isinstance(dataset, dict) or KEYS in dataset:
+        raise BatchError(
+            f"the data set is {type(dataset).__name__}: keyed batches are dicts, and {KEYS!r} is "
+            f"the name of the keys. Pass a dict without {KEYS!r}."
+        )

@@ -9,16 +9,18 @@ import numpy as np
 
 from multitower.devices import DeviceSpec
 from multitower.errors import BatchError
+from multitower.loss_function import LossFunction
 from multitower.parallel import make_parallel
 from multitower.rows import take_apart
 
 
 def evaluate(
-    metrics: Callable[[Any, Any], dict[str, jax.Array]],
+    metrics: Callable[..., dict[str, jax.Array]],
     params: Any,
     dataset: Any,
     *,
     global_batch: int,
+    model_state: Any = None,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
 ) -> dict[str, float]:
@@ -28,10 +30,12 @@ def evaluate(
     a sum over examples, never a mean of means.
 
     Args:
-        metrics: `metrics(params, batch)` returns a dict with one number per row for each name.
+        metrics: `metrics(params, batch)` returns a dict with one number per row for each name. It
+            may also take keyword-only `model_state`, like a loss.
         params: its first argument, whole on every device.
         dataset: a pytree of NumPy arrays with one example per row on axis 0.
         global_batch: rows to score at a time, 1 or more.
+        model_state: what `metrics` gets as such, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
         towers: with it, the results have the same bits on any number of devices.
 
@@ -54,7 +58,14 @@ def evaluate(
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
     num_rows = take_apart(dataset, 0, name="data").num_rows
     global_batch = min(global_batch, num_rows)
-    score = make_parallel(metrics, in_axes=(None, 0), devices=devices, towers=towers)
+    takes_state = LossFunction.of(metrics).takes_model_state
+
+    def score_rows(shared: tuple[Any, Any], batch: Any) -> dict[str, jax.Array]:
+        params, model_state = shared
+        return metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
+
+    shared = (params, model_state if takes_state else None)
+    score = make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)
     seen: dict[str, list[float]] = {}
 
     def read(scores: dict[str, jax.Array], num_real: int) -> None:
@@ -67,7 +78,7 @@ def evaluate(
         # The last batch is filled up with examples that were scored already, so that it fits the
         # compiled program; `read` cuts them off.
         places = np.arange(start, start + global_batch) % num_rows
-        scores = score(params, jax.tree.map(lambda leaf, rows=places: leaf[rows], dataset))
+        scores = score(shared, jax.tree.map(lambda leaf, rows=places: leaf[rows], dataset))
         if waiting:
             read(*waiting)  # the batch before: the devices are busy with this one meanwhile
         waiting = (scores, min(global_batch, num_rows - start))

@@ -39,11 +39,11 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
     return loss.shape != ()
 
 
-def row_mean(values: jax.Array, here: Tower) -> jax.Array:
-    """Sum over the real rows on axis 0, divided by all rows that the tower has room for."""
+def row_sum(values: jax.Array, here: Tower) -> jax.Array:
+    """The sum over a tower's real rows, on axis 0."""
     real = jnp.arange(values.shape[0]) < here.num_rows
     real = real.reshape(-1, *[1] * (values.ndim - 1))
-    return jnp.where(real, values, jnp.zeros_like(values)).sum(0) / values.shape[0]
+    return jnp.where(real, values, jnp.zeros_like(values)).sum(0)
 
 
 def find_row_leaves(

@@ -1,24 +1,24 @@
 """One run of a recipe: train, score on the test set, and say what came out."""
 
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from multitower import provenance
+from multitower.augmentation import augmented
 from multitower.data import make_batches
 from multitower.errors import RunError
-from multitower.evaluation import evaluate
-from multitower.feeding import prefetch
 from multitower.fingerprint import fingerprint
 from multitower.placement import check_towers
+from multitower.progress import Hook, Progress
 from multitower.recipes import Recipe
-from multitower.train_state import TrainState
-from multitower.train_step import TrainStep, train_step
+from multitower.recipes.recipe import takes
+from multitower.rows import take_apart
+from multitower.trainer import Trainer
 
 # As many bits as both NumPy's and JAX's generators take.
 _LARGEST_SEED = 2**32 - 1
@@ -37,6 +37,7 @@ class RunOptions:
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
+        checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
 
     Raises:
         RunError: a number of steps, rows or a seed that is none.
@@ -48,6 +49,7 @@ class RunOptions:
     steps: int | None = None
     global_batch: int | None = None
     seed: int = 0
+    checkpoint_every: int = 1000
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
@@ -55,29 +57,19 @@ class RunOptions:
             raise RunError(f"steps={self.steps}: a run makes at least one step.")
         if self.global_batch is not None and self.global_batch < 1:
             raise RunError(f"a batch of {self.global_batch} examples: a step needs at least one.")
+        if self.checkpoint_every < 1:
+            raise RunError(f"checkpoint_every={self.checkpoint_every}: it must be 1 or more.")
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {_LARGEST_SEED}.")
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        step: updates made.
-        num_steps: updates to make.
-        metrics: of that step: `"loss"` and what else the recipe's loss reports.
-        examples_per_s: mean over the steps after the first one, which compiles; None at the first.
-    """
-
-    step: int
-    num_steps: int
-    metrics: dict[str, float]
-    examples_per_s: float | None
-
-
 def run(
-    recipe: Recipe, options: RunOptions, watch: Callable[[Progress], None] = lambda progress: None
+    recipe: Recipe,
+    options: RunOptions,
+    watch: Hook = lambda progress: None,
+    *,
+    directory: Path | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Trains a recipe and scores it on its test set.
 
@@ -85,18 +77,21 @@ def run(
         recipe: what to train.
         options: where, how long, from which seed.
         watch: called after every step, one step late: the devices are never kept waiting.
+        directory: where to keep checkpoints; None for none.
+        resume: go on from the newest checkpoint there, if there is one.
 
     Returns:
-        What goes to `result.json`: `recipe`, `seed`, `steps`, `batch_size` (rows of one step over
-        all towers); `test_loss`, `test_accuracy` and so on, the recipe's metrics over all test
-        examples; `fingerprint` of the whole training state; `towers`, `devices`; `same_bits`,
-        whether the fingerprint is the same on any number of devices; `examples_per_s` over the
-        steps after the first one, which compiles (None for a single step); `seconds`, the wall
-        time of all of this; `versions` and `host`.
+        What goes to `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps`,
+        `batch_size` (rows of one step over all towers); `test_loss`, `test_accuracy` and so on,
+        the recipe's metrics over all test examples; `fingerprint` of the whole training state;
+        `towers`, `devices`; `same_bits`, whether the fingerprint is the same on any number of
+        devices; `examples_per_s` over the steps after the first one, which compiles (None for a
+        single step); `seconds`, the wall time of all of this; `versions` and `host`.
 
     Raises:
-        RunError: the loss is no longer finite.
-        MultitowerError: what `train_step` and `evaluate` raise.
+        NonFiniteError: the loss or a parameter is no longer finite.
+        Interrupted: SIGTERM or SIGINT came; the step was finished and, with a directory, saved.
+        MultitowerError: what `Trainer.fit` and `Trainer.evaluate` raise.
 
     Example:
         >>> from multitower.recipes import find_recipe
@@ -108,86 +103,65 @@ def run(
     began = time.perf_counter()
     steps = options.steps or recipe.steps
     global_batch = options.global_batch or recipe.global_batch
-    devices, towers = options.devices, options.towers
-    step = train_step(
-        recipe.loss,
-        recipe.optimizer(steps),
-        devices=devices,
-        towers=towers,
-        global_batch=global_batch,
-    )
+    rate: float | None = None
+
+    def note_rate(progress: Progress) -> None:
+        nonlocal rate
+        if progress.phase == "train":
+            rate = progress.examples_per_s
+            watch(progress)
+
     data = recipe.data()
-    state = step.init(recipe.init(jax.random.key(options.seed)))
-    batches = make_batches(
-        data.train, global_batch=global_batch, seed=options.seed, distort=recipe.distort
-    )
-    ahead = prefetch(
-        itertools.islice(batches, steps),
-        devices=devices,
-        towers=towers,
+    num_examples = take_apart(data.train, 0, name="data").num_rows
+    trainer = Trainer(
+        recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
+        recipe.make_optimizer(steps, steps_per_epoch=num_examples / global_batch),
+        run_dir=directory,
+        devices=options.devices,
+        towers=options.towers,
         global_batch=global_batch,
+        ema_decay=recipe.ema_decay,
+        checkpoint_every=options.checkpoint_every,
+        hooks=[note_rate],
     )
-    state, rate = _train(step, state, ahead, (steps, global_batch), watch)
-    scores = evaluate(
-        recipe.metrics,
-        state.params,
-        data.test,
-        global_batch=_TEST_BATCHES * global_batch,
-        devices=devices,
-        towers=towers,
+
+    def batches(first: int) -> Iterator[Any]:
+        return make_batches(
+            data.train,
+            global_batch=global_batch,
+            seed=options.seed,
+            first=first,
+            distort=recipe.distort,
+            keyed=recipe.augment is not None,
+        )
+
+    key = jax.random.key(options.seed)
+    state = trainer.fit(
+        recipe.init(key),
+        batches,
+        steps=steps,
+        model_state=None if recipe.model_state is None else recipe.model_state(),
+        # No key that `init` gets by splitting is this one: no split has so many parts.
+        rng=jax.random.fold_in(key, _LARGEST_SEED) if takes(recipe.loss, "rng") else None,
+        resume=resume,
     )
+    scores = trainer.evaluate(
+        recipe.metrics, state, data.test, global_batch=_TEST_BATCHES * global_batch
+    )
+    placement = trainer.step.placement
     return {
         "recipe": recipe.name,
+        "options": dict(recipe.options),
         "seed": options.seed,
         "steps": steps,
         "batch_size": global_batch,
         **{f"test_{name}": value for name, value in scores.items()},
         "fingerprint": fingerprint(state),
-        "towers": step.placement.num_towers,
-        "devices": len(step.placement.devices),
-        "same_bits": towers is not None,
+        "towers": placement.num_towers,
+        "devices": len(placement.devices),
+        "same_bits": options.towers is not None,
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
         "versions": provenance.versions(),
-        "host": provenance.host(step.placement.devices[0]),
+        "host": provenance.host(placement.devices[0]),
     }
-
-
-def _train(
-    step: TrainStep,
-    state: TrainState,
-    batches: Iterator[Any],
-    size: tuple[int, int],
-    watch: Callable[[Progress], None],
-) -> tuple[TrainState, float | None]:
-    """Makes all steps; returns the last state and the examples per second."""
-    num_steps, global_batch = size
-    first_done: float | None = None
-    rate: float | None = None
-
-    def read(number: int, metrics: dict[str, jax.Array]) -> None:
-        nonlocal first_done, rate
-        values = {name: float(value) for name, value in metrics.items()}  # host-device sync
-        now = time.perf_counter()
-        if first_done is None:
-            first_done = now
-        else:
-            rate = (number - 1) * global_batch / (now - first_done)
-        if not math.isfinite(values["loss"]):
-            raise RunError(
-                f"the loss is {values['loss']} at step {number} of {num_steps}: training has "
-                "diverged, or the data hold numbers that are not finite."
-            )
-        watch(Progress(number, num_steps, values, rate))
-
-    waiting: tuple[int, dict[str, jax.Array]] | None = None
-    for number, batch in enumerate(batches, start=1):
-        state, metrics = step(state, batch)
-        # The metrics of the step before: reading this step's would let the devices run dry, and
-        # reading none would let the host run ahead without bound.
-        if waiting:
-            read(*waiting)
-        waiting = (number, metrics)
-    assert waiting
-    read(*waiting)
-    return state, rate

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from multitower.errors import RunError
 
 RESULT = "result.json"
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
 
 
 def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
@@ -16,14 +19,14 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
 
     Args:
         path: where; it may exist.
-        overwrite: whether a result that is there already may be thrown away. It goes at once, so
-            that a run that fails leaves no old result behind as if it were its own.
+        overwrite: whether a run that is there already may be thrown away. Its result and its
+            checkpoints go at once, so that a run that fails leaves none behind as its own.
 
     Returns:
         The path.
 
     Raises:
-        RunError: there is a result already, or the directory cannot be made.
+        RunError: there is a run already, or the directory cannot be made.
 
     Example:
         >>> import tempfile
@@ -39,6 +42,7 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         if overwrite:
             result.unlink(missing_ok=True)
+            shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
         _check_writable(path)
     except OSError as error:
         raise RunError(
@@ -48,6 +52,11 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         raise RunError(
             f"{result} holds the result of another run. Name another directory, or say --force "
             "(overwrite=True) to replace it."
+        )
+    if (path / CHECKPOINTS).exists():
+        raise RunError(
+            f"{path} holds a run that is not finished: multitower resume {path} goes on with it. "
+            "Name another directory, or say --force (overwrite=True) to throw it away."
         )
     return path
 
@@ -116,9 +125,61 @@ def write_result(directory: Path, result: dict[str, Any]) -> Path:
           "steps": 1
         }
     """
-    target = directory / RESULT
-    partial = directory / f".{RESULT}.{os.getpid()}"
-    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    return _write_json(directory / RESULT, result)
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> Path:
+    """Writes `config.json`, what `multitower resume` needs to go on, whole or not at all.
+
+    Args:
+        directory: of the run.
+        config: JSON values.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RunError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from multitower.run_directory import read_config, write_config
+        >>> with tempfile.TemporaryDirectory() as here:
+        ...     _ = write_config(Path(here), {"recipe": "digits"})
+        ...     read_config(Path(here))
+        {'recipe': 'digits'}
+    """
+    return _write_json(directory / CONFIG, config)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Reads what `write_config` wrote.
+
+    Args:
+        directory: of the run.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        RunError: there is none, or it cannot be read.
+    """
+    path = directory / CONFIG
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RunError(
+            f"{path} is not there: {directory} is not the directory of a run. It is named in the "
+            "last line that the run printed, under runs/ if none was chosen."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}.") from error
+
+
+def _write_json(target: Path, content: dict[str, Any]) -> Path:
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)  # readers see no file or the whole file

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from multitower.errors import OutputError
 from multitower.job import Job, Shared, TowerResult
 from multitower.loss_function import LossFunction, LossOutput
-from multitower.outputs import find_row_leaves, is_per_example, row_mean
+from multitower.outputs import find_row_leaves, is_per_example, row_sum
 from multitower.rows import Parts, Split, Tower
+from multitower.tower_function import Leaves
 from multitower.train_state import Fields
 
 if TYPE_CHECKING:
@@ -42,40 +43,43 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         fields: Fields = shared.state
 
-        def objective(params: Any) -> tuple[Any, tuple[Any, Any]]:
+        def objective(params: Any) -> tuple[Any, LossOutput]:
             output = forward(params, shared, rows, here)
-            loss = _mean_over_rows(output.loss, is_per_example(output.loss, tower_rows), here)
-            return loss, (output.metrics, output.model_state)
+            loss = _wide(output.loss)
+            by_row = is_per_example(output.loss, tower_rows)
+            mean = row_sum(loss, here) / tower_rows if by_row else loss
+            return mean, output._replace(loss=loss)
 
-        grad = jax.value_and_grad(objective, has_aux=True)
-        (loss, (metrics, model_state)), gradients = grad(fields.params)
+        (_, output), gradients = jax.value_and_grad(objective, has_aux=True)(fields.params)
 
         def metrics_of(rows: list[Any]) -> Any:
-            return forward(fields.params, shared, rows, here).metrics
+            output = forward(fields.params, shared, rows, here)
+            return {"loss": output.loss, **output.metrics}
 
-        metrics = jax.tree.map(jnp.asarray, metrics)
-        is_row = find_row_leaves(metrics_of, rows, metrics, "metrics")
-        leaves, treedef = jax.tree.flatten(metrics)
-        leaves = [_mean_over_rows(x, r, here) for x, r in zip(leaves, is_row, strict=True)]
-        metrics = {"loss": loss, **jax.tree.unflatten(treedef, leaves)}
-        averaged, first = _sort_state(model_state, step.model_state_from)
+        metrics = jax.tree.map(_wide, {"loss": output.loss, **output.metrics})
+        counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
+        mean_state, first_state = _sort_state(output.model_state, step.model_state_from)
         weight = here.num_rows.astype(float) / tower_rows
-        # Every tower fills its own place with its loss; the sum lays them side by side.
-        mine = jnp.arange(num_towers) == here.number
-        own_loss = jnp.where(weight > 0, loss / weight, 0)
         return TowerResult(
-            means=(gradients, metrics, jax.tree.map(lambda x: _weigh(x, weight), averaged)),
+            means=(gradients, averaged, jax.tree.map(lambda x: _weigh(x, weight), mean_state)),
             sums=(
-                jax.tree.map(lambda x: _only_first(x, here), first),
-                jnp.where(mine, own_loss, 0) if step.diagnostics else (),
+                counted,
+                # A float, for the company of the sums; exact up to 2**24 rows.
+                here.num_rows.astype(float),
+                jax.tree.map(lambda x: _only_first(x, here), first_state),
+                _own_place(output.loss, here, num_towers) if step.diagnostics else (),
             ),
         )
 
     def finish(fields: Fields, means: Any, sums: Any) -> tuple[Fields, Any]:
-        gradients, metrics, averaged = means
-        first, tower_losses = sums
-        model_state = _join_state(fields.model_state, averaged, first)
-        new = _update(step, fields, gradients, metrics, model_state)
+        gradients, averaged, mean_state = means
+        counted, num_rows, first_state, tower_losses = sums
+        # Sum over weight, rounded once: 5 of 10 is 0.5 however the rows were cut.
+        exact = {number: total / num_rows for number, total in counted.by_number.items()}
+        leaves = {**averaged, **exact}
+        metrics = jax.tree.unflatten(counted.treedef, [leaves[n] for n in range(len(leaves))])
+        model_state = _join_state(fields.model_state, mean_state, first_state)
+        new = _update(step, fields, gradients, metrics["loss"], model_state)
         if not (step.diagnostics or step.skip_nonfinite):
             return new, metrics
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)])
@@ -106,9 +110,10 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
         return forward(fields.params, shared, rows, here)
 
     output = jax.eval_shape(run, rows)
-    if not is_per_example(output.loss, tower_rows):
-        return "a scalar loss"
+    by_row = is_per_example(output.loss, tower_rows)
     is_row = find_row_leaves(lambda rows: run(rows).metrics, rows, output.metrics, "metrics")
+    if not by_row:
+        return "a scalar loss"
     flat, _ = jax.tree_util.tree_flatten_with_path(output.metrics)
     for (path, _), by_row in zip(flat, is_row, strict=True):
         if not by_row:
@@ -136,19 +141,39 @@ def _device_dtype(leaf: Any) -> Any:
     return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
-def _mean_over_rows(value: Any, by_row: bool, here: Tower) -> jax.Array:
-    wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-    return row_mean(wide, here) if by_row else wide
+def _wide(value: Any) -> jax.Array:
+    """At least float32, in which sums of many rows are right."""
+    value = jnp.asarray(value)
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+
+def _sort_metrics(
+    metrics: Any, metrics_of: Callable[[list[Any]], Any], rows: list[Any], here: Tower
+) -> tuple[Leaves, dict[int, jax.Array]]:
+    """Sums over rows of the metrics that have any, and the others, which are averaged."""
+    leaves, treedef = jax.tree.flatten(metrics)
+    is_row = find_row_leaves(metrics_of, rows, metrics, "metrics")
+    counted = {i: row_sum(leaf, here) for i, leaf in enumerate(leaves) if is_row[i]}
+    averaged = {i: leaf for i, leaf in enumerate(leaves) if not is_row[i]}
+    return Leaves(counted, treedef), averaged
+
+
+def _own_place(loss: jax.Array, here: Tower, num_towers: int) -> jax.Array:
+    """This tower's mean loss in its own place among zeros: the sum lays them side by side."""
+    mean = loss
+    if loss.ndim:
+        mean = row_sum(loss, here) / jnp.maximum(here.num_rows, 1).astype(loss.dtype)
+    return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
 
 
 def _update(
-    step: StepParts, fields: Fields, gradients: Any, metrics: Any, model_state: Any
+    step: StepParts, fields: Fields, gradients: Any, loss: jax.Array, model_state: Any
 ) -> Fields:
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
     optimizer = optax.with_extra_args_support(step.optimizer)
     updates, opt_state = optimizer.update(
-        gradients, fields.opt_state, fields.params, value=metrics["loss"], grad=gradients
+        gradients, fields.opt_state, fields.params, value=loss, grad=gradients
     )
     params = optax.apply_updates(fields.params, updates)
     count = fields.step + 1

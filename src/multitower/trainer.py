@@ -57,7 +57,7 @@ class Trainer:
         >>> def batches(first):
         ...     for number in itertools.count(first):
         ...         yield {"x": np.random.default_rng(number).normal(size=16).astype("f")}
-        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=4, global_batch=16)
+        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=8, global_batch=16)
         >>> state = trainer.fit(jnp.float32(0.0), batches, steps=100)
         >>> round(float(state.params), 3)
         3.0
@@ -156,7 +156,7 @@ class Trainer:
 
     def evaluate(
         self,
-        metrics: Callable[[Any, Any], Any],
+        metrics: Callable[..., Any],
         state: TrainState,
         dataset: Any,
         *,
@@ -165,7 +165,8 @@ class Trainer:
         """Scores a data set with the moving average of the parameters, or the parameters.
 
         Args:
-            metrics: `metrics(params, batch)` returns a dict with one number per row for each name.
+            metrics: `metrics(params, batch)` returns a dict with one number per row for each name;
+                it may take keyword-only `model_state`.
             state: what to score.
             dataset: a pytree of NumPy arrays with one example per row.
             global_batch: rows to score at a time.
@@ -177,7 +178,14 @@ class Trainer:
             MultitowerError: as `multitower.evaluation.evaluate`.
         """
         params = state.params if state.ema_params is None else state.ema_params
-        scores = evaluate(metrics, params, dataset, global_batch=global_batch, **self._where)
+        scores = evaluate(
+            metrics,
+            params,
+            dataset,
+            global_batch=global_batch,
+            model_state=state.model_state,
+            **self._where,
+        )
         number = int(state.step)  # host-device sync
         self._tell(Progress("test", number, number, scores, state=state))
         return scores

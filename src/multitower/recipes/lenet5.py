@@ -4,11 +4,12 @@ For images of 28x28: conv 5x5x6 SAME, ReLU, max-pool 2x2; conv 5x5x16 VALID, ReL
 dense 120, ReLU; dense 84, ReLU; dense 10.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from multitower.recipes.layers import convolve, he_normal, max_pool
 
 Params = dict[str, dict[str, jax.Array]]
 
@@ -47,7 +48,7 @@ def init(key: jax.Array, channels: int = 1) -> Params:
     keys = jax.random.split(key, len(shapes))
     return {
         layer: {
-            "w": jax.random.normal(keys[i], shape) * math.sqrt(2 / math.prod(shape[:-1])),
+            "w": he_normal(keys[i], shape),
             "b": jnp.zeros(shape[-1]),
         }
         for i, (layer, shape) in enumerate(shapes.items())
@@ -72,10 +73,8 @@ def logits(params: Params, images: Any) -> jax.Array:
     """
     # ReLU(conv + b) and then the pool would be the same numbers: adding b and ReLU keep the
     # order, so the largest of four stays the largest. This way they touch a quarter of them.
-    x = jax.nn.relu(
-        max_pool(_convolve(images, params["conv1"]["w"], "SAME")) + params["conv1"]["b"]
-    )
-    x = jax.nn.relu(max_pool(_convolve(x, params["conv2"]["w"], "VALID")) + params["conv2"]["b"])
+    x = jax.nn.relu(max_pool(convolve(images, params["conv1"]["w"], "SAME")) + params["conv1"]["b"])
+    x = jax.nn.relu(max_pool(convolve(x, params["conv2"]["w"], "VALID")) + params["conv2"]["b"])
     x = x.reshape(x.shape[0], -1)
     x = jax.nn.relu(x @ params["dense1"]["w"] + params["dense1"]["b"])
     x = jax.nn.relu(x @ params["dense2"]["w"] + params["dense2"]["b"])
@@ -100,35 +99,3 @@ def weight_penalty(params: Params) -> jax.Array:
     """
     squares = [jnp.sum(jnp.square(layer["w"])) for layer in params.values()]
     return sum(squares[1:], squares[0]) / 2
-
-
-def max_pool(images: jax.Array) -> jax.Array:
-    """The largest of every 2x2 pixels, without overlap.
-
-    `jax.lax.reduce_window` gives the same numbers. Its gradient (select-and-scatter) is slow on
-    CPUs: with the maximum of four strided slices a whole training step of LeNet-5 takes 0.7 times
-    as long (JAX 0.10 and 0.12, two cores). The gradient differs where pixels are equal: here they
-    share it, there the first one gets all.
-
-    Args:
-        images: shape (rows, height, width, channels), height and width even.
-
-    Returns:
-        The same dtype, shape (rows, height / 2, width / 2, channels).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from multitower.recipes import lenet5
-        >>> lenet5.max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0]
-        Array([[ 5.,  7.],
-               [13., 15.]], dtype=float32)
-    """
-    even, odd = images[:, ::2], images[:, 1::2]
-    upper = jnp.maximum(even[:, :, ::2], even[:, :, 1::2])
-    lower = jnp.maximum(odd[:, :, ::2], odd[:, :, 1::2])
-    return jnp.maximum(upper, lower)
-
-
-def _convolve(images: jax.Array, weights: jax.Array, padding: str) -> jax.Array:
-    layout = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(images, weights, (1, 1), padding, dimension_numbers=layout)

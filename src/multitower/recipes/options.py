@@ -1,0 +1,165 @@
+"""The options of a recipe: a dataclass, set by name from words such as those of a command line."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import multitower as mt
+
+Options = TypeVar("Options")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Where the images of a recipe come from; the options of `--data` and `--synthetic`.
+
+    Attributes:
+        data: directory with the files of the data set; by default where downloads go.
+        synthetic: make images up instead.
+    """
+
+    data: Annotated[Path | None, "directory with the files; None: where downloads go"] = None
+    synthetic: Annotated[bool, "make images up instead of reading files"] = False
+
+    def __post_init__(self) -> None:
+        if self.synthetic and self.data is not None:
+            raise mt.RunError(
+                f"both synthetic images and data={self.data} were asked for: leave one out."
+            )
+
+
+def make_options(
+    kind: type[Options] | None, settings: Mapping[str, str], recipe: str
+) -> Options | None:
+    """Makes a recipe's options from words.
+
+    Args:
+        kind: a dataclass whose fields are bool, int, float, str or Path, or one of these or None,
+            or one of these `Annotated` with a line of text; None for a recipe without options.
+        settings: the word for each option that is set; `"none"` for None.
+        recipe: its name, for messages.
+
+    Returns:
+        The options, or None if the recipe has none.
+
+    Raises:
+        RunError: an option that is not there, or a word that does not fit; the message lists the
+            options that there are.
+
+    Example:
+        >>> from multitower.recipes.cifar10 import Options
+        >>> from multitower.recipes.options import make_options
+        >>> make_options(Options, {"lr_base": "0.002"}, "cifar10").lr_base
+        0.002
+    """
+    known = {} if kind is None else _kinds(kind)
+    values: dict[str, Any] = {}
+    for name, word in settings.items():
+        if name not in known:
+            raise mt.RunError(f"the recipe {recipe} has no option {name!r}. {describe(kind)}")
+        try:
+            values[name] = _convert(known[name], word)
+        except ValueError:
+            wanted = " or ".join(_NAMES.get(one, one.__name__) for one in known[name])
+            raise mt.RunError(f"{name}={word}: this option of {recipe} is {wanted}.") from None
+    return None if kind is None else kind(**values)
+
+
+def describe(kind: type[Any] | None) -> str:
+    """Lists the options of a recipe in words.
+
+    Args:
+        kind: the dataclass, or None.
+
+    Returns:
+        One line.
+    """
+    if kind is None:
+        return "It has none."
+    hints = typing.get_type_hints(kind, include_extras=True)
+    described: list[str] = []
+    for field in dataclasses.fields(kind):
+        texts: tuple[str, ...] = getattr(hints[field.name], "__metadata__", ())
+        described.append(f"{field.name}={field.default}" + "".join(f" ({text})" for text in texts))
+    return f"There are: {'; '.join(described)}."
+
+
+def as_json(options: Any) -> dict[str, Any]:
+    """The values of options, as they go into a result.
+
+    Args:
+        options: a dataclass, or None.
+
+    Returns:
+        For each name the value, paths as strings.
+    """
+    if options is None:
+        return {}
+    values = dataclasses.asdict(options)
+    return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+
+
+def check_range(options: Any, name: str, low: float, high: float) -> None:
+    """Refuses a number that makes no sense.
+
+    Raises:
+        RunError: the option is outside of `low` to `high`.
+    """
+    value = getattr(options, name)
+    if not low <= value <= high:
+        raise mt.RunError(f"{name}={value} is out of range: use {low:g} to {high:g}.")
+
+
+_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    Path: "a path",
+    type(None): "none",
+}
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _as_flag(word: str) -> bool:
+    if word.lower() not in _FLAGS:
+        raise ValueError(word)
+    return _FLAGS[word.lower()]
+
+
+def _as_none(word: str) -> None:
+    if word.lower() != "none":
+        raise ValueError(word)
+
+
+_CONVERSIONS: dict[type, Callable[[str], Any]] = {
+    type(None): _as_none,
+    bool: _as_flag,
+    int: int,
+    float: float,
+    Path: Path,
+    str: str,
+}
+
+
+def _kinds(kind: type[Any]) -> dict[str, tuple[type, ...]]:
+    """The types that the value of each option may have."""
+    hints = typing.get_type_hints(kind)
+    found: dict[str, tuple[type, ...]] = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        found[field.name] = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return found
+
+
+def _convert(kinds: tuple[type, ...], word: str) -> Any:
+    for kind, convert in _CONVERSIONS.items():  # in this order: every word is a string
+        if kind in kinds:
+            try:
+                return convert(word)
+            except ValueError:
+                continue
+    raise ValueError(word)
