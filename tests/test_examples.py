@@ -109,3 +109,19 @@ def test_readme_runs():
     assert len(blocks) >= 4
     code = "\n".join(blocks).replace("mt.configure(simulated_devices=8)", "")
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_tower_program(tmp_path, capsys):
+    # The lies (P3): per-tower variables that stay frozen, a saver that restores something else,
+    # two points of a step in the summaries.
+    path = EXAMPLES / "tower_program" / "tower_program.py"
+    assert len(path.read_text().splitlines()) < 120
+    main = runpy.run_path(str(path))["main"]
+    result, restored, state, predictions, tower_losses = main(tmp_path, epochs=4)
+    assert result["accuracy"] > 0.8
+    assert mt.fingerprint(restored) == mt.fingerprint(state)
+    assert predictions.shape == (360,)
+    assert sorted(tower_losses) == list(range(1, 45))
+    assert all(len(losses) == 4 and len(set(losses)) == 4 for losses in tower_losses.values())
+    assert "epoch 4" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "events").iterdir()} == {"train", "test"}

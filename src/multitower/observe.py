@@ -123,7 +123,8 @@ class EventFiles:
         if progress.state is not None:
             for path, leaf in jax.tree_util.tree_flatten_with_path(progress.state.params)[0]:
                 values = np.asarray(leaf, np.float32)  # host-device sync
-                writer.add_histogram(f"params{jax.tree_util.keystr(path)}", values, progress.step)
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                writer.add_histogram(f"params/{name}", values, progress.step)
 
     def add_images(self, name: str, images: Any, step: int) -> None:
         """Shows images in the train phase.

@@ -1,0 +1,78 @@
+"""Observers: what is written is what was reported, once per step, and others can read it."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+import multitower as mt
+from multitower.observe import EventFiles, MetricsFile
+
+
+def report(hook, steps, phase="train", **more):
+    for step in steps:
+        hook(mt.Progress(phase, step, 9, {"loss": 1 / step}, **more))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_per_step_also_after_a_resume(tmp_path):
+    # The lie: a resumed run that tells some steps twice, or loses those before it.
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as hook:
+        report(hook, [1, 2, 3])
+    with path.open("a") as file:
+        file.write('{"phase": "train", "st')  # killed in the middle of a line
+    with MetricsFile(path) as hook:
+        report(hook, [3, 4], examples_per_s=1234.56)
+    lines = read_lines(path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1] == {"phase": "train", "step": 4, "loss": 0.25, "examples_per_s": 1234.6}
+
+
+def test_a_nan_is_null(tmp_path):
+    # The lie: a line that only Python takes for JSON.
+    with MetricsFile(tmp_path / "m") as hook:
+        hook(mt.Progress("train", 1, 1, {"loss": float("nan")}))
+    assert read_lines(tmp_path / "m") == [{"phase": "train", "step": 1, "loss": None}]
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(mt.RunError, match="cannot be written"):
+        report(MetricsFile(tmp_path / "no" / "m"), [1])
+
+
+def events_of(directory):
+    """What TensorBoard itself reads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TensorBoard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "histograms": 0})
+    events.Reload()
+    return events
+
+
+def test_tensorboard_reads_one_point_per_step_and_tag(tmp_path):
+    import optax
+
+    state = mt.train_step(lambda w, x: (w["a"] - x) ** 2, optax.sgd(0.1), devices=1).init(
+        {"a": np.float32(3)}
+    )
+    images = np.zeros((2, 8, 8, 3), np.uint8)
+    with EventFiles(tmp_path, {"configuration": "towers: 4"}) as hook:
+        report(hook, [1, 2, 3], tower_losses=(0.5, 0.25))
+        hook.add_images("inputs", images, 3)
+        report(hook, [3], phase="test", state=state)
+    train, test = events_of(tmp_path / "train"), events_of(tmp_path / "test")
+    assert [(e.step, e.value) for e in train.Scalars("loss")] == [
+        (step, pytest.approx(1 / step)) for step in (1, 2, 3)
+    ]
+    assert len(train.Scalars("tower_losses/1")) == 3
+    assert [event.step for event in train.Images("inputs")] == [3]
+    assert any("configuration" in tag for tag in train.Tags()["tensors"])
+    assert [event.step for event in test.Scalars("loss")] == [3]
+    assert [event.step for event in test.Histograms("params/a")] == [3]
