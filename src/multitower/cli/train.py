@@ -137,10 +137,7 @@ def finish(directory: Path, recipe: Recipe, options: RunOptions, *, resume: bool
     with show_progress(options.steps or recipe.steps) as watch:
         result = run(recipe, options, watch, directory=directory, resume=resume)
     path = write_result(directory, result)
-    say(
-        f"{_scores(result)}  "
-        f"{result['seconds']:.1f} s  fingerprint {result['fingerprint'][:12]}"
-    )
+    say(f"{_scores(result)}  {result['seconds']:.1f} s  fingerprint {result['fingerprint'][:12]}")
     say(f"wrote {path}")
 
 
