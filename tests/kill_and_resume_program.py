@@ -97,9 +97,7 @@ def main(directory, num_kills, seed):
         # From before the first step is compiled to well after several checkpoints.
         began = attempt(directory, num_devices, draw.uniform(0.3, 5.0), pace_s=0.002)
         attempts.append([num_devices, began])
-        assert not (directory / "fingerprint").exists(), (
-            "too few steps for so many kills"
-        )
+        assert not (directory / "fingerprint").exists(), "too few steps for so many kills"
     num_devices = draw.choice(DEVICES)
     attempts.append([num_devices, attempt(directory, num_devices, None, pace_s=0)])
     fingerprint = (directory / "fingerprint").read_text()

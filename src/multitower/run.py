@@ -1,8 +1,10 @@
 """One run of a recipe: train, score on the test set, and say what came out."""
 
+import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from multitower.augmentation import augmented
 from multitower.data import make_batches
 from multitower.errors import RunError
 from multitower.fingerprint import fingerprint
+from multitower.observe import EventFiles, MetricsFile
 from multitower.placement import check_towers
 from multitower.progress import Hook, Progress
 from multitower.recipes import Recipe
@@ -77,7 +80,8 @@ def run(
         recipe: what to train.
         options: where, how long, from which seed.
         watch: called after every step, one step late: the devices are never kept waiting.
-        directory: where to keep checkpoints; None for none.
+        directory: where to keep checkpoints, `metrics.jsonl` and TensorBoard's `events`; None for
+            none of them.
         resume: go on from the newest checkpoint there, if there is one.
 
     Returns:
@@ -136,18 +140,20 @@ def run(
         )
 
     key = jax.random.key(options.seed)
-    state = trainer.fit(
-        recipe.init(key),
-        batches,
-        steps=steps,
-        model_state=None if recipe.model_state is None else recipe.model_state(),
-        # No key that `init` gets by splitting is this one: no split has so many parts.
-        rng=jax.random.fold_in(key, _LARGEST_SEED) if takes(recipe.loss, "rng") else None,
-        resume=resume,
-    )
-    scores = trainer.evaluate(
-        recipe.metrics, state, data.test, global_batch=_TEST_BATCHES * global_batch
-    )
+    with _observers(directory, recipe, options) as observers:
+        trainer.hooks.extend(observers)
+        state = trainer.fit(
+            recipe.init(key),
+            batches,
+            steps=steps,
+            model_state=None if recipe.model_state is None else recipe.model_state(),
+            # No key that `init` gets by splitting is this one: no split has so many parts.
+            rng=jax.random.fold_in(key, _LARGEST_SEED) if takes(recipe.loss, "rng") else None,
+            resume=resume,
+        )
+        scores = trainer.evaluate(
+            recipe.metrics, state, data.test, global_batch=_TEST_BATCHES * global_batch
+        )
     placement = trainer.step.placement
     return {
         "recipe": recipe.name,
@@ -165,3 +171,19 @@ def run(
         "versions": provenance.versions(),
         "host": provenance.host(placement.devices[0]),
     }
+
+
+@contextmanager
+def _observers(
+    directory: Path | None, recipe: Recipe, options: RunOptions
+) -> Generator[list[Hook]]:
+    """What writes down what the run reports."""
+    if directory is None:
+        yield []
+        return
+    text = json.dumps({"recipe": recipe.name, **recipe.options, **asdict(options)}, indent=2)
+    with (
+        MetricsFile(directory / "metrics.jsonl") as lines,
+        EventFiles(directory / "events", {"configuration": f"```\n{text}\n```"}) as events,
+    ):
+        yield [lines, events]

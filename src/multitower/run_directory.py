@@ -42,7 +42,9 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         if overwrite:
             result.unlink(missing_ok=True)
-            shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
+            for old in (CHECKPOINTS, "events"):
+                shutil.rmtree(path / old, ignore_errors=True)
+            (path / "metrics.jsonl").unlink(missing_ok=True)
         _check_writable(path)
     except OSError as error:
         raise RunError(
