@@ -80,6 +80,7 @@ def lenet(num_devices: int) -> Work:
     import jax
     import numpy as np
     import optax
+
     from multitower.recipes import lenet5
 
     rng = np.random.default_rng(0)
