@@ -19,7 +19,7 @@ def result_of(directory):
 
 
 @pytest.mark.slow
-def test_stopped_on_two_devices_and_resumed_on_three(tmp_path):
+def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     # The lie (law L4), as a user would see it: another fingerprint, another accuracy.
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert main([*FLAGS, "--devices", "1", "--run-dir", str(whole)]) == 0
@@ -41,6 +41,11 @@ def test_stopped_on_two_devices_and_resumed_on_three(tmp_path):
     assert main(["resume", str(stopped), "--devices", "3"]) == 0
     same = ("fingerprint", "test_accuracy", "test_loss", "steps", "towers")
     assert [result_of(stopped)[k] for k in same] == [result_of(whole)[k] for k in same]
+    capsys.readouterr()
+    assert main(["eval", str(stopped), "--devices", "2"]) == 0
+    scored = json.loads(capsys.readouterr().out)
+    assert (scored["step"], scored["examples"]) == (40, 359)
+    assert [scored[k] for k in same[:3]] == [result_of(whole)[k] for k in same[:3]]
 
 
 def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
@@ -54,6 +59,8 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     assert main(["resume", str(tmp_path)]) == 2
     assert "is finished" in capsys.readouterr().err
     (tmp_path / "result.json").unlink()
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
     assert main(["train", "digits", "--run-dir", str(tmp_path)]) == 2
     assert "multitower resume" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from multitower.fingerprint import fingerprint
 from multitower.observe import EventFiles, MetricsFile
 from multitower.placement import check_towers
 from multitower.progress import Hook, Progress
-from multitower.recipes import Recipe
+from multitower.recipes import DataSets, Recipe
 from multitower.recipes.recipe import takes
 from multitower.rows import take_apart
 from multitower.trainer import Trainer
@@ -106,7 +106,6 @@ def run(
     """
     began = time.perf_counter()
     steps = options.steps or recipe.steps
-    global_batch = options.global_batch or recipe.global_batch
     rate: float | None = None
 
     def note_rate(progress: Progress) -> None:
@@ -115,19 +114,7 @@ def run(
             rate = progress.examples_per_s
             watch(progress)
 
-    data = recipe.data()
-    num_examples = take_apart(data.train, 0, name="data").num_rows
-    trainer = Trainer(
-        recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
-        recipe.make_optimizer(steps, steps_per_epoch=num_examples / global_batch),
-        run_dir=directory,
-        devices=options.devices,
-        towers=options.towers,
-        global_batch=global_batch,
-        ema_decay=recipe.ema_decay,
-        checkpoint_every=options.checkpoint_every,
-        hooks=[note_rate],
-    )
+    trainer, data, global_batch = _set_up(recipe, options, directory)
 
     def batches(first: int) -> Iterator[Any]:
         return make_batches(
@@ -139,18 +126,10 @@ def run(
             keyed=recipe.augment is not None,
         )
 
-    key = jax.random.key(options.seed)
     with _observers(directory, recipe, options) as observers:
-        trainer.hooks.extend(observers)
-        state = trainer.fit(
-            recipe.init(key),
-            batches,
-            steps=steps,
-            model_state=None if recipe.model_state is None else recipe.model_state(),
-            # No key that `init` gets by splitting is this one: no split has so many parts.
-            rng=jax.random.fold_in(key, _LARGEST_SEED) if takes(recipe.loss, "rng") else None,
-            resume=resume,
-        )
+        trainer.hooks.extend([note_rate, *observers])
+        first = _first_state(recipe, options)
+        state = trainer.fit(batches=batches, steps=steps, resume=resume, **first)
         scores = trainer.evaluate(
             recipe.metrics, state, data.test, global_batch=_TEST_BATCHES * global_batch
         )
@@ -170,6 +149,68 @@ def run(
         "seconds": round(time.perf_counter() - began, 3),
         "versions": provenance.versions(),
         "host": provenance.host(placement.devices[0]),
+    }
+
+
+def score(recipe: Recipe, options: RunOptions, directory: Path) -> dict[str, Any]:
+    """Scores the newest checkpoint of a run on the recipe's test set, once more or elsewhere.
+
+    Args:
+        recipe: of the run.
+        options: of the run; `devices` may be others.
+        directory: of the run.
+
+    Returns:
+        `recipe`, `step` (updates made), `test_loss` and so on, `fingerprint` of the state, and
+        `examples`, how many were counted.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        MultitowerError: what `Trainer.evaluate` raises.
+    """
+    trainer, data, global_batch = _set_up(recipe, options, directory)
+    state = trainer.restore(**_first_state(recipe, options))
+    scores = trainer.evaluate(
+        recipe.metrics, state, data.test, global_batch=_TEST_BATCHES * global_batch
+    )
+    return {
+        "recipe": recipe.name,
+        "step": int(state.step),
+        **{f"test_{name}": value for name, value in scores.items()},
+        "fingerprint": fingerprint(state),
+        "examples": take_apart(data.test, 0, name="data").num_rows,
+    }
+
+
+def _set_up(
+    recipe: Recipe, options: RunOptions, directory: Path | None
+) -> tuple[Trainer, DataSets, int]:
+    """The trainer of a recipe, its data, and the rows of a step."""
+    steps = options.steps or recipe.steps
+    global_batch = options.global_batch or recipe.global_batch
+    data = recipe.data()
+    num_examples = take_apart(data.train, 0, name="data").num_rows
+    trainer = Trainer(
+        recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
+        recipe.make_optimizer(steps, steps_per_epoch=num_examples / global_batch),
+        run_dir=directory,
+        devices=options.devices,
+        towers=options.towers,
+        global_batch=global_batch,
+        ema_decay=recipe.ema_decay,
+        checkpoint_every=options.checkpoint_every,
+    )
+    return trainer, data, global_batch
+
+
+def _first_state(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
+    """What a run begins with."""
+    key = jax.random.key(options.seed)
+    return {
+        "params": recipe.init(key),
+        "model_state": None if recipe.model_state is None else recipe.model_state(),
+        # No key that `init` gets by splitting is this one: no split has so many parts.
+        "rng": jax.random.fold_in(key, _LARGEST_SEED) if takes(recipe.loss, "rng") else None,
     }
 
 

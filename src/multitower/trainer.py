@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from multitower.checkpoint import Checkpoints
 from multitower.devices import DeviceSpec
-from multitower.errors import ArgumentError, Interrupted, RunError
+from multitower.errors import ArgumentError, CheckpointError, Interrupted, RunError
 from multitower.evaluation import evaluate
 from multitower.feeding import prefetch
 from multitower.interruption import noted_signals
@@ -153,6 +153,28 @@ class Trainer:
                 first, state, _ = checkpoints.restore(like=state)
             save = _Saver(checkpoints, self._checkpoint_every, steps, about or {})
             return self._loop(state, batches(first), (first, steps), save, caught)
+
+    def restore(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """Reads the newest checkpoint, without training on.
+
+        Args:
+            params: as for `fit`; the values do not matter.
+            model_state: as for `fit`.
+            rng: as for `fit`.
+
+        Returns:
+            The state after the last step that was saved.
+
+        Raises:
+            CheckpointError: there is no run directory, no checkpoint, or it cannot be read.
+        """
+        if self._directory is None:
+            raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
+        if not self._directory.exists():
+            raise CheckpointError(f"{self._directory} is not there: no complete checkpoint yet.")
+        with Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints:
+            like = self.step.init(params, model_state=model_state, rng=rng)
+            return checkpoints.restore(like=like).state
 
     def evaluate(
         self,

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from multitower.cli import console
         from multitower.cli.doctor import doctor
-        from multitower.cli.resume import resume
+        from multitower.cli.resume import evaluate, resume
         from multitower.cli.train import train
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = console.make_show_warning()
         try:
             tyro.extras.subcommand_cli_from_dict(
-                {"train": train, "resume": resume, "doctor": doctor},
+                {"train": train, "resume": resume, "eval": evaluate, "doctor": doctor},
                 prog="multitower",
                 description="Data-parallel training: the same answer on any number of devices.",
                 args=sys.argv[1:] if arguments is None else list(arguments),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from multitower.cli.console import say, show_progress
+from multitower.cli.flags import Devices, Simulate, flag
 from multitower.cli.settings import SET_HELP, collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.recipes import SHIPPED, Recipe, find_recipe
@@ -18,13 +19,6 @@ from multitower.run_directory import (
     write_config,
     write_result,
 )
-
-WHERE = tyro.conf.create_mutex_group(required=False, title="where to run")
-
-
-def flag(metavar: str, text: str, default: str) -> Any:
-    """A flag with its help text."""
-    return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=f"(default: {default})")
 
 
 def train(
@@ -38,20 +32,8 @@ def train(
         ),
     ],
     *,
-    devices: Annotated[
-        int | None,
-        WHERE,
-        flag(
-            "N",
-            "Use the first N accelerators, or CPU devices where there are no accelerators.",
-            "all accelerators, or else two simulated devices",
-        ),
-    ] = None,
-    simulate: Annotated[
-        int | None,
-        WHERE,
-        flag("N", "Use N simulated CPU devices, whatever accelerators there are.", "none"),
-    ] = None,
+    devices: Devices = None,
+    simulate: Simulate = None,
     towers: Annotated[
         int | None,
         flag(
