@@ -57,3 +57,19 @@ def test_model_state_goes_to_metrics_that_take_it():
     scores = evaluate(with_state, 2.0, {"x": VALUES}, **options)
     assert scores == {"value": 2 * EXACT}
     assert evaluate(metrics, 2.0, {"x": VALUES}, **options)["value"] == 2 * EXACT
+
+
+def test_the_second_evaluation_compiles_nothing():
+    # The lie: an evaluation after every epoch that costs a compilation each time.
+    traces = []
+
+    def metrics(bound, x):
+        traces.append(x.shape)
+        return {"above": x > bound}
+
+    data = np.arange(10.0)
+    first = evaluate(metrics, 6.0, data, global_batch=4, devices=mt.devices(2))
+    count = len(traces)
+    assert evaluate(metrics, 8.0, data, global_batch=4, devices=mt.devices(2))["above"] == 0.1
+    assert first["above"] == 0.3
+    assert len(traces) == count

@@ -1,5 +1,6 @@
 """Evaluation: every example counts once, whatever the batches, towers and devices."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -58,14 +59,12 @@ def evaluate(
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
     num_rows = take_apart(dataset, 0, name="data").num_rows
     global_batch = min(global_batch, num_rows)
-    takes_state = LossFunction.of(metrics).takes_model_state
-
-    def score_rows(shared: tuple[Any, Any], batch: Any) -> dict[str, jax.Array]:
-        params, model_state = shared
-        return metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
-
-    shared = (params, model_state if takes_state else None)
-    score = make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)
+    where = tuple(devices) if isinstance(devices, list) else devices
+    try:
+        score = _scorer(metrics, where, towers)
+    except TypeError:  # an unhashable callable: nothing to remember it by
+        score = _scorer.__wrapped__(metrics, where, towers)
+    shared = (params, model_state if LossFunction.of(metrics).takes_model_state else None)
     seen: dict[str, list[float]] = {}
 
     def read(scores: dict[str, jax.Array], num_real: int) -> None:
@@ -85,3 +84,16 @@ def evaluate(
     assert waiting
     read(*waiting)
     return {name: math.fsum(values) / num_rows for name, values in seen.items()}
+
+
+@functools.lru_cache(maxsize=16)  # an evaluation after every epoch compiles once
+def _scorer(
+    metrics: Callable[..., Any], devices: DeviceSpec | None, towers: int | None
+) -> Callable[..., dict[str, jax.Array]]:
+    takes_state = LossFunction.of(metrics).takes_model_state
+
+    def score_rows(shared: tuple[Any, Any], batch: Any) -> dict[str, jax.Array]:
+        params, model_state = shared
+        return metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
+
+    return make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)
