@@ -411,6 +411,19 @@ def test_an_empty_parameter_tree_still_counts_the_loss():
         assert int(state.step) == 1
 
 
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+def test_a_nan_of_the_other_sign_ends_as_the_one_nan_in_metrics_and_state(num_devices):
+    """The lie: the sign of a NaN, which follows the order of operands, passes for the same bits."""
+    step = mt.train_step(
+        lambda w, x: w * x, optax.sgd(0.1), towers=8, devices=num_devices, diagnostics=True
+    )
+    rows = np.ones(8, np.float32)
+    rows[5] = np.copysign(np.float32(np.nan), np.float32(-1))
+    state, metrics = step(step.init(1.0), rows)
+    for value in (state.params, metrics["loss"]):
+        assert np.asarray(value).tobytes() == np.float32(np.nan).tobytes()
+
+
 @pytest.mark.parametrize(("num_rows", "num_right"), [(41, 41), (47, 47), (61, 61), (10, 5)])
 @pytest.mark.parametrize("towers", [None, 8])
 def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(num_rows, num_right, towers):

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 # A tower's number, or the sum of two trees. In `Plan.rest` the leaves are (device, part) pairs.
 Tree = Any
 
-_SMALL_BYTES = 64 * 1024  # below, one message beats two; 16 KiB to 256 KiB measured alike on CPUs
+_SMALL_BYTES = 64 * 1024  # up to this size one message is sent instead of two
 
 
 class Sum(tuple[Tree, Tree]):

@@ -137,8 +137,9 @@ class SameBits:
             return pack((result.means, result.sums)), result.rows
 
         def finish(state: Any, totals: Packed, scale: jax.Array) -> Any:
-            means, sums = unpack(totals)
-            return job.finish(state, _mean_of(means, scale), sums)
+            means, sums = jax.tree.map(_with_one_nan, unpack(totals))
+            means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+            return job.finish(state, means, sums)
 
         towers = compile_for_each(tower, (shared, pieces, Tower(scalar, scalar)), self._devices)
         packed: Packed = towers[0].out_info[0]
@@ -190,10 +191,8 @@ def _add(left: Packed, right: Packed) -> Packed:
     return Packed(tuple(reduction.add_buffers(left.buffers, right.buffers)), left.layout)
 
 
-def _mean_of(totals: Any, scale: jax.Array) -> Any:
-    def times(total: jax.Array) -> jax.Array:
-        mean = (total * scale).astype(total.dtype)
-        # Which of two NaNs an addition passes on depends on the order of its operands.
-        return jnp.where(jnp.isnan(mean), jnp.full_like(mean, jnp.nan), mean)
-
-    return jax.tree.map(times, totals)
+def _with_one_nan(total: jax.Array) -> jax.Array:
+    """One NaN for all: which of two an addition passes on depends on the order of its operands."""
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
