@@ -106,7 +106,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, h
                 pytest.skip("the fingerprint begins with the digit that was to differ")
         with pytest.raises(mt.CheckpointError, match=r"checkpoint 2: .* allow the previous one, 1"):
             checkpoints.restore(like=state)
-        assert checkpoints.restore(like=state, allow_previous=True).step == 1
+        warned = pytest.warns(mt.MultitowerWarning, match=r"checkpoint 2: .* from checkpoint 1")
+        with warned:
+            assert checkpoints.restore(like=state, allow_previous=True).step == 1
+        # Nothing is deleted, and step 2 can be saved anew.
+        assert (tmp_path / "damaged-2" / "about").exists()
+        checkpoints.save(2, state, {})
+        assert checkpoints.restore(like=state).step == 2
     gc.collect()  # here, where such reports are ignored
 
 

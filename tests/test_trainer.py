@@ -163,3 +163,60 @@ def test_a_device_with_other_bits_is_named(towers):
     broken = jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
     with pytest.raises(mt.StateError, match=r"cpu:2 holds .* state\.params\['w'\] than cpu:0"):
         check_replicas(state.replace(params={"w": broken}))
+
+
+def scores(params, batch):
+    return {"loss": losses(params, batch)}
+
+
+def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
+    # The lies: a test phase that changes what is trained; "best" that is merely the last.
+    told = []
+    trainer = make_trainer(
+        2,
+        run_dir=tmp_path,
+        keep_best="loss",
+        best="min",
+        hooks=[lambda progress: told.append((progress.phase, progress.step))],
+    )
+    # One test set after another is harder: so the first of them has the best score.
+    tests = iter([{"x": DATA["x"], "y": DATA["y"] + far} for far in (5.0, 0.0, 9.0)])
+    states = []
+
+    def evaluate(state):
+        states.append(mt.fingerprint(state))
+        trainer.evaluate(scores, state, next(tests), global_batch=64)
+
+    state = trainer.fit(PARAMS, batches, steps=60, evaluate=evaluate, evaluate_every=20)
+    assert mt.fingerprint(state) == undisturbed
+    assert [step for phase, step in told if phase == "test"] == [20, 40, 60]
+    assert told.index(("test", 20)) == told.index(("train", 20)) + 1
+    assert trainer.best is not None
+    assert trainer.best[0] == 40
+    assert mt.fingerprint(trainer.restore(PARAMS, best=True)) == states[1]
+    assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
+
+
+def test_what_keep_best_needs_is_said(tmp_path):
+    with pytest.raises(mt.ArgumentError, match="needs a run_dir"):
+        make_trainer(1, keep_best="loss")
+    with pytest.raises(mt.ArgumentError, match="say 'max' or 'min'"):
+        make_trainer(1, best="highest")
+    trainer = make_trainer(1, run_dir=tmp_path, keep_best="f1")
+    with pytest.raises(mt.ArgumentError, match="pass evaluate="):
+        trainer.fit(PARAMS, batches, steps=1, evaluate_every=1)
+    state = trainer.fit(PARAMS, batches, steps=1)
+    with pytest.raises(mt.RunError, match="the test phase has no such score. It has: loss"):
+        trainer.evaluate(scores, state, DATA, global_batch=64)
+
+
+def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undisturbed):
+    make_trainer(1, run_dir=tmp_path, checkpoint_every=20).fit(PARAMS, batches, steps=40)
+    (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()
+    with pytest.raises(mt.CheckpointError, match="--allow-previous"):
+        make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=60, resume=True)
+    with pytest.warns(mt.MultitowerWarning, match="goes on from checkpoint 20"):
+        state = make_trainer(1, run_dir=tmp_path).fit(
+            PARAMS, batches, steps=60, resume=True, allow_previous=True
+        )
+    assert mt.fingerprint(state) == undisturbed

@@ -6,6 +6,7 @@ them, so that bits lost on the disk are found, and errors of a background save t
 """
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import CheckpointError
+from multitower.errors import CheckpointError, MultitowerWarning
 from multitower.fingerprint import fingerprint
+from multitower.state_leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.train_state import TrainState
 
 
@@ -88,7 +90,7 @@ class Checkpoints:
         if step in self.steps():
             return
         # host-device sync: the next step overwrites the state, so it is copied first.
-        leaves = {name: _on_host(leaf) for name, leaf in _named_leaves(state)}
+        leaves = {name: on_host(leaf) for name, leaf in named_leaves(state)}
         written = {
             "about": dict(about),
             "fingerprint": fingerprint(list(leaves.values())),
@@ -118,7 +120,8 @@ class Checkpoints:
         Args:
             like: a state of the same structure, shapes and dtypes: `step.init(params)`.
             step: which one; the newest complete one by default.
-            allow_previous: take the one before when this one is damaged, and so on.
+            allow_previous: take the one before when this one is damaged, and so on. A warning says
+                so, and the damaged ones are renamed to `damaged-<step>`: nothing is deleted.
 
         Raises:
             CheckpointError: there is none; it is damaged; it is of another model or optimizer.
@@ -132,18 +135,46 @@ class Checkpoints:
         if not steps:
             raise CheckpointError(f"{self.directory} has no complete checkpoint to resume from.")
         candidates = [s for s in reversed(steps) if step is None or s <= step]
-        failures: list[str] = []
+        failures: dict[int, str] = {}
         for candidate in candidates if allow_previous else candidates[:1]:
             try:
-                return self._read(candidate, like)
+                restored = self._read(candidate, like)
             except _DamageError as damage:
-                failures.append(f"checkpoint {candidate}: {damage}")
+                failures[candidate] = f"checkpoint {candidate}: {damage}"
+                continue
+            if failures:
+                self._set_aside(list(failures))
+                warnings.warn(
+                    f"{'; '.join(failures.values())}. It goes on from checkpoint {candidate}; what "
+                    f"is damaged was renamed to {self.directory}/damaged-*.",
+                    MultitowerWarning,
+                    stacklevel=3,
+                )
+            return restored
         others = [s for s in candidates[1:] if not allow_previous]
-        hint = f" Or allow the previous one, {others[0]}." if others else ""
-        raise CheckpointError(
-            f"{self.directory} is damaged: {'; '.join(failures)}. Put the files back from a copy."
-            f"{hint}"
+        hint = (
+            f" Or allow the previous one, {others[0]} (allow_previous=True, or on the command line "
+            "--allow-previous)."
+            if others
+            else ""
         )
+        raise CheckpointError(
+            f"{self.directory} is damaged: {'; '.join(failures.values())}. Put the files back from "
+            f"a copy.{hint}"
+        )
+
+    def about(self, step: int) -> dict[str, Any]:
+        """Reads what was saved with a state, without the state.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return self._read_json(step)["about"]
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.directory}/{step} cannot be read: {_first_line(error)}."
+            ) from error
 
     def raise_failure(self) -> None:
         """Raises the error of a save that has failed in the background.
@@ -187,11 +218,9 @@ class Checkpoints:
     def _read(self, step: int, like: TrainState) -> Restored:
         args = self._ocp.args
         try:
-            written = self._manager.restore(
-                step, args=args.Composite(about=args.JsonRestore())
-            ).about
-            named = _named_leaves(like)
-            _check_same_leaves(written["leaves"], named, f"{self.directory}/{step}")
+            written = self._read_json(step)
+            named = named_leaves(like)
+            check_same_leaves(written["leaves"], named, f"{self.directory}/{step}")
             pattern = {
                 f"{number:05d}": np.empty(shape, np.dtype(jnp.dtype(dtype)))
                 for number, (dtype, shape) in enumerate(written["leaves"].values())
@@ -207,9 +236,23 @@ class Checkpoints:
         leaves = [np.asarray(read[key]) for key in sorted(read)]
         if fingerprint(leaves) != written["fingerprint"]:
             raise _DamageError("its bits are not the ones that were saved")
-        filled = [_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
+        filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
         state = jax.tree.unflatten(jax.tree.structure(like), filled)
         return Restored(step, state, written["about"])
+
+    def _read_json(self, step: int) -> dict[str, Any]:
+        args = self._ocp.args
+        return self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+
+    def _set_aside(self, steps: list[int]) -> None:
+        # A step that is made again must be saved again, and Orbax skips one that is there.
+        for step in steps:
+            target, number = self.directory / f"damaged-{step}", 1
+            while target.exists():
+                number += 1
+                target = self.directory / f"damaged-{step}-{number}"
+            (self.directory / str(step)).rename(target)
+        self._manager.reload()
 
     def _failed(self, error: Exception) -> CheckpointError:
         free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
@@ -232,47 +275,6 @@ def _orbax() -> Any:
             "checkpoints need Orbax: pip install 'multitower[cli]', or orbax-checkpoint."
         ) from error
     return ocp
-
-
-def _named_leaves(state: TrainState) -> list[tuple[str, Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _on_host(leaf: jax.Array) -> np.ndarray[Any, Any]:
-    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-    # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
-    return np.array(data.addressable_shards[0].data, copy=True)
-
-
-def _like(leaf: np.ndarray[Any, Any], old: jax.Array) -> jax.Array:
-    if _is_key(old):
-        return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
-    return jnp.asarray(leaf)
-
-
-def _check_same_leaves(
-    written: Mapping[str, Any], named: list[tuple[str, Any]], where: str
-) -> None:
-    wanted = dict(named)
-    for name in [*wanted, *written]:
-        if name not in wanted or name not in written:
-            holder = "the model" if name in wanted else "the checkpoint"
-            raise CheckpointError(
-                f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
-                "optimizer. Resume with the ones that it was made with."
-            )
-        leaf = jax.random.key_data(wanted[name]) if _is_key(wanted[name]) else wanted[name]
-        dtype, shape = written[name]
-        if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
-            raise CheckpointError(
-                f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
-                f"{leaf.dtype.name}{list(leaf.shape)} in the model: it was saved with another one."
-            )
 
 
 def _first_line(error: Exception) -> str:

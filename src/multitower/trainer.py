@@ -1,19 +1,21 @@
 """Trainer: from a loss function to a finished, resumable run. The loop reads top to bottom."""
 
-import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from multitower.best_checkpoint import BestCheckpoint
 from multitower.checkpoint import Checkpoints
 from multitower.devices import DeviceSpec
-from multitower.errors import ArgumentError, CheckpointError, Interrupted, RunError
+from multitower.errors import ArgumentError, CheckpointError, RunError
 from multitower.evaluation import evaluate
 from multitower.feeding import prefetch
 from multitower.interruption import noted_signals
 from multitower.progress import Hook, MetricsReader, Progress
 from multitower.replicas import check_replicas
+from multitower.saving import Saver
+from multitower.test_phase import TestPhase
 from multitower.train_job import EmaDecay
 from multitower.train_state import TrainState
 from multitower.train_step import TrainStep, train_step
@@ -39,6 +41,9 @@ class Trainer:
         model_state_from: as for `multitower.train_step`.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         keep_last: how many checkpoints to keep.
+        keep_best: name of a score; an evaluation that has the best one so far keeps its state in
+            `run_dir/best`, beside the checkpoints. None for none.
+        best: whether the best score is the highest, `"max"`, or the lowest, `"min"`.
         on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
             update of that step and goes on. Decided once for all towers.
         check_replicas_every: steps from one comparison of the devices' variables to the next; 0
@@ -76,12 +81,18 @@ class Trainer:
         model_state_from: Literal["mean", "first"] = "mean",
         checkpoint_every: int = 1000,
         keep_last: int = 3,
+        keep_best: str | None = None,
+        best: Literal["max", "min"] = "max",
         on_nonfinite: Literal["stop", "skip"] = "stop",
         check_replicas_every: int = 1000,
         hooks: Sequence[Hook] = (),
     ) -> None:
         if on_nonfinite not in ("stop", "skip"):
             raise ArgumentError(f"on_nonfinite={on_nonfinite!r}: say 'stop' or 'skip'.")
+        if best not in ("max", "min"):
+            raise ArgumentError(f"best={best!r}: say 'max' or 'min'.")
+        if keep_best is not None and run_dir is None:
+            raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
         if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
             raise ArgumentError(
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
@@ -94,6 +105,9 @@ class Trainer:
         self._on_nonfinite = on_nonfinite
         self._keep_last = keep_last
         self._directory = None if run_dir is None else Path(run_dir) / "checkpoints"
+        self._best = None
+        if run_dir is not None and keep_best is not None:
+            self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
             loss_fn,
@@ -116,7 +130,10 @@ class Trainer:
         model_state: Any = None,
         rng: Any = None,
         resume: bool = False,
+        allow_previous: bool = False,
         about: Mapping[str, Any] | None = None,
+        evaluate: Callable[[TrainState], Any] | None = None,
+        evaluate_every: int = 0,
     ) -> TrainState:
         """Trains until `steps` updates are made, from the start or from the last checkpoint.
 
@@ -128,7 +145,10 @@ class Trainer:
             model_state: as for `TrainStep.init`.
             rng: as for `TrainStep.init`.
             resume: go on from the newest checkpoint, if there is one.
+            allow_previous: when the newest checkpoint is damaged, go on from the one before.
             about: JSON values to keep with every checkpoint, such as the configuration.
+            evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
+            evaluate_every: steps from one test phase to the next; 0 for none.
 
         Returns:
             The state after the last step.
@@ -141,6 +161,7 @@ class Trainer:
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
+        test = TestPhase(evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
         with self._checkpoints() as checkpoints, noted_signals() as caught:
             first = 0
@@ -150,29 +171,36 @@ class Trainer:
                         f"{self._directory} holds checkpoints of steps {checkpoints.steps()}: pass "
                         "resume=True to go on from them, or choose another run_dir."
                     )
-                first, state, _ = checkpoints.restore(like=state)
-            save = _Saver(checkpoints, self._checkpoint_every, steps, about or {})
-            return self._loop(state, batches(first), (first, steps), save, caught)
+                first, state, _ = checkpoints.restore(like=state, allow_previous=allow_previous)
+            saver = Saver(checkpoints, self._checkpoint_every, steps, about or {})
+            span = (first, steps)
+            return self._loop(
+                state, batches(first), span=span, saver=saver, test=test, caught=caught
+            )
 
-    def restore(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
-        """Reads the newest checkpoint, without training on.
+    def restore(
+        self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
+    ) -> TrainState:
+        """Reads the newest checkpoint, or the best one, without training on.
 
         Args:
             params: as for `fit`; the values do not matter.
             model_state: as for `fit`.
             rng: as for `fit`.
+            best: read what `keep_best` kept.
 
         Returns:
-            The state after the last step that was saved.
+            The state after the last step that was saved, or the best one.
 
         Raises:
             CheckpointError: there is no run directory, no checkpoint, or it cannot be read.
         """
         if self._directory is None:
             raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
-        if not self._directory.exists():
-            raise CheckpointError(f"{self._directory} is not there: no complete checkpoint yet.")
-        with Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints:
+        directory = self._directory.parent / "best" if best else self._directory
+        if not directory.exists():
+            raise CheckpointError(f"{directory} is not there: no complete checkpoint yet.")
+        with Checkpoints(directory, keep_last=self._keep_last) as checkpoints:
             like = self.step.init(params, model_state=model_state, rng=rng)
             return checkpoints.restore(like=like).state
 
@@ -194,7 +222,8 @@ class Trainer:
             global_batch: rows to score at a time.
 
         Returns:
-            For each name the mean over all examples, each counted once. Hooks are told too.
+            For each name the mean over all examples, each counted once. Hooks are told too, and
+            with `keep_best` the state is kept if it is the best so far.
 
         Raises:
             MultitowerError: as `multitower.evaluation.evaluate`.
@@ -210,14 +239,18 @@ class Trainer:
         )
         number = int(state.step)  # host-device sync
         self._tell(Progress("test", number, number, scores, state=state))
+        if self._best is not None:
+            self._best.offer(number, state, scores)
         return scores
 
     def _loop(
         self,
         state: TrainState,
         batches: Iterator[Any],
+        *,
         span: tuple[int, int],
-        saver: "_Saver",
+        saver: Saver,
+        test: TestPhase,
         caught: list[int],
     ) -> TrainState:
         first, last = span
@@ -243,6 +276,9 @@ class Trainer:
                 if saver.is_due(number) or stop:
                     reader.read_waiting()  # host-device sync: only a good state is saved
                     saver.save(number, state)
+                if test.is_due(number) and not stop:
+                    reader.read_waiting()  # host-device sync: hooks hear of the steps in order
+                    test.run(state)
                 if stop:
                     raise saver.interrupted(stop, number)
         reader.read_waiting()
@@ -256,41 +292,11 @@ class Trainer:
         with Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints:
             yield checkpoints
 
+    @property
+    def best(self) -> tuple[int, dict[str, float]] | None:
+        """Step and scores of what `keep_best` kept; None if there is none."""
+        return None if self._best is None else self._best.scores()
+
     def _tell(self, progress: Progress) -> None:
         for hook in self.hooks:
             hook(progress)
-
-
-class _Saver:
-    """When to save, and what to say of it."""
-
-    def __init__(
-        self, checkpoints: Checkpoints | None, every: int, last: int, about: Mapping[str, Any]
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._every = every
-        self._last = last
-        self._about = about
-
-    def is_due(self, number: int) -> bool:
-        """Whether to save after this step; raises what went wrong with an earlier save."""
-        if self._checkpoints is None:
-            return False
-        self._checkpoints.raise_failure()
-        return number % self._every == 0 or number == self._last
-
-    def save(self, number: int, state: TrainState) -> None:
-        """Saves the state, if checkpoints are kept."""
-        if self._checkpoints is not None:
-            self._checkpoints.save(number, state, self._about)
-
-    def interrupted(self, number: int, step: int) -> Interrupted:
-        """What to raise when a signal came: everything is on disk by then."""
-        text = f"{signal.Signals(number).name}: stopped after step {step} of {self._last}"
-        if self._checkpoints is None:
-            return Interrupted(f"{text}; there is no run_dir to save to.", number)
-        self._checkpoints.wait()
-        return Interrupted(
-            f"{text}, which is saved in {self._checkpoints.directory}. Resume to go on from there.",
-            number,
-        )
