@@ -12,7 +12,8 @@ from multitower.cli import main
 
 KEYS = {
     "recipe", "options", "seed", "steps", "batch_size", "test_accuracy", "test_loss", "fingerprint",
-    "towers", "devices", "same_bits", "examples_per_s", "seconds", "versions", "host",
+    "towers", "devices", "placement", "same_bits", "examples_per_s", "seconds", "versions",
+    "host",
 }  # fmt: skip
 QUICK = ["--steps", "2", "--batch-size", "16"]
 
@@ -112,7 +113,10 @@ def test_help_reads_well(capsys):
         (["train", "cifar10", "--data", "/nowhere", "--synthetic"], "both synthetic images and"),
         (["train", "cifar10", "--set", "lr=1"], "no option 'lr'. There are: data=None"),
         (["train", "cifar10", "--set", "lr_base"], "--set lr_base: say NAME=VALUE"),
-        (["train", "cifar10", "--set", "reg_rate=x"], "reg_rate=x: this option of cifar10 is a n"),
+        (
+            ["train", "cifar10", "--set", "reg_rate=x"],
+            "reg_rate=x: this option of the r",
+        ),
         (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
         (["train", "digits", "--steps", "0"], "steps=0: a run makes at least one step."),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
@@ -137,7 +141,6 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
     [
         [],
         ["fly"],
-        ["train"],
         ["train", "digits", "--stepz", "3"],
         ["train", "digits", "--steps", "many"],
         ["train", "digits", "--devices", "1", "--simulate", "2"],

@@ -9,7 +9,7 @@ import pytest
 
 import multitower as mt
 from dataset_files import write_mnist
-from multitower.recipes import conv_net, find_recipe, mnist
+from multitower.recipes import conv_net, find_recipe, lenet5, mnist
 from processes import run_python
 
 IMAGES = np.random.default_rng(0).random((6, 28, 28, 1), np.float32)
@@ -50,9 +50,23 @@ def test_every_tower_draws_its_own_dropout(params):
 
 def test_scoring_drops_nothing(params):
     batch = {"image": (IMAGES * 255).astype(np.uint8), "label": np.arange(6, dtype=np.int32)}
-    scores = mnist.metrics(params, batch)
+    metrics = find_recipe("mnist").metrics
+    scores = metrics(params, batch)
     assert scores["loss"].shape == scores["accuracy"].shape == (6,)
-    np.testing.assert_array_equal(scores["loss"], mnist.metrics(params, batch)["loss"])
+    np.testing.assert_array_equal(scores["loss"], metrics(params, batch)["loss"])
+
+
+def test_lenet5_is_the_other_model():
+    recipe = find_recipe("mnist", {"model": "lenet5", "synthetic": "true"})
+    batch = {"image": (IMAGES * 255).astype(np.uint8), "label": np.arange(6, dtype=np.int32)}
+    params = recipe.init(jax.random.key(0))
+    expected = lenet5.logits(params, jnp.asarray(batch["image"]) / 255)
+    np.testing.assert_array_equal(recipe.predict(params, batch), expected)
+    losses, metrics = recipe.loss(params, batch)
+    np.testing.assert_array_equal(losses, recipe.metrics(params, batch)["loss"])
+    np.testing.assert_array_equal(metrics["accuracy"], expected.argmax(-1) == batch["label"])
+    with pytest.raises(mt.RunError, match="model=cnn: say conv_net or lenet5"):
+        find_recipe("mnist", {"model": "cnn"})
 
 
 def test_real_files_are_found(tmp_path):

@@ -1,6 +1,7 @@
 """A run: the same bits on any number of devices, numbers that mean what they say."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import multitower as mt
 from multitower.recipes import DataSets, Recipe
-from multitower.run import RunOptions, run
+from multitower.run import RunOptions, run, score
 
 TRUE = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -98,6 +99,26 @@ def test_one_step_has_no_rate():
     assert run(LINE, RunOptions(devices=1, steps=1))["examples_per_s"] is None
 
 
+def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
+    # Two test phases in one run, and the last one only once.
+    seen = []
+    options = RunOptions(devices=2, towers=4, steps=4, evaluate_every=2, keep_best="accuracy")
+    result = run(LINE, options, seen.append, directory=tmp_path)
+    assert [(now.phase, now.step) for now in seen] == [
+        ("train", 1), ("train", 2), ("test", 2), ("train", 3), ("train", 4),
+    ]  # fmt: skip
+    names = {"best", "checkpoints", "events", "metrics.jsonl", "report.html", "result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert result["placement"] == {"cpu:0": [0, 1], "cpu:1": [2, 3]}
+    assert set(result["best"]) == {"step", "loss", "accuracy"}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["phase"] == "test"] == [2, 4]
+    scored = score(LINE, options, tmp_path, best=True)
+    assert scored["step"] == result["best"]["step"]
+    assert scored["test_accuracy"] == result["best"]["accuracy"]
+
+
 def test_a_run_that_diverges_stops_and_says_where():
     wild = dataclasses.replace(LINE, optimizer=lambda steps: optax.sgd(1e18))
     with pytest.raises(mt.NonFiniteError, match=r"step [2-6] of 200: the loss is (nan|inf)"):
@@ -111,6 +132,8 @@ def test_a_run_that_diverges_stops_and_says_where():
         ({"global_batch": 0}, mt.RunError, "batch of 0 examples"),
         ({"seed": -1}, mt.RunError, "seed=-1"),
         ({"seed": 2**32}, mt.RunError, "use 0 to 4294967295"),
+        ({"evaluate_every": -1}, mt.RunError, "evaluate_every=-1"),
+        ({"best": "highest"}, mt.RunError, "say max or min"),
         ({"towers": 0}, mt.DeviceError, "towers=0"),
     ],
 )

@@ -206,7 +206,7 @@ def test_what_keep_best_needs_is_said(tmp_path):
     with pytest.raises(mt.ArgumentError, match="pass evaluate="):
         trainer.fit(PARAMS, batches, steps=1, evaluate_every=1)
     state = trainer.fit(PARAMS, batches, steps=1)
-    with pytest.raises(mt.RunError, match="the test phase has no such score. It has: loss"):
+    with pytest.raises(mt.RunError, match="has no such score"):
         trainer.evaluate(scores, state, DATA, global_batch=64)
 
 

@@ -50,8 +50,24 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
 
     @functools.wraps(loss_fn)  # what it takes, rng and model_state, is read from its signature
     def augmented_loss(params: Any, batch: dict[str, Any], **extras: Any) -> Any:
-        examples = dict(batch)
-        keys = jax.random.wrap_key_data(examples.pop(KEYS), impl=_GENERATOR)
-        return loss_fn(params, augment(examples, keys), **extras)
+        return loss_fn(params, augment_batch(augment, batch), **extras)
 
     return augmented_loss
+
+
+def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
+    """Changes the examples of a keyed batch, as a loss made by `augmented` sees them.
+
+    Args:
+        augment: as for `augmented`.
+        batch: with `"key"`.
+
+    Returns:
+        What `augment` makes of the batch without its keys.
+
+    Raises:
+        KeyError: the batch has no `"key"`.
+    """
+    examples = dict(batch)
+    keys = jax.random.wrap_key_data(examples.pop(KEYS), impl=_GENERATOR)
+    return augment(examples, keys)

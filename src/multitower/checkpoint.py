@@ -278,4 +278,6 @@ def _orbax() -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:200]
+    line = next(iter(str(error).splitlines()), "")
+    # TensorStore names the file first, at length, and what is wrong with it last.
+    return line if len(line) <= 200 else f"{line[:60]} ... {line[-140:]}"

@@ -12,6 +12,10 @@ from multitower.errors import RunError
 RESULT = "result.json"
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+BEST = "best"
+EVENTS = "events"
+METRICS = "metrics.jsonl"
+REPORT = "report.html"
 
 
 def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
@@ -41,10 +45,10 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if overwrite:
-            result.unlink(missing_ok=True)
-            for old in (CHECKPOINTS, "events"):
+            for old in (CHECKPOINTS, BEST, EVENTS):
                 shutil.rmtree(path / old, ignore_errors=True)
-            (path / "metrics.jsonl").unlink(missing_ok=True)
+            for old in (RESULT, METRICS, REPORT):
+                (path / old).unlink(missing_ok=True)
         _check_writable(path)
     except OSError as error:
         raise RunError(

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli import console
         from multitower.cli.doctor import doctor
         from multitower.cli.resume import evaluate, resume
-        from multitower.cli.train import train
+        from multitower.cli.train import expand_train_flags, train
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
             raise
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 {"train": train, "resume": resume, "eval": evaluate, "doctor": doctor},
                 prog="multitower",
                 description="Data-parallel training: the same answer on any number of devices.",
-                args=sys.argv[1:] if arguments is None else list(arguments),
+                args=expand_train_flags(sys.argv[1:] if arguments is None else arguments),
             )
         except Interrupted as stop:
             console.show_error(str(stop))

@@ -77,14 +77,27 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     )
     with bar:
         task = bar.add_task("", total=num_steps, shown="compiling")
-        yield lambda now: bar.update(task, completed=now.step, shown=_numbers(now))
+
+        def show(now: Progress) -> None:
+            if now.phase == "test":
+                console.print(Text(_line(now)), soft_wrap=True)  # above the bar
+            else:
+                bar.update(task, completed=now.step, shown=_numbers(now))
+
+        yield show
 
 
 def _print_lines(now: Progress) -> None:
-    if now.step % _LINE_EVERY == 0 or now.step == now.num_steps:
-        width = len(str(now.num_steps))
-        clock = time.strftime("%H:%M:%S")
-        say(f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}")
+    if now.phase == "test" or now.step % _LINE_EVERY == 0 or now.step == now.num_steps:
+        say(_line(now))
+
+
+def _line(now: Progress) -> str:
+    clock = time.strftime("%H:%M:%S")
+    if now.phase == "test":
+        return f"{clock}  test after step {now.step}  {_numbers(now)}"
+    width = len(str(now.num_steps))
+    return f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}"
 
 
 def _numbers(now: Progress) -> str:

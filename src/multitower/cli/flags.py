@@ -27,6 +27,10 @@ Simulate = Annotated[
     _WHERE,
     flag("N", "Use N simulated CPU devices, whatever accelerators there are.", "none"),
 ]
+Data = Annotated[
+    Path | None,
+    flag("DIR", "Read the data set from this directory.", "where --download puts it"),
+]
 RunDirectory = Annotated[
     Path,
     tyro.conf.Positional,

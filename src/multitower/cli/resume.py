@@ -3,9 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from multitower.cli.console import say
-from multitower.cli.flags import Devices, RunDirectory, Simulate
+from multitower.cli.flags import Data, Devices, RunDirectory, Simulate
+from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
 from multitower.cli.train import finish
 from multitower.errors import RunError
@@ -14,7 +18,20 @@ from multitower.run import RunOptions, score
 from multitower.run_directory import RESULT, read_config
 
 
-def resume(directory: RunDirectory, *, devices: Devices = None, simulate: Simulate = None) -> None:
+def resume(
+    directory: RunDirectory,
+    *,
+    devices: Devices = None,
+    simulate: Simulate = None,
+    allow_previous: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(
+            help="When the newest checkpoint is damaged, go on from the one before.",
+            help_behavior_hint="",
+        ),
+    ] = False,
+) -> None:
     """Go on with a run that was stopped or killed, on any number of devices.
 
     With --towers, the result has the same bits as if the run had never stopped.
@@ -24,19 +41,31 @@ def resume(directory: RunDirectory, *, devices: Devices = None, simulate: Simula
         raise RunError(f"{directory} is finished: {directory / RESULT} holds its result.")
     where = start_devices(devices, simulate, options.towers)
     say(f"resuming {recipe.name} from {directory} on {where}")
-    finish(directory, recipe, options, resume=True)
+    finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
 
 
 def evaluate(
-    directory: RunDirectory, *, devices: Devices = None, simulate: Simulate = None
+    directory: RunDirectory,
+    *,
+    devices: Devices = None,
+    simulate: Simulate = None,
+    data: Data = None,
+    best: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Score the state that --keep-best kept.", help_behavior_hint=""),
+    ] = False,
 ) -> None:
-    """Score the newest checkpoint of a run on its test set; prints JSON."""
-    recipe, options = _read_run(directory, devices)
+    """Score the newest checkpoint of a run, or its best one, on a test set; prints JSON."""
+    recipe, options = _read_run(directory, devices, data)
     start_devices(devices, simulate, options.towers)
-    print(json.dumps(score(recipe, options, directory), indent=2))
+    print(json.dumps(score(recipe, options, directory, best=best), indent=2))
 
 
-def _read_run(directory: Path, devices: int | None) -> tuple[Recipe, RunOptions]:
+def _read_run(
+    directory: Path, devices: int | None, data: Path | None = None
+) -> tuple[Recipe, RunOptions]:
     config = read_config(directory)
-    recipe = find_recipe(config["recipe"], config.get("settings"))
+    settings = collect_settings([], data, synthetic=False, before=config.get("settings"))
+    recipe = find_recipe(config["recipe"], settings)
     return recipe, dataclasses.replace(RunOptions(**config["options"]), devices=devices)

@@ -1,6 +1,6 @@
 """What the command line sets of a recipe: `--set`, `--data`, `--synthetic`, `--download`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from multitower.cli.console import say
@@ -10,16 +10,61 @@ from multitower.recipes import SHIPPED, Recipe, option_names
 _OPTIONS = "; ".join(
     f"{name}: {', '.join(names)}" for name in SHIPPED if (names := option_names(name))
 )
-SET_HELP = f"Set an option of the recipe; may be repeated. {_OPTIONS}."
+SET_HELP = (
+    "Set an option of the recipe; may be repeated. Short for --set lr_base=0.002 is --lr-base "
+    f"0.002. {_OPTIONS}."
+)
 
 
-def collect_settings(pairs: Sequence[str], data: Path | None, synthetic: bool) -> dict[str, str]:
+def expand_flags(words: Sequence[str], known: Collection[str], recipe: str) -> list[str]:
+    """Rewrites flags that are options of the recipe: `--lr-base 0.002` as `--set lr_base=0.002`.
+
+    Args:
+        words: of the command line, from `train` on.
+        known: names of the command's own flags, with underscores.
+        recipe: whose options.
+
+    Returns:
+        The words; what is no option of the recipe is left as it is.
+
+    Raises:
+        RunError: the recipe's file fails.
+    """
+    names = {_name(word) for word in words if word.startswith("--")} - {*known, "help"}
+    if not names:
+        return list(words)
+    options = set(option_names(recipe))
+    expanded: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = _name(word), "=" in word, word.partition("=")[2]
+        if word.startswith("--") and name in options - set(known):
+            if not equals:
+                value = left.pop(0) if left and not left[0].startswith("--") else "true"
+            expanded += ["--set", f"{name}={value}"]
+        else:
+            expanded.append(word)
+    return expanded
+
+
+def _name(word: str) -> str:
+    return word[2:].partition("=")[0].replace("-", "_")
+
+
+def collect_settings(
+    pairs: Sequence[str],
+    data: Path | None,
+    synthetic: bool,
+    before: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """Puts together what is set.
 
     Args:
         pairs: `NAME=VALUE`, each from one `--set`.
         data: from `--data`, which is short for `--set data=DIR`.
         synthetic: from `--synthetic`, which is short for `--set synthetic=true`.
+        before: what was set in a file, or by the run that this one goes on from; flags come first.
 
     Returns:
         The word for each option. Paths are absolute, so that a resume finds them from anywhere.
@@ -41,7 +86,11 @@ def collect_settings(pairs: Sequence[str], data: Path | None, synthetic: bool) -
     for name in settings:
         if [one for one, _ in found].count(name) > 1:
             raise RunError(f"the option {name!r} is set twice: leave one out.")
-    return settings
+    kept = dict(before or {})
+    for name, other in (("data", "synthetic"), ("synthetic", "data")):
+        if name in settings:
+            kept.pop(other, None)  # one source takes the place of the other
+    return {**kept, **settings}
 
 
 def download_data(recipe: Recipe) -> None:

@@ -1,37 +1,52 @@
 """`multitower train RECIPE`."""
 
 import dataclasses
+import inspect
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
+import multitower as mt
+from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, show_progress
-from multitower.cli.flags import Devices, Simulate, flag
-from multitower.cli.settings import SET_HELP, collect_settings, download_data
+from multitower.cli.flags import Data, Devices, Simulate, flag
+from multitower.cli.settings import SET_HELP, collect_settings, download_data, expand_flags
 from multitower.cli.start import start_devices
+from multitower.errors import RunError
 from multitower.recipes import SHIPPED, Recipe, find_recipe
 from multitower.recipes.recipe_file import is_file_name
 from multitower.run import RunOptions, run
 from multitower.run_directory import (
+    REPORT,
+    RESULT,
     fresh_run_directory,
     make_run_directory,
     write_config,
-    write_result,
 )
 
 
 def train(
     recipe: Annotated[
-        str,
+        str | None,
         tyro.conf.Positional,
         tyro.conf.arg(
             metavar="RECIPE",
             help=f"What to train: {', '.join(SHIPPED)}, or a file of yours, FILE.py.",
-            help_behavior_hint="",
+            help_behavior_hint="(default: the one that --config names)",
         ),
-    ],
+    ] = None,
     *,
+    config: Annotated[
+        Path | None,
+        flag(
+            "FILE",
+            "Take from this JSON or TOML file what no flag says; config.json in the directory of "
+            "a run is one.",
+            "none",
+        ),
+    ] = None,
     devices: Devices = None,
     simulate: Simulate = None,
     towers: Annotated[
@@ -48,10 +63,10 @@ def train(
         int | None,
         flag("N", "Take N examples per step, over all towers.", "the recipe's number"),
     ] = None,
-    data: Annotated[
-        Path | None,
-        flag("DIR", "Read the data set from this directory.", "where --download puts it"),
+    tower_batch: Annotated[
+        int | None, flag("N", "The same per tower: N times the number of towers.", "see above")
     ] = None,
+    data: Data = None,
     synthetic: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
@@ -72,11 +87,22 @@ def train(
         tyro.conf.arg(name="set", metavar="NAME=VALUE", help=SET_HELP, help_behavior_hint=""),
     ] = (),
     checkpoint_every: Annotated[
-        int, flag("N", "Save a checkpoint every N steps, and after the last one.", "1000")
-    ] = 1000,
+        int | None, flag("N", "Save a checkpoint every N steps, and after the last one.", "1000")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, flag("N", "Score the test set every N steps, and at the end.", "at the end")
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        flag("NAME", "Keep the state with the best NAME on the test set, DIR/best.", "none"),
+    ] = None,
+    best: Annotated[
+        Literal["max", "min"] | None, flag("max|min", "Which NAME is the best.", "max")
+    ] = None,
     seed: Annotated[
-        int, flag("N", "Draw the first parameters and the order of the examples from N.", "0")
-    ] = 0,
+        int | None,
+        flag("N", "Draw the first parameters and the order of the examples from N.", "0"),
+    ] = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
     ] = None,
@@ -89,38 +115,113 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe on all devices and score it; writes DIR/result.json."""
-    settings = collect_settings(set_options, data, synthetic)
-    chosen = find_recipe(recipe, settings)
-    options = RunOptions(
-        devices=devices,
-        towers=towers,
-        steps=steps,
-        global_batch=batch_size,
-        seed=seed,
-        checkpoint_every=checkpoint_every,
-    )
+    file = Config(None, {}, {}) if config is None else read_config_file(config)
+    name = _recipe_name(recipe, file, config)
+    settings = collect_settings(set_options, data, synthetic, before=file.settings)
+    chosen = find_recipe(name, settings)
+    flags: dict[str, Any] = {
+        "devices": devices,
+        "towers": towers,
+        "steps": steps,
+        "global_batch": batch_size,
+        "checkpoint_every": checkpoint_every,
+        "evaluate_every": evaluate_every,
+        "keep_best": keep_best,
+        "best": best,
+        "seed": seed,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    options = RunOptions(**{**file.options, **given})
+    if simulate is not None:
+        options = dataclasses.replace(options, devices=None)
     if download:
         download_data(chosen)
-    say(f"training {chosen.name} on {start_devices(devices, simulate, towers)}")
+    say(f"training {chosen.name} on {start_devices(options.devices, simulate, options.towers)}")
+    if tower_batch is not None:
+        options = _with_tower_batch(options, tower_batch, batch_size)
     directory = (
         fresh_run_directory(Path("runs"), chosen.name)
         if run_dir is None
         else make_run_directory(run_dir, overwrite=force)
     )
-    if is_file_name(recipe):
-        recipe = str(Path(recipe).absolute())  # so that a resume finds it from anywhere
-    config = {"recipe": recipe, "settings": settings, "options": dataclasses.asdict(options)}
-    write_config(directory, config)
+    write_config(
+        directory,
+        {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)},
+    )
     finish(directory, chosen, options)
 
 
-def finish(directory: Path, recipe: Recipe, options: RunOptions, *, resume: bool = False) -> None:
-    """Trains, from the start or from a checkpoint, and writes and prints the result."""
+def expand_train_flags(words: Sequence[str]) -> list[str]:
+    """Rewrites options of the recipe that are given as flags of `multitower train`.
+
+    Args:
+        words: after `multitower`.
+
+    Returns:
+        The words, with `--set` for each of these flags.
+
+    Raises:
+        RunError: the recipe's file fails.
+    """
+    recipe = _named_recipe(words)
+    if not words or words[0] != "train" or recipe is None:
+        return list(words)
+    return expand_flags(words, {*inspect.signature(train).parameters, "set"}, recipe)
+
+
+def _named_recipe(words: Sequence[str]) -> str | None:
+    """The recipe that the words after `train` name, themselves or through a file."""
+    if len(words) > 1 and (words[1] in SHIPPED or is_file_name(words[1])):
+        return words[1]
+    for place, word in enumerate(words):
+        if word.startswith("--config="):
+            return read_config_file(Path(word.partition("=")[2])).recipe
+        if word == "--config" and place + 1 < len(words):
+            return read_config_file(Path(words[place + 1])).recipe
+    return None
+
+
+def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
+    if recipe is None and file.recipe is None:
+        raise RunError(f"name a recipe: {', '.join(SHIPPED)}, or a file of yours, FILE.py.")
+    name = recipe or file.recipe or ""
+    if is_file_name(name):
+        name = str(Path(name).absolute())  # so that a resume finds it from anywhere
+    if file.recipe is not None and recipe is not None and name != file.recipe:
+        raise RunError(f"{path} is of the recipe {file.recipe}: leave {recipe} out, or --config.")
+    return name
+
+
+def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | None) -> RunOptions:
+    if batch_size is not None:
+        raise RunError(
+            f"both --batch-size {batch_size} and --tower-batch {tower_batch}: the first is the "
+            "second times the towers, so say one of them."
+        )
+    towers = options.towers or len(mt.devices(options.devices))
+    return dataclasses.replace(options, global_batch=tower_batch * towers)
+
+
+def finish(
+    directory: Path,
+    recipe: Recipe,
+    options: RunOptions,
+    *,
+    resume: bool = False,
+    allow_previous: bool = False,
+) -> None:
+    """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
     with show_progress(options.steps or recipe.steps) as watch:
-        result = run(recipe, options, watch, directory=directory, resume=resume)
-    path = write_result(directory, result)
+        result = run(
+            recipe,
+            options,
+            watch,
+            directory=directory,
+            resume=resume,
+            allow_previous=allow_previous,
+        )
     say(f"{_scores(result)}  {result['seconds']:.1f} s  fingerprint {result['fingerprint'][:12]}")
-    say(f"wrote {path}")
+    say(f"wrote {directory / RESULT} and {directory / REPORT}")
 
 
 def _scores(result: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
         True
     """
     module = _module(name)
-    options = make_options(_kind(module), settings or {}, name)
+    options = make_options(_kind(module), settings or {}, f"the recipe {name}")
     found = module.recipe if options is None else module.make_recipe(options)
     if not isinstance(found, Recipe):
         raise mt.RunError(

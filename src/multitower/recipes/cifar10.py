@@ -72,6 +72,7 @@ def make_recipe(options: Options) -> Recipe:
         augment=distort,
         loss=make_loss(options.reg_rate),
         metrics=metrics,
+        predict=predict,
         optimizer=make_optimizer(options),
         ema_decay=make_ema_decay(options.ma_decay),
         steps=10_000,
@@ -153,8 +154,20 @@ def metrics(params: lenet5.Params, batch: dict[str, Any]) -> dict[str, jax.Array
     Returns:
         `"loss"` and `"accuracy"`, as `multitower.recipes.scores.score`.
     """
-    images = distortions.central(batch["image"])
-    return score(lenet5.logits(params, images), batch["label"])
+    return score(predict(params, batch), batch["label"])
+
+
+def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
+    """Scores of the ten classes, by the middle of every image.
+
+    Args:
+        params: as for `metrics`.
+        batch: as for `metrics`.
+
+    Returns:
+        Logits, float32, shape (rows, 10).
+    """
+    return lenet5.logits(params, distortions.central(batch["image"]))
 
 
 def make_ema_decay(ma_decay: float) -> Callable[[jax.Array], jax.Array]:

@@ -68,6 +68,7 @@ def make_recipe(options: Options) -> Recipe:
         augment=cifar10.distort,
         loss=loss,
         metrics=metrics,
+        predict=predict,
         optimizer=optimizer,
         ema_decay=cifar10.make_ema_decay(options.ma_decay),
         steps=20_000,
@@ -86,6 +87,20 @@ def metrics(params: Any, batch: dict[str, Any], *, model_state: Any) -> dict[str
     Returns:
         `"loss"` and `"accuracy"`, as `multitower.recipes.scores.score`.
     """
+    return score(predict(params, batch, model_state=model_state), batch["label"])
+
+
+def predict(params: Any, batch: dict[str, Any], *, model_state: Any) -> jax.Array:
+    """Scores of the ten classes, by the middle of every image.
+
+    Args:
+        params: as for `metrics`.
+        batch: as for `metrics`.
+        model_state: as for `metrics`.
+
+    Returns:
+        Logits, float32, shape (rows, 10).
+    """
     images = distortions.central(batch["image"])
     answers, _ = resnet20.logits(params, model_state, images, training=False)
-    return score(answers, batch["label"])
+    return answers

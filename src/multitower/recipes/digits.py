@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import multitower as mt
 from multitower.recipes import lenet5
 from multitower.recipes.recipe import DataSets, Recipe
+from multitower.recipes.scores import score
 
 _PENALTY_RATE = 1e-4
 _LEARNING_RATE = 4e-3
@@ -140,12 +140,20 @@ def metrics(params: lenet5.Params, batch: dict[str, Any]) -> dict[str, jax.Array
         `"loss"`, the cross-entropy without the weight penalty, and `"accuracy"`, 1 for a right
         answer, 0 for a wrong one; both float32, shape (rows,).
     """
-    logits = lenet5.logits(params, batch["image"])
-    is_right = jnp.argmax(logits, axis=-1) == batch["label"]
-    return {
-        "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
-        "accuracy": is_right.astype(jnp.float32),
-    }
+    return score(predict(params, batch), batch["label"])
+
+
+def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
+    """Scores of the ten digits for every image.
+
+    Args:
+        params: from `lenet5.init`.
+        batch: as for `metrics`.
+
+    Returns:
+        Logits, float32, shape (rows, 10).
+    """
+    return lenet5.logits(params, batch["image"])
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
@@ -166,6 +174,7 @@ recipe = Recipe(
     init=lenet5.init,
     loss=loss,
     metrics=metrics,
+    predict=predict,
     optimizer=optimizer,
     steps=500,
     global_batch=64,

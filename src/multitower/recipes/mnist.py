@@ -1,4 +1,4 @@
-"""mnist: a convolutional network with dropout on 60 000 handwritten digits."""
+"""mnist: 60 000 handwritten digits; a convolutional network with dropout, or LeNet-5."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import multitower as mt
 from multitower import datasets
-from multitower.recipes import conv_net
+from multitower.recipes import conv_net, lenet5
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.recipe import DataSets, Recipe
 from multitower.recipes.scores import score
@@ -20,17 +21,20 @@ _NAME = "mnist"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(ImageOptions):
-    """What can be set: `multitower train mnist --set dropout_rate=0.5`.
+    """What can be set: `multitower train mnist --set model=lenet5`.
 
     Raises:
         RunError: a number that makes no sense.
     """
 
+    model: Annotated[str, "conv_net or lenet5"] = "conv_net"
     learning_rate: Annotated[float, "of Adam"] = 1e-3
-    dropout_rate: Annotated[float, "share of the features dropped in training"] = 0.25
+    dropout_rate: Annotated[float, "share of conv_net's features dropped in training"] = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.model not in ("conv_net", "lenet5"):
+            raise mt.RunError(f"model={self.model}: say conv_net or lenet5.")
         check_range(self, "learning_rate", 0, 1e3)
         check_range(self, "dropout_rate", 0, 0.999)
 
@@ -42,21 +46,24 @@ def make_recipe(options: Options) -> Recipe:
         options: what is set.
 
     Returns:
-        The recipe. Every tower draws its own dropout.
+        The recipe. With conv_net every tower draws its own dropout.
 
     Example:
         >>> from multitower.recipes import mnist
         >>> mnist.make_recipe(mnist.Options(synthetic=True)).data().test["image"].shape
         (10000, 28, 28, 1)
     """
+    is_lenet5 = options.model == "lenet5"
+    predict = predict_lenet5 if is_lenet5 else predict_conv_net
     directory = options.data or datasets.cache_directory(_NAME)
     return Recipe(
         name=_NAME,
         data=lambda: load(options),
         download=lambda progress: datasets.download_mnist(directory, progress),
-        init=conv_net.init,
-        loss=make_loss(options.dropout_rate),
-        metrics=metrics,
+        init=lenet5.init if is_lenet5 else conv_net.init,
+        loss=loss_lenet5 if is_lenet5 else make_loss(options.dropout_rate),
+        metrics=lambda params, batch: score(predict(params, batch), batch["label"]),
+        predict=predict,
         optimizer=lambda steps: optax.adam(options.learning_rate),
         steps=1000,
         global_batch=128,
@@ -103,17 +110,44 @@ def make_loss(dropout_rate: float) -> Callable[..., Any]:
     return loss
 
 
-def metrics(params: conv_net.Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """Scores examples, without dropout.
+def loss_lenet5(params: lenet5.Params, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    """The cross-entropy of LeNet-5.
 
     Args:
-        params: from `conv_net.init`.
+        params: from `lenet5.init`.
         batch: `"image"` and `"label"`, as `load` returns them.
 
     Returns:
-        `"loss"` and `"accuracy"`, as `multitower.recipes.scores.score`.
+        As the loss that `make_loss` makes.
     """
-    return score(conv_net.logits(params, as_floats(batch["image"])), batch["label"])
+    scores = score(predict_lenet5(params, batch), batch["label"])
+    return scores["loss"], {"accuracy": scores["accuracy"]}
+
+
+def predict_conv_net(params: conv_net.Params, batch: dict[str, Any]) -> jax.Array:
+    """Scores of the ten digits, without dropout.
+
+    Args:
+        params: from `conv_net.init`.
+        batch: `"image"`, as `load` returns it.
+
+    Returns:
+        Logits, float32, shape (rows, 10).
+    """
+    return conv_net.logits(params, as_floats(batch["image"]))
+
+
+def predict_lenet5(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
+    """Scores of the ten digits.
+
+    Args:
+        params: from `lenet5.init`.
+        batch: `"image"`, as `load` returns it.
+
+    Returns:
+        Logits, float32, shape (rows, 10).
+    """
+    return lenet5.logits(params, as_floats(batch["image"]))
 
 
 def as_floats(images: Any) -> jax.Array:

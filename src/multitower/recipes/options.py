@@ -1,4 +1,4 @@
-"""The options of a recipe: a dataclass, set by name from words such as those of a command line."""
+"""Options: a dataclass, set by name from words such as those of a command line."""
 
 import dataclasses
 import types
@@ -32,18 +32,17 @@ class ImageOptions:
 
 
 def make_options(
-    kind: type[Options] | None, settings: Mapping[str, str], recipe: str
+    kind: type[Options] | None, settings: Mapping[str, str], owner: str
 ) -> Options | None:
-    """Makes a recipe's options from words.
+    """Makes options from words.
 
     Args:
-        kind: a dataclass whose fields are bool, int, float, str or Path, or one of these or None,
-            or one of these `Annotated` with a line of text; None for a recipe without options.
-        settings: the word for each option that is set; `"none"` for None.
-        recipe: its name, for messages.
+        kind: as for `convert_options`; None for a recipe without options.
+        settings: as for `convert_options`.
+        owner: as for `convert_options`.
 
     Returns:
-        The options, or None if the recipe has none.
+        The options, or None if there are none.
 
     Raises:
         RunError: an option that is not there, or a word that does not fit; the message lists the
@@ -52,20 +51,41 @@ def make_options(
     Example:
         >>> from multitower.recipes.cifar10 import Options
         >>> from multitower.recipes.options import make_options
-        >>> make_options(Options, {"lr_base": "0.002"}, "cifar10").lr_base
+        >>> make_options(Options, {"lr_base": "0.002"}, "the recipe cifar10").lr_base
         0.002
+    """
+    values = convert_options(kind, settings, owner)
+    return None if kind is None else kind(**values)
+
+
+def convert_options(
+    kind: type[Any] | None, settings: Mapping[str, str], owner: str
+) -> dict[str, Any]:
+    """Turns words into the values of options.
+
+    Args:
+        kind: a dataclass whose fields are bool, int, float, str or Path, or one of these or None,
+            or one of these `Annotated` with a line of text; None if there are no options.
+        settings: the word for each option that is set; `"none"` for None.
+        owner: whose options, for messages: `"the recipe cifar10"`.
+
+    Returns:
+        The value of each option that is set.
+
+    Raises:
+        RunError: as `make_options`.
     """
     known = {} if kind is None else _kinds(kind)
     values: dict[str, Any] = {}
     for name, word in settings.items():
         if name not in known:
-            raise mt.RunError(f"the recipe {recipe} has no option {name!r}. {describe(kind)}")
+            raise mt.RunError(f"{owner} has no option {name!r}. {describe(kind)}")
         try:
             values[name] = _convert(known[name], word)
         except ValueError:
             wanted = " or ".join(_NAMES.get(one, one.__name__) for one in known[name])
-            raise mt.RunError(f"{name}={word}: this option of {recipe} is {wanted}.") from None
-    return None if kind is None else kind(**values)
+            raise mt.RunError(f"{name}={word}: this option of {owner} is {wanted}.") from None
+    return values
 
 
 def describe(kind: type[Any] | None) -> str:

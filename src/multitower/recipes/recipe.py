@@ -36,6 +36,9 @@ class Recipe:
         metrics: `metrics(params, batch)`, a dict with one number per row, shape (rows,), for each
             name; a test set is scored by their means. It may take keyword-only `model_state`. The
             parameters are the moving average, if there is one.
+        predict: `predict(params, batch)`, scores of the classes, shape (rows, classes); it may take
+            keyword-only `model_state`. With it a report shows examples, if the data sets are dicts
+            of `"image"`, shape (rows, height, width, 1 or 3), and `"label"`, integers.
         optimizer: `optimizer(steps)` makes the optax optimizer of a run. It may take keyword-only
             `steps_per_epoch`, a float.
         steps: updates of a run that does not say.
@@ -77,6 +80,7 @@ class Recipe:
     optimizer: Callable[..., optax.GradientTransformation]
     steps: int
     global_batch: int
+    predict: Callable[..., jax.Array] | None = None
     distort: Callable[[Any, np.random.Generator], Any] | None = None
     augment: Callable[[Any, jax.Array], Any] | None = None
     model_state: Callable[[], Any] | None = None

@@ -1,0 +1,69 @@
+"""`--config FILE`: the configuration of a run, as a run saves it or as a person writes it."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multitower.errors import RunError
+from multitower.recipes.options import convert_options
+from multitower.run_options import RunOptions
+
+
+class Config(NamedTuple):
+    """What a run is configured with.
+
+    Attributes:
+        recipe: its name or file; None if the file does not say.
+        settings: the word for each option of the recipe that is set.
+        options: the value of each of `RunOptions` that is set.
+    """
+
+    recipe: str | None
+    settings: dict[str, str]
+    options: dict[str, Any]
+
+
+def read_config_file(path: Path) -> Config:
+    """Reads a configuration.
+
+    Args:
+        path: of a JSON file, such as the `config.json` of a run, or of a TOML file:
+
+            ```toml
+            recipe = "cifar10"
+            [settings]          # options of the recipe
+            lr_base = 0.002
+            [options]           # options of the run
+            towers = 8
+            ```
+
+    Returns:
+        The configuration.
+
+    Raises:
+        RunError: the file cannot be read, or says something that there is not.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        found: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:  # both parsers' errors are
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise RunError(f"{path} is no {kind}: {error}.") from error
+    tables = ("settings", "options")
+    if not isinstance(found, dict) or not all(isinstance(found.get(t, {}), dict) for t in tables):
+        raise RunError(f"{path}: settings and options must be tables of names and values.")
+    unknown = sorted(set(found) - {"recipe", *tables})
+    if unknown:
+        raise RunError(
+            f"{path} has {unknown[0]!r}: there are recipe, settings (options of the recipe) and "
+            "options (of the run)."
+        )
+    words = {name: str(value) for name, value in found.get("options", {}).items()}
+    return Config(
+        recipe=found.get("recipe"),
+        settings={name: str(value) for name, value in found.get("settings", {}).items()},
+        options=convert_options(RunOptions, words, f"{path}: a run"),
+    )

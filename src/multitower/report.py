@@ -1,0 +1,123 @@
+"""`report.html`: a run on one page, in one file that needs no other and no network."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from multitower.errors import RunError
+from multitower.report_page.charts import draw_charts
+from multitower.report_page.curves import read_curves
+from multitower.report_page.overview import place_in_words, show_figures, show_placement
+from multitower.report_page.samples import Sample, show_samples
+from multitower.report_page.tables import show_origin, show_settings
+from multitower.report_page.wording import escape, score
+from multitower.run_directory import METRICS, REPORT
+
+__all__ = ["Sample", "write_report"]
+
+
+def write_report(
+    directory: Path,
+    *,
+    config: Mapping[str, Any],
+    result: Mapping[str, Any],
+    placement: Sequence[tuple[str, Sequence[int]]],
+    samples: Sequence[Sample] = (),
+) -> Path:
+    """Writes `report.html`, whole or not at all: figures, curves, devices, settings, samples.
+
+    The curves are those of `metrics.jsonl` in the same directory. A long one is drawn as means of
+    neighbouring points with a band from the smallest to the largest of them, so that the page
+    stays small and a spike stays visible.
+
+    Args:
+        directory: of the run.
+        config: as in `config.json`: `"recipe"`, `"settings"`, `"options"`.
+        result: as in `result.json`.
+        placement: for each device its name, such as `"cpu:0"`, and the numbers of its towers.
+        samples: test examples with what the model says about them; shown in this order.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RunError: the metrics cannot be read, an image is none, or the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from multitower.report import write_report
+        >>> config = {"recipe": "digits", "settings": {}, "options": {"steps": 9}}
+        >>> result = {"recipe": "digits", "steps": 9, "test_accuracy": 0.98}
+        >>> with tempfile.TemporaryDirectory() as here:
+        ...     path = write_report(
+        ...         Path(here), config=config, result=result, placement=[("cpu:0", [0, 1])]
+        ...     )
+        ...     "98 %" in path.read_text(encoding="utf-8")
+        True
+    """
+    curves = read_curves(directory / METRICS)
+    sections = {
+        "Curves": f'<div class="charts">{draw_charts(curves)}</div>',
+        "Sample predictions": show_samples(samples) if samples else "",
+        "Devices and towers": show_placement(placement, result),
+        "Settings": f'<div class="tables">{show_settings(config, result)}</div>',
+        "Software and machine": f'<div class="tables">{show_origin(result)}</div>',
+    }
+    body = "\n".join(
+        f"<section>\n<h2>{title}</h2>\n{content}\n</section>"
+        for title, content in sections.items()
+        if content
+    )
+    return _write_whole(directory / REPORT, _page(result, body))
+
+
+def _page(result: Mapping[str, Any], body: str) -> str:
+    recipe = escape(result.get("recipe", "run"))
+    style = resources.files("multitower.report_page").joinpath("style.css").read_text("utf-8")
+    accuracy = result.get("test_accuracy")
+    scored = "" if accuracy is None else f": {score('test_accuracy', accuracy)} test accuracy"
+    now = time.time()
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{recipe}{scored} | multitower</title>
+<style>
+{style}</style>
+</head>
+<body>
+<header>
+<p class="eyebrow">multitower run, <time datetime="{moment}">{date}</time></p>
+<h1>{recipe}</h1>
+<p class="summary">{escape(place_in_words(result))}</p>
+</header>
+<main>
+{show_figures(result)}
+{body}
+</main>
+<footer>
+<p>All numbers are in result.json, config.json and metrics.jsonl beside this file.</p>
+</footer>
+</body>
+</html>
+"""
+
+
+def _write_whole(target: Path, text: str) -> Path:
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    # A path may hold bytes that are no text; they must not cost the report.
+    content = text.encode("utf-8", "backslashreplace")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, target)  # readers see no file, the old one or the whole new one
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RunError(f"{target} cannot be written: {error.strerror or error}.") from error
+    return target
