@@ -46,6 +46,12 @@ setup: $(stamp)  ## make the virtual environment, without running anything
 train: $(stamp)  ## the main job: train the digits recipe
 	@$(bin)/multitower train digits $(ARGS)
 
+# Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
+# (The tests of the same bits over processes do without, see tests/same_bits_program.py.)
+test test-slow: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
+test test-slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test test-slow: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
 

@@ -16,8 +16,6 @@ import optax
 
 import multitower as mt
 
-mt.configure(simulated_devices=2)
-
 STEPS = 12
 MENDED = {"full": "remount,size=64m", "read-only": "remount,rw"}
 
@@ -54,6 +52,7 @@ def train(run_dir, hooks=(), *, resume=False):
 
 
 def main(directory, how):
+    mt.configure(simulated_devices=2)
     whole = train(directory / "whole")
     disk = directory / "disk"
     disk.mkdir()

@@ -17,6 +17,9 @@ import optax
 
 import multitower as mt
 
+# Every process compiles for itself, as on machines that share nothing.
+jax.config.update("jax_enable_compilation_cache", False)
+
 STEPS = 3
 
 

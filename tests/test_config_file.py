@@ -10,6 +10,7 @@ from multitower.cli import main
 from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.train import expand_train_flags
 
+RECIPE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 TOML = """
 recipe = "cifar10"
 [settings]
@@ -95,8 +96,8 @@ def test_a_saved_configuration_makes_the_same_run_and_flags_come_first(tmp_path)
     same = ("fingerprint", "seed", "steps", "towers", "batch_size")
     assert [results[0][key] for key in same[1:]] == [7, 3, 2, 8]
     assert [results[0][key] for key in same] == [results[1][key] for key in same]
-    flags = ["--config", config, "--run-dir", str(tmp_path / "other"), "--seed", "8"]
-    assert main(["train", "digits", *flags]) == 0
+    flags = ["--config", config, "--seed", "8", "--run-dir", str(tmp_path / "other")]
+    assert main(["train", RECIPE, *flags]) == 0
     other = json.loads((tmp_path / "other" / "result.json").read_text())
     assert (other["seed"], other["steps"]) == (8, 3)
 

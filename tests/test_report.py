@@ -144,7 +144,7 @@ def test_what_cannot_be_written_leaves_the_old_report_alone(tmp_path, monkeypatc
     def refuse(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("multitower.report.os.replace", refuse)
+    monkeypatch.setattr("multitower.run_directory.os.replace", refuse)
     with pytest.raises(mt.RunError, match=r"report\.html cannot be written: No space left"):
         make_page(tmp_path, result={**RESULT, "recipe": "another"})
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == old

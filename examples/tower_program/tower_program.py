@@ -70,6 +70,7 @@ def tower_loss(params, batch):
 def main(run_dir, epochs=10):
     train, test = load()
     steps_per_epoch = len(train["y"]) // GLOBAL_BATCH
+    devices = mt.devices()[:TOWERS]
     tower_losses = {}
 
     def batches(first):  # the generator: batch number s, from `first` on
@@ -85,7 +86,7 @@ def main(run_dir, epochs=10):
             optax.sgd(LEARNING_RATE),
             run_dir=run_dir,
             towers=TOWERS,
-            devices=mt.devices()[:TOWERS],
+            devices=devices,
             global_batch=GLOBAL_BATCH,
             hooks=[summaries, remember],
         )
@@ -101,13 +102,17 @@ def main(run_dir, epochs=10):
                 f"accuracy {result['accuracy']:.4f}; tower losses differ by {spread:.4f}"
             )
 
-    # Predictions of the saved model, restored exactly, on all devices.
+    # Predictions of the saved model, restored exactly, tower by tower on all devices.
     with Checkpoints(Path(run_dir) / "checkpoints") as saver:
         restored = saver.restore(like=trainer.step.init(params)).state
-    predict = mt.make_parallel(lambda p, x: model(p, x).argmax(-1), in_axes=(None, 0))
-    predictions = np.asarray(predict(restored.params, test["x"]))
-    print(f"restored: {mt.fingerprint(restored) == mt.fingerprint(state)}, {predictions[:10]}")
-    return result, restored, state, predictions, tower_losses
+    predict = mt.make_parallel(
+        lambda p, x: model(p, x).argmax(-1), (None, 0), devices=devices, towers=TOWERS
+    )
+    predictions = np.split(np.asarray(predict(restored.params, test["x"])), TOWERS)
+    print(f"restored: {mt.fingerprint(restored) == mt.fingerprint(state)}")
+    for tower, answers in enumerate(predictions):
+        print(f"tower {tower} of the saved model says {answers[:10]}")
+    return result, restored, state, np.concatenate(predictions), tower_losses
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ added here is what a resume must be able to trust: every leaf by name, a fingerp
 them, so that bits lost on the disk are found, and errors of a background save that nobody can miss.
 """
 
+import errno
+import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -19,6 +21,8 @@ from multitower.errors import CheckpointError, MultitowerWarning
 from multitower.fingerprint import fingerprint
 from multitower.state_leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.train_state import TrainState
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
 
 
 class Restored(NamedTuple):
@@ -278,6 +282,9 @@ def _orbax() -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    # TensorStore's messages are long, and may name what is wrong with the disk anywhere in them.
     line = next(iter(str(error).splitlines()), "")
-    # TensorStore names the file first, at length, and what is wrong with it last.
-    return line if len(line) <= 200 else f"{line[:60]} ... {line[-140:]}"
+    causes = [os.strerror(code) for code in _DISK_ERRORS]
+    cause = next((cause for cause in causes if cause in str(error)), "")
+    shown = line[:200]
+    return f"{cause}: {shown}" if cause and cause not in shown else shown

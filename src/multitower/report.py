@@ -1,20 +1,18 @@
 """`report.html`: a run on one page, in one file that needs no other and no network."""
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from multitower.errors import RunError
 from multitower.report_page.charts import draw_charts
 from multitower.report_page.curves import read_curves
 from multitower.report_page.overview import place_in_words, show_figures, show_placement
 from multitower.report_page.samples import Sample, show_samples
 from multitower.report_page.tables import show_origin, show_settings
 from multitower.report_page.wording import escape, score
-from multitower.run_directory import METRICS, REPORT
+from multitower.run_directory import METRICS, REPORT, write_whole
 
 __all__ = ["Sample", "write_report"]
 
@@ -72,7 +70,7 @@ def write_report(
         for title, content in sections.items()
         if content
     )
-    return _write_whole(directory / REPORT, _page(result, body))
+    return write_whole(directory / REPORT, _page(result, body))
 
 
 def _page(result: Mapping[str, Any], body: str) -> str:
@@ -108,16 +106,3 @@ def _page(result: Mapping[str, Any], body: str) -> str:
 </body>
 </html>
 """
-
-
-def _write_whole(target: Path, text: str) -> Path:
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    # A path may hold bytes that are no text; they must not cost the report.
-    content = text.encode("utf-8", "backslashreplace")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, target)  # readers see no file, the old one or the whole new one
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise RunError(f"{target} cannot be written: {error.strerror or error}.") from error
-    return target

@@ -1,5 +1,6 @@
 """The directory of one run: made early, never overwritten unasked, results written whole."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -183,16 +184,32 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read: {error}.") from error
 
 
-def _write_json(target: Path, content: dict[str, Any]) -> Path:
+def write_whole(target: Path, text: str) -> Path:
+    """Writes a file, whole or not at all.
+
+    Args:
+        target: the file; an old one stays until the new one is complete.
+        text: what goes in; characters that UTF-8 cannot say are written as escapes.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, target)  # readers see no file or the whole file
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise RunError(f"{target} cannot be written: {error.strerror or error}.") from error
     return target
+
+
+def _write_json(target: Path, content: dict[str, Any]) -> Path:
+    return write_whole(target, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def _check_writable(path: Path) -> None:
