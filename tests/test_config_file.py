@@ -75,19 +75,8 @@ def test_options_of_the_recipe_are_flags(tmp_path):
 
 def test_a_saved_configuration_makes_the_same_run_and_flags_come_first(tmp_path):
     # The lie: a config file that is read, and half of it ignored.
-    first = [
-        "train",
-        "digits",
-        "--steps",
-        "3",
-        "--towers",
-        "2",
-        "--seed",
-        "7",
-        "--tower-batch",
-        "4",
-    ]
-    assert main([*first, "--run-dir", str(tmp_path / "first")]) == 0
+    flags = ["--steps", "3", "--towers", "2", "--seed", "7", "--tower-batch", "4"]
+    assert main(["train", RECIPE, *flags, "--run-dir", str(tmp_path / "first")]) == 0
     config = str(tmp_path / "first" / "config.json")
     assert main(["train", "--config", config, "--run-dir", str(tmp_path / "again")]) == 0
     results = [
