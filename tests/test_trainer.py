@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,14 @@ def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     assert trainer.best[0] == 40
     assert mt.fingerprint(trainer.restore(PARAMS, best=True)) == states[1]
     assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
+
+
+def test_the_rate_of_training_does_not_count_test_phases():
+    # The lie: a run that gets slower the more often it is tested.
+    rates = []
+    trainer = make_trainer(1, hooks=[lambda progress: rates.append(progress.examples_per_s)])
+    trainer.fit(PARAMS, batches, steps=40, evaluate=lambda _: time.sleep(0.5), evaluate_every=20)
+    assert rates[-1] > 0.5 * rates[18]
 
 
 def test_what_keep_best_needs_is_said(tmp_path):

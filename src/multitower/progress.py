@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,8 @@ class Progress:
         step: updates made so far.
         num_steps: updates to make.
         metrics: of that step, or of the whole evaluation: means over all examples.
-        examples_per_s: mean since the first step of this process, which compiles; None before.
+        examples_per_s: mean since the first step of this process, which compiles, without test
+            phases; None before.
         tower_losses: the mean loss of each tower's rows, in the order of towers.
         state: what was evaluated, in the phase `"test"`; a training step's state is gone by then.
     """
@@ -77,6 +79,14 @@ class MetricsReader:
         if self._on_nonfinite == "stop":
             self._refuse_nonfinite(number, numbers["loss"], tower_losses, finite)
         self._tell(Progress("train", number, self._last, numbers, rate, tower_losses))
+
+    @contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Leaves the time of a test phase out of the examples per second."""
+        start = time.perf_counter()
+        yield
+        if self._began is not None:
+            self._began += time.perf_counter() - start
 
     def _rate(self, num_rows: int) -> float | None:
         now = time.perf_counter()

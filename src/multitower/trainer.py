@@ -46,8 +46,8 @@ class Trainer:
         best: whether the best score is the highest, `"max"`, or the lowest, `"min"`.
         on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
             update of that step and goes on. Decided once for all towers.
-        check_replicas_every: steps from one comparison of the devices' variables to the next; 0
-            for never.
+        check_replicas_every: steps from one comparison of the devices' variables to the next, after
+            one at the first step; 0 for never.
         hooks: functions that are called with a `Progress` after every step and evaluation.
 
     Raises:
@@ -270,7 +270,9 @@ class Trainer:
                 # dry, and reading none would let the host run ahead without bound.
                 reader.read_waiting()
                 reader.wait(number, metrics, batch)
-                if self._check_replicas_every and number % self._check_replicas_every == 0:
+                # Also after the first step: it compiles, and then nothing else does later on.
+                every = self._check_replicas_every
+                if every and (number % every == 0 or number == first + 1):
                     check_replicas(state)  # host-device sync
                 stop = caught[0] if caught else None
                 if saver.is_due(number) or stop:
@@ -278,7 +280,8 @@ class Trainer:
                     saver.save(number, state)
                 if test.is_due(number) and not stop:
                     reader.read_waiting()  # host-device sync: hooks hear of the steps in order
-                    test.run(state)
+                    with reader.uncounted():
+                        test.run(state)
                 if stop:
                     raise saver.interrupted(stop, number)
         reader.read_waiting()
