@@ -23,6 +23,7 @@ from multitower.errors import (
 from multitower.feeding import TowerRows, prefetch, shard
 from multitower.fingerprint import fingerprint
 from multitower.parallel import make_parallel
+from multitower.parallel_check import check_parallel
 from multitower.progress import Progress
 from multitower.train_state import TrainState
 from multitower.train_step import TrainStep, train_step
@@ -49,6 +50,7 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "average_gradients",
+    "check_parallel",
     "configure",
     "device",
     "devices",
