@@ -206,6 +206,27 @@ def test_the_rate_of_training_does_not_count_test_phases():
     assert rates[-1] > 0.5 * rates[18]
 
 
+def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
+    # The lie: a killed run whose curves lack the steps before the checkpoint that it resumes from.
+    class Hook:
+        def __init__(self):
+            self.last, self.flushed = 0, []
+
+        def __call__(self, progress):
+            self.last = progress.step
+
+        def flush(self):
+            saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+            assert str(self.last) not in saved
+            self.flushed.append(self.last)
+
+    hook = Hook()
+    make_trainer(1, run_dir=tmp_path, checkpoint_every=2, hooks=[hook]).fit(
+        PARAMS, batches, steps=5
+    )
+    assert hook.flushed == [2, 4, 5]
+
+
 def test_what_keep_best_needs_is_said(tmp_path):
     with pytest.raises(mt.ArgumentError, match="needs a run_dir"):
         make_trainer(1, keep_best="loss")

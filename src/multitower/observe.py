@@ -136,6 +136,12 @@ class EventFiles:
         """
         writer = self._writer(Progress("train", step, step, {}))
         writer.add_images(name, np.asarray(images), step, dataformats="NHWC")
+        writer.flush()
+
+    def flush(self) -> None:
+        """Writes what has been told so far to disk."""
+        for writer in self._writers.values():
+            writer.flush()
 
     def close(self) -> None:
         """Writes what is left to disk."""

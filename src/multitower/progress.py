@@ -41,6 +41,17 @@ class Progress:
 Hook = Callable[[Progress], None]
 
 
+def flush_hooks(hooks: Sequence[Hook]) -> None:
+    """Has hooks write to disk what they hold back.
+
+    A run that goes on from a checkpoint does not report the steps before it again.
+    """
+    for hook in hooks:
+        flush: Callable[[], None] | None = getattr(hook, "flush", None)
+        if flush is not None:
+            flush()
+
+
 class MetricsReader:
     """Brings metrics to the host, one step late, and judges them."""
 

@@ -12,7 +12,7 @@ from multitower.errors import ArgumentError, CheckpointError, RunError
 from multitower.evaluation import evaluate
 from multitower.feeding import prefetch
 from multitower.interruption import noted_signals
-from multitower.progress import Hook, MetricsReader, Progress
+from multitower.progress import Hook, MetricsReader, Progress, flush_hooks
 from multitower.replicas import check_replicas
 from multitower.saving import Saver
 from multitower.test_phase import TestPhase
@@ -48,7 +48,8 @@ class Trainer:
             update of that step and goes on. Decided once for all towers.
         check_replicas_every: steps from one comparison of the devices' variables to the next, after
             one at the first step; 0 for never.
-        hooks: functions that are called with a `Progress` after every step and evaluation.
+        hooks: functions that are called with a `Progress` after every step and evaluation; if one
+            has a method `flush`, it is called before a checkpoint is saved.
 
     Raises:
         ArgumentError: an option that makes no sense.
@@ -277,6 +278,7 @@ class Trainer:
                 stop = caught[0] if caught else None
                 if saver.is_due(number) or stop:
                     reader.read_waiting()  # host-device sync: only a good state is saved
+                    flush_hooks(self.hooks)
                     saver.save(number, state)
                 if test.is_due(number) and not stop:
                     reader.read_waiting()  # host-device sync: hooks hear of the steps in order
