@@ -1,9 +1,13 @@
 """The examples: run, equal to their one-device versions, two lines apart, and shown as they are."""
 
 import difflib
+import json
 import re
 import runpy
 import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,6 +18,7 @@ import multitower as mt
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ["vector_add", "polynomial", "matrix_powers"]
+FRAMEWORKS = ["flax_nnx", "flax_linen", "equinox", "haiku", "keras", "plain_jax"]
 
 
 def versions(name):
@@ -32,7 +37,7 @@ def changed_lines(name):
     return [line for line in lines if line[0] in "+-" and line[1:].strip()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + FRAMEWORKS)
 def test_two_lines_differ(name):
     # The lie: "two lines" that are three, or a second program in disguise.
     added = [line for line in changed_lines(name) if line[0] == "+"]
@@ -109,6 +114,65 @@ def test_readme_runs():
     assert len(blocks) >= 4
     code = "\n".join(blocks).replace("mt.configure(simulated_devices=8)", "")
     exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_learns_on_all_devices_as_on_one(name):
+    # The lies: a framework that "is supported" and learns nothing; a loss of another size.
+    pytest.importorskip(name.partition("_")[0] if name != "plain_jax" else "jax")
+    one, every = versions(name)
+    (losses, accuracy), (all_losses, all_accuracy) = one(), every()
+    assert accuracy > 0.85
+    assert all_accuracy > 0.85
+    if name == "plain_jax":  # neither dropout nor BatchNorm: equal up to rounding
+        np.testing.assert_allclose(all_losses, losses, rtol=2e-2, atol=2e-3)
+    else:  # towers draw and normalise on their own: equal as two seeds are
+        assert abs(np.mean(all_losses[-20:]) - np.mean(losses[-20:])) < 0.1
+    assert len(all_losses) == 132
+
+
+def test_the_server_answers_many_at_once():
+    # The lies: answers of another request; rows that filled a batch up; a mistake that ends it.
+    made = runpy.run_path(str(EXAMPLES / "serving" / "server.py"))
+    images, labels = made["load_digits"](return_X_y=True)
+    server = made["make_server"](0, made["Predictor"](made["train"]()))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def post(content):
+        url = f"http://127.0.0.1:{server.server_port}"
+        request = urllib.request.Request(url, data=json.dumps(content).encode())
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return json.loads(reply.read())
+
+    try:
+        sizes = [1, 7, 64, 100, 3, 1, 30]
+        starts = np.cumsum([0, *sizes[:-1]])
+        asked = [images[a : a + n].tolist() for a, n in zip(starts, sizes, strict=True)]
+        with ThreadPoolExecutor(len(sizes)) as pool:
+            answers = [answer["digits"] for answer in pool.map(post, asked)]
+        assert [len(answer) for answer in answers] == sizes
+        found = np.concatenate(answers)
+        assert np.mean(found == labels[: len(found)]) > 0.9
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            post([[1, 2, 3]])
+        assert len(post(asked[0])["digits"]) == 1
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_notebook_runs_from_top_to_bottom(capsys):
+    cells = json.loads((EXAMPLES / "notebook" / "digits.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names = {}
+    for source in sources[:-1]:
+        exec(compile(source, "digits.ipynb", "exec"), names)
+    assert names["accuracy"] > 0.85
+    *statements, last = sources[-1].splitlines()
+    exec("\n".join(statements), names)
+    assert eval(last, names) is True
+    assert "cannot be cut into towers" in capsys.readouterr().out
 
 
 def test_the_tower_program(tmp_path, capsys):
