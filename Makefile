@@ -15,7 +15,7 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow check format bench lock clean
+.PHONY: help setup train test test-slow check format bench docs lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
@@ -73,6 +73,10 @@ format: $(stamp)  ## repair what ruff can repair
 bench: $(stamp)  ## the cost of one step against hand-written JAX
 	$(bin)/python benchmarks/step_overhead.py $(ARGS)
 
+# A warning is an error: a broken link, a name that the reference cannot find.
+docs: $(stamp)  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict $(ARGS)
+
 # Keeps every pin that still fits; `make lock ARGS=--upgrade` takes the newest releases.
 # "universal" hashes all platforms' wheels; "fewest" gives one version for one Python.
 # A lock names packages only, never the index they came from: the sed makes sure of it.
@@ -87,7 +91,7 @@ lock: | $(bin)/uv  ## write requirements/*.txt anew from pyproject.toml
 	done
 
 clean:  ## remove the virtual environments, caches and build products
-	rm -rf $(VENV) .venv-ci-* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-ci-* build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # ------------------------------------------------------------------ the virtual environment
