@@ -10,7 +10,7 @@ MultitowerError
 ├── OutputError        (ValueError)     a function returned something that cannot be put together
 ├── GradientError      (ValueError)     gradients that cannot be taken or averaged
 ├── CheckpointError    (RuntimeError)   a checkpoint that cannot be written, read or trusted
-├── NonFiniteError     (FloatingPointError)  a loss or parameter that is no longer finite
+├── NonFiniteError     (FloatingPointError) a loss or parameter that is no longer finite
 ├── StateError         (ValueError)     a training state that does not fit its step
 ├── RunError           (ValueError)     a run that cannot begin, or cannot go on
 └── Interrupted        (InterruptedError)  asked to stop: saved, and can be resumed

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.extend import core
 
-from multitower.source_lines import line_of
+from multitower.equations import line_of, literals, num_same, program_inside
 
 Word = Literal["free", "by row", "linear", "mixed"]
 
@@ -44,12 +44,14 @@ class Flow:
     Attributes:
         word: see the module.
         origin: the operation that summed over rows, or that mixed them, and its line.
+        is_mean: whether a linear one was divided by the number of rows.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
     """
 
     word: Word = "free"
     origin: str | None = None
+    is_mean: bool = False
     varies: bool = False
     is_drawn: bool = False
 
@@ -108,7 +110,7 @@ class _Reader:
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
-        inner, program = _INNER.get(name), _only_program(equation.params, len(inputs))
+        inner, program = _INNER.get(name), program_inside(equation.params, len(inputs))
         if inner is not None or program is not None:
             self._calls.append(equation)
             found = inner(self, equation, inputs) if inner else self.run(program, inputs)
@@ -121,7 +123,17 @@ class _Reader:
             if not varies:
                 self.draws.append(self._where(equation))
         word, origin = self._word(equation, name, inputs)
-        return [Flow(word, origin, varies, is_drawn)] * len(equation.outvars)
+        is_mean = word == "linear" and self._is_mean(equation, name, inputs)
+        return [Flow(word, origin, is_mean, varies, is_drawn)] * len(equation.outvars)
+
+    def _is_mean(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
+        linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
+        if linear and all(linear):
+            return True
+        return name in ("mul", "div") and any(
+            number and (number % self._num_rows == 0 or _divides(self._num_rows, 1 / number))
+            for number in literals(equation)
+        )
 
     def _word(self, equation: Any, name: str, inputs: list[Flow]) -> tuple[Word, str | None]:
         worst = max(inputs, key=lambda flow: _ORDER.index(flow.word), default=Flow())
@@ -160,12 +172,10 @@ class _Reader:
         return "mixed", self._where(equation)
 
     def _look_for_baked(self, equation: Any) -> None:
-        for atom in equation.invars:
-            value = getattr(atom, "val", None) if isinstance(atom, core.Literal) else None
-            if value is None or self._batch_rows < 2 or self._batch_rows == self._num_rows:
-                continue
-            number = float(value)
-            if number and self._batch_rows in (number, round(1 / number, 3)):
+        if self._batch_rows < 2 or self._batch_rows == self._num_rows:
+            return
+        for number in literals(equation):
+            if number == self._batch_rows or _divides(self._batch_rows, 1 / number, exact=True):
                 self.baked.append(self._where(equation))
 
     def _where(self, equation: Any) -> str:
@@ -193,8 +203,8 @@ class _Reader:
         inner = getattr(program, "jaxpr", program)
         # By their axes, as JAX's names for these counts differ: what is scanned, and what is
         # stacked, has one axis more outside.
-        num_carried = _num_same(equation.outvars, inner.outvars)
-        num_shared = _num_same(equation.invars, inner.invars) - num_carried
+        num_carried = num_same(equation.outvars, inner.outvars)
+        num_shared = num_same(equation.invars, inner.invars) - num_carried
         xs = equation.invars[num_shared + num_carried :]
         over_rows = any(atom.aval.shape and atom.aval.shape[0] % self._num_rows == 0 for atom in xs)
         outputs = self._loop(program, inputs, num_shared, num_carried)
@@ -251,7 +261,10 @@ def _join(a: Flow, b: Flow) -> Flow:
     worse = max(a, b, key=lambda flow: _ORDER.index(flow.word))
     if {a.word, b.word} == {"by row", "linear"}:
         worse = Flow("mixed", worse.origin)
-    return Flow(worse.word, worse.origin, a.varies or b.varies, a.is_drawn or b.is_drawn)
+    both_mean = a.is_mean and b.is_mean
+    is_mean = both_mean or (worse.is_mean and "free" in (a.word, b.word))
+    varies, is_drawn = a.varies or b.varies, a.is_drawn or b.is_drawn
+    return Flow(worse.word, worse.origin, is_mean, varies, is_drawn)
 
 
 def _join_all(flows: Sequence[Flow]) -> Flow:
@@ -261,20 +274,10 @@ def _join_all(flows: Sequence[Flow]) -> Flow:
     return joined
 
 
-def _num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """How many values have as many axes outside of a loop as inside."""
-    pairs = zip(outer, inner, strict=True)
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
-
-
-def _only_program(params: Mapping[str, Any], num_inputs: int) -> Any:
-    """The program inside a call such as jit, checkpoint or a custom derivative."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        program: Any = params.get(name)
-        inner: Any = getattr(program, "jaxpr", program)
-        if hasattr(inner, "invars") and len(inner.invars) == num_inputs:
-            return program
-    return None
+def _divides(rows: int, number: float, *, exact: bool = False) -> bool:
+    """Whether a number, known to float32's precision, is `rows` or a multiple of it."""
+    times = number / rows
+    return round(times) >= 1 and abs(times - (1 if exact else round(times))) < 1e-5 * times
 
 
 def unused_size(sizes: Sequence[int]) -> int:
