@@ -191,11 +191,6 @@ WRONG = {
         r"object.*towers take arrays and numbers.*numpy.asarray",
     ),
     "a list of rows": (lambda: parallel(add_one, [1.0, 2.0]), mt.BatchError, "np.asarray of a"),
-    "a legacy key": (
-        lambda: parallel(lambda key, x: x, jax.random.PRNGKey(0), X),
-        mt.ArgumentError,
-        r"uint32 array of shape \(2,\).*legacy key.*jax.random.key\(seed\)",
-    ),
     "a donated batch used again": (
         lambda: parallel(add_one, donated()),
         mt.ArgumentError,

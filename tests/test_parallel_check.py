@@ -160,7 +160,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "kind", "output", "place"), WRONG, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("fn", "kind", "output", "place"), WRONG, ids=[fn.__name__ for fn, *_ in WRONG]
+)
 def test_a_wrong_program_is_named_with_its_line(fn, kind, output, place):
     # The lie: training starts, and the loss is of something else.
     check = check_parallel(fn, W, BATCH)

@@ -2,9 +2,11 @@
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import multitower as mt
 from multitower.rows import Tower, axes_of_leaves, pad_rows, real_rows, take_apart
 
 
@@ -57,3 +59,21 @@ def test_axes_are_prefixes_as_in_vmap():
     ]
     assert axes_of_leaves((None, 2), tree, "in_axes") == [None, None, None, 2]
     assert axes_of_leaves(None, tree, "in_axes") == [None] * 4
+
+
+def test_a_legacy_key_among_rows():
+    """Lie: it is cut in two, or rows that look like it are taken for a key."""
+    key = jax.random.PRNGKey(0)
+    parts = take_apart((key, np.ones((3, 2))), 0, name="batch")
+    back, _ = parts.split.rebuild(parts.shared, parts.rows, Tower(np.int32(4), np.int32(3)))
+    np.testing.assert_array_equal(back, jax.random.fold_in(key, 4))
+    assert take_apart(key, 0, name="batch").num_rows == 2
+    assert take_apart((key, np.ones(2)), 0, name="batch").split.kinds == (0, 0)
+    assert take_apart((key, np.ones(3)), (None, 0), name="batch").split.kinds == ("shared", 0)
+
+
+def test_half_a_legacy_key_is_never_a_key():
+    """Next to two rows it cannot be told from rows: then JAX refuses it, in every tower."""
+    noise = mt.make_parallel(lambda key, x: jax.random.normal(key, x.shape), devices=2)
+    with pytest.raises(TypeError, match="invalid PRNG key data"):
+        noise(jax.random.PRNGKey(0), np.ones(2))

@@ -1,18 +1,18 @@
 """value_and_grad and grad: derivatives of the mean over all rows, on all devices."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from multitower.closures import as_function, open_function
 from multitower.devices import DeviceSpec
-from multitower.errors import ArgumentError, GradientError, OutputError
-from multitower.job import Job, Shared, TowerResult
-from multitower.outputs import find_row_leaves, is_per_example, refuse_ragged, row_sum
-from multitower.rows import Split, Tower, is_traced
-from multitower.tower_function import Leaves, TowerFunction
+from multitower.gradient_job import Finished, ValueAndGrad
+from multitower.models import fill, take_call
+from multitower.nnx_model import diff_state
+from multitower.rows import is_traced
+from multitower.tower_function import TowerFunction
 
 
 def value_and_grad(
@@ -28,18 +28,30 @@ def value_and_grad(
 
     The law: it equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up
     to rounding. The `argnums` arguments are shared; every array of the others is split on axis 0
-    and cut into towers; numbers and 0-d arrays are shared; a typed key (`jax.random.key`) is
-    folded with the tower's index, so that every tower draws its own numbers. Gradients are
-    averaged over towers once.
+    and cut into towers; numbers and 0-d arrays are shared; a key (`jax.random.key`, or a
+    `jax.random.PRNGKey` among other rows) is folded with the tower's index, so that every tower
+    draws its own numbers. Gradients are averaged over towers once. Called eagerly, `fun` is
+    compiled like a `jax.jit` function: but for what it closes over, it must depend on its
+    arguments alone.
+
+    It takes the place of `nnx.value_and_grad` and `eqx.filter_value_and_grad` too. Modules, in any
+    argument, are whole in every tower, and gradients have the framework's own form. What an NNX
+    module changes in itself is put together over towers and written back: floats (BatchNorm) are
+    averaged, everything else is tower 0's, and random streams advance as on one device, with
+    other keys in every tower but the first. The same becomes of a state that is an argument with
+    `in_axes` None and comes back in `aux` (Haiku, Keras), and of `eqx.nn.State`.
 
     Args:
         fun: a loss. It returns the losses of its rows, shape (rows,) - the better contract: the
             mean over all real rows is then exact for any number of rows - or their mean, shape ().
-        argnums: which positional arguments to differentiate, as in `jax.value_and_grad`.
+        argnums: which positional arguments to differentiate, as in `jax.value_and_grad`; an
+            `nnx.DiffState` may say which Variables of a module.
         has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
             laid side by side; other float leaves are averaged over towers.
         in_axes: where the rows are, for every positional argument; None for `argnums` and for what
-            every tower gets whole. By default axis 0 for all that is not in `argnums`.
+            every tower gets whole. By default axis 0 for all that is not in `argnums`. Or a dict:
+            the axes of variables that `fun` closes over, such as `{"batch": 0}`, for a loss that
+            takes its parameters only.
         devices: as for `multitower.devices`; all by default.
         towers: cut the batch into this many towers. Called eagerly, values and gradients then have
             the same bits on any number of devices. Inside `jax.jit` and the like it keeps the
@@ -54,7 +66,8 @@ def value_and_grad(
         ArgumentError: an argument that can be neither split nor shared, such as a string.
         BatchError: no rows, or row counts that differ.
         OutputError: a loss that is no scalar and no vector over rows; a mean that would be wrong
-            because rows do not fill the towers evenly; an `aux` leaf that cannot be put together.
+            because rows do not fill the towers evenly; an `aux` leaf, or a change in a module, that
+            cannot be put together.
         GradientError: an argument to differentiate with leaves that are no floats.
         DeviceError: devices that are not there.
 
@@ -69,15 +82,28 @@ def value_and_grad(
 
     Source: the tower scheme of TensorFlow's CIFAR-10 multi-GPU tutorial (`average_gradients`).
     """
-    options = (fun, argnums, has_aux, in_axes, devices, towers)
-    try:
-        run = _remembered(*options)
-    except TypeError:  # an unhashable option: nothing to remember it by
-        run = _tower_function(*options)
+    fun = as_function(fun)
+    single = not isinstance(argnums, Sequence)
+    positions, filters = _positions([argnums] if single else argnums)
+    names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
+    where = tuple(devices) if isinstance(devices, list) else devices
+    options = (positions, has_aux, _Axes.of(in_axes), where, towers)
+    own = _tower_function(fun, *options)  # refuses wrong options right away
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        return _bring_home(run.call(args, kwargs), args, argnums)
+        opened, closed = open_function(fun, names)
+        try:
+            kind, run = _remembered(opened, *options)
+        except TypeError:  # unhashable: nothing to remember it by
+            kind, run = own if opened is fun else _tower_function(opened, *options)
+        call = take_call(args, kwargs, closed, filters)
+        finished: Finished = run.call(call)
+        call.hand_on(finished.changed)
+        wanted = kind.wanted(call)
+        gradients = jax.tree.map(_at_home, finished.gradients, wanted)
+        filled = fill(gradients.args, gradients.weights)
+        return finished.value, filled[0] if single else filled
 
     return differentiated
 
@@ -123,162 +149,43 @@ def grad(
     return differentiated
 
 
-class _ValueAndGrad(NamedTuple):
-    fun: Callable[..., Any]
-    argnums: tuple[int, ...]
-    single: bool
-    has_aux: bool
-    in_axes: Any
-    name: str = "arguments"
-
-    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        argnums = _positive(self.argnums, len(args))
-        for argnum in argnums:
-            check_differentiable(args[argnum], f"argument {argnum}")
-        given = self.in_axes
-        if given is None:
-            given = tuple(None if i in argnums else 0 for i in range(len(args)))
-        elif isinstance(given, int):
-            given = tuple(None if i in argnums else given for i in range(len(args)))
-        if len(given) != len(args):
-            raise ArgumentError(
-                f"in_axes={self.in_axes!r} has {len(given)} entries for {len(args)} positional "
-                "arguments: give one entry each, None for the ones to differentiate."
-            )
-        for argnum in argnums:
-            if jax.tree.leaves(given[argnum]):
-                raise ArgumentError(
-                    f"in_axes={self.in_axes!r} splits argument {argnum}, which is to be "
-                    "differentiated: parameters are shared by all towers. Put None there."
-                )
-        return (tuple(given), 0)
-
-    def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
-        def forward(shared: Shared, rows: list[Any], here: Tower, wanted: Any) -> tuple[Any, Any]:
-            args, kwargs = split.rebuild(shared.rest, rows, here)
-            full_args = list(args)
-            for argnum, value in zip(_positive(self.argnums, len(args)), wanted, strict=True):
-                full_args[argnum] = value
-            return self._loss_and_aux(self.fun(*full_args, **kwargs))
-
-        def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
-            def objective(wanted: Any) -> tuple[Any, tuple[Any, Any]]:
-                loss, aux = forward(shared, rows, here, wanted)
-                if is_per_example(loss, tower_rows):
-                    return row_sum(loss, here) / tower_rows, (loss, aux)
-                if ragged:
-                    raise refuse_ragged("a scalar loss", *ragged)
-                return loss, (loss, aux)
-
-            args, _ = split.rebuild(shared.rest, rows, here)
-            wanted = tuple(args[i] for i in _positive(self.argnums, len(args)))
-            (mean, (_, aux)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
-            gradients = gradients[0] if self.single else gradients
-
-            def aux_of(rows: list[Any]) -> Any:
-                return forward(shared, rows, here, wanted)[1]
-
-            by_row, averaged = _sort_aux(aux, aux_of, rows, ragged)
-            return TowerResult(means=(mean, gradients, averaged), rows=by_row)
-
-        return Job(tower, finish=lambda state, means, sums: means)
-
-    def result(self, finished: Any, rows: Leaves) -> Any:
-        value, gradients, averaged = finished
-        if not self.has_aux:
-            return value, gradients
-        leaves = [
-            averaged[number] if number in averaged else rows.by_number[number]
-            for number in range(rows.treedef.num_leaves)
-        ]
-        return (value, jax.tree.unflatten(rows.treedef, leaves)), gradients
-
-    def _loss_and_aux(self, output: Any) -> tuple[Any, Any]:
-        if not self.has_aux:
-            return output, ()
-        if not isinstance(output, tuple) or len(output) != 2:
-            raise OutputError(
-                f"with has_aux=True the loss must return (loss, aux), and it returned "
-                f"{type(output).__name__}. Return a pair, or drop has_aux."
-            )
-        return output
+def _positions(argnums: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, Any]]:
+    """The positions, and the NNX filters of those that are given as `nnx.DiffState`."""
+    found = [diff_state(argnum) or (argnum, None) for argnum in argnums]
+    return tuple(n for n, _ in found), {n: wanted for n, wanted in found if wanted is not None}
 
 
-def check_differentiable(tree: Any, name: str) -> None:
-    """Refuses parameters that have no gradient.
+class _Axes(NamedTuple):
+    """A tree of axes, hashable; None is a leaf."""
 
-    Raises:
-        GradientError: a leaf that is no float; the message names its path.
-    """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        is_number = isinstance(leaf, int | float | complex)
-        dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
-        if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
-            raise GradientError(
-                f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
-                "differentiated. Convert it with .astype(jnp.float32), or take it out of the "
-                "parameters (close over it, or pass it as another argument)."
-            )
+    treedef: Any
+    leaves: tuple[Any, ...]
 
-
-def _sort_aux(
-    aux: Any, aux_of: Any, rows: list[Any], ragged: tuple[int, int] | None
-) -> tuple[Leaves, dict[int, Any]]:
-    flat, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, aux))
-    is_row = find_row_leaves(aux_of, rows, jax.tree.unflatten(treedef, flat), "aux")
-    if ragged and not all(is_row):
-        path = jax.tree_util.tree_flatten_with_path(aux)[0][is_row.index(False)][0]
-        raise refuse_ragged(f"aux{jax.tree_util.keystr(path)} is not per example", *ragged)
-    by_row = {i: leaf for i, leaf in enumerate(flat) if is_row[i]}
-    averaged = {i: leaf for i, leaf in enumerate(flat) if not is_row[i]}
-    return Leaves(by_row, treedef), averaged
-
-
-def _positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
-    for argnum in argnums:
-        if isinstance(argnum, bool) or not isinstance(argnum, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(
-                f"argnums={argnum!r}: it must be a position, such as 0, or several."
-            )
-        if not -num_args <= argnum < num_args:
-            raise ArgumentError(
-                f"argnums={argnum} needs at least {abs(argnum + (argnum >= 0))} positional "
-                f"arguments, and {num_args} were given. Pass what is differentiated by position."
-            )
-    positive = tuple(argnum % num_args for argnum in argnums)
-    if len(set(positive)) < len(positive):
-        raise ArgumentError(f"argnums={argnums} names an argument twice: name it once.")
-    return positive
+    @classmethod
+    def of(cls, tree: Any) -> "_Axes":
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        return cls(treedef, tuple(leaves))
 
 
 def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
+    fun: Any,
+    argnums: tuple[int, ...],
     has_aux: bool,
-    in_axes: Any,
+    in_axes: _Axes,
     devices: DeviceSpec | None,
     towers: int | None,
-) -> TowerFunction:
-    single = isinstance(argnums, int)
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    kind = _ValueAndGrad(fun, positions, single, has_aux, in_axes)
-    return TowerFunction(kind, devices, towers)
+) -> tuple[ValueAndGrad, TowerFunction]:
+    axes = jax.tree.unflatten(in_axes.treedef, in_axes.leaves)
+    kind = ValueAndGrad(fun, argnums, has_aux, axes)
+    return kind, TowerFunction(kind, devices, towers)
 
 
 # A loop without jit calls value_and_grad anew at every step: it must not compile anew.
 _remembered = functools.lru_cache(maxsize=128)(_tower_function)
 
 
-def _bring_home(result: Any, args: tuple[Any, ...], argnums: int | Sequence[int]) -> Any:
-    """Gradients of parameters that are bound to one device go to that device."""
-    value, gradients = result
-    if isinstance(argnums, int):
-        return value, jax.tree.map(_like, gradients, args[argnums])
-    homes = tuple(args[i] for i in argnums)
-    return value, jax.tree.map(_like, tuple(gradients), homes)
-
-
-def _like(gradient: Any, parameter: Any) -> Any:
+def _at_home(gradient: Any, parameter: Any) -> Any:
+    """The gradient of a parameter that is bound to one device, on that device."""
     is_array = isinstance(parameter, jax.Array) and not is_traced(parameter)
     if not is_array or is_traced(gradient):
         return gradient

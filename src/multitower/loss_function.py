@@ -2,11 +2,17 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from multitower.errors import ArgumentError, OutputError
+from multitower.models import Model
 from multitower.outputs import check_metrics
+from multitower.rows import is_key
 
 
 class LossOutput(NamedTuple):
@@ -25,11 +31,14 @@ class LossFunction:
         fn: `fn(params, batch)`, optionally with keyword-only `rng` and `model_state`.
         takes_rng: it wants the tower's key.
         takes_model_state: it wants the model state, and returns a new one.
+        model: how to make the module that it takes, if it takes an NNX or Equinox module in place
+            of parameters; without weights and state.
     """
 
     fn: Callable[..., Any]
     takes_rng: bool
     takes_model_state: bool
+    model: Model | None = None
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> "LossFunction":
@@ -49,6 +58,48 @@ class LossFunction:
         names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return cls(fn, "rng" in names, "model_state" in names)
 
+    def check_extras(self, model_state: Any, rng: Any) -> None:
+        """Refuses extras that are missing or not wanted.
+
+        Raises:
+            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+        """
+        given = {"rng": (rng, self.takes_rng), "model_state": (model_state, self.takes_model_state)}
+        examples = {"rng": "jax.random.key(0)", "model_state": "{...}"}
+        for name, (value, wanted) in given.items():
+            if wanted and value is None:
+                raise ArgumentError(
+                    f"the loss takes {name}, and init got none: "
+                    f"step.init(params, {name}={examples[name]})."
+                )
+            if value is not None and not wanted:
+                raise ArgumentError(
+                    f"init got {name}, and the loss does not take it: add it as keyword-only "
+                    f"argument, loss_fn(params, batch, *, {name})."
+                )
+        if rng is not None and not (is_key(rng) and rng.ndim == 0):
+            raise ArgumentError(
+                f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
+                "A legacy key becomes one with jax.random.wrap_key_data(key)."
+            )
+
+    def of_model(self, model: Model) -> "LossFunction":
+        """This loss for parameters that are the weights of a module."""
+        # On the host: arrays that never change become constants of the compiled programs.
+        fixed = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), model.fixed)
+        return replace(self, model=replace(model, weights=(), fixed=fixed, state=()))
+
+    @property
+    def keeps_model_state(self) -> bool:
+        """Whether the model state is the module's own, which the loss changes in place."""
+        return self.model is not None and self.model.how.changes_in_place
+
+    def build(self, params: Any, model_state: Any) -> Any:
+        """The first argument of the loss: the parameters, or a module made of them."""
+        if self.model is None:
+            return params
+        return self._model(params, model_state).build()
+
     def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any) -> LossOutput:
         """Calls the loss.
 
@@ -60,8 +111,18 @@ class LossFunction:
             extras["rng"] = rng
         if self.takes_model_state:
             extras["model_state"] = model_state
-        output = self.fn(params, batch, **extras)
-        return self._complete(output, model_state)
+        first = self.build(params, model_state)
+        output = self._complete(self.fn(first, batch, **extras), model_state)
+        if self.keeps_model_state:
+            state = self._model(params, model_state).state_after(first)
+            output = output._replace(model_state=state)
+        return output
+
+    def _model(self, params: Any, model_state: Any) -> Model:
+        assert self.model is not None
+        state = model_state if self.keeps_model_state else []
+        fixed = jax.tree.map(jnp.asarray, self.model.fixed)
+        return replace(self.model, weights=params, fixed=fixed, state=state)
 
     def _complete(self, output: Any, model_state: Any) -> LossOutput:
         given: list[Any] = list(output) if isinstance(output, tuple) else [output]

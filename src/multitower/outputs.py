@@ -1,6 +1,6 @@
 """What a loss may return, and how the parts of it are put together over towers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,11 @@ def row_sum(values: jax.Array, here: Tower) -> jax.Array:
 
 
 def find_row_leaves(
-    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], outputs: Any, name: str
+    outputs_of: Callable[[list[Any]], Any],
+    rows: Sequence[Any],
+    outputs: Any,
+    name: str,
+    skip: Collection[int] = (),
 ) -> list[bool]:
     """Tells, for each leaf of `outputs`, whether it has one entry per row.
 
@@ -59,6 +63,7 @@ def find_row_leaves(
         rows: what it was given, arrays or shapes with rows on axis 0.
         outputs: what it returned, arrays or shapes.
         name: what the outputs are called in messages.
+        skip: numbers of leaves that have no rows and may be anything.
 
     Raises:
         OutputError: a leaf that can be neither averaged nor laid side by side; it is named.
@@ -68,6 +73,9 @@ def find_row_leaves(
     more = _shapes_with_more_rows(outputs_of, rows, len(flat)) if _any_axis(flat) else None
     verdicts: list[bool] = []
     for number, (path, leaf) in enumerate(flat):
+        if number in skip:
+            verdicts.append(False)
+            continue
         where = f"{name}{jax.tree_util.keystr(path)}"
         shape = tuple(leaf.shape)
         grown = (tower_rows + 1, *shape[1:])
@@ -83,7 +91,8 @@ def find_row_leaves(
             raise OutputError(
                 f"{where} has dtype {leaf.dtype} and no axis of rows: a tower's {leaf.dtype} "
                 "cannot be averaged. Return one entry per row (e.g. correct = prediction == label, "
-                "not their count), or a float that is a mean over the rows."
+                "not their count), or a float that is a mean over the rows. A state that is handed "
+                "on from call to call must also be an argument, with in_axes=None."
             )
         verdicts.append(by_row)
     return verdicts

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from multitower.closures import as_function, open_function
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, OutputError
 from multitower.job import Job, Shared, TowerResult
+from multitower.model_state import Changed, as_leaf, only_first
+from multitower.models import Call, call_tower, take_call
 from multitower.rows import Split, Tower, axes_of_leaves
 from multitower.tower_function import Leaves, TowerFunction
 
@@ -32,7 +35,9 @@ def make_parallel(
     copies and cut off again.
 
     Args:
-        fn: a function of pytrees of arrays; it gets whole batches, not single rows.
+        fn: a function of pytrees of arrays; it gets whole batches, not single rows. Or a Flax NNX
+            or Equinox module that is called. Modules, and what `fn` closes over, are whole on every
+            device; what an NNX module changes in itself is handed on as by `value_and_grad`.
         in_axes: where the rows are, as in `jax.vmap`: an int, None for arguments that every device
             gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
             Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole; a 0-d
@@ -63,23 +68,35 @@ def make_parallel(
 
     Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
     """
-    run = TowerFunction(_Parallel(fn, in_axes, out_axes), devices, towers)
+    fn = as_function(fn)
+
+    @functools.lru_cache(maxsize=8)  # what fn closes over may change, now and then
+    def run_of(opened: Any) -> TowerFunction:
+        return TowerFunction(_Parallel(opened, in_axes, out_axes), devices, towers)
+
+    own = TowerFunction(_Parallel(fn, in_axes, out_axes), devices, towers)
 
     @functools.wraps(fn)
     def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return run.call(args, kwargs)
+        opened, closed = open_function(fn, ())
+        run = own if opened is fn else run_of(opened)
+        call = take_call(args, kwargs, closed)
+        result, changed = run.call(call)
+        call.hand_on(changed)
+        return result
 
     return parallel
 
 
 class _Parallel(NamedTuple):
-    fn: Callable[..., Any]
+    fn: Any  # a function, or an OpenFunction
     in_axes: Any
     out_axes: Any
     name: str = "arguments"
+    averages: bool = False
 
-    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        axes = self.in_axes
+    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+        axes, args = self.in_axes, call.args
         if isinstance(axes, list):
             axes = tuple(axes)
         if isinstance(axes, tuple) and len(axes) != len(args):
@@ -87,16 +104,25 @@ class _Parallel(NamedTuple):
                 f"in_axes={self.in_axes!r} has {len(axes)} entries for {len(args)} positional "
                 "arguments: give one entry each, or a single int for all."
             )
-        return (axes, 0)
+        return axes, 0, 0
 
     def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
         def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
-            args, kwargs = split.rebuild(shared.rest, rows, here)
-            by_row, whole = self._sort_outputs(self.fn(*args, **kwargs), tower_rows)
-            first = jax.tree.map(lambda x: jnp.where(here.number == 0, x, jnp.zeros_like(x)), whole)
-            return TowerResult(sums=first, rows=by_row)
+            call = Call(*split.rebuild(shared.rest, rows, here))
+            outputs, changed = call_tower(self.fn, call, here, tower_rows)
+            by_row, whole = self._sort_outputs(outputs, tower_rows)
+            first = {number: only_first(leaf, here) for number, leaf in whole.items()}
+            return TowerResult(
+                means=[changes.averaged for changes in changed],
+                sums=(first, [changes.first for changes in changed]),
+                rows=by_row,
+            )
 
-        return Job(tower, finish=lambda state, means, sums: sums)
+        return Job(tower, finish=lambda state, means, sums: (means, sums))
+
+    def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        call = Call(*split.rebuild(shared, rows, here))
+        return {"result": call_tower(self.fn, call, here, rows[0].shape[0])[0]}
 
     def _sort_outputs(self, outputs: Any, tower_rows: int) -> tuple[Leaves, dict[int, Any]]:
         flat, treedef = jax.tree_util.tree_flatten_with_path(outputs)
@@ -118,10 +144,12 @@ class _Parallel(NamedTuple):
             by_row[number] = jnp.moveaxis(leaf, axis, 0)
         return Leaves(by_row, treedef), whole
 
-    def result(self, finished: Any, rows: Leaves) -> Any:
-        whole = finished or {}
+    def result(self, finished: Any, rows: Leaves) -> tuple[Any, list[Changed]]:
+        # Nothing comes back where there was nothing to add up.
+        averaged, (whole, first) = finished or ([], ({}, []))
+        changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
         leaves = [
-            whole[number] if number in whole else rows.by_number[number]
+            as_leaf(whole[number]) if number in whole else rows.by_number[number]
             for number in range(rows.treedef.num_leaves)
         ]
         tree = jax.tree.unflatten(rows.treedef, leaves)
@@ -130,4 +158,4 @@ class _Parallel(NamedTuple):
             jnp.moveaxis(leaf, 0, axis) if axis else leaf
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
-        return jax.tree.unflatten(rows.treedef, placed)
+        return jax.tree.unflatten(rows.treedef, placed), changed

@@ -20,9 +20,7 @@ from multitower.parallel_problems import (
     Problem,
 )
 from multitower.row_flow import Flow, Reading, read, unused_size
-from multitower.rows import Parts, take_apart
-
-KEY, SHARED = "key", "shared"
+from multitower.rows import KEY, SHARED, Parts, take_apart
 
 # Of the largest value; sums in another order differ by far less.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}

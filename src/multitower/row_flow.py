@@ -24,7 +24,7 @@ from multitower.equations import line_of, literals, num_same, program_inside
 Word = Literal["free", "by row", "linear", "mixed"]
 
 # Sums over rows, and what keeps a sum a sum.
-_SUMS = {"reduce_sum", "dot_general", "add_any"}
+_SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant"}
 _LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
     "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "squeeze",

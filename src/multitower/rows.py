@@ -1,7 +1,8 @@
 """Rows: which leaves of the arguments are cut into towers, along which axis, how many rows.
 
 A leaf is *split* (an array with an axis of rows), *shared* (a number, a 0-d array, or an array
-whose axis is None), or a *key* (a typed PRNG key, folded with the tower's index).
+whose axis is None), or a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; folded with the
+tower's index).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from multitower.errors import ArgumentError, BatchError, MultitowerError
+from multitower.errors import ArgumentError, BatchError
 
-_SHARED = "shared"
-_KEY = "key"
+SHARED = "shared"
+KEY = "key"
 
 
 class Tower(NamedTuple):
@@ -48,9 +49,9 @@ class Split:
         shared_left, rows_left = iter(shared), iter(rows)
         leaves: list[Any] = []
         for kind in self.kinds:
-            if kind == _SHARED:
+            if kind == SHARED:
                 leaves.append(next(shared_left))
-            elif kind == _KEY:
+            elif kind == KEY:
                 leaves.append(jax.random.fold_in(next(shared_left), tower.number))
             else:
                 leaf = next(rows_left)
@@ -83,14 +84,16 @@ def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
         BatchError: nothing to split, no rows, or row counts that differ.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    kinds: list[int | str] = []
     shared: list[Any] = []
     rows: list[Any] = []
     first, num_rows = 0, -1
     all_axes = axes_of_leaves(axes, tree, "in_axes")
-    for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True)):
-        kind = _kind(leaf, axis, lambda number=number: _where(tree, number, name))
-        kinds.append(kind)
+    kinds = [
+        _kind(leaf, axis, lambda number=number: _where(tree, number, name))
+        for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True))
+    ]
+    kinds = _with_legacy_keys(kinds, leaves)
+    for number, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if isinstance(kind, str):
             shared.append(leaf)
             continue
@@ -104,7 +107,8 @@ def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
         raise BatchError(
             f"{name} has no array to split: its leaves are numbers, 0-d arrays or shared. Pass the "
             "rows as arrays with at least one axis (np.asarray of a list), and in_axes that is not "
-            "None for them."
+            "None for them. A loss that closes over its batch must take it as an argument, "
+            "loss_fn(params, batch), or say so: in_axes={'batch': 0}."
         )
     if num_rows == 0:
         raise BatchError(
@@ -117,6 +121,16 @@ def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
 def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Array:
     """How many real rows the tower `index` has when `num_rows` rows fill towers from the front."""
     return jnp.clip(num_rows - index * tower_rows, 0, tower_rows).astype(jnp.int32)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys, as `jax.random.key` makes them."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_legacy_key(leaf: Any) -> bool:
+    """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,)."""
+    return getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,)
 
 
 def is_traced(leaf: Any) -> bool:
@@ -142,7 +156,7 @@ def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
         return [axes] * jax.tree.structure(tree).num_leaves
     # None is a leaf among the axes, and an empty branch in the tree.
     marked = jax.tree.map(
-        lambda axis: _SHARED if axis is None else axis, axes, is_leaf=lambda x: x is None
+        lambda axis: SHARED if axis is None else axis, axes, is_leaf=lambda x: x is None
     )
     try:
         found = jax.tree.leaves(jax.tree.broadcast(marked, tree))
@@ -152,11 +166,11 @@ def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
             f"prefix of {jax.tree.structure(tree)}, as in jax.vmap."
         ) from error
     for axis in found:
-        if axis != _SHARED and (isinstance(axis, bool) or not isinstance(axis, int)):
+        if axis != SHARED and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise ArgumentError(
                 f"{name} holds {axis!r}: use an int, or None for what is not split."
             )
-    return [None if axis == _SHARED else axis for axis in found]
+    return [None if axis == SHARED else axis for axis in found]
 
 
 def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:
@@ -168,16 +182,32 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:
         _refuse_what_is_no_array(leaf, where)
     ndim = getattr(leaf, "ndim", 0)
     if axis is None:
-        return _SHARED
+        return SHARED
     if ndim == 0:
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return _KEY if is_key else _SHARED
+        return KEY if is_key(leaf) else SHARED
     if not -ndim <= axis < ndim:
         raise ArgumentError(
             f"{where()} has shape {tuple(leaf.shape)}: there is no axis {axis} to split. Its "
             f"in_axes must be in [{-ndim}, {ndim - 1}], or None to share it."
         )
     return axis % ndim
+
+
+def _with_legacy_keys(kinds: list[int | str], leaves: list[Any]) -> list[int | str]:
+    """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
+
+    Where the other arrays have two rows as well it may be rows, and is cut: as a key, half of it
+    is an error of JAX, never other random numbers.
+    """
+    legacy = {
+        number
+        for number, (kind, leaf) in enumerate(zip(kinds, leaves, strict=True))
+        if kind == 0 and is_legacy_key(leaf)
+    }
+    others = [n for n, kind in enumerate(kinds) if isinstance(kind, int) and n not in legacy]
+    if not legacy or not others or leaves[others[0]].shape[int(kinds[others[0]])] == 2:
+        return kinds
+    return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
 
 
 def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
@@ -188,10 +218,24 @@ def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
         )
     if isinstance(leaf, int | float | complex | np.generic):
         return
+    refuse_holder(leaf, where)
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ArgumentError(
             f"{where()} is {_shown(leaf)}: towers take arrays and numbers. Convert it with "
             "numpy.asarray, or close over it with functools.partial."
+        )
+
+
+def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses an object that JAX's functions take as an array, and its transformations do not.
+
+    Raises:
+        ArgumentError: such as a variable of Keras.
+    """
+    if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
+        raise ArgumentError(
+            f"{where()} is a {type(leaf).__name__}, which holds an array and is none. Pass the "
+            "array: of Keras's variables [v.value for v in model.trainable_variables]."
         )
 
 
@@ -218,14 +262,7 @@ def _refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
 
 def _rows_differ(
     tree: Any, name: str, first: tuple[int, int], other: tuple[int, int]
-) -> MultitowerError:
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,):
-            return ArgumentError(
-                f"{_where(tree, number, name)} is a uint32 array of shape (2,), which looks like "
-                "a legacy key of jax.random.PRNGKey: cut into towers it would be no key. Pass a "
-                "typed key, jax.random.key(seed); every tower then draws its own numbers."
-            )
+) -> BatchError:
     return BatchError(
         f"{_where(tree, other[0], name)} has {other[1]} rows and {_where(tree, first[0], name)} "
         f"has {first[1]}: all split arrays need the same number of rows. Mark arrays that every "

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from multitower import spmd
 from multitower.devices import DeviceSpec
 from multitower.feeding import copy_to, ready_or_cut, refuse_tower_rows
+from multitower.first_look import look
 from multitower.job import Job, Shared
+from multitower.models import Call
 from multitower.placement import Placement, check_towers, place
-from multitower.rows import Parts, Split, is_traced, take_apart
+from multitower.rows import Parts, Split, Tower, is_key, is_traced, take_apart
 from multitower.same_bits import SameBits
 
 
@@ -33,12 +35,24 @@ class Kind(Protocol):
         """What the arguments are called in messages."""
         ...
 
-    def axes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The row axes of `(args, kwargs)`, None for shared; raises on wrong arguments."""
+    @property
+    def averages(self) -> bool:
+        """Whether results without rows are averaged over towers."""
+        ...
+
+    def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        """What the function itself gives in one tower, by name; only for a first look at it."""
+        ...
+
+    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+        """The row axes of `(args, kwargs, rows)`, None for shared; raises on wrong arguments."""
         ...
 
     def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
-        """The work; its rows are `Leaves`. `ragged` is (rows, towers) where some rows only fill."""
+        """The work; its rows are `Leaves`. `ragged` is (rows, towers) where some rows only fill.
+
+        The tree that was split is `(args, kwargs, rows, models, arrays)`.
+        """
         ...
 
     def result(self, finished: Any, rows: Leaves) -> Any:
@@ -56,12 +70,23 @@ class TowerFunction:
         self._towers = towers
         self._placement = place(devices, towers) if devices is not None else None
         self._engines: dict[Any, SameBits] = {}
+        self._looked_at: set[Split] = set()
         self._jitted = jax.jit(self._traced, static_argnums=0)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call: Call) -> Any:
         """Calls the function with what the user gave."""
         placement = self.placement()
-        parts = take_apart((args, kwargs), self._kind.axes(args, kwargs), name=self._kind.name)
+        # Models, and arrays that the function closes over, are whole in every tower.
+        axes = (*self._kind.axes(call), None, None)
+        tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
+        parts = take_apart(tree, axes, name=self._kind.name)
+        result = self._call(parts, placement)
+        if parts.split not in self._looked_at:  # afterwards: an error says more than a warning
+            self._looked_at.add(parts.split)
+            self._look(parts)
+        return result
+
+    def _call(self, parts: Parts, placement: Placement) -> Any:
         if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
             return self._traced(parts.split, parts.shared, parts.rows)
@@ -79,6 +104,17 @@ class TowerFunction:
         if self._placement is None:
             self._placement = place(self._devices, self._towers)
         return self._placement
+
+    def _look(self, parts: Parts) -> None:
+        def outputs(rows: list[Any], here: Tower) -> Any:
+            # A key that is shared with in_axes=None is meant to be the same everywhere.
+            shared = [
+                jax.random.fold_in(x, here.number) if is_key(x) and not x.ndim else x
+                for x in parts.shared
+            ]
+            return self._kind.outputs(parts.split, shared, rows, here)
+
+        look(outputs, parts.rows, parts.shared, averages=self._kind.averages)
 
     def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
         placement = self.placement().divided()

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import OutputError
+from multitower.first_look import look
 from multitower.job import Job, Shared, TowerResult
 from multitower.loss_function import LossFunction, LossOutput
+from multitower.model_state import Changed, enter, join, sort_changes
 from multitower.outputs import find_row_leaves, is_per_example, row_sum
 from multitower.rows import Parts, Split, Tower
 from multitower.tower_function import Leaves
@@ -38,7 +40,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
 
     `finish` returns the new Fields and the metrics.
     """
-    forward = _forward(step, split)
+    forward = _forward(step, split, tower_rows)
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         fields: Fields = shared.state
@@ -58,15 +60,14 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
 
         metrics = jax.tree.map(_wide, {"loss": output.loss, **output.metrics})
         counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
-        mean_state, first_state = _sort_state(output.model_state, step.model_state_from)
-        weight = here.num_rows.astype(float) / tower_rows
+        changed: Changed = output.model_state
         return TowerResult(
-            means=(gradients, averaged, jax.tree.map(lambda x: _weigh(x, weight), mean_state)),
+            means=(gradients, averaged, changed.averaged),
             sums=(
                 counted,
                 # A float, for the company of the sums; exact up to 2**24 rows.
                 here.num_rows.astype(float),
-                jax.tree.map(lambda x: _only_first(x, here), first_state),
+                changed.first,
                 _own_place(output.loss, here, num_towers) if step.diagnostics else (),
             ),
         )
@@ -78,7 +79,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
         exact = {number: total / num_rows for number, total in counted.by_number.items()}
         leaves = {**averaged, **exact}
         metrics = jax.tree.unflatten(counted.treedef, [leaves[n] for n in range(len(leaves))])
-        model_state = _join_state(fields.model_state, mean_state, first_state)
+        model_state = join(fields.model_state, Changed(mean_state, first_state))
         new = _update(step, fields, gradients, metrics["loss"], model_state)
         if not (step.diagnostics or step.skip_nonfinite):
             return new, metrics
@@ -101,7 +102,7 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
     Raises:
         OutputError: the loss returned something that it must not.
     """
-    forward = _forward(step, parts.split)
+    forward = _forward(step, parts.split, tower_rows)
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), _device_dtype(x)) for x in parts.rows]
     shared = Shared(fields, parts.shared)
     here = Tower(jnp.int32(0), jnp.int32(tower_rows))
@@ -112,6 +113,12 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
     output = jax.eval_shape(run, rows)
     by_row = is_per_example(output.loss, tower_rows)
     is_row = find_row_leaves(lambda rows: run(rows).metrics, rows, output.metrics, "metrics")
+    look(
+        lambda rows, here: _by_name(_forward(step, parts.split, len(rows[0])), shared, rows, here),
+        rows,
+        (fields, parts.shared),
+        averages=True,
+    )
     if not by_row:
         return "a scalar loss"
     flat, _ = jax.tree_util.tree_flatten_with_path(output.metrics)
@@ -121,8 +128,17 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
     return None
 
 
-def _forward(step: StepParts, split: Split) -> Callable[..., LossOutput]:
-    """The loss of one tower, as a function of (params, shared, rows, here)."""
+def _by_name(forward: Callable[..., LossOutput], shared: Shared, rows: Any, here: Tower) -> Any:
+    output = forward(shared.state.params, shared, rows, here)
+    averaged = output.model_state.averaged
+    return {"loss": output.loss, "metrics": output.metrics, "model_state": averaged}
+
+
+def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., LossOutput]:
+    """The loss of one tower, as a function of (params, shared, rows, here).
+
+    Its model state is what this tower has `Changed`.
+    """
 
     def forward(params: Any, shared: Shared, rows: list[Any], here: Tower) -> LossOutput:
         fields: Fields = shared.state
@@ -130,8 +146,12 @@ def _forward(step: StepParts, split: Split) -> Callable[..., LossOutput]:
         if step.loss.takes_rng:
             rng = jax.random.fold_in(jax.random.fold_in(fields.rng, fields.step), here.number)
         batch = split.rebuild(shared.rest, rows, here)
-        output = step.loss(params, batch, rng, fields.model_state)
-        return output._replace(model_state=_like_before(fields.model_state, output.model_state))
+        given, treedef = jax.tree.flatten(fields.model_state)
+        given = [enter(leaf, here) for leaf in given]
+        output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
+        new = _leaves_like(treedef, output.model_state)
+        changed = sort_changes(given, new, here, tower_rows, step.model_state_from)
+        return output._replace(model_state=changed)
 
     return forward
 
@@ -190,46 +210,14 @@ def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
     return new.astype(average.dtype)
 
 
-def _like_before(old: Any, new: Any) -> Any:
-    if jax.tree.structure(old) != jax.tree.structure(new):
+def _leaves_like(treedef: Any, new: Any) -> list[Any]:
+    leaves, found = jax.tree.flatten(new)
+    if found != treedef:
         raise OutputError(
             "the loss returned a model_state of another structure than it was given: return the "
-            f"same tree with new values.\ngiven: {jax.tree.structure(old)}\n"
-            f"returned: {jax.tree.structure(new)}"
+            f"same tree with new values.\ngiven: {treedef}\nreturned: {found}"
         )
-    return jax.tree.map(jnp.asarray, new)
-
-
-def _sort_state(model_state: Any, source: str) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Leaves that are averaged over towers, and leaves that are taken from the first one."""
-    averaged: dict[int, Any] = {}
-    first: dict[int, Any] = {}
-    for number, leaf in enumerate(jax.tree.leaves(model_state)):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        (averaged if is_float and source == "mean" else first)[number] = leaf
-    return averaged, first
-
-
-def _join_state(old: Any, averaged: dict[int, Any], first: dict[int, Any]) -> Any:
-    leaves = {**averaged, **first}
-    olds, treedef = jax.tree.flatten(old)
-    for number, leaf in enumerate(olds):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaves[number] = jax.random.wrap_key_data(
-                leaves[number], impl=jax.random.key_impl(leaf)
-            )
-    return jax.tree.unflatten(treedef, [leaves[number] for number in range(len(olds))])
-
-
-def _weigh(leaf: jax.Array, weight: jax.Array) -> jax.Array:
-    # An empty tower saw copies of rows only: whatever it found, even a NaN, does not count.
-    return jnp.where(weight > 0, leaf * weight.astype(leaf.dtype), jnp.zeros_like(leaf))
-
-
-def _only_first(leaf: jax.Array, here: Tower) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return jnp.where(here.number == 0, leaf, jnp.zeros_like(leaf))
+    return [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
 
 
 def _check_same_types(old: Fields, new: Fields) -> Fields:

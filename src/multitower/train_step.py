@@ -1,17 +1,19 @@
 """train_step: one update of a whole training state, on all devices."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.autodiff import check_differentiable
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.feeding import TowerRows
+from multitower.gradient_job import check_differentiable
 from multitower.loss_function import LossFunction
+from multitower.models import is_model, take_model
 from multitower.outputs import refuse_ragged
 from multitower.placement import Placement, check_towers, place
 from multitower.rows import Parts, is_traced, take_apart
@@ -126,7 +128,10 @@ class TrainStep:
         """Makes the first state. What is given is copied, never overwritten.
 
         Args:
-            params: a pytree of float arrays.
+            params: a pytree of float arrays; or a Flax NNX or Equinox module, which the loss then
+                takes as its first argument. `state.params` are the module's weights, and
+                `step.model(state)` is the module. The other Variables of an NNX module, which the
+                loss may change in place, are `state.model_state`.
             model_state: what the loss takes as `model_state`: a pytree of arrays.
             rng: what the loss's `rng` is drawn from: a typed key, shape ().
 
@@ -137,11 +142,26 @@ class TrainStep:
             GradientError: a parameter that is no float; the message names its path.
             ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
         """
+        self._step.loss.check_extras(model_state, rng)
+        if is_model(params):
+            params, model_state = self._take(params, model_state)
         check_differentiable(params, "params")
-        self._check_extras(model_state, rng)
         ema = jax.tree.map(_wide, params) if self._step.ema_decay is not None else None
         opt_state = self._step.optimizer.init(params)
         return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
+
+    def model(self, state: TrainState) -> Any:
+        """What `init` was given as `params`, with the values of a state.
+
+        Args:
+            state: a state of this step. For a moving average give
+                `state.replace(params=state.ema_params)`.
+
+        Returns:
+            The parameters; or the NNX or Equinox module. Like the state, it can be used until the
+            next step overwrites the state.
+        """
+        return self._step.loss.build(state.params, state.model_state)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Makes one update.
@@ -173,6 +193,21 @@ class TrainStep:
         result = self._runner(state, parts, global_batch).run(state, parts, self)
         self._global_batch = global_batch  # only now: a batch that failed is no measure
         return result
+
+    def _take(self, module: Any, model_state: Any) -> tuple[Any, Any]:
+        """Parameters and model state of a module; the loss is told how to put it together."""
+        model = take_model(module)
+        loss = self._step.loss
+        if model.how.changes_in_place and loss.takes_model_state:
+            raise ArgumentError(
+                f"the loss takes model_state, and a {type(module).__name__} keeps its own: write "
+                "loss_fn(model, batch), and let the model change in it."
+            )
+        if loss.model is None or loss.model.how != model.how or model.fixed:
+            self._step = replace(self._step, loss=loss.of_model(model))
+            self._runners.clear()
+            self._averaged.clear()
+        return model.weights, model.state if model.how.changes_in_place else model_state
 
     def _adopt(self, fields: Fields) -> TrainState:
         return TrainState(on_all_devices(fields, self.placement), self)
@@ -213,28 +248,6 @@ class TrainStep:
         if key not in self._averaged:
             self._averaged[key] = averaged_output(self._step, parts, state.fields(), tower_rows)
         return self._averaged[key]
-
-    def _check_extras(self, model_state: Any, rng: Any) -> None:
-        loss = self._step.loss
-        given = {"rng": (rng, loss.takes_rng), "model_state": (model_state, loss.takes_model_state)}
-        examples = {"rng": "jax.random.key(0)", "model_state": "{...}"}
-        for name, (value, wanted) in given.items():
-            if wanted and value is None:
-                raise ArgumentError(
-                    f"the loss takes {name}, and init got none: "
-                    f"step.init(params, {name}={examples[name]})."
-                )
-            if value is not None and not wanted:
-                raise ArgumentError(
-                    f"init got {name}, and the loss does not take it: add it as keyword-only "
-                    f"argument, loss_fn(params, batch, *, {name})."
-                )
-        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        if rng is not None and not (is_key and rng.ndim == 0):
-            raise ArgumentError(
-                f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
-                "A legacy key becomes one with jax.random.wrap_key_data(key)."
-            )
 
 
 def _check_numbers(ema_decay: Any, global_batch: Any) -> None:

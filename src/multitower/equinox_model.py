@@ -1,0 +1,93 @@
+"""Equinox: a module is a pytree whose leaves may be anything; floats are its weights."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import ArgumentError
+
+_WEIGHT = "weight"
+_FIXED = "fixed"
+_STATE = "state"
+
+
+def is_equinox(value: Any) -> bool:
+    """Whether a value is an Equinox module or `eqx.nn.State`. Imports nothing."""
+    equinox: Any = sys.modules.get("equinox")
+    return equinox is not None and isinstance(value, equinox.Module | equinox.nn.State)
+
+
+def is_equinox_state(value: Any) -> bool:
+    """Whether a value is an `eqx.nn.State`."""
+    return is_equinox(value) and isinstance(value, sys.modules["equinox"].nn.State)
+
+
+class EquinoxParts(NamedTuple):
+    """How to put a module together from its arrays.
+
+    Attributes:
+        treedef: its structure.
+        leaves: for every leaf the kind of array that it is, or what else it is (type and value).
+    """
+
+    treedef: Any
+    leaves: tuple[str | tuple[type, Any], ...]
+
+    @property
+    def changes_in_place(self) -> bool:
+        """A call never does: it returns a new `eqx.nn.State`."""
+        return False
+
+    def build(self, weights: Any, fixed: Any, state: Any) -> Any:
+        """A module of these arrays."""
+        arrays: dict[str, Iterator[Any]] = {
+            _WEIGHT: iter(jax.tree.leaves(weights)),
+            _FIXED: iter(fixed),
+            _STATE: iter(state),
+        }
+        leaves = [x[1] if isinstance(x, tuple) else next(arrays[x]) for x in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def state_after(self, module: Any, state: Any) -> Any:
+        """The same."""
+        return state
+
+    def write(self, module: Any, state: Any) -> None:
+        """Nothing has changed."""
+
+
+def take_equinox(module: Any) -> tuple[EquinoxParts, Any, Any, Any]:
+    """Takes a module apart: how, weights (as `eqx.partition` gives them), other arrays, state.
+
+    Raises:
+        ArgumentError: a leaf that is neither an array nor hashable.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(module)
+    kinds = [_STATE if is_equinox_state(module) else _kind(path, leaf) for path, leaf in flat]
+    weights = [
+        leaf if kind == _WEIGHT else None for kind, (_, leaf) in zip(kinds, flat, strict=True)
+    ]
+    fixed, state = (
+        [leaf for kind, (_, leaf) in zip(kinds, flat, strict=True) if kind == name]
+        for name in (_FIXED, _STATE)
+    )
+    parts = EquinoxParts(treedef, tuple(kinds))
+    return parts, jax.tree.unflatten(treedef, weights), fixed, state
+
+
+def _kind(path: Any, leaf: Any) -> str | tuple[type, Any]:
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return _WEIGHT if jnp.issubdtype(leaf.dtype, jnp.inexact) else _FIXED
+    try:
+        hash(leaf)
+    except TypeError as error:
+        raise ArgumentError(
+            f"the model's leaf {jax.tree_util.keystr(path)} is {type(leaf).__name__}, which is "
+            "neither an array nor hashable: nothing compiled can be remembered by it. Make it an "
+            "array, or a static field: eqx.field(static=True)."
+        ) from error
+    return type(leaf), leaf  # both: 1, 1.0 and True are equal

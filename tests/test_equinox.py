@@ -1,0 +1,180 @@
+"""Equinox: modules whose leaves may be anything, with BatchNorm's state in `eqx.nn.State`.
+
+The reference runs every tower by hand, with Equinox alone.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
+ROWS = {"axis_name": "rows", "in_axes": (0, None, 0), "out_axes": (0, None)}
+
+
+class Net(eqx.Module):
+    hidden: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+    out: eqx.nn.Linear
+    order: jax.Array  # integers go round the differentiation
+    activation: object  # and so does what is no array
+
+    def __init__(self, key):
+        one, two = jax.random.split(key)
+        self.hidden = eqx.nn.Linear(4, 6, use_bias=False, key=one)
+        self.norm = eqx.nn.BatchNorm(6, "rows", momentum=0.5, mode="batch")
+        self.dropout = eqx.nn.Dropout(0.5)
+        self.out = eqx.nn.Linear(6, 1, key=two)
+        self.order = jnp.array([3, 2, 1, 0])
+        self.activation = jnp.tanh
+
+    def __call__(self, x, state, key):
+        x, state = self.norm(self.hidden(x[self.order]), state)
+        return self.out(self.dropout(self.activation(x), key=key))[0], state
+
+
+def mean_loss(model, state, x, key):
+    keys = jax.random.split(key, len(x))
+    y, state = jax.vmap(model, **ROWS)(x, state, keys)
+    return jnp.mean((y - x.sum(-1)) ** 2), state
+
+
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+    """Rounding of float32 sums over a few rows."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
+
+
+def train(value_and_grad, jit):
+    """The documented loop; what was `eqx.filter_value_and_grad` is the argument."""
+    model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+    optimizer = optax.sgd(0.1)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def train_step(model, state, opt_state, x, key):
+        (_, state), grads = value_and_grad(mean_loss, has_aux=True)(model, state, x, key)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), state, opt_state
+
+    train_step = eqx.filter_jit(train_step) if jit else train_step
+    for number, x in enumerate(X):
+        model, state, opt_state = train_step(model, state, opt_state, x, jax.random.key(number))
+    return eqx.filter((model, state, opt_state), eqx.is_array)
+
+
+def towers_by_hand(num_towers):
+    """filter_value_and_grad, tower by tower: own rows, own keys, everything averaged."""
+
+    def value_and_grad(fun, has_aux):
+        def run(model, state, x, key):
+            one = eqx.filter_jit(eqx.filter_value_and_grad(fun, has_aux=has_aux))
+            towers = [
+                one(model, state, rows, jax.random.fold_in(key, tower))
+                for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
+            ]
+            mean = lambda *leaves: (sum(leaves) / num_towers).astype(leaves[0].dtype)
+            return jax.tree.map(mean, *towers)
+
+        return run
+
+    return value_and_grad
+
+
+@pytest.fixture(scope="module")
+def two_towers():
+    return train(towers_by_hand(2), jit=False)
+
+
+def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
+    """Lie: one dropout mask for all, statistics of one tower only, a counter that counts towers."""
+    found = train(lambda fun, **kw: mt.value_and_grad(fun, devices=2, **kw), jit=True)
+    assert_close(found, two_towers)
+
+
+def test_law_l3_same_bits(two_towers):
+    one, two = (
+        train(lambda fun, d=d, **kw: mt.value_and_grad(fun, devices=d, towers=2, **kw), jit=False)
+        for d in (1, 2)
+    )
+    assert mt.fingerprint(one) == mt.fingerprint(two)
+    assert_close(one, two_towers)
+
+
+def test_law_l2_gradients_are_what_equinox_gives():
+    """None for integers and functions; a module may sit inside a tree, or in another argument."""
+
+    def loss(models, frozen, x):
+        return (jax.vmap(models["net"])(x) * frozen.weight.sum()).mean()
+
+    mlp = eqx.nn.MLP(4, 2, 3, 1, activation=jax.nn.relu, key=jax.random.key(0))
+    args = {"net": mlp}, eqx.nn.Linear(2, 2, key=jax.random.key(1)), X[0]
+    found = mt.value_and_grad(loss, devices=2)(*args)
+    assert_close(found, eqx.filter_value_and_grad(loss)(*args))
+    assert found[1]["net"].activation is None
+
+
+def test_integers_in_a_plain_tree_stay_an_error():
+    with pytest.raises(mt.GradientError, match=r"\['n'\] has dtype int32: only floats"):
+        mt.grad(lambda p, x: (p["w"] * x).mean())({"w": 1.0, "n": jnp.arange(3)}, X[0])
+
+
+def test_train_step_takes_a_module():
+    """The loss gets the module; `step.model` gives the trained one back, functions and all."""
+
+    def losses(model, x, *, rng, model_state):
+        y, state = jax.vmap(model, **ROWS)(x, model_state, jax.random.split(rng, len(x)))
+        return (y - x.sum(-1)) ** 2, {}, state
+
+    prints = []
+    for devices in (1, 2):
+        model, model_state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+        step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=2)
+        state = step.init(model, model_state=model_state, rng=jax.random.key(1))
+        for x in X:
+            state, metrics = step(state, x)
+        prints.append(mt.fingerprint((state, metrics)))
+    assert prints[0] == prints[1]
+    trained = step.model(state)
+    assert trained.activation is model.activation
+    assert (trained.order == model.order).all()
+    assert (trained.out.weight != model.out.weight).any()
+    assert state.params.order is None
+    (count,) = state.model_state.get(trained.norm.batch_counter)[None]
+    assert count == 2
+
+
+def test_make_parallel_takes_a_module():
+    mlp = eqx.nn.MLP(4, 2, 3, 1, key=jax.random.key(0))
+    run = mt.make_parallel(lambda model, x: jax.vmap(model)(x), in_axes=(None, 0), devices=3)
+    assert_close(run(mlp, X[0]), jax.vmap(mlp)(X[0]))
+    linear = Holds(jnp.ones(4), lambda x, w: x @ w)
+    assert_close(mt.make_parallel(linear, devices=3)(X[0]), linear(X[0]))
+
+
+class Holds(eqx.Module):
+    weight: jax.Array
+    what: object
+
+    def __call__(self, x):
+        return self.what(x, self.weight)
+
+
+def test_a_leaf_that_nothing_can_be_remembered_by():
+    model = Holds(jnp.ones(4), bytearray(b"x"))
+    with pytest.raises(
+        mt.ArgumentError, match=r"leaf \.what is bytearray.*eqx.field\(static=True\)"
+    ):
+        mt.grad(lambda m, x: (x @ m.weight).mean())(model, X[0])
+
+
+def test_settings_that_are_equal_and_not_the_same():
+    """Lie: True, 1 and 1.0 are one program."""
+    run = mt.grad(lambda m, x: (x @ m.weight).mean() * (2 if m.what is True else 3), devices=2)
+    gradients = [run(Holds(jnp.ones(4), what), np.ones_like(X[0])).weight[0] for what in (True, 1)]
+    assert gradients == [2, 3]

@@ -1,0 +1,282 @@
+"""Flax NNX: a module as first argument, state changed inside the loss, nnx.Optimizer, nnx.Rngs.
+
+The reference runs every tower by hand, with NNX alone.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import multitower as mt
+
+X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
+
+
+class Net(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.hidden = nnx.Linear(4, 6, use_bias=False, rngs=rngs)  # BatchNorm would cancel it
+        self.norm = nnx.BatchNorm(6, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(6, 1, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.out(self.dropout(jnp.tanh(self.norm(self.hidden(x)))))[:, 0]
+
+
+def losses(model, x):
+    return (model(x) - x.sum(-1)) ** 2
+
+
+def mean_loss(model, x):
+    return losses(model, x).mean()
+
+
+def state_of(*modules):
+    """All arrays, keys included, as NumPy arrays."""
+    leaves = jax.tree.leaves(nnx.state(modules))
+    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [
+        np.asarray(jax.random.key_data(leaf) if key else leaf)
+        for leaf, key in zip(leaves, is_key, strict=True)
+    ]
+
+
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+    """Rounding of float32 sums over a few rows."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
+
+
+def train(value_and_grad, jit):
+    """The documented loop; what was `nnx.value_and_grad` is the argument."""
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def train_step(model, optimizer, x):
+        loss, grads = value_and_grad(mean_loss)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    train_step = nnx.jit(train_step) if jit else train_step
+    for x in X:
+        train_step(model, optimizer, x)
+    return state_of(model, optimizer)
+
+
+def towers_by_hand(num_towers):
+    """value_and_grad of NNX, tower by tower: own rows, own keys, everything averaged."""
+
+    def value_and_grad(fun):
+        def run(model, x):
+            losses, gradients, states = [], [], []
+            for tower, rows in enumerate(np.split(np.asarray(x), num_towers)):
+                copy = nnx.clone(model)
+                key = copy.dropout.rngs.key
+                if tower:
+                    key[...] = jax.random.fold_in(key[...], np.uint32(2**32 - 1 - tower))
+                loss, gradient = nnx.jit(nnx.value_and_grad(fun))(copy, rows)
+                losses.append(loss)
+                gradients.append(gradient)
+                states.append(nnx.state(copy, nnx.BatchStat))
+                rest = (
+                    nnx.state(copy, nnx.RngCount),
+                    nnx.state(copy, lambda path, _: "calls" in path),
+                )
+            mean = lambda *trees: jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+            nnx.update(model, mean(*states), *rest)
+            return mean(*losses), mean(*gradients)
+
+        return run
+
+    return value_and_grad
+
+
+def test_law_l2_dropout_and_batch_norm_as_by_hand():
+    """Lie: one dropout mask for all, statistics of one tower only, a counter that counts towers."""
+    found = train(lambda fun: mt.value_and_grad(fun, devices=2), jit=True)
+    assert_close(found, train(towers_by_hand(2), jit=False))
+
+
+def test_one_tower_is_one_device():
+    """With one tower even dropout is that of NNX alone."""
+    found = train(lambda fun: mt.value_and_grad(fun, devices=1), jit=False)
+    assert_close(found, train(nnx.value_and_grad, jit=False))
+
+
+def test_law_l3_same_bits():
+    """Lie: what changes in the module depends on the devices. Three do not divide four towers."""
+    one, three = (
+        train(lambda fun, d=d: mt.value_and_grad(fun, devices=d, towers=4), jit=False)
+        for d in (1, 3)
+    )
+    assert mt.fingerprint(one) == mt.fingerprint(three)
+    assert_close(one, train(towers_by_hand(4), jit=False))
+
+
+def test_law_l6_every_tower_has_its_own_mask():
+    def masks(dropout, x):
+        return dropout(x).mean(), dropout(x)
+
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    ones = np.ones((4, 64), np.float32)
+    (_, found), _ = mt.value_and_grad(masks, has_aux=True, devices=4)(dropout, ones)
+    assert len({row.tobytes() for row in np.asarray(found)}) == 4
+    assert dropout.rngs.count[...] == 2
+
+
+@pytest.mark.parametrize(
+    "argnums", [0, (1, 0), nnx.DiffState(0, nnx.PathContains("kernel"))], ids=["0", "1,0", "kernel"]
+)
+def test_law_l2_gradients_are_what_nnx_gives(argnums):
+    """Lie: gradients of another form, which nnx.Optimizer cannot take."""
+
+    def loss(model, scale, x):
+        return ((scale * model["net"](x)) ** 2).mean()
+
+    args = {"net": nnx.Linear(4, 2, rngs=nnx.Rngs(0))}, jnp.float32(2.0), X[0]
+    found = mt.value_and_grad(loss, argnums, devices=2)(*args)
+    assert_close(found, nnx.value_and_grad(loss, argnums=argnums)(*args))
+
+
+def test_modules_beside_the_first_argument():
+    """A GAN's generator, and random streams of their own: what changes in them is handed on."""
+
+    def loss(discriminator, generator, x, *, rngs):
+        noise = rngs.noise.normal(x.shape)
+        return discriminator(generator(x + noise)).mean()
+
+    discriminator = nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+    generator = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(noise=3)
+    found = mt.grad(loss, devices=2)(discriminator, generator, X[0], rngs=rngs)
+    assert found["kernel"].shape == (4, 1)
+    assert rngs.noise.count[...] == 1
+    assert generator.mean[...].any()
+
+
+def test_a_module_that_the_loss_closes_over():
+    """Lie: its values are those of the first step for ever, or what it changes is lost."""
+    teacher = nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))
+
+    def step(w, x):
+        return mt.grad(lambda w, x: (w * teacher(x)).mean(), devices=2, towers=2)(w, x)
+
+    step(1.0, X[0])
+    np.testing.assert_allclose(teacher.mean[...], X[0].mean(0) / 2, rtol=1e-5)
+    teacher.bias[...] = jnp.full(4, 7.0)
+    np.testing.assert_allclose(step(1.0, X[1]), 7.0, rtol=1e-5)
+
+
+MODEL = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+
+def test_a_module_that_is_read_as_a_global():
+    """Lie: predictions of the weights that it had at the first call."""
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    for changing, fn in [(MODEL, lambda x: 1 * MODEL(x)), (model, model)]:
+        run = mt.make_parallel(fn, devices=2)
+        assert not (run(X[0]) == 7).any()
+        changing.kernel[...] = jnp.zeros((4, 2))
+        changing.bias[...] = jnp.full(2, 7.0)
+        assert (run(X[0]) == 7).all()
+
+
+def test_train_step_takes_a_module():
+    """The whole step, with per-example losses: `step.model` gives the trained module back."""
+    prints = []
+    for devices in (1, 2):
+        step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=2)
+        state = step.init(Net())
+        for x in X:
+            state, metrics = step(state, x)
+        prints.append(mt.fingerprint((state, metrics)))
+    assert prints[0] == prints[1]
+    model = step.model(state)
+    assert isinstance(model, Net)
+    assert model.calls[...] == 2
+    expected = train(lambda fun: mt.value_and_grad(fun, devices=2), jit=True)[
+        : len(state_of(model))
+    ]
+    assert_close(state_of(model), expected)
+
+
+def test_make_parallel_takes_a_module():
+    model = Net()
+    model.eval()
+    run = mt.make_parallel(lambda model, x: model(x), in_axes=(None, 0), devices=3)
+    assert_close(run(model, X[0]), model(X[0]))
+    assert model.calls[...] == 2
+
+
+class Adds(nnx.Module):
+    def __call__(self, x):
+        self.seen = nnx.Variable(x)
+        return x
+
+
+class Grows(nnx.Module):
+    def __init__(self):
+        self.last = nnx.Variable(jnp.zeros(3))
+
+    def __call__(self, x):
+        self.last.set_value(x)
+        return x
+
+
+class Counts(nnx.Module):
+    def __init__(self):
+        self.average = nnx.metrics.Average()
+
+    def __call__(self, x):
+        self.average.update(values=x)
+        return x
+
+
+def trains_itself(model, x):
+    model.train()
+    return model(x)
+
+
+def evaluating():
+    model = Net()
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "message"),
+    [
+        (Adds, None, r"adds a Variable to the model, \['seen'\].*Return the value as aux"),
+        (Grows, None, r"\['last'\].*float32\[3\] before.*float32\[8, 4\] after"),
+        (Counts, None, r"updates a metric of the model, \['average'\].*update the metric after"),
+        (evaluating, trains_itself, r"model.train\(\).*before value_and_grad"),
+    ],
+)
+def test_state_that_cannot_be_put_together(make, loss, message):
+    loss = loss or (lambda model, x: model(x))
+    with pytest.raises(mt.OutputError, match=message):
+        mt.value_and_grad(lambda model, x: loss(model, x).mean(), devices=2)(make(), X[0])
+
+
+def test_modules_that_share_a_variable():
+    """Lie: two copies of one Variable, of which the last one wins."""
+    model = Net()
+    with pytest.raises(
+        mt.ArgumentError, match=r"share a Variable: Net.norm.*one module that holds"
+    ):
+        mt.grad(lambda m, n, x: m(x).mean(), devices=2)(model, model.norm, X[0])
+
+
+def test_model_state_next_to_a_module():
+    step = mt.train_step(lambda m, x, *, model_state: (m(x), {}, model_state), optax.sgd(0.1))
+    with pytest.raises(
+        mt.ArgumentError, match=r"a Net keeps its own: write loss_fn\(model, batch\)"
+    ):
+        step.init(Net(), model_state={"a": 1.0})
