@@ -230,14 +230,11 @@ class _Reader:
         return [*carried, *outputs[num_carried:]]
 
     def loop_while(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
+        # Under vmap a loop goes on until every row is done, and leaves the rows that are alone: so
+        # a decision over all rows says nothing of what is carried.
         params = equation.params
-        num_tested, num_shared = params["cond_nconsts"], params["body_nconsts"]
-        tested, rest = inputs[:num_tested], inputs[num_tested:]
-        carried = self._loop(params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
-        (decision,) = self.run(params["cond_jaxpr"], [*tested, *carried])
-        if decision.word == "free":
-            return carried
-        return [Flow("mixed", self._where(equation), varies=True) for _ in carried]
+        rest, num_shared = inputs[params["cond_nconsts"] :], params["body_nconsts"]
+        return self._loop(params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
 
     def cond(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         decision, *rest = inputs
