@@ -53,11 +53,10 @@ def assert_same_bits(device_counts, towers, cases):
 @pytest.mark.parametrize(
     ("towers", "device_counts", "cases"),
     [
-        (8, (1, 3, 8), EVERYDAY[:2]),
-        (8, (1, 4), EVERYDAY[2:]),
-        (12, (1, 5, 12), ["mlp/sgd/float32"]),
+        pytest.param(8, (1, 3, 8), EVERYDAY[:2], id="8 towers"),
+        pytest.param(8, (1, 4), EVERYDAY[2:], id="dropout", marks=pytest.mark.slow),
+        pytest.param(12, (1, 5, 12), ["mlp/sgd/float32"], id="12 towers", marks=pytest.mark.slow),
     ],
-    ids=["8 towers", "dropout", "12 towers"],
 )
 def test_same_bits_in_processes_with_other_device_counts(towers, device_counts, cases):
     assert_same_bits(device_counts, towers, cases)

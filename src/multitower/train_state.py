@@ -30,7 +30,7 @@ class TrainState:
 
     Attributes:
         step: number of updates made, int32, shape ().
-        params: the parameters, as given to `init`.
+        params: the parameters, as given to `init`; of a module its weights (`TrainStep.model`).
         opt_state: the optimizer's state.
         ema_params: the moving average of the parameters, or None; 16-bit floats are kept in
             float32, where small changes are not rounded away.

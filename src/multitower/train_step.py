@@ -44,11 +44,12 @@ def train_step(
     `optimizer.update(jax.grad(lambda p: loss_fn(p, batch).mean())(params), ...)`.
 
     Args:
-        loss_fn: `loss_fn(params, batch)`; it may also take keyword-only `rng` (this tower's key
-            for this step) and `model_state`. It returns `loss`, `(loss, metrics)`, or with model
-            state `(loss, metrics, model_state)`. The loss has shape (rows,), the better contract,
-            or (), the mean over the rows. Metrics are a dict; those with one entry per row are
-            averaged over all real rows, other floats over towers.
+        loss_fn: `loss_fn(params, batch)`, where params is what `init` was given, such as a Flax NNX
+            or Equinox module; it may also take keyword-only `rng` (this tower's key for this step)
+            and `model_state`, in which keys are other ones in every tower. It returns `loss`,
+            `(loss, metrics)`, or with model state `(loss, metrics, model_state)`. The loss has
+            shape (rows,), the better contract, or (), the mean over the rows. Metrics are a dict;
+            those with one entry per row are averaged over all real rows, other floats over towers.
         optimizer: an optax optimizer. Its schedules count updates, whatever the devices.
         devices: as for `multitower.devices`; all by default.
         towers: the number of towers. With it, everything has the same bits on any number of
