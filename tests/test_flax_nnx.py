@@ -3,6 +3,8 @@
 The reference runs every tower by hand, with NNX alone.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,6 +207,24 @@ def test_train_step_takes_a_module():
         : len(state_of(model))
     ]
     assert_close(state_of(model), expected)
+
+
+@pytest.mark.slow
+def test_law_l4_a_module_is_saved_and_resumed(tmp_path):
+    """On other devices than it was begun; random streams and statistics included."""
+
+    def fit(devices, steps, **options):
+        trainer = mt.Trainer(losses, optax.adam(0.1), devices=devices, towers=4, **options)
+        return trainer, trainer.fit(Net(), batches, steps=steps, resume=True)
+
+    def batches(first):
+        return (X[number % 2] for number in itertools.count(first))
+
+    _, whole = fit(2, 4)
+    fit(1, 2, run_dir=tmp_path)
+    trainer, resumed = fit(3, 4, run_dir=tmp_path)
+    assert mt.fingerprint(resumed) == mt.fingerprint(whole)
+    assert trainer.step.model(resumed).calls[...] == 4
 
 
 def test_make_parallel_takes_a_module():

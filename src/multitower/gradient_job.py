@@ -200,10 +200,10 @@ def check_differentiable(tree: Any, name: str) -> None:
         ArgumentError: a leaf that only holds an array.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        refuse_holder(leaf, lambda path=path: f"{name}{jax.tree_util.keystr(path)}")
         is_number = isinstance(leaf, int | float | complex)
         dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
+            refuse_holder(leaf, lambda path=path: f"{name}{jax.tree_util.keystr(path)}")
             raise GradientError(
                 f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
                 "differentiated. Convert it with .astype(jnp.float32), or take it out of the "
