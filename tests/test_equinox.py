@@ -178,3 +178,18 @@ def test_settings_that_are_equal_and_not_the_same():
     run = mt.grad(lambda m, x: (x @ m.weight).mean() * (2 if m.what is True else 3), devices=2)
     gradients = [run(Holds(jnp.ones(4), what), np.ones_like(X[0])).weight[0] for what in (True, 1)]
     assert gradients == [2, 3]
+
+
+def test_a_trainer_scores_the_module():
+    trainer = mt.Trainer(line_losses, optax.sgd(0.1), devices=2, ema_decay=0.5)
+    state = trainer.step.init(eqx.nn.Linear(4, "scalar", key=jax.random.key(0)))
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+    scores = trainer.evaluate(
+        lambda model, x: {"loss": line_losses(model, x)}, state, x, global_batch=4
+    )
+    expected = np.mean(line_losses(trainer.step.model(state), x))
+    np.testing.assert_allclose(scores["loss"], expected, rtol=1e-5)
+
+
+def line_losses(model, x):
+    return (jax.vmap(model)(x) - x.sum(-1)) ** 2

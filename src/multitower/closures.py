@@ -26,7 +26,6 @@ from multitower.errors import ArgumentError
 from multitower.nnx_model import is_nnx
 
 _ARRAY = "array"
-_MODULE = "module"
 
 
 class Contents(NamedTuple):
@@ -51,14 +50,14 @@ class OpenFunction:
         key: what it does, hashable: its code, and what it uses besides the contents; or the
             function itself, if that may change unseen.
         cells: the variables that it closes over.
-        global_modules: names of globals that are NNX modules.
+        global_modules: globals that are NNX modules, by name.
         bare: code, globals, defaults and keyword defaults.
         original: the function, if nothing was taken out of it.
     """
 
     key: tuple[Any, ...]
     cells: tuple["_Cell", ...]
-    global_modules: tuple[str, ...]
+    global_modules: tuple[tuple[str, "_Module"], ...]
     bare: tuple[types.CodeType, dict[str, Any], Any, Any] = field(compare=False, repr=False)
     original: Any = field(compare=False)
 
@@ -69,7 +68,8 @@ class OpenFunction:
         code, scope, defaults, keyword_defaults = self.bare
         cells = tuple(cell.close(left) for cell in self.cells)
         if self.global_modules:
-            scope = {**scope, **{name: next(left.modules) for name in self.global_modules}}
+            modules = {name: left.modules[at.number] for name, at in self.global_modules}
+            scope = {**scope, **modules}
         fun = types.FunctionType(code, scope, code.co_name, defaults, cells)
         fun.__kwdefaults__ = keyword_defaults
         return fun
@@ -118,12 +118,12 @@ def close_function(opened: Any, contents: Contents) -> Callable[..., Any]:
     """The function again, around other contents in the same order."""
     if not isinstance(opened, OpenFunction):
         return opened
-    return opened.close(_Left(iter(contents.arrays), iter(contents.modules), contents.rows))
+    return opened.close(_Left(iter(contents.arrays), contents.modules, contents.rows))
 
 
 class _Left(NamedTuple):
     arrays: Iterator[Any]
-    modules: Iterator[Any]
+    modules: list[Any]
     rows: Mapping[str, Any]
 
 
@@ -134,7 +134,7 @@ class _Cell:
     Attributes:
         rows: its name, if it holds rows.
         treedef: the structure of the tree that it is.
-        leaves: `_ARRAY`, `_MODULE`, an OpenFunction, or a `_Leaf`.
+        leaves: `_ARRAY`, a `_Module`, an OpenFunction, or a `_Leaf`.
         original: the variable, if nothing was taken out of it.
     """
 
@@ -153,6 +153,13 @@ class _Cell:
 
 
 @dataclass(frozen=True)
+class _Module:
+    """Stands for an NNX module: the same one, wherever it is closed over."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class _Leaf:
     """Anything else: equal if it can be told to be the same for good, or if it is the same object.
 
@@ -168,8 +175,8 @@ class _Leaf:
 def _close_leaf(leaf: Any, left: _Left) -> Any:
     if leaf is _ARRAY:
         return next(left.arrays)
-    if leaf is _MODULE:
-        return next(left.modules)
+    if isinstance(leaf, _Module):
+        return left.modules[leaf.number]
     return leaf.close(left) if isinstance(leaf, OpenFunction) else leaf.value
 
 
@@ -182,17 +189,19 @@ class _Opener:
         self.rows: dict[str, Any] = {}
         self._names = names
         self._way: list[Any] = []
+        self._num_taken = 0  # in all, the same thing in two places counted twice
         self._may_change = False
 
     def open(self, fun: types.FunctionType) -> OpenFunction:
-        before, outer, self._may_change = self._num_taken(), self._may_change, False
+        before, outer, self._may_change = self._num_taken, self._may_change, False
         self._way.append(fun)
         variables = zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True)
         cells = tuple(self._open_cell(name, cell) for name, cell in variables)
         self._way.pop()
         used = {name: fun.__globals__.get(name) for name in _global_names(fun.__code__)}
-        global_modules = tuple(name for name, value in used.items() if is_nnx(value))
-        self.modules.extend(used[name] for name in global_modules)
+        global_modules = tuple(
+            (name, self._module(value)) for name, value in used.items() if is_nnx(value)
+        )
         bare = fun.__code__, fun.__globals__, fun.__defaults__, fun.__kwdefaults__
         key: tuple[Any, ...] = (_leaf(fun),)
         if not self._may_change and "<locals>" in fun.__qualname__:  # made anew by each call
@@ -200,11 +209,16 @@ class _Opener:
             values = [value for value in used.values() if not is_nnx(value)]
             key = (fun.__code__, *map(_leaf, defaults), *map(_leaf, values))
         self._may_change |= outer
-        original = fun if self._num_taken() == before else None
+        original = fun if self._num_taken == before else None
         return OpenFunction(key, cells, global_modules, bare, original)
 
-    def _num_taken(self) -> int:
-        return len(self.arrays) + len(self.modules) + len(self.rows)
+    def _module(self, module: Any) -> _Module:
+        self._num_taken += 1
+        for number, known in enumerate(self.modules):
+            if known is module:
+                return _Module(number)
+        self.modules.append(module)
+        return _Module(len(self.modules) - 1)
 
     def _open_cell(self, name: str, cell: types.CellType) -> _Cell:
         try:
@@ -213,12 +227,13 @@ class _Opener:
             self._may_change = True
             return _Cell(None, None, (), cell)
         if name in self._names and self.rows.setdefault(name, held) is held:
+            self._num_taken += 1
             return _Cell(name, None, (), None)
-        before = self._num_taken()
+        before = self._num_taken
         leaves, treedef = jax.tree.flatten(held, is_leaf=is_nnx)
         arrays = (jax.Array, int, float) if _is_record(held, leaves) else jax.Array
         opened = tuple(self._open_leaf(leaf, arrays) for leaf in leaves)
-        if self._num_taken() > before:
+        if self._num_taken > before:
             return _Cell(None, treedef, opened, None)
         if isinstance(held, tuple) or held is None or (leaves and treedef_is_leaf(treedef)):
             return _Cell(None, treedef, opened, cell)
@@ -228,9 +243,9 @@ class _Opener:
 
     def _open_leaf(self, leaf: Any, arrays: Any) -> Any:
         if is_nnx(leaf):
-            self.modules.append(leaf)
-            return _MODULE
+            return self._module(leaf)
         if isinstance(leaf, arrays) and not isinstance(leaf, bool):
+            self._num_taken += 1
             self.arrays.append(leaf)
             return _ARRAY
         if isinstance(leaf, types.FunctionType) and leaf not in self._way:

@@ -97,7 +97,7 @@ class _Reader:
         self.baked: list[str] = []
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
-        jaxpr = program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+        jaxpr = getattr(program, "jaxpr", program)
         known: dict[Any, Flow] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def flow_of(atom: Any) -> Flow:

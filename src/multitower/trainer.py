@@ -217,7 +217,7 @@ class Trainer:
 
         Args:
             metrics: `metrics(params, batch)` returns a dict with one number per row for each name;
-                it may take keyword-only `model_state`.
+                it may take keyword-only `model_state`. It gets a module where the loss does.
             state: what to score.
             dataset: a pytree of NumPy arrays with one example per row.
             global_batch: rows to score at a time.
@@ -229,10 +229,10 @@ class Trainer:
         Raises:
             MultitowerError: as `multitower.evaluation.evaluate`.
         """
-        params = state.params if state.ema_params is None else state.ema_params
+        average = state if state.ema_params is None else state.replace(params=state.ema_params)
         scores = evaluate(
             metrics,
-            params,
+            self.step.model(average),
             dataset,
             global_batch=global_batch,
             model_state=state.model_state,
