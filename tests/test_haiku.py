@@ -91,6 +91,7 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
     assert_close(train(parallel(2), jit=True), two_towers)
 
 
+@pytest.mark.slow
 def test_law_l3_same_bits(two_towers):
     one, two = (train(parallel(devices, towers=2), jit=False) for devices in (1, 2))
     assert mt.fingerprint(one) == mt.fingerprint(two)

@@ -118,6 +118,7 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(keras, two_towers):
     np.testing.assert_array_equal(found[1][-1], [3, 2])  # the seed, and two draws
 
 
+@pytest.mark.slow
 def test_law_l3_same_bits(keras, two_towers):
     one, two = (train(keras, parallel(devices, towers=2), jit=False) for devices in (1, 2))
     assert mt.fingerprint(one) == mt.fingerprint(two)

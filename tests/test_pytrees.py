@@ -64,6 +64,7 @@ def test_law_l2_gradients_have_the_type_of_the_parameters():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_law_l3_train_step_on_named_tuples_and_dataclasses():
     """A NamedTuple as model state: its counter counts steps, its floats are averaged."""
     prints = []

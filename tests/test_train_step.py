@@ -66,7 +66,7 @@ def test_equals_sgd_with_momentum_in_numpy(num_devices, towers):
 
 @pytest.mark.filterwarnings("ignore:random numbers")  # a dropout rate of 0, drawn all the same
 @both_ways
-@pytest.mark.parametrize("model_name", ["transformer", "mlp"])
+@pytest.mark.parametrize("model_name", [pytest.param("transformer", marks=pytest.mark.slow), "mlp"])
 def test_equals_a_plain_optax_loop(model_name, towers):
     """Lie: clipping, schedules or weight decay see another gradient than on one device."""
     if model_name == "transformer":  # without its dropout: one device has only one mask
