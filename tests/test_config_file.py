@@ -8,7 +8,8 @@ import pytest
 import multitower as mt
 from multitower.cli import main
 from multitower.cli.config_file import Config, read_config_file
-from multitower.cli.train import expand_train_flags
+from multitower.cli.settings import expand_flags
+from multitower.cli.train import train
 
 RECIPE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 TOML = """
@@ -55,6 +56,9 @@ def test_a_file_that_is_not_there():
 
 
 def test_options_of_the_recipe_are_flags(tmp_path):
+    def expand_train_flags(words):
+        return expand_flags(words, {"train": train})
+
     words = ["train", "cifar10", "--lr-base", "0.1", "--steps", "3", "--lr-decay=0.5"]
     expanded = ["train", "cifar10", "--set", "lr_base=0.1", "--steps", "3", "--set", "lr_decay=0.5"]
     assert expand_train_flags(words) == expanded

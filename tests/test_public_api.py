@@ -19,7 +19,7 @@ def test_all_is_complete_and_sorted():
         for name, value in vars(mt).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert set(mt.__all__) == public
+    assert set(mt.__all__) == {*public, "testing"}
     assert mt.__all__ == sorted(mt.__all__)
     assert all(hasattr(mt, name) for name in mt.__all__)
 

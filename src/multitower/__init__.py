@@ -1,5 +1,6 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
+from multitower import testing
 from multitower.autodiff import grad, value_and_grad
 from multitower.averaging import average_gradients
 from multitower.configuration import configure
@@ -59,6 +60,7 @@ __all__ = [
     "make_parallel",
     "prefetch",
     "shard",
+    "testing",
     "train_step",
     "value_and_grad",
 ]

@@ -2,35 +2,25 @@
 
 import json
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from multitower import provenance
-from multitower.augmentation import augmented
-from multitower.data import make_batch, make_batches
 from multitower.fingerprint import fingerprint
 from multitower.observe import EventFiles, MetricsFile
-from multitower.placement import Placement
 from multitower.progress import Hook, Progress
-from multitower.recipes import DataSets, Recipe
-from multitower.recipes.recipe import takes
+from multitower.recipe_job import RecipeJob, placement_by_name
+from multitower.recipes import Recipe
 from multitower.report import write_report
 from multitower.rows import take_apart
 from multitower.run_directory import EVENTS, METRICS, write_result
-from multitower.run_options import LARGEST_SEED, RunOptions
+from multitower.run_options import RunOptions
 from multitower.samples import sample_inputs, sample_predictions
 from multitower.train_state import TrainState
-from multitower.trainer import Trainer
 
 __all__ = ["RunOptions", "run", "score"]
-
-# Without gradients so many batches fit where one did: fewer round trips.
-_TEST_BATCHES = 4
 
 
 def run(
@@ -76,7 +66,7 @@ def run(
         (2, 2, True)
     """
     began = time.perf_counter()
-    job = _Job.of(recipe, options, directory)
+    job = RecipeJob.of(recipe, options, directory)
     steps = options.steps or recipe.steps
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
@@ -120,7 +110,7 @@ def run(
             directory,
             config=config,
             result=result,
-            placement=list(_placement(job.trainer.step.placement).items()),
+            placement=list(placement_by_name(job.trainer.step.placement).items()),
             samples=samples,
         )
     return result
@@ -145,7 +135,7 @@ def score(
         CheckpointError: there is no checkpoint, or it cannot be read.
         MultitowerError: what `Trainer.evaluate` raises.
     """
-    job = _Job.of(recipe, options, directory, keep_best=False)
+    job = RecipeJob.of(recipe, options, directory, keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)
     return {
         "recipe": recipe.name,
@@ -156,96 +146,8 @@ def score(
     }
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A recipe that is set up: its trainer, its data, and the rows of a step."""
-
-    recipe: Recipe
-    options: RunOptions
-    trainer: Trainer
-    data: DataSets
-    global_batch: int
-
-    @classmethod
-    def of(
-        cls, recipe: Recipe, options: RunOptions, directory: Path | None, keep_best: bool = True
-    ) -> "_Job":
-        steps = options.steps or recipe.steps
-        global_batch = options.global_batch or recipe.global_batch
-        data = recipe.data()
-        num_examples = take_apart(data.train, 0, name="data").num_rows
-        trainer = Trainer(
-            recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
-            recipe.make_optimizer(steps, steps_per_epoch=num_examples / global_batch),
-            run_dir=directory,
-            devices=options.devices,
-            towers=options.towers,
-            global_batch=global_batch,
-            ema_decay=recipe.ema_decay,
-            checkpoint_every=options.checkpoint_every,
-            keep_best=options.keep_best if keep_best else None,
-            best="min" if options.best == "min" else "max",
-        )
-        return cls(recipe, options, trainer, data, global_batch)
-
-    def batches(self, first: int) -> Iterator[Any]:
-        return make_batches(
-            self.data.train, global_batch=self.global_batch, first=first, **self._order()
-        )
-
-    def first_batch(self, num_rows: int) -> Any:
-        return make_batch(self.data.train, global_batch=num_rows, step=0, **self._order())
-
-    def _order(self) -> dict[str, Any]:
-        keyed = self.recipe.augment is not None
-        return {"seed": self.options.seed, "distort": self.recipe.distort, "keyed": keyed}
-
-    def first_state(self) -> dict[str, Any]:
-        """What a run begins with."""
-        recipe, key = self.recipe, jax.random.key(self.options.seed)
-        # No key that `init` gets by splitting is this one: no split has so many parts.
-        rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
-        model_state = None if recipe.model_state is None else recipe.model_state()
-        return {"params": recipe.init(key), "model_state": model_state, "rng": rng}
-
-    def test(self, state: TrainState) -> dict[str, float]:
-        return self.trainer.evaluate(
-            self.recipe.metrics,
-            state,
-            self.data.test,
-            global_batch=_TEST_BATCHES * self.global_batch,
-        )
-
-    def facts(self) -> dict[str, Any]:
-        """What a result says of the run that does not come out of it."""
-        placement = self.trainer.step.placement
-        facts: dict[str, Any] = {
-            "recipe": self.recipe.name,
-            "options": dict(self.recipe.options),
-            "seed": self.options.seed,
-            "batch_size": self.global_batch,
-            "towers": placement.num_towers,
-            "devices": len(placement.devices),
-            "placement": _placement(placement),
-            "same_bits": self.options.towers is not None,
-            "versions": provenance.versions(),
-            "host": provenance.host(placement.devices[0]),
-        }
-        if self.trainer.best is not None:
-            step, scores = self.trainer.best
-            facts["best"] = {"step": step, **scores}
-        return facts
-
-
-def _placement(placement: Placement) -> dict[str, list[int]]:
-    return {
-        f"{device.platform}:{device.id}": list(towers)
-        for device, towers in zip(placement.devices, placement.towers_on, strict=True)
-    }
-
-
 @contextmanager
-def _observers(directory: Path | None, job: _Job, resume: bool) -> Generator[list[Hook]]:
+def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generator[list[Hook]]:
     """What writes down what the run reports."""
     if directory is None:
         yield []

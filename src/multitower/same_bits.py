@@ -7,7 +7,9 @@
 The number of devices decides only where these run and how often, so the bits cannot depend on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +25,26 @@ from multitower.placement import Placement
 from multitower.rows import Tower
 
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
+
+
+# What is called with (stage, place, sums): ("tower program", tower, what the tower hands on), then
+# ("reduction", local device, the totals there).
+Tap = Callable[[str, int, Packed], None]
+
+_tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
+
+
+@contextmanager
+def tapped(tap: Tap) -> Generator[None]:
+    """Shows what passes from one stage to the next, to find where two runs part.
+
+    The next program overwrites what is shown: `tap` copies what it keeps. It makes steps slow.
+    """
+    token = _tap.set(tap)
+    try:
+        yield
+    finally:
+        _tap.reset(token)
 
 
 class _Programs(NamedTuple):
@@ -62,6 +84,7 @@ class SameBits:
             rows that each local tower returned, by tower, on the tower's device.
         """
         programs = self._programs(replicas[0], rows)
+        tap = _tap.get()
         stacks: list[list[Packed]] = [[] for _ in self._devices]
         returned: dict[int, Any] = {}
         # Slot by slot over all devices, so that all of them have work from the start.
@@ -70,6 +93,8 @@ class SameBits:
                 if slot < len(schedule):
                     tower, num_additions = schedule[slot]
                     packed, returned[tower] = self._tower(i, tower, programs, replicas[i], rows)
+                    if tap is not None:
+                        tap("tower program", tower, packed)
                     stacks[i].append(packed)
                     for _ in range(num_additions if packed.buffers else 0):
                         right = stacks[i].pop()
@@ -77,6 +102,9 @@ class SameBits:
         if not stacks[0][0].buffers:
             return [], returned
         totals = self._reduced(stacks)
+        if tap is not None:
+            for i, total in enumerate(totals):
+                tap("reduction", i, total)
         scale = _SCALE(rows[0].tower_rows / rows[0].num_rows)
         finished = [
             finish(replicas[i].state, totals[i], self._constant(i, scale))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,23 @@ class StepParts:
     skip_nonfinite: bool
 
 
+class Means(NamedTuple):
+    """What a tower hands on to be averaged."""
+
+    gradients: Any
+    metrics: Any
+    model_state: Any
+
+
+class Sums(NamedTuple):
+    """What a tower hands on to be added up."""
+
+    metrics: Leaves
+    num_rows: jax.Array
+    model_state: Any
+    tower_losses: Any
+
+
 def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) -> Job:
     """One step's work; the state is Fields, the rest are the batch's shared leaves.
 
@@ -62,8 +79,8 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
         counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
         changed: Changed = output.model_state
         return TowerResult(
-            means=(gradients, averaged, changed.averaged),
-            sums=(
+            means=Means(gradients, averaged, changed.averaged),
+            sums=Sums(
                 counted,
                 # A float, for the company of the sums; exact up to 2**24 rows.
                 here.num_rows.astype(float),
@@ -72,15 +89,14 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
             ),
         )
 
-    def finish(fields: Fields, means: Any, sums: Any) -> tuple[Fields, Any]:
-        gradients, averaged, mean_state = means
-        counted, num_rows, first_state, tower_losses = sums
+    def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
+        counted = sums.metrics
         # Sum over weight, rounded once: 5 of 10 is 0.5 however the rows were cut.
-        exact = {number: total / num_rows for number, total in counted.by_number.items()}
-        leaves = {**averaged, **exact}
+        exact = {number: total / sums.num_rows for number, total in counted.by_number.items()}
+        leaves = {**means.metrics, **exact}
         metrics = jax.tree.unflatten(counted.treedef, [leaves[n] for n in range(len(leaves))])
-        model_state = join(fields.model_state, Changed(mean_state, first_state))
-        new = _update(step, fields, gradients, metrics["loss"], model_state)
+        model_state = join(fields.model_state, Changed(means.model_state, sums.model_state))
+        new = _update(step, fields, means.gradients, metrics["loss"], model_state)
         if not (step.diagnostics or step.skip_nonfinite):
             return new, metrics
         finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)])
@@ -90,7 +106,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
             kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
             new = kept._replace(step=new.step)  # the batch is used up; the update is not made
         if step.diagnostics:
-            metrics.update(tower_losses=tower_losses, finite_params=finite)
+            metrics.update(tower_losses=sums.tower_losses, finite_params=finite)
         return new, metrics
 
     return Job(tower, finish)

@@ -1,8 +1,8 @@
 """The command line: `multitower train ...`.
 
-Exit codes: 0 for a job done; 2 for flags or settings that are wrong, or a run that cannot go on,
-with one line that says so; 130 when stopped with Ctrl-C (SIGINT) and 143 with SIGTERM, after the
-step was finished and saved.
+Exit codes: 0 for a job done; 1 when `verify` finds a difference; 2 for flags or settings that are
+wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C (SIGINT)
+and 143 with SIGTERM, after the step was finished and saved.
 """
 
 import sys
@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli import console
         from multitower.cli.doctor import doctor
         from multitower.cli.resume import evaluate, resume
-        from multitower.cli.train import expand_train_flags, train
+        from multitower.cli.settings import expand_flags
+        from multitower.cli.train import train
+        from multitower.cli.verify import verify
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
             raise
@@ -47,11 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", MultitowerWarning)
         warnings.showwarning = console.make_show_warning()
         try:
-            tyro.extras.subcommand_cli_from_dict(
-                {"train": train, "resume": resume, "eval": evaluate, "doctor": doctor},
+            words = sys.argv[1:] if arguments is None else arguments
+            code = tyro.extras.subcommand_cli_from_dict(
+                {
+                    "train": train,
+                    "resume": resume,
+                    "eval": evaluate,
+                    "verify": verify,
+                    "doctor": doctor,
+                },
                 prog="multitower",
                 description="Data-parallel training: the same answer on any number of devices.",
-                args=expand_train_flags(sys.argv[1:] if arguments is None else arguments),
+                args=expand_flags(words, {"train": train, "verify": verify}),
             )
         except Interrupted as stop:
             console.show_error(str(stop))
@@ -62,4 +71,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             console.show_error("stopped")
             return 130
-    return 0
+    return code or 0

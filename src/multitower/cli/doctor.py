@@ -7,6 +7,7 @@ import tyro
 
 import multitower as mt
 from multitower.cli.console import say
+from multitower.cli.flags import AsJson
 from multitower.cli.start import start_devices
 from multitower.doctor import examine
 
@@ -16,11 +17,7 @@ def doctor(
     simulate: Annotated[
         int | None, tyro.conf.arg(metavar="N", help="Look at N simulated CPU devices.")
     ] = None,
-    as_json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(name="json", help="Print JSON, for programs.", help_behavior_hint=""),
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show devices, memory, settings and versions; test that one device and all of them agree."""
     where = start_devices(None, simulate, None)

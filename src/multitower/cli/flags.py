@@ -5,7 +5,10 @@ from typing import Annotated, Any
 
 import tyro
 
-_WHERE = tyro.conf.create_mutex_group(required=False, title="where to run")
+from multitower.cli.settings import SET_HELP
+from multitower.recipes import SHIPPED
+
+WHERE = tyro.conf.create_mutex_group(required=False, title="where to run")
 
 
 def flag(metavar: str, text: str, default: str) -> Any:
@@ -13,9 +16,14 @@ def flag(metavar: str, text: str, default: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=f"(default: {default})")
 
 
+def switch(text: str) -> Any:
+    """Help for a flag that is there or not; goes beside `tyro.conf.FlagCreatePairsOff`."""
+    return tyro.conf.arg(help=text, help_behavior_hint="")
+
+
 Devices = Annotated[
     int | None,
-    _WHERE,
+    WHERE,
     flag(
         "N",
         "Use the first N accelerators, or CPU devices where there are no accelerators.",
@@ -24,12 +32,42 @@ Devices = Annotated[
 ]
 Simulate = Annotated[
     int | None,
-    _WHERE,
+    WHERE,
     flag("N", "Use N simulated CPU devices, whatever accelerators there are.", "none"),
 ]
 Data = Annotated[
     Path | None,
     flag("DIR", "Read the data set from this directory.", "where --download puts it"),
+]
+Steps = Annotated[int | None, flag("N", "Make N updates.", "the recipe's number")]
+BatchSize = Annotated[
+    int | None,
+    flag("N", "Take N examples per step, over all towers.", "the recipe's number"),
+]
+Seed = Annotated[
+    int | None, flag("N", "Draw the first parameters and the order of the examples from N.", "0")
+]
+Synthetic = Annotated[
+    bool, tyro.conf.FlagCreatePairsOff, switch("Make images up instead of reading files.")
+]
+SetOptions = Annotated[
+    tuple[str, ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(name="set", metavar="NAME=VALUE", help=SET_HELP, help_behavior_hint=""),
+]
+AsJson = Annotated[
+    bool,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.arg(name="json", help="Print JSON, for programs.", help_behavior_hint=""),
+]
+RecipeName = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="RECIPE",
+        help=f"One of {', '.join(SHIPPED)}, or a file of yours, FILE.py.",
+        help_behavior_hint="",
+    ),
 ]
 RunDirectory = Annotated[
     Path,

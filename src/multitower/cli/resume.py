@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from multitower.cli.console import say
-from multitower.cli.flags import Data, Devices, RunDirectory, Simulate
+from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, switch
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
 from multitower.cli.train import finish
@@ -26,10 +26,7 @@ def resume(
     allow_previous: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(
-            help="When the newest checkpoint is damaged, go on from the one before.",
-            help_behavior_hint="",
-        ),
+        switch("When the newest checkpoint is damaged, go on from the one before."),
     ] = False,
 ) -> None:
     """Go on with a run that was stopped or killed, on any number of devices.
@@ -53,7 +50,7 @@ def evaluate(
     best: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Score the state that --keep-best kept.", help_behavior_hint=""),
+        switch("Score the state that --keep-best kept."),
     ] = False,
 ) -> None:
     """Score the newest checkpoint of a run, or its best one, on a test set; prints JSON."""

@@ -1,11 +1,15 @@
 """What the command line sets of a recipe: `--set`, `--data`, `--synthetic`, `--download`."""
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from multitower.cli.config_file import read_config_file
 from multitower.cli.console import say
 from multitower.errors import RunError
 from multitower.recipes import SHIPPED, Recipe, option_names
+from multitower.recipes.recipe_file import is_file_name
 
 _OPTIONS = "; ".join(
     f"{name}: {', '.join(names)}" for name in SHIPPED if (names := option_names(name))
@@ -16,36 +20,50 @@ SET_HELP = (
 )
 
 
-def expand_flags(words: Sequence[str], known: Collection[str], recipe: str) -> list[str]:
+def expand_flags(words: Sequence[str], commands: Mapping[str, Callable[..., Any]]) -> list[str]:
     """Rewrites flags that are options of the recipe: `--lr-base 0.002` as `--set lr_base=0.002`.
 
     Args:
-        words: of the command line, from `train` on.
-        known: names of the command's own flags, with underscores.
-        recipe: whose options.
+        words: after `multitower`.
+        commands: those that take a recipe, by name; what they take themselves is left alone.
 
     Returns:
-        The words; what is no option of the recipe is left as it is.
+        The words, with `--set` for each of these flags.
 
     Raises:
         RunError: the recipe's file fails.
     """
-    names = {_name(word) for word in words if word.startswith("--")} - {*known, "help"}
-    if not names:
+    recipe = _named_recipe(words)
+    if not words or words[0] not in commands or recipe is None:
         return list(words)
-    options = set(option_names(recipe))
+    known = {*inspect.signature(commands[words[0]]).parameters, "set", "help"}
+    if not {_name(word) for word in words if word.startswith("--")} - known:
+        return list(words)  # without a look into the recipe's file
+    options = set(option_names(recipe)) - known
     expanded: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
         name, equals, value = _name(word), "=" in word, word.partition("=")[2]
-        if word.startswith("--") and name in options - set(known):
+        if word.startswith("--") and name in options:
             if not equals:
                 value = left.pop(0) if left and not left[0].startswith("--") else "true"
             expanded += ["--set", f"{name}={value}"]
         else:
             expanded.append(word)
     return expanded
+
+
+def _named_recipe(words: Sequence[str]) -> str | None:
+    """The recipe that the words after the command name, themselves or through a file."""
+    if len(words) > 1 and (words[1] in SHIPPED or is_file_name(words[1])):
+        return words[1]
+    for place, word in enumerate(words):
+        if word.startswith("--config="):
+            return read_config_file(Path(word.partition("=")[2])).recipe
+        if word == "--config" and place + 1 < len(words):
+            return read_config_file(Path(words[place + 1])).recipe
+    return None
 
 
 def _name(word: str) -> str:

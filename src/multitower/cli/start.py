@@ -11,13 +11,20 @@ from multitower.configuration import CPU_THREADS
 _SIMULATED_BY_DEFAULT = 2
 
 
-def start_devices(devices: int | None, simulate: int | None, towers: int | None) -> str:
+def start_devices(
+    devices: int | None,
+    simulate: int | None,
+    towers: int | None,
+    *,
+    by_default: int = _SIMULATED_BY_DEFAULT,
+) -> str:
     """Starts JAX.
 
     Args:
         devices: use the first so many of those that are there; None for all.
         simulate: use so many simulated CPU devices instead; None for none.
         towers: of the run, if it says: more simulated devices than towers would stay idle.
+        by_default: simulate so many where nothing is said and there are no accelerators.
 
     Returns:
         Which devices the command runs on, in words.
@@ -30,7 +37,7 @@ def start_devices(devices: int | None, simulate: int | None, towers: int | None)
         mt.configure(simulated_devices=simulate)
         return _counted(simulate, "simulated CPU device")
     _pin_threads()
-    default = _simulate_if_only_cpus(towers) if devices is None else None
+    default = _simulate_if_only_cpus(by_default, towers) if devices is None else None
     try:
         there = mt.devices()
     except RuntimeError as error:  # JAX_PLATFORMS names what is not there, a driver fails, ...
@@ -53,8 +60,8 @@ def start_devices(devices: int | None, simulate: int | None, towers: int | None)
     return _counted(len(used), "CPU device")
 
 
-def _simulate_if_only_cpus(towers: int | None) -> int | None:
-    """Has JAX make two CPU devices; returns how many, or None if they are fixed already.
+def _simulate_if_only_cpus(count: int, towers: int | None) -> int | None:
+    """Has JAX make that many CPU devices; returns how many, or None if they are fixed already.
 
     Whether there are accelerators is known only when JAX has started, and then the number of CPU
     devices is fixed. So it is set in any case: JAX prefers accelerators, and where it finds some,
@@ -64,7 +71,7 @@ def _simulate_if_only_cpus(towers: int | None) -> int | None:
     config: Any = jax.config  # its options are not in its type
     if flagged or config.jax_num_cpu_devices > 0:
         return None  # the user has said how many
-    count = min(_SIMULATED_BY_DEFAULT, towers or _SIMULATED_BY_DEFAULT)
+    count = min(count, towers or count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:

@@ -1,8 +1,6 @@
 """`multitower train RECIPE`."""
 
 import dataclasses
-import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,8 +9,19 @@ import tyro
 import multitower as mt
 from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, show_progress
-from multitower.cli.flags import Data, Devices, Simulate, flag
-from multitower.cli.settings import SET_HELP, collect_settings, download_data, expand_flags
+from multitower.cli.flags import (
+    BatchSize,
+    Data,
+    Devices,
+    Seed,
+    SetOptions,
+    Simulate,
+    Steps,
+    Synthetic,
+    flag,
+    switch,
+)
+from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.errors import RunError
 from multitower.recipes import SHIPPED, Recipe, find_recipe
@@ -58,34 +67,22 @@ def train(
             "one per device, as fast as can be",
         ),
     ] = None,
-    steps: Annotated[int | None, flag("N", "Make N updates.", "the recipe's number")] = None,
-    batch_size: Annotated[
-        int | None,
-        flag("N", "Take N examples per step, over all towers.", "the recipe's number"),
-    ] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
     tower_batch: Annotated[
         int | None, flag("N", "The same per tower: N times the number of towers.", "see above")
     ] = None,
     data: Data = None,
-    synthetic: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Make images up instead of reading files.", help_behavior_hint=""),
-    ] = False,
+    synthetic: Synthetic = False,
     download: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(
-            help="Download the data set first, to --data or to the user's cache directory; files "
-            "that are there are kept.",
-            help_behavior_hint="",
+        switch(
+            "Download the data set first, to --data or to the user's cache directory; files that "
+            "are there are kept."
         ),
     ] = False,
-    set_options: Annotated[
-        tuple[str, ...],
-        tyro.conf.UseAppendAction,
-        tyro.conf.arg(name="set", metavar="NAME=VALUE", help=SET_HELP, help_behavior_hint=""),
-    ] = (),
+    set_options: SetOptions = (),
     checkpoint_every: Annotated[
         int | None, flag("N", "Save a checkpoint every N steps, and after the last one.", "1000")
     ] = None,
@@ -99,19 +96,14 @@ def train(
     best: Annotated[
         Literal["max", "min"] | None, flag("max|min", "Which NAME is the best.", "max")
     ] = None,
-    seed: Annotated[
-        int | None,
-        flag("N", "Draw the first parameters and the order of the examples from N.", "0"),
-    ] = None,
+    seed: Seed = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
     ] = None,
     force: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(
-            help="Replace the result of another run in --run-dir.", help_behavior_hint=""
-        ),
+        switch("Replace the result of another run in --run-dir."),
     ] = False,
 ) -> None:
     """Train a recipe on all devices and score it; writes DIR/result.json."""
@@ -149,36 +141,6 @@ def train(
         {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)},
     )
     finish(directory, chosen, options)
-
-
-def expand_train_flags(words: Sequence[str]) -> list[str]:
-    """Rewrites options of the recipe that are given as flags of `multitower train`.
-
-    Args:
-        words: after `multitower`.
-
-    Returns:
-        The words, with `--set` for each of these flags.
-
-    Raises:
-        RunError: the recipe's file fails.
-    """
-    recipe = _named_recipe(words)
-    if not words or words[0] != "train" or recipe is None:
-        return list(words)
-    return expand_flags(words, {*inspect.signature(train).parameters, "set"}, recipe)
-
-
-def _named_recipe(words: Sequence[str]) -> str | None:
-    """The recipe that the words after `train` name, themselves or through a file."""
-    if len(words) > 1 and (words[1] in SHIPPED or is_file_name(words[1])):
-        return words[1]
-    for place, word in enumerate(words):
-        if word.startswith("--config="):
-            return read_config_file(Path(word.partition("=")[2])).recipe
-        if word == "--config" and place + 1 < len(words):
-            return read_config_file(Path(words[place + 1])).recipe
-    return None
 
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:

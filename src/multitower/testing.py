@@ -1,0 +1,85 @@
+"""testing: for the test suites of programs that use multitower."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from multitower.devices import devices as find_devices
+from multitower.errors import ArgumentError
+from multitower.train_step import train_step
+from multitower.verification import compare
+
+if TYPE_CHECKING:
+    import optax
+
+
+def assert_same_bits(
+    loss_fn: Callable[..., Any],
+    optimizer: "optax.GradientTransformation",
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    devices: Sequence[int] | None = None,
+    towers: int | None = None,
+    model_state: Any = None,
+    rng: Any = None,
+    **options: Any,
+) -> None:
+    """Asserts that training steps give the same bits on any number of devices.
+
+    Makes `mt.train_step(loss_fn, optimizer, devices=n, towers=towers, **options)` for every n, one
+    step for every batch, and compares parameters, optimizer state, moving average, model state and
+    metrics after each of them.
+
+    Args:
+        loss_fn: as for `train_step`.
+        optimizer: as for `train_step`.
+        params: as for `TrainStep.init`.
+        batches: the batches of the first few steps, on the host.
+        devices: numbers of devices, at least two; by default 1, 2, ... all, of which no more than
+            `towers`. The same number twice checks that a run repeats itself.
+        towers: by default the largest number of devices.
+        model_state: as for `TrainStep.init`.
+        rng: as for `TrainStep.init`.
+        **options: further ones of `train_step`, such as `ema_decay`.
+
+    Raises:
+        AssertionError: not the same bits; the message names the first step, stage, leaf and
+            element that differ, and the two values.
+        ArgumentError: no batches, or fewer than two numbers of devices.
+        MultitowerError: what `train_step` and its steps raise.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
+        >>> import multitower as mt
+        >>> def losses(w, batch, *, rng):
+        ...     kept = jax.random.bernoulli(rng, 0.5, batch.shape)
+        ...     return ((batch * kept) @ w - 1) ** 2
+        >>> rows = np.random.default_rng(0).normal(size=(3, 16, 4)).astype(np.float32)
+        >>> mt.testing.assert_same_bits(
+        ...     losses, optax.adam(0.1), jnp.ones(4), rows, rng=jax.random.key(0), devices=[1, 2]
+        ... )
+    """
+    batches = list(batches)
+    if not batches:
+        raise ArgumentError("assert_same_bits: no batches. Give those of the first few steps.")
+    if devices is None:
+        devices = range(1, min(len(find_devices()), towers or len(find_devices())) + 1)
+    counts = list(devices)
+    if len(counts) < 2:
+        raise ArgumentError(
+            f"assert_same_bits: devices={counts}: at least two runs are compared. On a single "
+            "device, devices=[1, 1] checks that a run repeats itself; or "
+            "mt.configure(simulated_devices=8), before JAX starts, makes eight."
+        )
+    num_towers = max(counts) if towers is None else towers
+
+    def run(count: int) -> Iterator[Any]:
+        step = train_step(loss_fn, optimizer, devices=count, towers=num_towers, **options)
+        state = step.init(params, model_state=model_state, rng=rng)
+        for batch in batches:
+            state, metrics = step(state, batch)
+            yield state, metrics
+
+    differences = compare(counts, run).differences
+    if differences:
+        raise AssertionError("not the same bits.\n" + "\n".join(str(one) for one in differences))

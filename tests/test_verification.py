@@ -1,0 +1,159 @@
+"""verification: equal runs agree, and every seeded fault is found and named where it lies."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower import reduction, same_bits
+from multitower.verification import compare
+
+ROWS = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)
+
+
+def losses(w, batch):
+    return (batch @ w) ** 2
+
+
+def check(devices=(1, 2), loss=losses, **options):
+    mt.testing.assert_same_bits(
+        loss, optax.sgd(0.1), np.ones(8, np.float32), ROWS, devices=devices, towers=4, **options
+    )
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """Patches the library. What JAX has traced before would hide that, and outlive it."""
+    jax.clear_caches()
+    yield monkeypatch
+    jax.clear_caches()
+
+
+def test_equal_runs_agree():
+    check(devices=(1, 3, 4), ema_decay=0.9)
+
+
+def test_another_order_of_additions_is_found_in_the_reduction(fault):
+    # The lie: sums that depend on how many devices there are.
+    tree = reduction.sum_tree
+
+    def one_after_another(first, last):
+        if last - first == 1:
+            return first
+        return reduction.Sum((one_after_another(first, last - 1), last - 1))
+
+    def plan(placement):
+        order = one_after_another if len(placement.devices) == 2 else tree
+        fault.setattr(reduction, "sum_tree", order)
+        return right_plan(placement)
+
+    right_plan = reduction.plan
+    fault.setattr(reduction, "plan", plan)
+    with pytest.raises(AssertionError) as error:
+        check()
+    (line,) = str(error.value).splitlines()[1:]
+    assert line.startswith("step 1: 1 device and 2 devices part in the reduction (the copy on dev")
+    assert re.search(r"gradients\[\d\] is -?\d+\.\d+ \(0x[0-9a-f]{8}\) and ", line)
+
+
+def test_a_product_in_the_reduction_is_found_there(fault):
+    # The lie: a mean computed on the way, which rounds on a device and not between devices.
+    def fused(left, right):
+        return [(3 * a + 3 * b) * jnp.float32(1 / 3) for a, b in zip(left, right, strict=True)]
+
+    fault.setattr(reduction, "add_buffers", fused)
+    with pytest.raises(AssertionError, match="1 device and 4 devices part in the reduction"):
+        check(devices=(1, 4))
+
+
+def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
+    # The lie (accelerate#114): towers' random numbers that follow the devices.
+    def noisy(w, batch, *, rng):
+        return losses(w, batch) * jax.random.uniform(rng)
+
+    constant = same_bits.SameBits._constant
+
+    def by_device(self, i, value):
+        return constant(self, i, np.int32(i) if value.dtype == np.int32 and value < 4 else value)
+
+    fault.setattr(same_bits.SameBits, "_constant", by_device)
+    # On one device all towers now have the key of tower 0; on two, 2 and 3 have another one.
+    message = r"1 device and 2 devices part in the tower program \(tower 2\): gradients"
+    with pytest.raises(AssertionError, match=message):
+        check(loss=noisy, rng=jax.random.key(0))
+
+
+def test_an_update_that_knows_its_devices_is_found_in_the_update(fault):
+    # The lie: a mean over devices instead of towers.
+    constant = same_bits.SameBits._constant
+
+    def by_devices(self, i, value):
+        is_scale = value.dtype.kind == "f"
+        return constant(self, i, value / len(self._devices) if is_scale else value)
+
+    fault.setattr(same_bits.SameBits, "_constant", by_devices)
+    message = r"step 1: .* part in the update \(the copy on device 0\): params\[0\] is"
+    with pytest.raises(AssertionError, match=message):
+        check()
+
+
+def test_a_device_that_differs_from_its_neighbours_is_named(fault):
+    finish = same_bits.SameBits.run
+
+    def run(self, replicas, rows):
+        finished, returned = finish(self, replicas, rows)
+        if len(finished) == 2:
+            fields, metrics = finished[1]
+            finished[1] = (fields._replace(step=fields.step + 1), metrics)
+        return finished, returned
+
+    fault.setattr(same_bits.SameBits, "run", run)
+    with pytest.raises(AssertionError, match=r"update \(the copy on device 1\): step"):
+        check(devices=(1, 2))
+
+
+def test_a_run_that_does_not_repeat_itself_says_so():
+    # The lie: a difference in numbers of devices that is none.
+    counter = itertools.count()
+
+    def run(devices):
+        step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=1)
+        yield step.init(np.float32(next(counter))), {}
+
+    found = compare([1, 1], run)
+    (difference,) = found.differences
+    assert not difference.repeats
+    assert "do not even repeat themselves" in str(difference)
+    assert found.fingerprints[0] != found.fingerprints[1]
+
+
+def test_bits_are_compared_not_values():
+    # The lies: -0.0 == 0.0, and NaN that differs from itself.
+    def run_with(values):
+        def run(devices):
+            step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=1)
+            yield step.init(values.pop(0)), {}
+
+        return run
+
+    zero, nan = np.float32(0), np.float32("nan")
+    assert compare([1, 1], run_with([-zero, zero, -zero, zero])).differences
+    assert not compare([1, 1], run_with([nan, nan])).differences
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(batches=[]), "no batches"),
+        (dict(devices=[2]), r"at least two runs are compared.*devices=\[1, 1\]"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(given, said):
+    arguments = dict(batches=[ROWS[0]], devices=[1, 2]) | given
+    with pytest.raises(mt.ArgumentError, match=said):
+        mt.testing.assert_same_bits(losses, optax.sgd(0.1), np.ones(8), **arguments)
