@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import multitower as mt
 from multitower.placement import AXIS, Placement, contiguous
-from multitower.reduction import Sum, add_buffers, evaluate, make_reduction, plan, sum_tree
+from multitower.reduction import Sum, Sums, add_buffers, evaluate, make_reduction, plan, sum_tree
 
 
 def text(tree):
@@ -70,7 +70,7 @@ def total_of(values, placement, reduce=None):
         [jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))]
         for blocks in zip(*sums, strict=True)
     ]
-    (total,) = (reduce or make_reduction(placement))(*lists)
+    (total,) = (reduce or make_reduction(placement))(lists, [[]] * len(lists)).buffers
     return [np.asarray(shard.data) for shard in total.addressable_shards]
 
 
@@ -112,7 +112,7 @@ def test_mutation_psum_is_noticed(size):
     expected = evaluate(sum_tree(0, 8), lambda t: np.asarray(values[t]), np.add)
     psum = jax.jit(
         jax.shard_map(
-            lambda blocks: [jax.lax.psum(block, AXIS) for block in blocks],
+            lambda parts, _: Sums([jax.lax.psum(own, AXIS) for own in parts[0]], []),
             mesh=placement.mesh,
             in_specs=jax.sharding.PartitionSpec(AXIS),
             out_specs=jax.sharding.PartitionSpec(AXIS),

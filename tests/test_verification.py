@@ -76,12 +76,12 @@ def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
     def noisy(w, batch, *, rng):
         return losses(w, batch) * jax.random.uniform(rng)
 
-    constant = same_bits.SameBits._constant
+    constant = same_bits.SameBits.constant
 
     def by_device(self, i, value):
         return constant(self, i, np.int32(i) if value.dtype == np.int32 and value < 4 else value)
 
-    fault.setattr(same_bits.SameBits, "_constant", by_device)
+    fault.setattr(same_bits.SameBits, "constant", by_device)
     # On one device all towers now have the key of tower 0; on two, 2 and 3 have another one.
     message = r"1 device and 2 devices part in the tower program \(tower 2\): gradients"
     with pytest.raises(AssertionError, match=message):
@@ -90,13 +90,13 @@ def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
 
 def test_an_update_that_knows_its_devices_is_found_in_the_update(fault):
     # The lie: a mean over devices instead of towers.
-    constant = same_bits.SameBits._constant
+    constant = same_bits.SameBits.constant
 
     def by_devices(self, i, value):
         is_scale = value.dtype.kind == "f"
         return constant(self, i, value / len(self._devices) if is_scale else value)
 
-    fault.setattr(same_bits.SameBits, "_constant", by_devices)
+    fault.setattr(same_bits.SameBits, "constant", by_devices)
     message = r"step 1: .* part in the update \(the copy on device 0\): params\[0\] is"
     with pytest.raises(AssertionError, match=message):
         check()
@@ -106,11 +106,11 @@ def test_a_device_that_differs_from_its_neighbours_is_named(fault):
     finish = same_bits.SameBits.run
 
     def run(self, replicas, rows):
-        finished, returned = finish(self, replicas, rows)
-        if len(finished) == 2:
-            fields, metrics = finished[1]
-            finished[1] = (fields._replace(step=fields.step + 1), metrics)
-        return finished, returned
+        finished = finish(self, replicas, rows)
+        if len(finished.results) == 2:
+            fields, metrics = finished.results[1]
+            finished.results[1] = (fields._replace(step=fields.step + 1), metrics)
+        return finished
 
     fault.setattr(same_bits.SameBits, "run", run)
     with pytest.raises(AssertionError, match=r"update \(the copy on device 1\): step"):

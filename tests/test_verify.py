@@ -27,12 +27,12 @@ def test_it_checks_what_train_does(tmp_path, capsys):
 
 
 def test_a_difference_is_code_1_and_one_line(monkeypatch, capsys):
-    constant = same_bits.SameBits._constant
+    constant = same_bits.SameBits.constant
 
     def by_devices(self, i, value):
         return constant(self, i, value / len(self._devices) if value.dtype.kind == "f" else value)
 
-    monkeypatch.setattr(same_bits.SameBits, "_constant", by_devices)
+    monkeypatch.setattr(same_bits.SameBits, "constant", by_devices)
     assert main(["verify", RECIPE, *FLAGS, "--json"]) == 1
     captured = capsys.readouterr()
     found = json.loads(captured.out)

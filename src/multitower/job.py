@@ -31,11 +31,14 @@ class TowerResult(NamedTuple):
             (rows / tower batch: the number of towers, if all of them are full).
         sums: summed over towers.
         rows: laid side by side along axis 0, in the order of towers.
+        blocks: arrays of shape (towers, n), summed over towers; row t of the sum is left on the
+            device of tower t alone. Only `same_bits` runs these.
     """
 
     means: Any = ()
     sums: Any = ()
     rows: Any = ()
+    blocks: Any = ()
 
 
 @dataclass(frozen=True)

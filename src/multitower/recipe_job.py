@@ -51,6 +51,7 @@ class RecipeJob:
             ema_decay=recipe.ema_decay,
             checkpoint_every=options.checkpoint_every,
             keep_best=options.keep_best if keep_best else None,
+            shard_update=options.shard_update,
             best="min" if options.best == "min" else "max",
         )
         return cls(recipe, options, trainer, data, global_batch)

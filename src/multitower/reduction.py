@@ -11,9 +11,11 @@ with whole subtrees on every device, that is one partial sum a device: as cheap 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -88,30 +90,98 @@ def add_buffers(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[j
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
-def make_reduction(placement: Placement) -> Callable[..., list[jax.Array]]:
+class Sums(NamedTuple):
+    """Totals.
+
+    Attributes:
+        buffers: whose totals every device gets.
+        blocks: of which a device gets the rows of its own towers: for each block, which has the
+            shape (towers, n), a list of rows, one for each slot.
+    """
+
+    buffers: list[jax.Array]
+    blocks: list[Any]
+
+
+def make_reduction(placement: Placement) -> Callable[..., Sums]:
     """Builds the one program that spans devices.
 
     Returns:
-        A jitted function of `num_parts` lists of buffers. Every buffer is a global array with the
-        devices' blocks stacked along axis 0. Its result has the same form; every block is the
-        total. A single list is donated.
+        A jitted function of two lists, with the buffers and with the blocks of every part, at most
+        `num_parts`. Every array is a global one with the devices' own stacked along axis 0. The
+        result has the same form; what lies on each device is the total. A single part's buffers
+        are donated.
     """
     how = plan(placement)
-    num_devices = len(placement.devices)
 
-    def on_device(*parts: list[jax.Array]) -> list[jax.Array]:
-        return [_total(how, num_devices, pieces) for pieces in zip(*parts, strict=True)]
+    def on_device(buffers: list[list[jax.Array]], blocks: list[list[jax.Array]]) -> Sums:
+        num_devices = len(placement.devices)
+        return Sums(
+            [_total(how, num_devices, pieces) for pieces in zip(*buffers, strict=True)],
+            [_own_rows(how, placement, pieces) for pieces in zip(*blocks, strict=True)],
+        )
 
-    everywhere = PartitionSpec(AXIS)
+    # With several parts, a device may send one of its parts twice: nothing to overwrite then.
+    return _over_devices(
+        placement,
+        on_device,
+        results=PartitionSpec(AXIS),
+        donate=() if how.num_parts > 1 else (0,),
+    )
+
+
+def make_gather(
+    placement: Placement, assemble: Callable[[list[jax.Array]], Any]
+) -> Callable[[list[list[jax.Array]]], Any]:
+    """Builds the program that hands every device all rows again.
+
+    Args:
+        placement: which device has which tower's rows.
+        assemble: what to make of the blocks, of shape (towers, n); it only moves data.
+
+    Returns:
+        A jitted function of the rows, a list with one for each slot for each block. Every row is
+        a global array with the devices' own stacked along axis 0; what it returns is whole on
+        every device.
+    """
+    slots = {tower: slot for towers in placement.towers_on for slot, tower in enumerate(towers)}
+    at = [(placement.owners[tower], slots[tower]) for tower in range(placement.num_towers)]
+
+    def on_device(blocks: list[list[jax.Array]]) -> Any:
+        gathered = [lax.all_gather(jnp.stack(rows), AXIS) for rows in blocks]
+        return assemble([block[tuple(np.array(at).T)] for block in gathered])
+
+    return _over_devices(placement, on_device, results=PartitionSpec())
+
+
+def _over_devices(
+    placement: Placement,
+    on_device: Callable[..., Any],
+    results: PartitionSpec,
+    donate: tuple[int, ...] = (),
+) -> Callable[..., Any]:
     mapped = jax.shard_map(
         on_device,
         mesh=placement.mesh,
-        in_specs=everywhere,
-        out_specs=everywhere,
+        in_specs=PartitionSpec(AXIS),
+        out_specs=results,
         check_vma=False,
     )
-    # With several parts, a device may send one of its parts twice: nothing to overwrite then.
-    return jax.jit(mapped, donate_argnums=() if how.num_parts > 1 else 0)
+    return jax.jit(mapped, donate_argnums=donate)
+
+
+def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sums over all devices of the rows of this device's towers: a reduce-scatter.
+
+    Every device sends each other one its rows: (D-1)/D of the block, if all have as many towers.
+    """
+    most = max(len(towers) for towers in placement.towers_on)
+    # A device with fewer towers is sent its last row again; nobody reads it.
+    order = [[t[min(slot, len(t) - 1)] for slot in range(most)] for t in placement.towers_on]
+    sent = [piece[np.array(order)] for piece in pieces]
+    arrived = [lax.all_to_all(rows, AXIS, 0, 0) for rows in sent]
+    total = evaluate(how.rest, lambda at: arrived[at[1]][at[0]], lambda a, b: a + b)
+    return [total[slot] for slot in range(most)]
 
 
 def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Array:

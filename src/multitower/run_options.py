@@ -19,6 +19,7 @@ class RunOptions:
             device, as fast as can be.
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
+        shard_update: keep the optimizer's state in blocks, as for `multitower.train_step`.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
@@ -39,6 +40,7 @@ class RunOptions:
     evaluate_every: int = 0
     keep_best: str | None = None
     best: str = "max"
+    shard_update: bool = False
 
     def __post_init__(self) -> None:
         check_towers(self.towers)

@@ -4,6 +4,8 @@
 2. *reduction*: additions along the tree of `reduction`, on each device and then between devices;
 3. *finish program*: one executable per device, on the totals.
 
+Blocks, if a job has any, end with the reduction: what is made of them is the caller's.
+
 The number of devices decides only where these run and how often, so the bits cannot depend on it.
 """
 
@@ -27,9 +29,21 @@ from multitower.rows import Tower
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 
 
+class TowerSums(NamedTuple):
+    """What one tower hands on, or a sum of several.
+
+    Attributes:
+        packed: means and sums.
+        blocks: as in `TowerResult`; of a total on a device, for each of its towers the rows.
+    """
+
+    packed: Packed
+    blocks: Any
+
+
 # What is called with (stage, place, sums): ("tower program", tower, what the tower hands on), then
 # ("reduction", local device, the totals there).
-Tap = Callable[[str, int, Packed], None]
+Tap = Callable[[str, int, TowerSums], None]
 
 _tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
 
@@ -47,6 +61,20 @@ def tapped(tap: Tap) -> Generator[None]:
         _tap.reset(token)
 
 
+class Finished(NamedTuple):
+    """What a job leaves.
+
+    Attributes:
+        results: what `finish` returns, once per local device; nothing if there are no sums.
+        rows: the rows that each local tower returned, by tower, on the tower's device.
+        blocks: for each local tower its row of the total of every block, on the tower's device.
+    """
+
+    results: list[Any]
+    rows: dict[int, Any]
+    blocks: dict[int, list[jax.Array]]
+
+
 class _Programs(NamedTuple):
     """Executables, one per local device each."""
 
@@ -62,6 +90,7 @@ class SameBits:
         self._job = job
         self._placement = placement
         self._devices = [placement.devices[d] for d in placement.local]
+        self._towers_on = [placement.towers_on[d] for d in placement.local]
         plan = reduction.plan(placement)
         self._schedules = [_schedule(plan.parts[d]) for d in placement.local]
         self._num_parts = plan.num_parts
@@ -69,81 +98,92 @@ class SameBits:
         self._compiled: dict[Any, _Programs] = {}
         self._constants: dict[tuple[int, Any, Any], jax.Array] = {}
 
-    def run(
-        self, replicas: Sequence[Shared], rows: Sequence[TowerRows]
-    ) -> tuple[list[Any], dict[int, Any]]:
+    def run(self, replicas: Sequence[Shared], rows: Sequence[TowerRows]) -> Finished:
         """Runs the job; nothing here waits for a device.
 
         Args:
             replicas: what every tower gets, once per local device, on that device; the `state`
                 in it is overwritten.
             rows: the split arrays.
-
-        Returns:
-            What `finish` returns, once per local device (nothing if there are no sums); and the
-            rows that each local tower returned, by tower, on the tower's device.
         """
         programs = self._programs(replicas[0], rows)
         tap = _tap.get()
-        stacks: list[list[Packed]] = [[] for _ in self._devices]
+        stacks: list[list[TowerSums]] = [[] for _ in self._devices]
         returned: dict[int, Any] = {}
         # Slot by slot over all devices, so that all of them have work from the start.
         for slot in range(max(len(schedule) for schedule in self._schedules)):
             for i, schedule in enumerate(self._schedules):
                 if slot < len(schedule):
                     tower, num_additions = schedule[slot]
-                    packed, returned[tower] = self._tower(i, tower, programs, replicas[i], rows)
+                    sums, returned[tower] = self._tower(i, tower, programs, replicas[i], rows)
                     if tap is not None:
-                        tap("tower program", tower, packed)
-                    stacks[i].append(packed)
-                    for _ in range(num_additions if packed.buffers else 0):
+                        tap("tower program", tower, sums)
+                    stacks[i].append(sums)
+                    for _ in range(num_additions if sums.packed.buffers else 0):
                         right = stacks[i].pop()
                         stacks[i].append(programs.add[i](stacks[i].pop(), right))
-        if not stacks[0][0].buffers:
-            return [], returned
+        if not stacks[0][0].packed.buffers:
+            return Finished([], returned, {})
         totals = self._reduced(stacks)
         if tap is not None:
             for i, total in enumerate(totals):
                 tap("reduction", i, total)
-        scale = _SCALE(rows[0].tower_rows / rows[0].num_rows)
         finished = [
-            finish(replicas[i].state, totals[i], self._constant(i, scale))
+            finish(replicas[i].state, totals[i].packed, self.scale(i, rows))
             for i, finish in enumerate(programs.finish)
         ]
-        return finished, returned
+        blocks = {tower: rows for total in totals for tower, rows in total.blocks.items()}
+        return Finished(finished, returned, blocks)
 
     def _tower(
         self, i: int, tower: int, programs: _Programs, shared: Shared, rows: Sequence[TowerRows]
-    ) -> tuple[Packed, Any]:
+    ) -> tuple[TowerSums, Any]:
         tower_rows = rows[0].tower_rows
         num_real = min(max(rows[0].num_rows - tower * tower_rows, 0), tower_rows)
-        here = Tower(self._constant(i, np.int32(tower)), self._constant(i, np.int32(num_real)))
+        here = Tower(self.constant(i, np.int32(tower)), self.constant(i, np.int32(num_real)))
         return programs.tower[i](shared, [leaf.pieces[tower] for leaf in rows], here)
 
-    def _reduced(self, stacks: list[list[Packed]]) -> list[Packed]:
+    def _reduced(self, stacks: list[list[TowerSums]]) -> list[TowerSums]:
         """The totals on every local device."""
-        layout = stacks[0][0].layout
+        if self._reduce is None and not stacks[0][0].blocks:
+            return [TowerSums(stacks[0][0].packed, {})]
         if self._reduce is None:
-            return stacks[0]
-        parts: list[list[jax.Array]] = []
+            self._reduce = reduction.make_reduction(self._placement)
+        layout = stacks[0][0].packed.layout
+        buffers: list[list[jax.Array]] = []
+        blocks: list[list[jax.Array]] = []
         for part in range(self._num_parts):
             # A device with fewer parts sends its last one again; nobody reads it.
-            blocks = [stack[min(part, len(stack) - 1)].buffers for stack in stacks]
-            parts.append([self._global(block) for block in zip(*blocks, strict=True)])
-        totals = self._reduce(*parts)
-        per_buffer = [on_each_device(total, self._devices) for total in totals]
+            own = [stack[min(part, len(stack) - 1)] for stack in stacks]
+            buffers.append(self._global([sums.packed.buffers for sums in own]))
+            blocks.append(self._global([sums.blocks for sums in own]))
+        total = self._reduce(buffers, blocks)
+        whole = [on_each_device(buffer, self._devices) for buffer in total.buffers]
+        cut = [[on_each_device(row, self._devices) for row in block] for block in total.blocks]
         return [
-            Packed(tuple(buffer[i] for buffer in per_buffer), layout)
-            for i in range(len(self._devices))
+            TowerSums(
+                Packed(tuple(buffer[i] for buffer in whole), layout),
+                {t: [block[slot][i] for block in cut] for slot, t in enumerate(towers)},
+            )
+            for i, towers in enumerate(self._towers_on)
         ]
 
-    def _global(self, blocks: Sequence[jax.Array]) -> jax.Array:
-        """One global array with the devices' blocks stacked along axis 0."""
-        shape = (blocks[0].shape[0] * len(self._placement.devices), *blocks[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self._placement.split, list(blocks))
+    def _global(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """Global arrays with the devices' blocks, of each device a list, stacked along axis 0."""
+        arrays: list[jax.Array] = []
+        for blocks in zip(*own, strict=True):
+            shape = (blocks[0].shape[0] * len(self._placement.devices), *blocks[0].shape[1:])
+            arrays.append(
+                jax.make_array_from_single_device_arrays(shape, self._placement.split, list(blocks))
+            )
+        return arrays
 
-    def _constant(self, i: int, value: np.generic) -> jax.Array:
-        """A scalar on device i, copied there once."""
+    def scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
+        """What turns sums into means, a scalar on local device i."""
+        return self.constant(i, _SCALE(rows[0].tower_rows / rows[0].num_rows))
+
+    def constant(self, i: int, value: np.generic) -> jax.Array:
+        """A scalar on local device i, copied there once."""
         key = (i, value.item(), value.dtype)
         if key not in self._constants:
             self._constants[key] = jax.device_put(value, self._devices[i])
@@ -160,25 +200,25 @@ class SameBits:
         job = self._job
         scalar = jax.ShapeDtypeStruct((), np.int32)
 
-        def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[Packed, Any]:
+        def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
             result = job.tower(shared, rows, here)
-            return pack((result.means, result.sums)), result.rows
+            return TowerSums(pack((result.means, result.sums)), list(result.blocks)), result.rows
 
         def finish(state: Any, totals: Packed, scale: jax.Array) -> Any:
-            means, sums = jax.tree.map(_with_one_nan, unpack(totals))
+            means, sums = jax.tree.map(with_one_nan, unpack(totals))
             means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
             return job.finish(state, means, sums)
 
         towers = compile_for_each(tower, (shared, pieces, Tower(scalar, scalar)), self._devices)
-        packed: Packed = towers[0].out_info[0]
-        if not packed.buffers:
+        sums: TowerSums = towers[0].out_info[0]
+        if not sums.packed.buffers:
             return _Programs(towers, [], [])
         adds = []
         if any(additions for schedule in self._schedules for _, additions in schedule):
-            adds = compile_for_each(_add, (packed, packed), self._devices, donate=(0,))
+            adds = compile_for_each(_add, (sums, sums), self._devices, donate=(0,))
         arguments = (
             shared.state,
-            packed,
+            sums.packed,
             jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE)),
         )
         finishes = compile_for_each(finish, arguments, self._devices, donate=(0,))
@@ -215,11 +255,12 @@ def _schedule(parts: Sequence[reduction.Tree]) -> list[tuple[int, int]]:
     return steps
 
 
-def _add(left: Packed, right: Packed) -> Packed:
-    return Packed(tuple(reduction.add_buffers(left.buffers, right.buffers)), left.layout)
+def _add(left: TowerSums, right: TowerSums) -> TowerSums:
+    a, treedef = jax.tree.flatten(left)
+    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))
 
 
-def _with_one_nan(total: jax.Array) -> jax.Array:
+def with_one_nan(total: jax.Array) -> jax.Array:
     """One NaN for all: which of two an addition passes on depends on the order of its operands."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total

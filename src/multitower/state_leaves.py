@@ -17,15 +17,19 @@ def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
 
 
-def on_host(leaf: jax.Array) -> np.ndarray[Any, Any]:
+def on_host(leaf: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copies a leaf to the host; of a typed key its data."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
     return np.array(data.addressable_shards[0].data, copy=True)
 
 
-def leaf_like(leaf: np.ndarray[Any, Any], old: jax.Array) -> jax.Array:
-    """Makes of a leaf on the host what `old` is: an array, or a typed key."""
+def leaf_like(leaf: np.ndarray[Any, Any], old: Any) -> Any:
+    """Makes of a leaf on the host what `old` is: an array there or on a device, or a typed key."""
+    if isinstance(old, np.ndarray):
+        return leaf
     if _is_key(old):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
     return jnp.asarray(leaf)

@@ -12,7 +12,7 @@ from multitower.job import Shared
 from multitower.placement import Placement
 from multitower.rows import Parts, Split, pad_rows
 from multitower.same_bits import SameBits
-from multitower.tower_function import replicate
+from multitower.tower_function import as_global, replicate
 from multitower.train_job import StepParts, make_job
 from multitower.train_state import Fields, TrainState
 
@@ -32,12 +32,13 @@ class SameBitsRunner:
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         rows = ready_or_cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
-        fields = state.replicas() or replicate(state.fields(), self._placement)
+        fields = state.parts() or replicate(state.fields(), self._placement)
         rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
         replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
-        finished, _ = self._engine.run(replicas, rows)
+        finished = self._engine.run(replicas, rows).results
         state.spend()
-        new = TrainState.of_replicas([fields for fields, _ in finished], self._placement, maker)
+        replicas = [fields for fields, _ in finished]
+        new = TrainState.of_parts(replicas, lambda each: as_global(each, self._placement), maker)
         return new, finished[0][1]
 
 

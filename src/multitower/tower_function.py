@@ -136,10 +136,10 @@ class TowerFunction:
         if engine is None:
             engine = SameBits(self._kind.job(parts.split, tower_rows, ragged), placement)
         replicas = replicate(Shared((), parts.shared), placement)
-        finished, returned = engine.run(replicas, rows)
+        finished = engine.run(replicas, rows)
         self._engines[key] = engine  # only now: one that failed to compile is not kept
-        joined = join_rows(returned, placement, parts.num_rows)
-        return self._kind.result(as_global(finished, placement), joined)
+        joined = join_rows(finished.rows, placement, parts.num_rows)
+        return self._kind.result(as_global(finished.results, placement), joined)
 
 
 def replicate(tree: Any, placement: Placement) -> list[Any]:

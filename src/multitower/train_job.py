@@ -52,10 +52,18 @@ class Sums(NamedTuple):
     tower_losses: Any
 
 
-def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) -> Job:
+def make_job(
+    step: StepParts,
+    split: Split,
+    tower_rows: int,
+    num_towers: int,
+    *,
+    cut: Callable[[Any], list[jax.Array]] | None = None,
+) -> Job:
     """One step's work; the state is Fields, the rest are the batch's shared leaves.
 
-    `finish` returns the new Fields and the metrics.
+    `finish` returns the new Fields and the metrics. With `cut` the sums of the gradients end as
+    blocks, and `finish` leaves the parameters as they are.
     """
     forward = _forward(step, split, tower_rows)
 
@@ -79,7 +87,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
         counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
         changed: Changed = output.model_state
         return TowerResult(
-            means=Means(gradients, averaged, changed.averaged),
+            means=Means(() if cut else gradients, averaged, changed.averaged),
             sums=Sums(
                 counted,
                 # A float, for the company of the sums; exact up to 2**24 rows.
@@ -87,6 +95,7 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
                 changed.first,
                 _own_place(output.loss, here, num_towers) if step.diagnostics else (),
             ),
+            blocks=cut(gradients) if cut else (),
         )
 
     def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
@@ -96,10 +105,14 @@ def make_job(step: StepParts, split: Split, tower_rows: int, num_towers: int) ->
         leaves = {**means.metrics, **exact}
         metrics = jax.tree.unflatten(counted.treedef, [leaves[n] for n in range(len(leaves))])
         model_state = join(fields.model_state, Changed(means.model_state, sums.model_state))
-        new = _update(step, fields, means.gradients, metrics["loss"], model_state)
+        if cut:
+            if step.diagnostics:
+                metrics["tower_losses"] = sums.tower_losses
+            return fields._replace(step=fields.step + 1, model_state=model_state), metrics
+        new = update(step, fields, means.gradients, metrics["loss"], model_state)
         if not (step.diagnostics or step.skip_nonfinite):
             return new, metrics
-        finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)])
+        finite = finite_leaves(new.params)
         good = finite.all() & jnp.isfinite(metrics["loss"])
         if step.skip_nonfinite:
             metrics["skipped"] = 1 - good.astype(jnp.float32)
@@ -202,9 +215,15 @@ def _own_place(loss: jax.Array, here: Tower, num_towers: int) -> jax.Array:
     return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
 
 
-def _update(
+def finite_leaves(params: Any) -> jax.Array:
+    """For each leaf whether all of it is finite, bool, shape (leaves,)."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
+
+
+def update(
     step: StepParts, fields: Fields, gradients: Any, loss: jax.Array, model_state: Any
 ) -> Fields:
+    """Makes one update of the parameters and their moving average."""
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
     optimizer = optax.with_extra_args_support(step.optimizer)

@@ -1,13 +1,11 @@
 """TrainState: everything that one update changes, whole on every device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from multitower.errors import StateError
-from multitower.placement import Placement
-from multitower.tower_function import as_global
 
 
 class Fields(NamedTuple):
@@ -51,23 +49,27 @@ class TrainState:
 
     # A same-bits step works on one copy per device. The arrays that span all devices, which a
     # user sees, are made of those copies when somebody looks: that costs the host 8 us a leaf.
-    __slots__ = ("_fields", "_placement", "_replicas", "_spent", "maker")
+    __slots__ = ("_fields", "_join", "_parts", "_spent", "maker")
 
     def __init__(self, fields: Fields | None, maker: object = None) -> None:
         self._fields = fields
-        self._replicas: Sequence[Fields] | None = None
-        self._placement: Placement | None = None
+        self._parts: Any = None
+        self._join: Callable[[Any], Fields] | None = None
         self._spent = False
         self.maker = maker
 
     @classmethod
-    def of_replicas(
-        cls, replicas: Sequence[Fields], placement: Placement, maker: object
-    ) -> "TrainState":
-        """A state made of one copy per local device."""
+    def of_parts(cls, parts: Any, join: Callable[[Any], Fields], maker: object) -> "TrainState":
+        """A state as its maker keeps it, such as one copy per local device.
+
+        Args:
+            parts: what the maker's next step will take.
+            join: makes Fields of it, for anybody else.
+            maker: the step.
+        """
         state = cls(None, maker)
-        state._replicas = replicas
-        state._placement = placement
+        state._parts = parts
+        state._join = join
         return state
 
     @property
@@ -108,16 +110,14 @@ class TrainState:
         """The contents, as arrays that span all devices."""
         self._check_not_spent()
         if self._fields is None:
-            assert self._replicas is not None
-            assert self._placement is not None
-            self._fields = as_global(self._replicas, self._placement)
-        assert self._fields is not None
+            assert self._join is not None
+            self._fields = self._join(self._parts)
         return self._fields
 
-    def replicas(self) -> Sequence[Fields] | None:
-        """The copies per device, if the state is made of them."""
+    def parts(self) -> Any:
+        """What `of_parts` was given, or None."""
         self._check_not_spent()
-        return self._replicas
+        return self._parts
 
     def spend(self) -> None:
         """Marks the state as overwritten."""

@@ -17,12 +17,16 @@ from multitower.models import is_model, take_model
 from multitower.outputs import refuse_ragged
 from multitower.placement import Placement, check_towers, place
 from multitower.rows import Parts, is_traced, take_apart
+from multitower.sharded_state import ShardedState
+from multitower.sharded_update import ShardedRunner
 from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
 from multitower.train_job import EmaDecay, StepParts, averaged_output
 from multitower.train_state import Fields, TrainState
 
 if TYPE_CHECKING:
     import optax
+
+Runner = FastRunner | SameBitsRunner | ShardedRunner
 
 
 def train_step(
@@ -36,6 +40,7 @@ def train_step(
     global_batch: int | None = None,
     diagnostics: bool = False,
     skip_nonfinite: bool = False,
+    shard_update: bool = False,
 ) -> "TrainStep":
     """Makes a training step that runs on all devices and means the same as on one.
 
@@ -66,12 +71,17 @@ def train_step(
             leaf: whether all of it is finite after the update.
         skip_nonfinite: make no update where the loss or a new parameter is not finite, decided
             once for all towers. The step is counted all the same; `"skipped"` is then 1.
+        shard_update: every tower keeps and updates a block of the optimizer's state and of the
+            moving average, instead of all of both on every device: the same traffic, the same bits
+            on any number of devices, less memory. It needs `towers` and an optimizer that works
+            element by element (sgd, adam, adamw, lion, ...; no norms over parameters). Seen from
+            outside the state is whole: `opt_state` is then NumPy arrays, joined on the host.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        ArgumentError: a loss or an optimizer that is none.
+        ArgumentError: a loss or an optimizer that is none, or options that exclude each other.
         DeviceError: devices or towers that are not there.
 
     Example:
@@ -95,9 +105,15 @@ def train_step(
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
     _check_numbers(ema_decay, global_batch)
     check_towers(towers)
+    if shard_update and (towers is None or skip_nonfinite):
+        raise ArgumentError(
+            "shard_update=True needs towers=, one block for each, and cannot take back a block's "
+            "update, as skip_nonfinite would: "
+            + ("leave skip_nonfinite out." if towers else "say how many, such as towers=8.")
+        )
     loss = LossFunction.of(loss_fn)
     step = StepParts(loss, optimizer, ema_decay, model_state_from, diagnostics, skip_nonfinite)
-    return TrainStep(step, devices, towers, global_batch)
+    return TrainStep(step, devices, towers, global_batch, shard_update)
 
 
 class TrainStep:
@@ -109,14 +125,17 @@ class TrainStep:
         devices: DeviceSpec | None,
         towers: int | None,
         global_batch: int | None,
+        shard_update: bool,
     ) -> None:
         self._step = step
         self._devices = devices
         self._towers = towers
         self._global_batch = global_batch
         self._placement = place(devices, towers) if devices is not None else None
+        self._shard_update = shard_update
+        self._sharded: ShardedState | None = None
         self._averaged: dict[Any, str | None] = {}
-        self._runners: dict[Any, FastRunner | SameBitsRunner] = {}
+        self._runners: dict[Any, Runner] = {}
 
     @property
     def placement(self) -> Placement:
@@ -147,6 +166,9 @@ class TrainStep:
         if is_model(params):
             params, model_state = self._take(params, model_state)
         check_differentiable(params, "params")
+        if self._shard_update:
+            fields = Fields(np.int32(0), params, None, None, model_state, rng)
+            return self._adopt_blocks(fields, first=True)
         ema = jax.tree.map(_wide, params) if self._step.ema_decay is not None else None
         opt_state = self._step.optimizer.init(params)
         return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
@@ -211,7 +233,23 @@ class TrainStep:
         return model.weights, model.state if model.how.changes_in_place else model_state
 
     def _adopt(self, fields: Fields) -> TrainState:
+        if self._shard_update:
+            return self._adopt_blocks(fields, first=False)
         return TrainState(on_all_devices(fields, self.placement), self)
+
+    def _adopt_blocks(self, fields: Fields, *, first: bool) -> TrainState:
+        rest = fields._replace(opt_state=None, ema_params=None)
+        whole = on_all_devices(rest, self.placement)
+        if self._sharded is None or not self._sharded.fits(whole.params):
+            self._sharded = ShardedState(self._step.optimizer, whole.params, self.placement)
+            self._runners.clear()
+        if first:
+            with_average = self._step.ema_decay is not None
+            parts = self._sharded.first(whole, with_average=with_average)
+        else:
+            kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
+            parts = self._sharded.take_apart(kept)
+        return TrainState.of_parts(parts, self._sharded.join, self)
 
     def _full_batch(self, parts: Parts) -> int:
         """Rows of a full batch, if this is one."""
@@ -220,9 +258,7 @@ class TrainStep:
             return first.tower_rows * first.placement.num_towers
         return parts.num_rows
 
-    def _runner(
-        self, state: TrainState, parts: Parts, global_batch: int
-    ) -> "FastRunner | SameBitsRunner":
+    def _runner(self, state: TrainState, parts: Parts, global_batch: int) -> "Runner":
         """What runs this batch: the same for every batch that fits the full one."""
         num_towers = self.placement.num_towers
         tower_rows = -(-global_batch // num_towers)
@@ -239,8 +275,12 @@ class TrainStep:
             )
         key = (parts.split, tower_rows)
         if key not in self._runners:
-            make = FastRunner if self._towers is None else SameBitsRunner
-            self._runners[key] = make(self._step, parts.split, tower_rows, self.placement)
+            given = (self._step, parts.split, tower_rows, self.placement)
+            if self._sharded is not None:
+                self._runners[key] = ShardedRunner(*given, self._sharded)
+            else:
+                make = FastRunner if self._towers is None else SameBitsRunner
+                self._runners[key] = make(*given)
         return self._runners[key]
 
     def _averaged_output(self, state: TrainState, parts: Parts, tower_rows: int) -> str | None:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.fingerprint import fingerprint
-from multitower.packing import Packed, unpack
-from multitower.same_bits import tapped
+from multitower.packing import unpack
+from multitower.same_bits import TowerSums, tapped
 from multitower.train_state import TrainState
 
 # Makes a run on so many devices; yields the state and the metrics after each step.
@@ -125,6 +125,10 @@ def compare(devices: Sequence[int], make_run: MakeRun) -> Verification:
     )
 
 
+class _Blocks(NamedTuple):
+    gradients: Any
+
+
 class _Step(NamedTuple):
     """What one step has left: a digest for each spot, in the order of the stages."""
 
@@ -151,15 +155,19 @@ def _advance(
 ) -> tuple[TrainState, dict[str, jax.Array]] | None:
     """Makes one step and shows every leaf of every stage; None at the end of the run."""
 
-    def tap(stage: str, place: int, sums: Packed) -> None:
-        _show(stage, place, unpack(sums), see)
+    def tap(stage: str, place: int, sums: TowerSums) -> None:
+        _show(stage, place, unpack(sums.packed), see)
+        # A block's total is on the device of its tower alone: no device has a copy of it.
+        _show(stage, place if stage == TOWER else 0, (_Blocks(sums.blocks),), see)
 
     with tapped(tap):
         end = next(run, None)
     if end is None:
         return None
     state, metrics = end
-    for place, fields in enumerate(state.replicas() or [state.fields()]):
+    # Copies per device where the state is made of them: each one is checked.
+    copies = state.parts() if isinstance(state.parts(), list) else [state.fields()]
+    for place, fields in enumerate(copies):
         _show(UPDATE, place, fields, see)
     _show(UPDATE, 0, {"metrics": metrics}, see)
     return end

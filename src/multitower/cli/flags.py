@@ -50,6 +50,11 @@ Seed = Annotated[
 Synthetic = Annotated[
     bool, tyro.conf.FlagCreatePairsOff, switch("Make images up instead of reading files.")
 ]
+ShardUpdate = Annotated[
+    bool,
+    tyro.conf.FlagCreatePairsOff,
+    switch("With --towers: keep the optimizer's state in blocks, one for each tower."),
+]
 SetOptions = Annotated[
     tuple[str, ...],
     tyro.conf.UseAppendAction,

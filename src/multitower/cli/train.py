@@ -15,6 +15,7 @@ from multitower.cli.flags import (
     Devices,
     Seed,
     SetOptions,
+    ShardUpdate,
     Simulate,
     Steps,
     Synthetic,
@@ -97,6 +98,7 @@ def train(
         Literal["max", "min"] | None, flag("max|min", "Which NAME is the best.", "max")
     ] = None,
     seed: Seed = None,
+    shard_update: ShardUpdate = False,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
     ] = None,
@@ -121,6 +123,7 @@ def train(
         "keep_best": keep_best,
         "best": best,
         "seed": seed,
+        "shard_update": shard_update or None,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})

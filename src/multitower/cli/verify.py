@@ -12,6 +12,7 @@ from multitower.cli.flags import (
     RecipeName,
     Seed,
     SetOptions,
+    ShardUpdate,
     Synthetic,
     flag,
 )
@@ -38,6 +39,7 @@ def verify(
     synthetic: Synthetic = False,
     set_options: SetOptions = (),
     seed: Seed = None,
+    shard_update: ShardUpdate = False,
     as_json: AsJson = False,
 ) -> int:
     """Check that a recipe's steps give the same bits on 1, 2, ... devices.
@@ -45,7 +47,13 @@ def verify(
     Exit code 0 if all of them agree, 1 if not.
     """
     chosen = find_recipe(recipe, collect_settings(set_options, data, synthetic))
-    options = RunOptions(towers=towers, steps=steps, global_batch=batch_size, seed=seed or 0)
+    options = RunOptions(
+        towers=towers,
+        steps=steps,
+        global_batch=batch_size,
+        seed=seed or 0,
+        shard_update=shard_update,
+    )
     counts, where = start_counts(devices, simulate)
     if not as_json:
         say(f"verifying {chosen.name} on {', '.join(map(str, counts))} of {where}")

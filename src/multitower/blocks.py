@@ -1,0 +1,115 @@
+"""Blocks: a tree of arrays cut into equal pieces, one for every tower.
+
+Every leaf is laid flat, filled up with zeros and cut into as many blocks as there are towers; small
+leaves share a buffer, as in `packing`. How it is cut depends on the shapes and the number of towers
+alone, so a block's owner can do its part of an update wherever it runs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared buffer
+
+
+class Place(NamedTuple):
+    """Where a leaf's block lies within every block of a buffer."""
+
+    buffer: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How the leaves of a tree are cut.
+
+    Attributes:
+        num_towers: how many blocks there are.
+        treedef: of the tree.
+        shapes: of its leaves.
+        dtypes: of its leaves.
+        places: of its leaves.
+    """
+
+    num_towers: int
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    places: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, tree: Any, num_towers: int) -> "BlockLayout":
+        """Cuts a tree of arrays, or of their shapes and dtypes, for so many towers."""
+        leaves, treedef = jax.tree.flatten(tree)
+        ends: list[int] = []
+        shared: dict[Any, int] = {}
+        places: list[Place] = []
+        for leaf in leaves:
+            size = -(-math.prod(leaf.shape) // num_towers)
+            large = math.prod(leaf.shape) > _SMALL
+            buffer = len(ends) if large else shared.setdefault(leaf.dtype, len(ends))
+            if buffer == len(ends):
+                ends.append(0)
+            places.append(Place(buffer, ends[buffer], size))
+            ends[buffer] += size
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+        return cls(num_towers, treedef, shapes, tuple(x.dtype for x in leaves), tuple(places))
+
+    def cut(self, tree: Any) -> list[jax.Array]:
+        """The buffers of a tree, each of shape (towers, n); 16-bit floats become float32."""
+        wide = [jnp.promote_types(leaf.dtype, jnp.float32) for leaf in jax.tree.leaves(tree)]
+        cut = [
+            self._padded(leaf, place).reshape(self.num_towers, place.size).astype(dtype)
+            for leaf, place, dtype in zip(jax.tree.leaves(tree), self.places, wide, strict=True)
+        ]
+        return self._buffers(cut, axis=1)
+
+    def whole(self, buffers: Sequence[jax.Array]) -> Any:
+        """The tree, from buffers of shape (towers, n)."""
+        leaves: list[jax.Array] = []
+        for (buffer, start, size), shape in zip(self.places, self.shapes, strict=True):
+            flat = buffers[buffer][:, start : start + size].reshape(-1)
+            leaves.append(flat[: math.prod(shape)].reshape(shape))
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def block(self, tree: Any, tower: jax.Array) -> Any:
+        """A tower's block of a tree: the tree with leaves of one dimension."""
+        leaves = [
+            lax.dynamic_slice_in_dim(self._padded(leaf, place), tower * place.size, place.size)
+            for leaf, place in zip(jax.tree.leaves(tree), self.places, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def of_rows(self, rows: Sequence[jax.Array]) -> Any:
+        """A tower's block of a tree, from its row of every buffer."""
+        leaves = [rows[buffer][start : start + size] for buffer, start, size in self.places]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def to_rows(self, block: Any) -> list[jax.Array]:
+        """A tower's row of every buffer, from its block of a tree."""
+        return self._buffers(jax.tree.leaves(block), axis=0)
+
+    def shapes_of_block(self) -> Any:
+        """Shapes and dtypes of a tower's block."""
+        leaves = [
+            jax.ShapeDtypeStruct((place.size,), dtype)
+            for place, dtype in zip(self.places, self.dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def _padded(self, leaf: jax.Array, place: Place) -> jax.Array:
+        flat = leaf.reshape(-1)
+        padding = place.size * self.num_towers - flat.size
+        return jnp.pad(flat, (0, padding)) if padding else flat
+
+    def _buffers(self, leaves: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+        by_buffer: dict[int, list[jax.Array]] = {}
+        for leaf, place in zip(leaves, self.places, strict=True):
+            by_buffer.setdefault(place.buffer, []).append(leaf)
+        return [jnp.concatenate(by_buffer[b], axis) for b in sorted(by_buffer)]

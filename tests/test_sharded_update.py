@@ -1,0 +1,193 @@
+"""shard_update: the same bits on any number of devices, the same state outside, less memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.checkpoint import Checkpoints
+
+ROWS = np.random.default_rng(0).normal(size=(3, 14, 4)).astype(np.float32)  # 14 rows on 4 towers
+PARAMS = {
+    "in": np.random.default_rng(1).normal(size=(4, 9)).astype(np.float32),
+    "out": np.ones(9, np.float32),
+    "shift": np.float32(0.5),
+}
+
+
+def losses(params, batch, *, rng, model_state):
+    kept = jax.random.bernoulli(rng, 0.8, batch.shape)
+    hidden = jnp.tanh((batch * kept) @ params["in"])
+    loss = (hidden @ params["out"] + params["shift"]) ** 2
+    return loss, {"hidden": hidden.mean(1)}, 0.9 * model_state + 0.1 * hidden.mean()
+
+
+def make(devices=2, optimizer=None, loss=losses, **options):
+    optimizer = optimizer or optax.adamw(optax.linear_schedule(0.1, 0.05, 3))
+    return mt.train_step(
+        loss, optimizer, devices=devices, towers=4, global_batch=16, ema_decay=0.9, **options
+    )
+
+
+def first(step, params=PARAMS):
+    return step.init(params, rng=jax.random.key(0), model_state=jnp.float32(0))
+
+
+def train(step, state, batches=ROWS):
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+FULL = [np.concatenate([rows, rows[:2]]) for rows in ROWS]
+
+
+@pytest.mark.parametrize(
+    "devices", [(1, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)], ids=["1 3", "1 2 3 4"]
+)
+def test_law_l3_the_same_bits_on_any_number_of_devices(devices):
+    # The lie: blocks that are cut by device.
+    mt.testing.assert_same_bits(
+        losses, optax.adamw(0.1), PARAMS, FULL, devices=devices, towers=4, ema_decay=0.9,
+        rng=jax.random.key(0), model_state=jnp.float32(0), shard_update=True, diagnostics=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(0.1, mask={"in": True, "out": False, "shift": False}),
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow),
+        pytest.param(optax.lion(1e-2), marks=pytest.mark.slow),
+        pytest.param(optax.MultiSteps(optax.adam(0.1), 2), marks=pytest.mark.slow),
+    ],
+    ids=["mask by name", "momentum", "lion", "MultiSteps"],
+)
+def test_it_equals_the_whole_update(optimizer):
+    # The lies: a block that never reaches its device; a schedule that counts blocks.
+    whole, _ = train(step := make(optimizer=optimizer), first(step), FULL)
+    cut, _ = train(step := make(optimizer=optimizer, shard_update=True), first(step), FULL)
+    assert jax.tree.structure(whole) == jax.tree.structure(cut)
+    for (path, a), b in zip(
+        jax.tree_util.tree_flatten_with_path(whole)[0], jax.tree.leaves(cut), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        if a.dtype == np.float32:
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6, err_msg=name)
+
+
+def test_ragged_batches_and_16_bit_parameters():
+    def per_row(params, batch):
+        return (batch @ params.astype(jnp.float32)) ** 2
+
+    params = jnp.linspace(-1, 1, 4).astype(jnp.bfloat16)
+    found = []
+    for devices in (1, 3):
+        step = mt.train_step(
+            per_row, optax.adam(0.1), devices=devices, towers=3, ema_decay=0.5, shard_update=True
+        )
+        state = step.init(params)
+        for batch in (ROWS[0], ROWS[1][:5], ROWS[2]):
+            state, _ = step(state, batch)
+        assert state.params.dtype == jnp.bfloat16
+        assert state.ema_params.dtype == jnp.float32
+        found.append(mt.fingerprint(state))
+    assert len(set(found)) == 1
+
+
+def test_law_l4_a_checkpoint_goes_on_anywhere_in_either_form(tmp_path):
+    # The lie: a checkpoint of blocks that only as many devices can read.
+    step = make(3, shard_update=True)
+    state, _ = train(step, first(step), FULL[:2])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, {})
+        undisturbed = mt.fingerprint(train(step, state, FULL[2:])[0])
+        there = make(2, shard_update=True)
+        restored = checkpoints.restore(like=first(there)).state
+        assert mt.fingerprint(train(there, restored, FULL[2:])[0]) == undisturbed
+        whole = make(1)
+        restored = checkpoints.restore(like=first(whole)).state
+        state, _ = train(whole, restored, FULL[2:])
+    assert int(state.step) == 3
+    assert int(state.opt_state[0].count) == 3
+
+
+def test_it_saves_memory_on_every_device():
+    # The lie: "sharded", and everything is still everywhere.
+    def bytes_on(devices):
+        held = dict.fromkeys(devices, 0)
+        for array in jax.live_arrays():
+            for shard in array.addressable_shards:
+                held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+        return [held[device] for device in devices]
+
+    devices = mt.devices()[4:8]
+    params = np.zeros((1000, 100), np.float32)
+    before = bytes_on(devices)
+    used = {}
+    for shard_update in (False, True):
+        step = mt.train_step(
+            lambda w, batch: (batch @ w).sum(1), optax.adam(0.1), devices=devices, towers=4,
+            ema_decay=0.9, shard_update=shard_update,
+        )  # fmt: skip
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, np.ones((4, 1000), np.float32))
+        jax.block_until_ready(state.parts())
+        used[shard_update] = [
+            (now - then) / params.nbytes
+            for now, then in zip(bytes_on(devices), before, strict=True)
+        ]
+        del state, step
+    # Parameters, two moments and a moving average; the last three in quarters.
+    assert used[False] == pytest.approx([4] * 4, rel=0.01)
+    assert used[True] == pytest.approx([1 + 3 / 4] * 4, rel=0.01)
+
+
+def by_dimensions(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+        optax.lamb(0.1),
+        optax.adafactor(0.1),
+        optax.adamw(0.1, weight_decay=0.3, mask=by_dimensions),
+        optax.chain(optax.add_noise(1.0, 0.5, 0), optax.sgd(0.1)),
+        optax.scale_by_factored_rms(min_dim_size_to_factor=4),
+    ],
+    ids=["global norm", "lamb", "adafactor", "mask by shape", "noise", "factors"],
+)
+def test_an_optimizer_that_mixes_elements_is_refused(optimizer):
+    # The lie: a norm over a block, taken for the norm over all.
+    with pytest.raises(mt.ArgumentError, match="needs an optimizer that works element by element"):
+        first(make(optimizer=optimizer, shard_update=True))
+
+
+def test_options_that_exclude_each_other():
+    with pytest.raises(mt.ArgumentError, match="say how many, such as towers=8"):
+        mt.train_step(losses, optax.sgd(0.1), shard_update=True)
+    with pytest.raises(mt.ArgumentError, match="leave skip_nonfinite out"):
+        make(shard_update=True, skip_nonfinite=True)
+
+
+def test_nothing_compiles_after_the_second_step():
+    compiled = []
+
+    def listen(name, duration, **_):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    step = make(2, shard_update=True)
+    state, _ = train(step, first(step), FULL[:2])
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        train(step, state, ROWS[2:])  # a loss per row: the ragged batch fits the same programs
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
