@@ -44,7 +44,7 @@ def make(task: Task) -> Program:
 
     def run(num_steps: int) -> float:
         nonlocal steps_done
-        history = model.fit(batches(), steps_per_epoch=num_steps, verbose=0)
+        history = model.fit(batches(), steps_per_epoch=num_steps, shuffle=False, verbose=0)
         steps_done += num_steps
         return history.history["loss"][0]
 
