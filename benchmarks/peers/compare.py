@@ -16,6 +16,7 @@ README.md beside this file says how to read the numbers.
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -153,6 +154,8 @@ def compare(
 
 def main(run: Callable[[], Any] = compare) -> None:
     use_two_cores()
+    # As Ctrl-C: without a chance to end them, stopped workers would stay for ever.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run()
     except (DifferentWorkError, WorkerError) as error:

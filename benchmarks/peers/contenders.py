@@ -81,7 +81,9 @@ CONTENDERS = {
     contender.key: contender
     for contender in (
         jax("shard-map", "JAX: shard_map + pmean", "jax_shard_map"),
-        jax("named-sharding", "JAX: jit + NamedSharding", "jax_named_sharding", batch_norm="global"),
+        jax(
+            "named-sharding", "JAX: jit + NamedSharding", "jax_named_sharding", batch_norm="global"
+        ),
         jax("multitower", "multitower", "multitower_train_step"),
         jax("multitower-same-bits", "multitower, same bits", "multitower_same_bits"),
         Contender(

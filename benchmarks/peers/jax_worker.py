@@ -3,10 +3,6 @@
 Started by compare.py, with the interpreter that runs it; protocol.py says what it answers.
 """
 
-import multitower as mt
-
-mt.configure(simulated_devices=2)  # before JAX starts; it sets NPROC, which collectives need
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +14,7 @@ from jax_models import LOSSES, resnet, unflatten
 from protocol import Program, Task, serve
 from works import BETA_1, BETA_2, EPSILON, NUM_DEVICES, Work
 
+import multitower as mt
 from multitower.recipes import resnet20
 
 SPLIT, WHOLE = PartitionSpec("d"), PartitionSpec()
@@ -141,4 +138,6 @@ CONTENDERS: dict[str, Callable[[Task], Program]] = {
 }
 
 if __name__ == "__main__":
+    # Before JAX starts its backends. It also sets NPROC, without which collectives dead-lock.
+    mt.configure(simulated_devices=NUM_DEVICES)
     serve(lambda task: CONTENDERS[task.contender](task), ("jax", "jaxlib", "optax"))

@@ -54,7 +54,9 @@ class Attention(layers.Layer):
     def call(self, qkv: Any) -> Any:
         heads = ops.reshape(qkv, (-1, NUM_TOKENS, 3, NUM_HEADS, DIM // NUM_HEADS))
         q, k, v = (heads[:, :, number] for number in range(3))
-        return ops.reshape(ops.dot_product_attention(q, k, v, is_causal=True), (-1, NUM_TOKENS, DIM))
+        return ops.reshape(
+            ops.dot_product_attention(q, k, v, is_causal=True), (-1, NUM_TOKENS, DIM)
+        )
 
 
 def polynomial(weights: Arrays) -> Any:

@@ -9,10 +9,6 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-import multitower as mt
-
-mt.configure(simulated_devices=2)  # before JAX starts; it sets NPROC, which collectives need
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +16,8 @@ import keras
 from keras_models import MODELS
 from protocol import Program, Task, serve
 from works import BETA_1, BETA_2, EPSILON, NUM_DEVICES
+
+import multitower as mt
 
 
 def make(task: Task) -> Program:
@@ -52,4 +50,6 @@ def make(task: Task) -> Program:
 
 
 if __name__ == "__main__":
+    # Before JAX starts its backends. It also sets NPROC, without which collectives dead-lock.
+    mt.configure(simulated_devices=NUM_DEVICES)
     serve(make, ("keras", "jax", "jaxlib"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from works import (
     BATCH_NORM_EPSILON,
     BATCH_NORM_KEEPS,
@@ -56,21 +56,34 @@ class Polynomial(nn.Module):
         return self.w[0] * x**2 + self.w[1] * x + self.w[2]
 
 
-def mlp(weights: Arrays) -> nn.Module:
-    first, second, third = (linear(weights, f"dense{number}") for number in (1, 2, 3))
-    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third)
+# Classes of their own, where nn.Sequential would do: torch.compile passes over DDP around modules
+# that are PyTorch's own, and would compile nothing.
 
 
-def lenet5(weights: Arrays) -> nn.Module:
-    # The rows of dense1 follow the order of the flattened image: (5, 5, 16) here, (16, 5, 5) there.
-    w = weights["dense1.w"].reshape(5, 5, 16, 120).transpose(2, 0, 1, 3).reshape(400, 120)
-    weights = {**weights, "dense1.w": w}
-    return nn.Sequential(
-        *(conv(weights, "conv1", padding="same"), nn.MaxPool2d(2), nn.ReLU()),
-        *(conv(weights, "conv2"), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Flatten(), linear(weights, "dense1"), nn.ReLU()),
-        *(linear(weights, "dense2"), nn.ReLU(), linear(weights, "dense3")),
-    )
+class MLP(nn.Module):
+    def __init__(self, weights: Arrays) -> None:
+        super().__init__()
+        self.dense1, self.dense2, self.dense3 = (linear(weights, f"dense{n}") for n in (1, 2, 3))
+
+    def forward(self, x: Any) -> Any:
+        x = functional.relu(self.dense1(x))
+        return self.dense3(functional.relu(self.dense2(x)))
+
+
+class LeNet5(nn.Module):
+    def __init__(self, weights: Arrays) -> None:
+        super().__init__()
+        # Rows of dense1 follow the flattened image: (5, 5, 16) there, (16, 5, 5) here.
+        w = weights["dense1.w"].reshape(5, 5, 16, 120).transpose(2, 0, 1, 3).reshape(400, 120)
+        weights = {**weights, "dense1.w": w}
+        self.conv1, self.conv2 = conv(weights, "conv1", padding="same"), conv(weights, "conv2")
+        self.dense1, self.dense2, self.dense3 = (linear(weights, f"dense{n}") for n in (1, 2, 3))
+
+    def forward(self, x: Any) -> Any:
+        x = functional.relu(functional.max_pool2d(self.conv1(x), 2))
+        x = functional.relu(functional.max_pool2d(self.conv2(x), 2)).flatten(1)
+        x = functional.relu(self.dense1(x))
+        return self.dense3(functional.relu(self.dense2(x)))
 
 
 class ConvNorm(nn.Module):
@@ -98,12 +111,12 @@ class Block(nn.Module):
         self.stride = stride
 
     def forward(self, x: Any) -> Any:
-        y = self.conv2(F.relu(self.conv1(x)))
+        y = self.conv2(functional.relu(self.conv1(x)))
         border = (y.shape[1] - x.shape[1]) // 2
         shortcut = x[:, :, :: self.stride, :: self.stride]
         if border:
-            shortcut = F.pad(shortcut, (0, 0, 0, 0, border, border))
-        return F.relu(shortcut + y)
+            shortcut = functional.pad(shortcut, (0, 0, 0, 0, border, border))
+        return functional.relu(shortcut + y)
 
 
 class ResNet20(nn.Module):
@@ -120,7 +133,7 @@ class ResNet20(nn.Module):
         self.dense = linear(weights, "dense")
 
     def forward(self, x: Any) -> Any:
-        return self.dense(self.blocks(F.relu(self.stem(x))).mean(dim=(2, 3)))
+        return self.dense(self.blocks(functional.relu(self.stem(x))).mean(dim=(2, 3)))
 
 
 def layer_norm(weights: Arrays, name: str) -> nn.LayerNorm:
@@ -141,9 +154,9 @@ class TransformerLayer(nn.Module):
         rows, tokens, dim = x.shape
         heads = self.qkv(self.norm1(x)).view(rows, tokens, 3, NUM_HEADS, dim // NUM_HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class Transformer(nn.Module):
@@ -155,14 +168,14 @@ class Transformer(nn.Module):
         self.norm, self.head = layer_norm(weights, "norm"), linear(weights, "head")
 
     def forward(self, x: Any) -> Any:
-        x = F.embedding(x, self.tokens) + self.positions
+        x = functional.embedding(x, self.tokens) + self.positions
         return self.head(self.norm(self.layers(x))).flatten(0, 1)
 
 
 MODELS = {
     "P2": Polynomial,
-    "MLP-1024": mlp,
-    "LeNet-5": lenet5,
+    "MLP-1024": MLP,
+    "LeNet-5": LeNet5,
     "ResNet-20": ResNet20,
     "Transformer": Transformer,
 }

@@ -4,12 +4,12 @@ A worker that is not asked is stopped with SIGSTOP, all processes of it: thread 
 and gloo spin while they wait, and would take time from the one that measures.
 """
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Worker:
 
     def __init__(self, contender: Contender, work: str, data: Path) -> None:
         self.contender = contender
-        self._errors = tempfile.TemporaryFile()
+        self._errors = data.with_name(f"{contender.key}.err").open("w+b")
         command = [str(contender.interpreter()), str(contender.script)]
         command += ["--contender", contender.key, "--work", work, "--data", str(data)]
         start = time.perf_counter()
@@ -48,7 +48,9 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=environment(data.parent / contender.key),
-            start_new_session=True,  # a process group of its own, to be stopped as a whole
+            # A group of its own, to be stopped as a whole. In the driver's session, so that the
+            # system wakes it with SIGHUP and SIGCONT should the driver be killed.
+            process_group=0,
         )
         try:
             ready = self._read()
@@ -103,10 +105,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends all its processes."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
@@ -131,7 +131,9 @@ class Worker:
 def environment(scratch: Path) -> dict[str, str]:
     """The driver's own, without what tunes single contenders; nothing compiled is found again."""
     scratch.mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
+    }
     return kept | {
         "OMP_NUM_THREADS": "1",  # what torchrun sets; the others do not use OpenMP
         "TORCHINDUCTOR_CACHE_DIR": str(scratch),

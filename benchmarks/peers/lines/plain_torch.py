@@ -23,4 +23,4 @@ for _ in range(20):
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
-print(list(model.parameters())[0].detach().numpy())
+print(next(iter(model.parameters())).detach().numpy())

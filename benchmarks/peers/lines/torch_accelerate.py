@@ -1,4 +1,4 @@
-"""P2 with Accelerate: torchrun --nproc-per-node 2 torch_accelerate.py"""
+"""P2 with Accelerate, started by `torchrun --nproc-per-node 2 torch_accelerate.py`."""
 
 import torch
 from accelerate import Accelerator
@@ -26,5 +26,5 @@ for _ in range(20):
         loss = torch.nn.functional.mse_loss(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
-print(list(model.parameters())[0].detach().numpy())
+print(next(iter(model.parameters())).detach().numpy())
 accelerator.end_training()

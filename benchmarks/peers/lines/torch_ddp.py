@@ -1,4 +1,4 @@
-"""P2 with PyTorch DDP: torchrun --nproc-per-node 2 torch_ddp.py"""
+"""P2 with PyTorch DDP, started by `torchrun --nproc-per-node 2 torch_ddp.py`."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,5 +27,5 @@ for epoch in range(20):
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
-print(list(model.parameters())[0].detach().numpy())
+print(next(iter(model.parameters())).detach().numpy())
 torch.distributed.destroy_process_group()
