@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the virtual environments of the contenders that are not on JAX, from pinned requirements:
 #
-#   benchmarks/peers/setup.sh                      both: 6 GB on the disk, 5 of them PyTorch's
+#   benchmarks/peers/setup.sh                      both: 6 GB on the disk, most of it PyTorch
 #   benchmarks/peers/setup.sh tensorflow           one of: torch, tensorflow
 #   PYTHON=python3.13 benchmarks/peers/setup.sh    another Python
 #
