@@ -5,7 +5,7 @@ and donation. All contenders run in one process and take turns in short blocks; 
 ratio within a round, as the machine's speed drifts. On simulated devices the numbers say what the
 library adds to a step, never how fast several devices are.
 
-    python benchmarks/step_overhead.py [--devices 2] [--rounds 15] [--json FILE]
+    python benchmarks/step_overhead.py [--devices 2] [--rounds 15] [--real] [--json FILE]
 """
 
 import argparse
@@ -105,7 +105,7 @@ def hand_written(work: Work, num_devices: int) -> Callable[[int], None]:
     import optax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("d",))
+    mesh = Mesh(np.array(mt.devices(num_devices)), ("d",))
     split, whole = PartitionSpec("d"), PartitionSpec()
 
     def on_device(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -198,9 +198,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="names of work, separated by commas")
+    parser.add_argument("--real", action="store_true", help="accelerators, not simulated devices")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
     options = parser.parse_args()
-    mt.configure(simulated_devices=options.devices)
+    if not options.real:
+        mt.configure(simulated_devices=options.devices)
     wanted = [name for name in options.only.split(",") if name]
     results: dict[str, Any] = {}
     print(f"{'work':10} {'contender':14} {'ms/step':>9} {'ratio':>7} {'quartiles':>15} {'+ms':>8}")

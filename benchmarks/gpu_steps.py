@@ -1,0 +1,260 @@
+"""Steps that fill a GPU: multitower against hand-written JAX and compiled PyTorch.
+
+LeNet-5, ResNet-50 in bfloat16 and a 124M-parameter transformer, with Adam, on all devices. JAX's
+contenders take turns in one process; PyTorch, where it is installed, runs each model in a process
+of its own, on one device, afterwards. "deterministic" is the hand-written step compiled with
+xla_gpu_deterministic_ops, as same-bits steps are: what it costs is what deterministic kernels cost.
+The matrix rate is the fastest bfloat16 matrix product measured here; a step's share of it is
+counted from the floating-point operations of the forward pass, three times.
+
+    python benchmarks/gpu_steps.py [--small] [--rounds 7] [--steps 10] [--json FILE]
+
+`--small` runs small models of the same structure on simulated devices, to test the program.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import multitower as mt
+
+Run = Callable[[int], None]
+NOMINAL_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L4": 121, "B200": 2250}  # dense bfloat16
+
+
+def hand_written(model: Any, num_devices: int, *, deterministic: bool) -> Run:
+    """`jit(shard_map(... pmean ...))`, or plain `jit` on one device."""
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(mt.devices(num_devices)), ("d",))
+    split, whole = PartitionSpec("d"), PartitionSpec()
+    optimizer = optax.adam(1e-4)
+
+    def on_device(params: Any, opt_state: Any, state: Any, batch: Any) -> Any:
+        def mean(params: Any) -> Any:
+            losses, new = model.loss(params, state, batch)
+            return losses.mean(), new
+
+        (loss, state), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        loss, state, grads = jax.lax.pmean((loss, state, grads), "d")
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, state, loss
+
+    mapped = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(whole, whole, whole, split),
+        out_specs=whole,
+        check_vma=False,
+    )
+    options = {"xla_gpu_deterministic_ops": True} if deterministic else None
+    step = jax.jit(mapped, donate_argnums=(0, 1, 2), compiler_options=options)
+    first = (model.params, optimizer.init(model.params), model.state)
+    held = jax.device_put(
+        jax.tree.map(lambda x: jax.numpy.array(x, jax.numpy.asarray(x).dtype), first),
+        NamedSharding(mesh, whole),
+    )
+    batch = jax.device_put(model.batch(model.rows * num_devices), NamedSharding(mesh, split))
+
+    def run(num_steps: int) -> None:
+        nonlocal held
+        loss = None
+        for _ in range(num_steps):
+            *held, loss = step(*held, batch)
+        jax.block_until_ready((held, loss))
+
+    return run
+
+
+def with_multitower(model: Any, num_devices: int, towers: int | None) -> Run:
+    """The same through the library."""
+    import jax
+    import optax
+
+    def losses(params: Any, batch: Any) -> Any:
+        return model.loss(params, None, batch)[0]
+
+    def losses_and_state(params: Any, batch: Any, *, model_state: Any) -> Any:
+        values, new = model.loss(params, model_state, batch)
+        return values, {}, new
+
+    fn = losses if model.state is None else losses_and_state
+    step = mt.train_step(fn, optax.adam(1e-4), devices=num_devices, towers=towers)
+    state = step.init(model.params, model_state=model.state)
+    batch = mt.shard(model.batch(model.rows * num_devices), devices=num_devices, towers=towers)
+
+    def run(num_steps: int) -> None:
+        nonlocal state
+        metrics = None
+        for _ in range(num_steps):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state.parts(), metrics))
+
+    return run
+
+
+def lenet(*, small: bool) -> Any:
+    """LeNet-5 as shipped, float32, on 28x28 images."""
+    import jax
+    import numpy as np
+    from gpu_models import Model, cross_entropy
+
+    from multitower.recipes import lenet5
+
+    def loss(params: Any, state: Any, batch: Any) -> Any:
+        return cross_entropy(lenet5.logits(params, batch["x"]), batch["y"]), state
+
+    def batch(rows: int) -> Any:
+        images = np.random.default_rng(1).normal(size=(rows, 28, 28, 1)).astype("f")
+        return {"x": images, "y": np.arange(rows, dtype=np.int32) % 10}
+
+    params = lenet5.init(jax.random.key(0))
+    return Model("LeNet-5", params, None, loss, batch, 8 if small else 1024, ("images", 1))
+
+
+def matrix_rate(*, small: bool) -> float:
+    """Operations per second of a bfloat16 matrix product on the first device, the best of ten."""
+    import jax
+    import jax.numpy as jnp
+
+    size, repeats = (128, 2) if small else (8192, 20)
+    matrix = jax.device_put(jnp.ones((size, size), jnp.bfloat16), mt.devices(1)[0])
+    product = jax.jit(lambda a, b: a @ b)
+    jax.block_until_ready(product(matrix, matrix))
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            result = product(matrix, matrix)
+        jax.block_until_ready(result)
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return 2 * size**3 / best
+
+
+def operations(model: Any) -> float:
+    """Floating-point operations of one step on one device: the forward pass, three times."""
+    import jax
+
+    lowered = jax.jit(lambda p, s, b: model.loss(p, s, b)[0]).lower(
+        model.params, model.state, model.batch(model.rows)
+    )
+    costs = lowered.cost_analysis()
+    costs = costs[0] if isinstance(costs, list) else costs or {}
+    return 3 * float(costs.get("flops", 0.0))
+
+
+def measure(contenders: dict[str, Callable[[], Run]], rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds per step of each round, or the error that kept a contender out."""
+    runs: dict[str, Run] = {}
+    found: dict[str, Any] = {}
+    for name, make in contenders.items():
+        started = time.perf_counter()
+        try:
+            run = make()
+            run(2)
+        except Exception as error:  # a kernel that a platform lacks costs one row, not the table
+            found[name] = {"error": str(error).splitlines()[0][:160]}
+            continue
+        runs[name] = run
+        found[name] = {"ms": [], "start_s": time.perf_counter() - started}
+    for number in range(rounds):
+        for name in list(runs) if number % 2 == 0 else list(reversed(runs)):
+            start = time.perf_counter()
+            runs[name](steps)
+            found[name]["ms"].append((time.perf_counter() - start) / steps * 1e3)
+    return found
+
+
+def with_torch(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The same model in PyTorch, compiled, on one device; None where it is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    command = [sys.executable, str(Path(__file__).parent / "gpu_torch.py"), name]
+    command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    command += ["--small"] if options.small else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:160]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows_of(found: dict[str, Any], model: Any, flops: float, rate: float) -> list[str]:
+    """The lines of the table for one model."""
+    base = found.get("hand-written", {}).get("ms")
+    lines = []
+    for name, row in found.items():
+        if "error" in row:
+            lines.append(f"| {model.name} | {name} | {row['error']} | | | | |")
+            continue
+        median = statistics.median(row["ms"])
+        ratio = quartiles = ""
+        if base and name != "PyTorch, compiled":
+            ratios = [a / b for a, b in zip(row["ms"], base, strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            ratio, quartiles = f"{statistics.median(ratios):.3f}", f"{low:.3f}-{high:.3f}"
+        elif base:
+            ratio = f"{median / statistics.median(base):.3f}"
+        per_s = model.rows * model.unit[1] / median * 1e3
+        lines.append(
+            f"| {model.name} | {name} | {median:.3f} | {ratio} | {quartiles} | "
+            f"{per_s:,.0f} {model.unit[0]}/s | {flops / median * 1e3 / rate:.1%} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Runs all models and prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="small models on two CPU devices")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="", help="names of models, separated by commas")
+    parser.add_argument("--json", default="", help="also write the numbers to this file")
+    options = parser.parse_args()
+    if options.small:
+        mt.configure(simulated_devices=2)
+    import jax
+    from gpu_models import resnet50, transformer
+
+    num_devices = len(mt.devices())
+    kind = mt.devices()[0].device_kind
+    rate = matrix_rate(small=options.small)
+    nominal = next((v for k, v in NOMINAL_TFLOPS.items() if k in kind), None)
+    print(f"{num_devices} x {kind}, JAX {jax.__version__}")
+    said = f" of {nominal} by its data sheet" if nominal else ""
+    print(f"matrix rate: {rate / 1e12:.3g} Tflop/s{said} (bfloat16, one device)\n")
+    print("| model | contender | ms/step | ratio | quartiles | a device | of the matrix rate |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    results: dict[str, Any] = {"device": kind, "devices": num_devices, "matrix_flop_per_s": rate}
+    for key, make in {"lenet": lenet, "resnet50": resnet50, "transformer": transformer}.items():
+        if options.only and key not in options.only.split(","):
+            continue
+        model = make(small=options.small)
+        contenders = {
+            "hand-written": partial(hand_written, model, num_devices, deterministic=False),
+            "deterministic": partial(hand_written, model, num_devices, deterministic=True),
+            "fast": partial(with_multitower, model, num_devices, None),
+            "same bits": partial(with_multitower, model, num_devices, num_devices),
+        }
+        found = measure(contenders, options.rounds, options.steps)
+        if (row := with_torch(key, options)) is not None:
+            found["PyTorch, compiled"] = row
+        results[key] = found
+        print("\n".join(rows_of(found, model, operations(model), rate)), flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
