@@ -31,7 +31,7 @@ class MultitowerDocstrings(griffe.Extension):
         _prepare(pkg, linked)
         for name in exports:
             member = pkg.members[name]
-            if not member.is_alias and member.is_module:
+            if not member.is_alias and member.is_module and name in member.members:
                 function = member.members[name]
                 alias = griffe.Alias(name, function)
                 function.aliases[f"{pkg.path}.{name}"] = alias

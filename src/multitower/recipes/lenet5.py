@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multitower.recipes.layers import convolve, he_normal, max_pool
+from multitower.recipes.layers import convolve, convolve_valid, he_normal, max_pool
 
 Params = dict[str, dict[str, jax.Array]]
 
@@ -74,7 +74,7 @@ def logits(params: Params, images: Any) -> jax.Array:
     # ReLU(conv + b) and then the pool would be the same numbers: adding b and ReLU keep the
     # order, so the largest of four stays the largest. This way they touch a quarter of them.
     x = jax.nn.relu(max_pool(convolve(images, params["conv1"]["w"], "SAME")) + params["conv1"]["b"])
-    x = jax.nn.relu(max_pool(convolve(x, params["conv2"]["w"], "VALID")) + params["conv2"]["b"])
+    x = jax.nn.relu(max_pool(convolve_valid(x, params["conv2"]["w"])) + params["conv2"]["b"])
     x = x.reshape(x.shape[0], -1)
     x = jax.nn.relu(x @ params["dense1"]["w"] + params["dense1"]["b"])
     x = jax.nn.relu(x @ params["dense2"]["w"] + params["dense2"]["b"])
