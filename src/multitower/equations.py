@@ -1,14 +1,33 @@
 """Equations: what can be read off one equation of a jaxpr: its line, its numbers, its program."""
 
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from jax.extend import core
+
+from multitower.rows import is_key, is_traced
 
 _OWN = str(Path(__file__).parent)
+
+# Enough for the numbers that a loss is divided by.
+_SMALL = 16
+_ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "reduce_prod": np.prod,
+    "reduce_sum": np.sum,
+    "convert_element_type": np.asarray,
+    "select_n": lambda which, *cases: np.choose(which, cases),
+}
 
 
 def line_of(equation: Any) -> str | None:
@@ -34,10 +53,24 @@ def _is_ours(file: str) -> bool:
     return "/site-packages/" in file or file.startswith((_OWN, "<frozen"))
 
 
-def literals(equation: Any) -> list[float]:
-    """The numbers that stand in an equation, without zero."""
-    values = [atom.val for atom in equation.invars if isinstance(atom, core.Literal)]
-    return [float(value) for value in values if np.ndim(value) == 0 and value]
+def small_constant(value: Any) -> Any:
+    """A number, or a few of them, that a program holds; None if it is anything else."""
+    if isinstance(value, jax.Array):
+        is_known = not is_traced(value) and not is_key(value) and value.is_fully_addressable
+    else:
+        is_known = isinstance(value, np.ndarray | np.generic | bool | int | float)
+    return np.asarray(value) if is_known and np.size(value) <= _SMALL else None
+
+
+def computed(equation: Any, inputs: Sequence[Any]) -> Any:
+    """What an equation makes of constants; None where that is not known."""
+    compute = _ARITHMETIC.get(equation.primitive.name)
+    if compute is None or any(value is None for value in inputs):
+        return None
+    (wanted,) = (atom.aval for atom in equation.outvars)
+    with np.errstate(all="ignore"):
+        found = np.asarray(compute(*inputs))
+    return found.astype(wanted.dtype) if found.shape == wanted.shape else None
 
 
 def num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
