@@ -239,6 +239,80 @@ def test_a_loop_that_calls_it_anew_compiles_once():
         assert counts == counts[:1] * 3
 
 
+# ---------------------------------------------------------------- arguments that are no data
+
+
+def settings_loss(w, x, training, name="square", rest=None, *, act=None, names=("a", 1)):
+    assert type(training) is bool
+    assert names == ("a", 1)
+    assert rest is None
+    return act(x @ w) ** (2 if training and name == "square" else 1)
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_flags_strings_and_functions_are_handed_on(towers):
+    """Published Keras, Flax and Equinox losses take them. Lie: a traced flag, or an error."""
+    w, x = jnp.ones(3), batch_of(10)["x"]
+    for training in (True, False):  # the second must not get the first one's program
+        args, kwargs = (w, x, training, "square", None), {"act": jnp.tanh}
+        plain = lambda *args, **kwargs: settings_loss(*args, **kwargs).mean()
+        expected = jax.value_and_grad(plain)(*args, **kwargs)
+        run = mt.value_and_grad(settings_loss, devices=4, towers=towers)
+        assert_close(run(*args, **kwargs), expected)
+        assert_close(
+            jax.jit(run, static_argnames=("training", "name", "act"))(*args, **kwargs), expected
+        )
+        rows = mt.make_parallel(settings_loss, (None, 0, 0, 0, 0), devices=4, towers=towers)
+        assert_close(rows(*args, **kwargs), settings_loss(*args, **kwargs))
+        assert mt.check_parallel(settings_loss, *args, **kwargs)
+    wrong = mt.check_parallel(
+        lambda x, *, training: x - x.mean() if training else x, x, training=True
+    )
+    assert "x.mean()" in str(wrong)  # the program is read with the flag as it is
+
+
+def test_a_traced_flag_stays_an_array():
+    loss = lambda w, x, training: jnp.where(training, w * x, 2 * w * x)
+    run = jax.jit(mt.grad(loss, devices=2))
+    assert [float(run(1.0, np.ones(4, np.float32), flag)) for flag in (True, False)] == [1, 2]
+
+
+class Scale:
+    """A function object that is equal to others and has no hash."""
+
+    __hash__ = None
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x
+
+    def __eq__(self, other):
+        return True
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_a_function_as_argument_compiles_once(towers):
+    """Lie: a program for every step; or one program for two functions."""
+    traces = []
+
+    def loss(w, x, act):
+        traces.append(1)
+        return act(w * x)
+
+    run = mt.value_and_grad(loss, devices=2, towers=towers)
+    x = np.ones(4, np.float32)
+    counts = []
+    for _ in range(3):
+        run(1.0, x, jnp.tanh)
+        counts.append(len(traces))
+    assert counts == counts[:1] * 3
+    scales = [Scale(by) for by in (2, 3)]
+    assert [float(run(1.0, x, scale)[0]) for scale in scales] == [2, 3]
+    assert [float(run(1.0, x, lambda x, by=by: by * x)[0]) for by in (4, 5)] == [4, 5]
+
+
 # ---------------------------------------------------------------- average_gradients
 
 

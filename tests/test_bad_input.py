@@ -175,15 +175,20 @@ WRONG = {
         mt.ArgumentError,
         "has dtype object: only numbers",
     ),
-    "a flag": (
-        lambda: parallel(lambda x, training: x, X, True),
+    "a list of strings for rows": (
+        lambda: parallel(lambda x, names: x, X, ["a"] * 10),
         mt.ArgumentError,
-        r"arguments\[0\]\[1\] is True \(bool\).*Close over it",
+        r"arguments\[0\]\[1\]\[0\] is 'a' \(str\), in a list.*array of numbers.*in_axes=None",
     ),
-    "a function as argument": (
-        lambda: parallel(lambda x, f: f(x), X, jnp.tanh),
+    "a list of flags for rows": (
+        lambda: grads(lambda w, batch: losses(w, batch["x"]), W, {"x": X, "hit": [True] * 10}),
         mt.ArgumentError,
-        "a static Python value.*functools.partial",
+        r"arguments\[0\]\[1\]\['hit'\]\[0\] is True \(bool\), in a list",
+    ),
+    "a flag to differentiate": (
+        lambda: grads(losses, {"w": W, "on": True}),
+        mt.GradientError,
+        r"argument 0\['on'\] has dtype bool: only floats",
     ),
     "any object": (
         lambda: parallel(lambda x, o: x, X, object()),

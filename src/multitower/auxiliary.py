@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
+from multitower.constants import Constant
 from multitower.equinox_model import is_equinox_state
 from multitower.model_state import as_leaf, only_first, weigh
 from multitower.outputs import find_row_leaves, refuse_ragged
@@ -97,7 +98,8 @@ def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
     kinds = iter(split.kinds)
     found: dict[int, Any] = {}
     for number, treedef in enumerate(split.treedef.children()[0].children()):
-        own = {next(kinds) for _ in range(treedef.num_leaves)}
+        every = [next(kinds) for _ in range(treedef.num_leaves)]
+        own = {kind for kind in every if not isinstance(kind, Constant)}
         if number not in argnums and own == {SHARED} and not treedef_is_leaf(treedef):
             found[number] = treedef
     return found
