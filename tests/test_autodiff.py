@@ -239,6 +239,51 @@ def test_a_loop_that_calls_it_anew_compiles_once():
         assert counts == counts[:1] * 3
 
 
+def counting(count, key, counts):
+    """A loss that closes over a counter and hands on what `counts` makes of it."""
+
+    def loss(w, x):
+        return jax.nn.relu(w * x), {"count": counts(count, x, key), "x": x > 0}
+
+    return loss
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_counter_in_aux_is_that_of_one_device(towers, jit):
+    """Flax NNX's examples close over their counters. Lie: a counter that counts towers."""
+    wrap = jax.jit if jit else lambda fun: fun
+    x = np.arange(10, dtype=np.float32)  # ragged: what does not depend on rows is no mean of them
+
+    @wrap
+    def step(count, key):
+        loss = counting(count, key, lambda count, x, key: (jax.jit(jnp.add)(count, 1), count > 3))
+        return mt.grad(loss, has_aux=True, devices=4, towers=towers)(1.0, x)
+
+    _, aux = step(jnp.array(6), jax.random.key(0))
+    assert aux["count"] == (7, True)
+    np.testing.assert_array_equal(aux["x"], x > 0)
+
+
+OTHER_COUNTS = {
+    "of rows": lambda count, x, key: count + len(x),
+    "of what rows hold": lambda count, x, key: count + (x > 0).sum(),
+    "of turns that rows decide": lambda count, x, key: jax.lax.fori_loop(
+        0, x.max().astype(int), lambda _, n: n + 1, count
+    ),
+    "of a tower's own random numbers": lambda count, x, key: jax.random.randint(key, (), 0, 9),
+}
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("counts", OTHER_COUNTS)
+def test_a_counter_of_a_tower_stays_an_error(counts, towers):
+    """Lie: the count of tower 0, a quarter of the rows, for that of all."""
+    loss = counting(jnp.array(6), jax.random.key(0), OTHER_COUNTS[counts])
+    with pytest.raises(mt.OutputError, match=r"aux\['count'\] has dtype int32 and no axis of rows"):
+        mt.grad(loss, has_aux=True, devices=4, towers=towers)(1.0, np.arange(8.0))
+
+
 # ---------------------------------------------------------------- arguments that are no data
 
 

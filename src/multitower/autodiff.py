@@ -48,7 +48,8 @@ def value_and_grad(
         argnums: which positional arguments to differentiate, as in `jax.value_and_grad`; an
             `nnx.DiffState` may say which Variables of a module.
         has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
-            laid side by side; other float leaves are averaged over towers.
+            laid side by side; other float leaves are averaged over towers. Integers and flags
+            without rows must be the same in every tower, as a counter is that `fun` closes over.
         in_axes: where the rows are, for every positional argument; None for `argnums` and for what
             every tower gets whole. By default axis 0 for all that is not in `argnums`. Or a dict:
             the axes of variables that `fun` closes over, such as `{"batch": 0}`, for a loss that

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from multitower.rows import is_key, is_traced
 
 _OWN = str(Path(__file__).parent)
 
+_LOOPS = ("scan", "while", "cond")
 # Enough for the numbers that a loss is divided by.
 _SMALL = 16
 _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
@@ -87,3 +89,51 @@ def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
         if hasattr(inner, "invars") and len(inner.invars) == num_inputs:
             return program
     return None
+
+
+Numbering = dict[Any, int]
+
+
+def number_values(
+    program: Any, numbering: Numbering, inputs: Sequence[int | None]
+) -> list[int | None]:
+    """Numbers what a program computes: equal numbers are equal values, in other programs too.
+
+    Args:
+        program: a closed jaxpr.
+        numbering: the numbers given so far; it grows.
+        inputs: the numbers of its arguments; None for those that may have any value.
+
+    Returns:
+        For each output its number; None if it may depend on an argument that has none.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    known: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def number_of(*what: Any) -> int:
+        return numbering.setdefault(what, len(numbering))
+
+    def number_constant(value: Any) -> int:
+        small = small_constant(value)
+        if small is None:
+            return number_of(id(value))
+        return number_of(small.tobytes(), small.shape, str(small.dtype))
+
+    for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
+        known[atom] = number_constant(value)
+
+    def read(atom: Any) -> int | None:
+        is_literal = isinstance(atom, core.Literal)
+        return number_constant(atom.val) if is_literal else known.get(atom)
+
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        given = [read(atom) for atom in equation.invars]
+        found: Sequence[int | None] = [None] * len(equation.outvars)
+        inside = program_inside(params, len(given))
+        if inside is not None and name not in _LOOPS:
+            found = number_values(inside, numbering, given)
+        elif None not in given and name not in _LOOPS:
+            found = [number_of(name, str(params), *given, n) for n in range(len(found))]
+        known.update(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
