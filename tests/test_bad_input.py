@@ -277,12 +277,18 @@ WRONG = {
     "a scalar loss of ragged rows": (
         lambda: grads(lambda w, x: losses(w, x).mean(), devices=4),
         mt.OutputError,
-        r"10 rows and a scalar loss: 10 rows do not fill 4 towers.*use 8 or 12 rows",
+        r"10 rows and a scalar loss: 10 rows do not fill 4 towers.*use 8 or 12 rows, or devices=2 "
+        r"\(towers=2, where that is set\)\.",
+    ),
+    "a scalar loss of rows that no number of devices divides": (
+        lambda: grads(lambda w, x: losses(w, x).mean(), W, X[:7], devices=4),
+        mt.OutputError,
+        r"7 rows do not fill 4 towers.*use 4 or 8 rows\.",
     ),
     "a scalar loss of ragged rows in a step": (
         lambda: step(lambda w, x: losses(w, x).mean()),
         mt.OutputError,
-        "use 8 or 12 rows",
+        "use 8 or 12 rows, or devices=2",
     ),
     "a scalar metric of ragged rows": (
         lambda: step(lambda w, x: (losses(w, x), {"mean": x.mean()})),

@@ -102,10 +102,12 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
     """The error for a mean that would be a mean of uneven means."""
     low = num_rows // num_towers * num_towers
     nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
+    fewer = [number for number in range(2, num_towers) if num_rows % number == 0]
+    fitting = f", or devices={fewer[-1]} (towers={fewer[-1]}, where that is set)" if fewer else ""
     return OutputError(
         f"the batch has {num_rows} rows and {what}: {num_rows} rows do not fill {num_towers} "
         "towers evenly, so the mean over towers would be wrong. Return one value per example, or "
-        f"use {nearest} rows."
+        f"use {nearest} rows{fitting}."
     )
 
 
