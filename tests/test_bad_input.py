@@ -328,6 +328,15 @@ WRONG = {
         mt.OutputError,
         r"aux\['gram'\]",
     ),
+    "an aux of two parts, each of all rows": (
+        # Laid side by side over towers, its entries would be in another order than on one device.
+        lambda: grads(
+            lambda w, x: (losses(w, x), {"z": jnp.concatenate([x, -x])}), W, X[:8], has_aux=True
+        ),
+        mt.OutputError,
+        r"aux\['z'\] has shape \(2, 3\) with 1 rows and \(4, 3\).*2 entries for every row: if they "
+        r"lie row by row, return \.reshape\(-1, 2, 3\)\.",
+    ),
     "metrics named loss": (
         lambda: step(lambda w, x: (losses(w, x), {"loss": x[:, 0]})),
         mt.OutputError,
