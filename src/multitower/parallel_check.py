@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.constants import Constant, is_constant
 from multitower.errors import BatchError
 from multitower.parallel_problems import (
     BAKED,
@@ -20,7 +21,7 @@ from multitower.parallel_problems import (
     Problem,
 )
 from multitower.row_flow import Flow, Reading, read, unused_size
-from multitower.rows import KEY, SHARED, Parts, take_apart
+from multitower.rows import KEY, SHARED, Kind, Parts, take_apart
 
 # Of the largest value; sums in another order differ by far less.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}
@@ -42,7 +43,7 @@ def check_parallel(
         in_axes: as in `jax.vmap`; by default the first of several arguments is shared, as the
             parameters of a loss are, and the others are cut along axis 0.
         **extras: keyword arguments such as `rng` and `model_state`, which are shared; a typed key
-            is another one in every tower.
+            is another one in every tower. Flags, strings and functions are handed on as they are.
 
     Returns:
         What was found; print it.
@@ -64,7 +65,7 @@ def check_parallel(
     axes = in_axes
     if in_axes is None:
         axes = (None, *(0 for _ in example_args[1:])) if len(example_args) > 1 else 0
-    parts = take_apart(example_args, axes, name="example_args")
+    parts = take_apart(example_args, axes, name="example_args", constants=True)
     if parts.num_rows < 2:
         raise BatchError("check_parallel needs two rows or more: one row cannot be cut.")
     call = _Call(fn, example_args, extras, parts)
@@ -95,32 +96,35 @@ class _Call(NamedTuple):
 
     def reading(self) -> tuple[Reading, list[str]]:
         """What the program does with rows, and the names of its outputs."""
-        leaves = jax.tree.leaves(self.args)
+        leaves, treedef = jax.tree.flatten((self.args, self.extras))
+        kinds = [*self._kinds, *(_kind_of_extra(leaf) for leaf in jax.tree.leaves(self.extras))]
+        constants = {n: k.value for n, k in enumerate(kinds) if isinstance(k, Constant)}
+        data = {n: (leaf, kinds[n]) for n, leaf in enumerate(leaves) if n not in constants}
         other_sizes = [
             size
-            for leaf, kind in zip(leaves, self._kinds, strict=True)
+            for leaf, kind in data.values()
             for axis, size in enumerate(np.shape(leaf))
             if axis != kind
         ]
         num_rows = unused_size(other_sizes)
-        shapes = [
-            jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), _dtype(leaf))
+        shapes = {
+            number: jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), _dtype(leaf))
             if isinstance(kind, int)
             else leaf
-            for leaf, kind in zip(leaves, self._kinds, strict=True)
-        ]
-        extras, extras_treedef = jax.tree.flatten(self.extras)
+            for number, (leaf, kind) in data.items()
+        }
 
-        def flat(leaves: list[Any], extras: list[Any]) -> Any:
-            args = jax.tree.unflatten(self.parts.split.treedef, leaves)
-            return self.fn(*args, **jax.tree.unflatten(extras_treedef, extras))
+        def flat(given: dict[int, Any]) -> Any:
+            every = {**given, **constants}
+            args, extras = jax.tree.unflatten(treedef, [every[n] for n in range(len(every))])
+            return self.fn(*args, **extras)
 
-        program, outputs = jax.make_jaxpr(flat, return_shape=True)(shapes, extras)
-        flows = [_flow(kind) for kind in self._kinds] + [Flow(varies=_is_key(x)) for x in extras]
+        program, outputs = jax.make_jaxpr(flat, return_shape=True)(shapes)
+        flows = [_flow(kind) for _, kind in data.values()]
         return read(program, flows, num_rows, self.parts.num_rows), output_names(outputs)
 
     @property
-    def _kinds(self) -> tuple[int | str, ...]:
+    def _kinds(self) -> tuple[Kind, ...]:
         return self.parts.split.kinds
 
 
@@ -130,7 +134,13 @@ def output_names(outputs: Any) -> list[str]:
     return [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
 
 
-def _flow(kind: int | str) -> Flow:
+def _kind_of_extra(leaf: Any) -> Kind:
+    if is_constant(leaf):
+        return Constant.of(leaf)
+    return KEY if _is_key(leaf) else SHARED
+
+
+def _flow(kind: Kind) -> Flow:
     if kind == SHARED:
         return Flow()
     return Flow(varies=True) if kind == KEY else Flow("by row", varies=True)
