@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.closures import Contents
 from multitower.constants import Constant, is_constant
 from multitower.errors import BatchError
+from multitower.models import Model, fill, take_call
 from multitower.parallel_problems import (
     BAKED,
     MIXED,
@@ -21,10 +23,10 @@ from multitower.parallel_problems import (
     Problem,
 )
 from multitower.row_flow import Flow, Reading, read, unused_size
-from multitower.rows import KEY, SHARED, Kind, Parts, take_apart
+from multitower.rows import KEY, SHARED, Kind, Parts, device_dtype, is_key, take_apart
 
-# Of the largest value; sums in another order differ by far less.
-_TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}
+# Of the largest value; sums in another order differ by far less. The second is for 16-bit floats.
+_TOLERANCE, _COARSE = 1e-4, 2e-2
 
 
 def check_parallel(
@@ -65,15 +67,34 @@ def check_parallel(
     axes = in_axes
     if in_axes is None:
         axes = (None, *(0 for _ in example_args[1:])) if len(example_args) > 1 else 0
+    taken = take_call(example_args, extras, Contents([], [], {}))
+    if taken.models:
+        fn = _with_modules(fn)
+        axes = (None, *(axes if isinstance(axes, tuple | list) else [axes] * len(example_args)))
+        example_args, extras = (taken.models, *taken.args), taken.kwargs
     parts = take_apart(example_args, axes, name="example_args", constants=True)
     if parts.num_rows < 2:
         raise BatchError("check_parallel needs two rows or more: one row cannot be cut.")
     call = _Call(fn, example_args, extras, parts)
-    problems = [*_run_apart(call), *_of_program(call)]
+    try:
+        reading = call.reading()
+    except Exception:  # a fixed row count, which the run will report
+        reading = None
+    problems = [*_run_apart(call, reading), *_of_program(reading)]
     seen: dict[tuple[str, str], Problem] = {}
     for problem in problems:
         seen.setdefault((problem.kind, problem.output), problem)
     return ParallelCheck(tuple(seen.values()), parts.num_rows)
+
+
+def _with_modules(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of NNX and Equinox modules as one of their arrays, which come first."""
+
+    def on_arrays(models: Sequence[Model], *args: Any, **extras: Any) -> Any:
+        args, extras = fill((args, extras), [model.build() for model in models])
+        return fn(*args, **extras)
+
+    return on_arrays
 
 
 class _Call(NamedTuple):
@@ -108,7 +129,7 @@ class _Call(NamedTuple):
         ]
         num_rows = unused_size(other_sizes)
         shapes = {
-            number: jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), _dtype(leaf))
+            number: jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), device_dtype(leaf))
             if isinstance(kind, int)
             else leaf
             for number, (leaf, kind) in data.items()
@@ -137,7 +158,7 @@ def output_names(outputs: Any) -> list[str]:
 def _kind_of_extra(leaf: Any) -> Kind:
     if is_constant(leaf):
         return Constant.of(leaf)
-    return KEY if _is_key(leaf) else SHARED
+    return KEY if is_key(leaf) else SHARED
 
 
 def _flow(kind: Kind) -> Flow:
@@ -146,24 +167,15 @@ def _flow(kind: Kind) -> Flow:
     return Flow(varies=True) if kind == KEY else Flow("by row", varies=True)
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _dtype(leaf: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
-
-
 def _with_size(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _of_program(call: _Call) -> list[Problem]:
+def _of_program(read: tuple[Reading, list[str]] | None) -> list[Problem]:
     """What can be read off the program: of results that are drawn, and of the drawing itself."""
-    try:
-        reading, names = call.reading()
-    except Exception:  # a fixed row count, which the run has reported
+    if read is None:
         return []
+    reading, names = read
     problems = [
         Problem("same numbers", "random numbers", place, SAME_NUMBERS)
         for place in dict.fromkeys(reading.draws)
@@ -174,7 +186,7 @@ def _of_program(call: _Call) -> list[Problem]:
     return problems
 
 
-def _run_apart(call: _Call) -> list[Problem]:
+def _run_apart(call: _Call, read: tuple[Reading, list[str]] | None) -> list[Problem]:
     """Compares the whole with its halves, on the real inputs."""
     num_rows = call.parts.num_rows // 2 * 2
     half = num_rows // 2
@@ -187,10 +199,8 @@ def _run_apart(call: _Call) -> list[Problem]:
         message = ROW_COUNT.format(whole=num_rows, half=half, error=text[:200])
         return [Problem("row count", "the function", None, message)]
     names = output_names(whole)
-    try:
-        reading, _ = call.reading()
-    except Exception:  # it runs, but not for a made-up number of rows
-        reading = Reading([Flow()] * len(names), [], [])
+    # It may run, but not for a made-up number of rows.
+    reading = read[0] if read else Reading([Flow()] * len(names), [], [])
     problems: list[Problem] = []
     leaves = [jax.tree.leaves(tree) for tree in (whole, again, front, back, even, odd)]
     for name, flow, *values in zip(names, reading.outputs, *leaves, strict=True):
@@ -225,15 +235,16 @@ def _compare(
 
 
 def _numbers(value: Any) -> Any:
-    if _is_key(value):
+    if is_key(value):
         value = jax.random.key_data(value)
     array = np.asarray(value)
-    if array.dtype.kind in "biu":
-        return array.astype(np.float64)
-    return array.astype(np.float64 if array.dtype.kind == "f" or array.dtype.itemsize < 4 else None)
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
+        return array.astype(np.float32)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _is_close(found: Any, wanted: Any) -> bool:
     largest = np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted))
-    tolerance = _TOLERANCES[4] * (largest + 1e-12)
+    is_coarse = wanted.dtype == np.float32  # as `_numbers` leaves 16-bit floats
+    tolerance = (_COARSE if is_coarse else _TOLERANCE) * (largest + 1e-12)
     return bool(np.allclose(found, wanted, rtol=0, atol=tolerance, equal_nan=True))

@@ -140,6 +140,11 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def device_dtype(leaf: Any) -> Any:
+    """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
 def is_legacy_key(leaf: Any) -> bool:
     """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,)."""
     return getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,)
