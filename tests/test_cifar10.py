@@ -130,7 +130,7 @@ def test_the_command_line_trains_it_on_three_devices(tmp_path):
 @pytest.mark.slow
 def test_the_same_bits_on_any_number_of_devices(tmp_path):
     options = ["--synthetic", "--towers", "3", "--steps", "5", "--batch-size", "24"]
-    results = [train(tmp_path / n, *options, "--simulate", n) for n in ("1", "2", "3")]
+    results = [train(tmp_path / n, *options, "--simulate", n) for n in ("1", "3")]
     same = ("fingerprint", "test_loss", "test_accuracy")
     assert len({tuple(result[name] for name in same) for result in results}) == 1
 
