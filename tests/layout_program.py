@@ -69,21 +69,21 @@ def fast():
     return [np.asarray(state.params).tolist(), float(metrics["loss"])]
 
 
-def functions():
+def functions(devices=None):
     """make_parallel, value_and_grad and evaluate on rows that fill the towers and that do not."""
     found = {}
     params = first_params()
-    for rows in (32, 13):
-        x = batch(5, rows)["x"]
-        for towers in (None, TOWERS):
-            parallel = mt.make_parallel(lambda x: jnp.sin(x) * 2, towers=towers)
-            found[f"rows {rows} {towers}"] = whole_on_host(parallel(x)).tolist()
-            gradient = mt.grad(lambda p, x: jnp.tanh(x @ p["in"]).sum(1), towers=towers)
-            found[f"gradient {rows} {towers}"] = np.asarray(gradient(params, x)["in"]).tolist()
-    data = np.arange(101.0)
     for towers in (None, TOWERS):
-        scores = evaluate(lambda w, x: {"x": x * w}, 2.0, data, global_batch=24, towers=towers)
-        found[f"evaluate {towers}"] = scores
+        where = {"devices": devices, "towers": towers}
+        double = mt.make_parallel(lambda x: jnp.sin(x) * 2, **where)
+        gradient = mt.grad(lambda p, x: jnp.tanh(x @ p["in"]).sum(1), **where)
+        for rows in (32, 13):
+            x = batch(5, rows)["x"]
+            found[f"rows {rows} {towers}"] = whole_on_host(double(x)).tolist()
+            found[f"gradient {rows} {towers}"] = np.asarray(gradient(params, x)["in"]).tolist()
+        found[f"evaluate {towers}"] = evaluate(
+            lambda w, x: {"x": x * w}, 2.0, np.arange(101.0), global_batch=24, **where
+        )
     return found
 
 

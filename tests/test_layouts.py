@@ -40,7 +40,7 @@ def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):
 
 
 def test_laws_l1_l2_l7_on_two_processes(on_two_processes):
-    found, expected = on_two_processes["functions"], layout_program.functions()
+    found, expected = on_two_processes["functions"], layout_program.functions(devices=2)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if name.startswith("evaluate"):

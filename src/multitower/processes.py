@@ -4,11 +4,16 @@ Every process runs the same program, and calls what is marked "all together" her
 order: it waits for the others. In a single process all of this is a plain copy or nothing at all.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+
+from multitower.errors import MultitowerError, RunError
+
+_LONGEST_LINE = 4096  # bytes; what is longer is cut
 
 
 def are_several() -> bool:
@@ -65,3 +70,39 @@ def gathered(value: Any, *, tiled: bool = False) -> Any:
 def of_first(number: int) -> int:
     """The number that process 0 has; all together."""
     return int(gathered(np.int32(number))[0]) if are_several() else number
+
+
+def by_first(make: Callable[[], str]) -> str:
+    """Has process 0 alone make something that is there once; all together.
+
+    Args:
+        make: returns a line that says what it has made, such as a path.
+
+    Returns:
+        That line, in every process.
+
+    Raises:
+        RunError: in every process, what was raised in process 0.
+    """
+    if not are_several():
+        return make()
+    text = ""
+    if is_first():
+        try:
+            text = f"+{make()}"
+        except MultitowerError as error:
+            text = f"-{error}"
+    said = lines_of_all(text)[0]
+    if said.startswith("-"):
+        raise RunError(said[1:])
+    return said[1:]
+
+
+def lines_of_all(line: str) -> list[str]:
+    """A line of every process, in their order; all together."""
+    if not are_several():
+        return [line]
+    sent = np.zeros(_LONGEST_LINE, np.uint8)
+    own = np.frombuffer(line.encode()[:_LONGEST_LINE], np.uint8)
+    sent[: own.size] = own
+    return [bytes(one).rstrip(b"\0").decode(errors="replace") for one in gathered(sent)]

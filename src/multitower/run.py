@@ -10,6 +10,7 @@ from typing import Any
 
 from multitower.fingerprint import fingerprint
 from multitower.observe import EventFiles, MetricsFile
+from multitower.processes import is_first
 from multitower.progress import Hook, Progress
 from multitower.recipe_job import RecipeJob, placement_by_name
 from multitower.recipes import Recipe
@@ -102,7 +103,7 @@ def run(
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
     }
-    if directory is not None:
+    if directory is not None and is_first():
         write_result(directory, result)
         config = {"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)}
         samples = sample_predictions(recipe, state, job.data.test)
@@ -149,7 +150,7 @@ def score(
 @contextmanager
 def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generator[list[Hook]]:
     """What writes down what the run reports."""
-    if directory is None:
+    if directory is None or not is_first():
         yield []
         return
     options = {**job.recipe.options, **asdict(job.options)}
