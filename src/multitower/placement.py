@@ -13,6 +13,7 @@ from multitower.configuration import warn_if_bits_depend_on_threads
 from multitower.devices import DeviceSpec
 from multitower.devices import devices as find_devices
 from multitower.errors import DeviceError, MultitowerWarning
+from multitower.gpu_claims import claim_gpus
 from multitower.processes import are_several
 
 AXIS = "towers"
@@ -83,6 +84,8 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     """
     check_towers(towers)
     found = _of_all_processes(devices) if are_several() else find_devices(devices)
+    if are_several():
+        claim_gpus(found)
     if towers is None:
         return contiguous(found, len(found))
     warn_if_bits_depend_on_threads(found)
