@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from multitower.errors import ConfigurationError
+from multitower.leaving import HEARTBEAT_S, leave_on_errors
 
-# A process that has not been heard of for so long is missing: JAX then ends all the others.
-HEARTBEAT_S = 30
 # For processes that start late, or that are still at work when another one ends.
 JOIN_S = 120
 SHUTDOWN_S = 30
@@ -75,6 +74,7 @@ def join_processes(
         ) from error
     except RuntimeError as error:
         raise ConfigurationError(f"this process cannot join its run: {error}") from error
+    leave_on_errors()
 
 
 def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str, int]:

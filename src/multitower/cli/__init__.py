@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.local_processes import run_local_processes, split_off_processes
         from multitower.cli.resume import evaluate, resume
         from multitower.cli.settings import expand_flags
-        from multitower.cli.together import leave_if_together
         from multitower.cli.train import train
         from multitower.cli.verify import verify
+        from multitower.leaving import leave_if_together
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
             raise

@@ -1,21 +1,15 @@
-"""Flags of one process among several, and how such a process starts and leaves."""
+"""Flags of one process among several, and how such a process starts."""
 
-import contextlib
 import os
 import socket
 import sys
-import time
-import traceback
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 import tyro
 
-from multitower.cli.console import show_error
 from multitower.cli.flags import flag, switch
-from multitower.joining import HEARTBEAT_S
-from multitower.processes import is_first, lines_of_all
+from multitower.processes import lines_of_all
 
 
 @dataclass(frozen=True)
@@ -81,43 +75,3 @@ def hosts_in_words() -> str:
         at.setdefault(host, []).append(str(process))
     where = "; ".join(f"{', '.join(numbers)} on {host}" for host, numbers in at.items())
     return f"{len(hosts)} processes ({where})"
-
-
-def leave_if_together(code: int, error: BaseException | None = None) -> None:
-    """Ends a process of several at once, if it failed; does nothing in a process that is alone.
-
-    A regular end waits for the others, and they wait for this one's part of a sum. They end when
-    JAX misses this process, within `multitower.joining.HEARTBEAT_S`.
-
-    Args:
-        code: what to exit with.
-        error: what to show, if nothing has been said of it.
-    """
-    if not jax.distributed.is_initialized():
-        return
-    if error is not None and _is_of_a_lost_connection(error):
-        _await_verdict(error)
-    with contextlib.suppress(OSError):  # a reader that has gone must not keep this process here
-        if error is not None:
-            traceback.print_exception(error)
-        sys.stderr.flush()
-        sys.stdout.flush()
-    if is_first():
-        time.sleep(1)  # the others have the same to say, and are ended when process 0 is gone
-    os._exit(code)
-
-
-def _is_of_a_lost_connection(error: BaseException) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(
-        name in str(error) for name in ("Gloo", "NCCL", "oordination")
-    )
-
-
-def _await_verdict(error: BaseException) -> None:
-    """Waits until JAX says which process is missing; it then ends this one with code 134."""
-    show_error(
-        f"process {jax.process_index()} has lost the connection to another one "
-        f"({str(error).splitlines()[0]}). Within {HEARTBEAT_S} s JAX says below which tasks are "
-        "unhealthy: that is where to look. The last checkpoint is intact; resume from it."
-    )
-    time.sleep(HEARTBEAT_S + 15)
