@@ -31,8 +31,7 @@ class MetricsFile:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from multitower.observe import MetricsFile
-        >>> from multitower.processes import is_first
-    from multitower.progress import Progress
+        >>> from multitower.progress import Progress
         >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
         >>> with MetricsFile(path) as hook:
         ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
@@ -95,8 +94,7 @@ class EventFiles:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from multitower.observe import EventFiles
-        >>> from multitower.processes import is_first
-    from multitower.progress import Progress
+        >>> from multitower.progress import Progress
         >>> directory = Path(tempfile.mkdtemp())
         >>> with EventFiles(directory) as hook:
         ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
