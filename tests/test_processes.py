@@ -119,6 +119,7 @@ def test_two_processes_make_one_run(tmp_path):
     assert len((together / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_an_error_of_all_processes_ends_all_of_them(tmp_path):
     code, out, errors = run(
         *("train", "digits", "--steps", "0", "--simulate-processes", "2"),

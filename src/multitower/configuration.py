@@ -50,7 +50,9 @@ def configure(
         preallocate: take that share at the start (JAX's default), or grow as needed.
         distributed: this process is one of several, usually one a machine, that make one run: join
             them with `jax.distributed.initialize` and wait until all have come. `simulated_devices`
-            and the other settings are those of each process.
+            and the other settings are those of each process. Towers then run on the devices of
+            all processes; `devices=2` and `devices="gpu:0"` mean these of every process, a list
+            of `jax.Device` what it names. Every process makes the same calls, on the same values.
         coordinator: `"HOST:PORT"` of process 0, where JAX cannot detect a cluster; the same in
             every process, as is `num_processes`. All three are needed, or none.
         num_processes: how many processes there are.
