@@ -239,6 +239,125 @@ def test_a_loop_that_calls_it_anew_compiles_once():
         assert counts == counts[:1] * 3
 
 
+def counting(count, key, counts):
+    """A loss that closes over a counter and hands on what `counts` makes of it."""
+
+    def loss(w, x):
+        return jax.nn.relu(w * x), {"count": counts(count, x, key), "x": x > 0}
+
+    return loss
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_counter_in_aux_is_that_of_one_device(towers, jit):
+    """Flax NNX's examples close over their counters. Lie: a counter that counts towers."""
+    wrap = jax.jit if jit else lambda fun: fun
+    x = np.arange(10, dtype=np.float32)  # ragged: what does not depend on rows is no mean of them
+
+    @wrap
+    def step(count, key):
+        loss = counting(count, key, lambda count, x, key: (jax.jit(jnp.add)(count, 1), count > 3))
+        return mt.grad(loss, has_aux=True, devices=4, towers=towers)(1.0, x)
+
+    _, aux = step(jnp.array(6), jax.random.key(0))
+    assert aux["count"] == (7, True)
+    np.testing.assert_array_equal(aux["x"], x > 0)
+
+
+OTHER_COUNTS = {
+    "of rows": lambda count, x, key: count + len(x),
+    "of what rows hold": lambda count, x, key: count + (x > 0).sum(),
+    "of turns that rows decide": lambda count, x, key: jax.lax.fori_loop(
+        0, x.max().astype(int), lambda _, n: n + 1, count
+    ),
+    "of a tower's own random numbers": lambda count, x, key: jax.random.randint(key, (), 0, 9),
+}
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("counts", OTHER_COUNTS)
+def test_a_counter_of_a_tower_stays_an_error(counts, towers):
+    """Lie: the count of tower 0, a quarter of the rows, for that of all."""
+    loss = counting(jnp.array(6), jax.random.key(0), OTHER_COUNTS[counts])
+    with pytest.raises(mt.OutputError, match=r"aux\['count'\] has dtype int32 and no axis of rows"):
+        mt.grad(loss, has_aux=True, devices=4, towers=towers)(1.0, np.arange(8.0))
+
+
+# ---------------------------------------------------------------- arguments that are no data
+
+
+def settings_loss(w, x, training, name="square", rest=None, *, act=None, names=("a", 1)):
+    assert type(training) is bool
+    assert names == ("a", 1)
+    assert rest is None
+    return act(x @ w) ** (2 if training and name == "square" else 1)
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_flags_strings_and_functions_are_handed_on(towers):
+    """Published Keras, Flax and Equinox losses take them. Lie: a traced flag, or an error."""
+    w, x = jnp.ones(3), batch_of(10)["x"]
+    for training in (True, False):  # the second must not get the first one's program
+        args, kwargs = (w, x, training, "square", None), {"act": jnp.tanh}
+        plain = lambda *args, **kwargs: settings_loss(*args, **kwargs).mean()
+        expected = jax.value_and_grad(plain)(*args, **kwargs)
+        run = mt.value_and_grad(settings_loss, devices=4, towers=towers)
+        assert_close(run(*args, **kwargs), expected)
+        assert_close(
+            jax.jit(run, static_argnames=("training", "name", "act"))(*args, **kwargs), expected
+        )
+        rows = mt.make_parallel(settings_loss, (None, 0, 0, 0, 0), devices=4, towers=towers)
+        assert_close(rows(*args, **kwargs), settings_loss(*args, **kwargs))
+        assert mt.check_parallel(settings_loss, *args, **kwargs)
+    wrong = mt.check_parallel(
+        lambda x, *, training: x - x.mean() if training else x, x, training=True
+    )
+    assert "x.mean()" in str(wrong)  # the program is read with the flag as it is
+
+
+def test_a_traced_flag_stays_an_array():
+    loss = lambda w, x, training: jnp.where(training, w * x, 2 * w * x)
+    run = jax.jit(mt.grad(loss, devices=2))
+    assert [float(run(1.0, np.ones(4, np.float32), flag)) for flag in (True, False)] == [1, 2]
+
+
+class Scale:
+    """A function object that is equal to others and has no hash."""
+
+    __hash__ = None
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return self.by * x
+
+    def __eq__(self, other):
+        return True
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_a_function_as_argument_compiles_once(towers):
+    """Lie: a program for every step; or one program for two functions."""
+    traces = []
+
+    def loss(w, x, act):
+        traces.append(1)
+        return act(w * x)
+
+    run = mt.value_and_grad(loss, devices=2, towers=towers)
+    x = np.ones(4, np.float32)
+    counts = []
+    for _ in range(3):
+        run(1.0, x, jnp.tanh)
+        counts.append(len(traces))
+    assert counts == counts[:1] * 3
+    scales = [Scale(by) for by in (2, 3)]
+    assert [float(run(1.0, x, scale)[0]) for scale in scales] == [2, 3]
+    assert [float(run(1.0, x, lambda x, by=by: by * x)[0]) for by in (4, 5)] == [4, 5]
+
+
 # ---------------------------------------------------------------- average_gradients
 
 

@@ -175,15 +175,20 @@ WRONG = {
         mt.ArgumentError,
         "has dtype object: only numbers",
     ),
-    "a flag": (
-        lambda: parallel(lambda x, training: x, X, True),
+    "a list of strings for rows": (
+        lambda: parallel(lambda x, names: x, X, ["a"] * 10),
         mt.ArgumentError,
-        r"arguments\[0\]\[1\] is True \(bool\).*Close over it",
+        r"arguments\[0\]\[1\]\[0\] is 'a' \(str\), in a list.*array of numbers.*in_axes=None",
     ),
-    "a function as argument": (
-        lambda: parallel(lambda x, f: f(x), X, jnp.tanh),
+    "a list of flags for rows": (
+        lambda: grads(lambda w, batch: losses(w, batch["x"]), W, {"x": X, "hit": [True] * 10}),
         mt.ArgumentError,
-        "a static Python value.*functools.partial",
+        r"arguments\[0\]\[1\]\['hit'\]\[0\] is True \(bool\), in a list",
+    ),
+    "a flag to differentiate": (
+        lambda: grads(losses, {"w": W, "on": True}),
+        mt.GradientError,
+        r"argument 0\['on'\] has dtype bool: only floats",
     ),
     "any object": (
         lambda: parallel(lambda x, o: x, X, object()),
@@ -272,12 +277,18 @@ WRONG = {
     "a scalar loss of ragged rows": (
         lambda: grads(lambda w, x: losses(w, x).mean(), devices=4),
         mt.OutputError,
-        r"10 rows and a scalar loss: 10 rows do not fill 4 towers.*use 8 or 12 rows",
+        r"10 rows and a scalar loss: 10 rows do not fill 4 towers.*use 8 or 12 rows, or devices=2 "
+        r"\(towers=2, where that is set\)\.",
+    ),
+    "a scalar loss of rows that no number of devices divides": (
+        lambda: grads(lambda w, x: losses(w, x).mean(), W, X[:7], devices=4),
+        mt.OutputError,
+        r"7 rows do not fill 4 towers.*use 4 or 8 rows\.",
     ),
     "a scalar loss of ragged rows in a step": (
         lambda: step(lambda w, x: losses(w, x).mean()),
         mt.OutputError,
-        "use 8 or 12 rows",
+        "use 8 or 12 rows, or devices=2",
     ),
     "a scalar metric of ragged rows": (
         lambda: step(lambda w, x: (losses(w, x), {"mean": x.mean()})),
@@ -316,6 +327,15 @@ WRONG = {
         lambda: grads(lambda w, x: (losses(w, x), {"gram": x @ x.T}), has_aux=True),
         mt.OutputError,
         r"aux\['gram'\]",
+    ),
+    "an aux of two parts, each of all rows": (
+        # Laid side by side over towers, its entries would be in another order than on one device.
+        lambda: grads(
+            lambda w, x: (losses(w, x), {"z": jnp.concatenate([x, -x])}), W, X[:8], has_aux=True
+        ),
+        mt.OutputError,
+        r"aux\['z'\] has shape \(2, 3\) with 1 rows and \(4, 3\).*2 entries for every row: if they "
+        r"lie row by row, return \.reshape\(-1, 2, 3\)\.",
     ),
     "metrics named loss": (
         lambda: step(lambda w, x: (losses(w, x), {"loss": x[:, 0]})),

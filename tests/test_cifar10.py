@@ -115,6 +115,7 @@ def train(run_dir, *flags):
     return json.loads((run_dir / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_it_on_three_devices(tmp_path):
     options = ["--synthetic", "--simulate", "3", "--steps", "5", "--batch-size", "24"]
     result = train(tmp_path, *options, "--set", "lr_base=0.002")

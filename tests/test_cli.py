@@ -199,6 +199,7 @@ def test_devices_that_cannot_start_are_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_number_of_cpu_devices_that_the_user_has_set_counts(tmp_path):
     words = ["train", "digits", *QUICK, "--run-dir", str(tmp_path)]
     done = in_new_process(*words, JAX_NUM_CPU_DEVICES="3")

@@ -120,6 +120,22 @@ def test_a_loss_that_closes_over_its_batch(towers):
     assert set(sizes) <= {(3,), (4,), (211,)}
 
 
+def test_a_jitted_loss_that_closes_over_its_batch():
+    """Optax's documents write it so. Lie: in_axes names a variable, and there is none."""
+
+    def make(x):
+        @jax.jit
+        def squared(w):
+            return (w * x) ** 2
+
+        return squared
+
+    squared = make(X)
+    for loss in (squared, jax.jit(lambda w: squared(w).mean())):  # directly, and one jit deeper
+        value, gradient = mt.value_and_grad(loss, in_axes={"x": 0}, devices=2)(3.0)
+        np.testing.assert_allclose((value, gradient), (9 * (X**2).mean(), 6 * (X**2).mean()))
+
+
 def test_names_that_the_loss_does_not_close_over():
     x = jnp.asarray(X)
     with pytest.raises(mt.BatchError, match=r"closes over its batch.*in_axes=\{'batch': 0\}"):

@@ -24,10 +24,10 @@ class Net(eqx.Module):
     order: jax.Array  # integers go round the differentiation
     activation: object  # and so does what is no array
 
-    def __init__(self, key):
+    def __init__(self, key, mode="batch"):
         one, two = jax.random.split(key)
         self.hidden = eqx.nn.Linear(4, 6, use_bias=False, key=one)
-        self.norm = eqx.nn.BatchNorm(6, "rows", momentum=0.5, mode="batch")
+        self.norm = eqx.nn.BatchNorm(6, "rows", momentum=0.5, mode=mode)
         self.dropout = eqx.nn.Dropout(0.5)
         self.out = eqx.nn.Linear(6, 1, key=two)
         self.order = jnp.array([3, 2, 1, 0])
@@ -51,9 +51,9 @@ def assert_close(found, expected, rtol=1e-5, atol=1e-6):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
-def train(value_and_grad, jit):
+def train(value_and_grad, jit, mode="batch"):
     """The documented loop; what was `eqx.filter_value_and_grad` is the argument."""
-    model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+    model, state = eqx.nn.make_with_state(Net)(jax.random.key(0), mode)
     optimizer = optax.sgd(0.1)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -95,6 +95,13 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
     """Lie: one dropout mask for all, statistics of one tower only, a counter that counts towers."""
     found = train(lambda fun, **kw: mt.value_and_grad(fun, devices=2, **kw), jit=True)
     assert_close(found, two_towers)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_law_l2_batch_norm_with_a_flag_in_its_state(jit):
+    """BatchNorm's default mode. Lie: a program of one device stops at the mesh in a flag's type."""
+    found = train(lambda fun, **kw: mt.value_and_grad(fun, devices=2, **kw), jit, mode="ema")
+    assert_close(found, train(towers_by_hand(2), jit=False, mode="ema"))
 
 
 def test_law_l3_same_bits(two_towers):

@@ -69,6 +69,20 @@ def test_each_entry_point_warns_once(entry, loss, said):
         run(W, X)  # warnings are errors here: a second one would fail
 
 
+def divided(w, x, by):
+    """As Keras has it: the number is computed in the program, and may be zero."""
+    count = jnp.prod(jnp.array(by)).astype(jnp.float32)
+    safe = jnp.where(count == 0, 1.0, count)
+    return jnp.where(count == 0, 0.0, losses(w, x).sum() / safe)
+
+
+def test_a_mean_whose_number_of_rows_is_computed():
+    # The lie: every Keras loss is called a sum over rows. Or none is: by two it still is one.
+    mt.grad(lambda w, x: divided(w, x, x.shape[:1]), devices=2)(W, X)  # warnings are errors
+    with pytest.warns(mt.MultitowerWarning, match="sum over rows"):
+        mt.grad(lambda w, x: divided(w, x, (2,)), devices=2)(W, X)
+
+
 def test_make_parallel_warns_of_rows_that_meet():
     with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)

@@ -145,6 +145,19 @@ def test_train_step_takes_the_variables(keras, two_towers):
     assert_close((state.params, state.model_state), two_towers[:2])
 
 
+def test_keras_losses_are_means(keras):
+    """Lie: a warning that they are sums over rows; Keras computes how many there are."""
+    labels = keras.utils.to_categorical(np.arange(16) % 4, 4)
+    for loss in (
+        keras.losses.CategoricalCrossentropy(from_logits=True),
+        keras.losses.MeanSquaredError(),
+    ):
+        by_rows = lambda w, x, y, loss=loss: loss(y, x @ w)
+        args = np.eye(4, dtype=np.float32), X[0], labels
+        mt.grad(by_rows, devices=2)(*args)  # warnings are errors
+        assert mt.check_parallel(by_rows, *args)
+
+
 def test_variables_are_no_arrays(keras):
     """JAX's transformations refuse them since 0.9, in words that help nobody."""
     with pytest.raises(mt.ArgumentError, match=r"argument 0\[0\] is a .*\[v.value for v in"):

@@ -56,6 +56,7 @@ def test_scoring_drops_nothing(params):
     np.testing.assert_array_equal(scores["loss"], metrics(params, batch)["loss"])
 
 
+@pytest.mark.slow
 def test_lenet5_is_the_other_model():
     recipe = find_recipe("mnist", {"model": "lenet5", "synthetic": "true"})
     batch = {"image": (IMAGES * 255).astype(np.uint8), "label": np.arange(6, dtype=np.int32)}

@@ -204,3 +204,30 @@ def test_axes_as_in_vmap_and_what_cannot_be_tried():
     assert not check_parallel(lambda x: x - x.mean(0), BATCH["x"])
     with pytest.raises(mt.BatchError, match="one row cannot be cut"):
         check_parallel(by_row, W, {"x": BATCH["x"][:1], "y": BATCH["y"][:1]})
+
+
+def test_modules_are_taken():
+    # The lie: a check for plain pytrees, and a user with a Flax or Equinox model.
+    nnx = pytest.importorskip("flax.nnx")
+    eqx = pytest.importorskip("equinox")
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def per_row(model, x, training=True):
+        y = model(x) if isinstance(model, nnx.Module) else jax.vmap(model)(x)
+        return (y**2).sum(1)
+
+    for model in (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), eqx.nn.Linear(3, 2, key=jax.random.key(0))):
+        assert mt.check_parallel(per_row, model, x, in_axes=(None, 0))
+        check = mt.check_parallel(lambda model, x: per_row(model, x).sum(), model, x)
+        assert [problem.kind for problem in check.problems] == ["sum"]
+    normed = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    check = mt.check_parallel(per_row, normed, x)
+    assert [problem.kind for problem in check.problems] == ["mixed rows"]
+    assert not normed.mean[...].any()  # the user's own module has seen nothing
+
+
+def test_16_bit_results_are_compared_as_coarsely_as_they_are():
+    # The lie: rows that mix, seen in nothing but bfloat16's rounding.
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    assert mt.check_parallel(lambda w, x: ((x @ w) ** 2).astype(jnp.bfloat16).mean(), x[0], x)
+    assert not mt.check_parallel(lambda w, x: ((x @ w) ** 2).astype(jnp.bfloat16).sum(), x[0], x)

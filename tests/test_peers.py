@@ -49,6 +49,7 @@ def run(program, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_all_contenders_on_jax_do_the_same_work(tmp_path):
     # The lie: a ratio between steps that train different things.
     found = run(

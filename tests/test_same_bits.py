@@ -125,8 +125,8 @@ def test_same_bits_from_sharded_batches(on_one_device):
 
 def test_same_bits_for_seven_towers():
     """Lie: only numbers of towers that are powers of two, or multiples of the devices."""
-    found = [fingerprints("mlp/sgd/float32", 7, num_devices) for num_devices in (1, 4, 7)]
-    assert found[1:] == found[:1] * 2
+    found = [fingerprints("mlp/sgd/float32", 7, num_devices) for num_devices in (1, 4)]
+    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------- programs of our own

@@ -28,7 +28,8 @@ def value_and_grad(
 
     The law: it equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up
     to rounding. The `argnums` arguments are shared; every array of the others is split on axis 0
-    and cut into towers; numbers and 0-d arrays are shared; a key (`jax.random.key`, or a
+    and cut into towers; numbers and 0-d arrays are shared; flags, strings and functions are handed
+    on as they are, like static arguments of `jax.jit`; a key (`jax.random.key`, or a
     `jax.random.PRNGKey` among other rows) is folded with the tower's index, so that every tower
     draws its own numbers. Gradients are averaged over towers once. Called eagerly, `fun` is
     compiled like a `jax.jit` function: but for what it closes over, it must depend on its
@@ -47,7 +48,8 @@ def value_and_grad(
         argnums: which positional arguments to differentiate, as in `jax.value_and_grad`; an
             `nnx.DiffState` may say which Variables of a module.
         has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
-            laid side by side; other float leaves are averaged over towers.
+            laid side by side; other float leaves are averaged over towers. Integers and flags
+            without rows must be the same in every tower, as a counter is that `fun` closes over.
         in_axes: where the rows are, for every positional argument; None for `argnums` and for what
             every tower gets whole. By default axis 0 for all that is not in `argnums`. Or a dict:
             the axes of variables that `fun` closes over, such as `{"batch": 0}`, for a loss that
@@ -63,7 +65,7 @@ def value_and_grad(
         the arguments. They lie on every device, or where the parameter is bound to one device.
 
     Raises:
-        ArgumentError: an argument that can be neither split nor shared, such as a string.
+        ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
         BatchError: no rows, or row counts that differ.
         OutputError: a loss that is no scalar and no vector over rows; a mean that would be wrong
             because rows do not fill the towers evenly; an `aux` leaf, or a change in a module, that

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
+from multitower.constants import Constant
+from multitower.equations import Numbering, number_values
 from multitower.equinox_model import is_equinox_state
 from multitower.model_state import as_leaf, only_first, weigh
 from multitower.outputs import find_row_leaves, refuse_ragged
@@ -23,7 +25,8 @@ class Auxiliary(NamedTuple):
     Attributes:
         by_row: laid side by side.
         averaged: floats.
-        first: tower 0's: counters and keys of a state that is handed on.
+        first: tower 0's: counters and keys of a state that is handed on, and what is the same in
+            every tower.
     """
 
     by_row: Leaves
@@ -33,7 +36,7 @@ class Auxiliary(NamedTuple):
 
 def sort_aux(
     aux: Any,
-    aux_of: Callable[[list[Any]], Any],
+    aux_of: Callable[[list[Any], Tower], Any],
     rows: Sequence[Any],
     is_state: Callable[[Any], bool],
     here: Tower,
@@ -42,7 +45,7 @@ def sort_aux(
 
     Args:
         aux: what the loss returned.
-        aux_of: the same for other rows.
+        aux_of: the same for other rows in another tower.
         rows: the rows of this tower.
         is_state: whether a subtree of `aux` is a state that is handed on.
         here: the tower.
@@ -53,12 +56,13 @@ def sort_aux(
     aux = jax.tree.map(jnp.asarray, aux)
     flat, treedef = jax.tree.flatten(aux)
     in_state = _leaves_in(aux, is_state)
-    is_row = find_row_leaves(aux_of, rows, aux, "aux", skip=in_state)
+    known = in_state | _same_everywhere(flat, aux_of, rows, here)
+    is_row = find_row_leaves(lambda rows: aux_of(rows, here), rows, aux, "aux", skip=known)
     sorted_aux = Auxiliary(Leaves({}, treedef), {}, {})
     for number, leaf in enumerate(flat):
         if is_row[number]:
             sorted_aux.by_row.by_number[number] = leaf
-        elif number not in in_state:
+        elif number not in known:
             sorted_aux.averaged[number] = leaf
         elif jnp.issubdtype(leaf.dtype, jnp.inexact):
             sorted_aux.averaged[number] = weigh(leaf, here, rows[0].shape[0])
@@ -74,16 +78,16 @@ def join_aux(rows: Leaves, averaged: dict[int, Any], first: dict[int, Any]) -> A
 
 
 def refuse_ragged_means(
-    aux: Any, is_state: Callable[[Any], bool], by_row: Leaves, ragged: tuple[int, int]
+    aux: Any, is_state: Callable[[Any], bool], averaged: Collection[int], ragged: tuple[int, int]
 ) -> None:
     """Refuses means over rows that do not fill the towers evenly.
 
     Raises:
-        OutputError: a leaf of `aux` that is neither per example nor state; it is named.
+        OutputError: a leaf of `aux` that is averaged, and no state; it is named.
     """
     in_state = _leaves_in(aux, is_state)
     for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(aux)[0]):
-        if number not in in_state and number not in by_row.by_number:
+        if number in averaged and number not in in_state:
             where = f"aux{jax.tree_util.keystr(path)}"
             raise refuse_ragged(f"{where} is not per example", *ragged)
 
@@ -97,7 +101,8 @@ def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
     kinds = iter(split.kinds)
     found: dict[int, Any] = {}
     for number, treedef in enumerate(split.treedef.children()[0].children()):
-        own = {next(kinds) for _ in range(treedef.num_leaves)}
+        every = [next(kinds) for _ in range(treedef.num_leaves)]
+        own = {kind for kind in every if not isinstance(kind, Constant)}
         if number not in argnums and own == {SHARED} and not treedef_is_leaf(treedef):
             found[number] = treedef
     return found
@@ -113,6 +118,41 @@ def is_state_of(structures: Collection[Any]) -> Callable[[Any], bool]:
     """Whether a subtree has one of the structures, or is Equinox's state."""
     known = set(structures)
     return lambda sub: is_equinox_state(sub) or jax.tree.structure(sub) in known
+
+
+def _same_everywhere(
+    flat: Sequence[Any], aux_of: Callable[[list[Any], Tower], Any], rows: Sequence[Any], here: Tower
+) -> set[int]:
+    """The numbers of the leaves, no floats, that have one value in whatever tower of any rows.
+
+    Such as a counter that the loss closes over. One that counts rows is none: it is another one
+    where there is a row more.
+    """
+    num_rows = rows[0].shape[0]
+    numbers = {
+        number
+        for number, leaf in enumerate(flat)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.shape[:1] != (num_rows,)
+    }
+    if not numbers:
+        return numbers  # two more traces are saved
+    try:
+        programs = [
+            jax.make_jaxpr(aux_of)(
+                [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows], here
+            )
+            for size in (num_rows, num_rows + 1)
+        ]
+    except Exception:  # a row count is baked in: nothing can be said
+        return set()
+    numbering: Numbering = {}
+    these, those = (
+        number_values(program, numbering, [None] * len(program.jaxpr.invars))
+        for program in programs
+    )
+    if len(these) != len(those):
+        return set()
+    return {n for n in numbers if these[n] is not None and these[n] == those[n]}
 
 
 def _leaves_in(tree: Any, is_state: Callable[[Any], bool]) -> set[int]:

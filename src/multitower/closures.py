@@ -103,6 +103,7 @@ def open_function(fun: Callable[..., Any], names: Collection[str]) -> tuple[Any,
         ArgumentError: it closes over no variable of such a name.
     """
     opener = _Opener(names)
+    fun = opener.inside(fun)
     opened = opener.open(fun) if isinstance(fun, types.FunctionType) else fun
     for name in names:
         if name not in opener.rows:
@@ -212,6 +213,11 @@ class _Opener:
         original = fun if self._num_taken == before else None
         return OpenFunction(key, cells, global_modules, bare, original)
 
+    def inside(self, fun: Any) -> Any:
+        """What `jax.jit` was given, if rows are looked for: it hides a closure."""
+        is_jitted = bool(self._names) and isinstance(fun, jax.stages.Wrapped)
+        return getattr(fun, "__wrapped__", fun) if is_jitted else fun
+
     def _module(self, module: Any) -> _Module:
         self._num_taken += 1
         for number, known in enumerate(self.modules):
@@ -242,6 +248,7 @@ class _Opener:
         return _Cell(None, None, (_leaf(held),), cell)
 
     def _open_leaf(self, leaf: Any, arrays: Any) -> Any:
+        leaf = self.inside(leaf)
         if is_nnx(leaf):
             return self._module(leaf)
         if isinstance(leaf, arrays) and not isinstance(leaf, bool):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from multitower.errors import MultitowerWarning
 from multitower.parallel_problems import MIXED, SAME_NUMBERS, SUM, Problem
 from multitower.row_flow import Flow, Reading, read, unused_size
-from multitower.rows import Tower
+from multitower.rows import Tower, device_dtype
 
 # What is handed on from step to step; how towers put it together is said elsewhere.
 _STATES = ("model", "model_state")
@@ -40,7 +40,7 @@ def look(
     """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
     num_rows = unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
-    shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), _device_dtype(x)) for x in rows]
+    shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
         return outputs(rows, Tower(number, jnp.int32(num_rows)))
@@ -85,7 +85,3 @@ def _problems(
 def _name(path: tuple[Any, ...]) -> str:
     first, *rest = path
     return f"{first.key}{jax.tree_util.keystr(tuple(rest))}"
-
-
-def _device_dtype(leaf: Any) -> Any:
-    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)

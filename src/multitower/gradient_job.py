@@ -99,14 +99,16 @@ class ValueAndGrad(NamedTuple):
             structures = self._states(split, whole, here, tower_rows)
             is_state = is_state_of(structures.values())
 
-            def forward(wanted: Wanted, rows: list[Any]) -> tuple[Any, Any, list[Changed]]:
+            def forward(
+                wanted: Wanted, rows: list[Any], here: Tower
+            ) -> tuple[Any, Any, list[Changed]]:
                 call = self._with(wanted, call_of(shared, rows, here))
                 call = _enter_states(call, structures, here)
                 output, changed = call_tower(self.fun, call, here, tower_rows)
                 return *self._loss_and_aux(output), changed
 
             def objective(wanted: Wanted) -> tuple[Any, tuple[Any, list[Changed]]]:
-                loss, aux, changed = forward(wanted, rows)
+                loss, aux, changed = forward(wanted, rows, here)
                 if is_per_example(loss, tower_rows):
                     return row_sum(loss, here) / tower_rows, (aux, changed)
                 if ragged:
@@ -115,9 +117,10 @@ class ValueAndGrad(NamedTuple):
 
             wanted = self.wanted(whole)
             (mean, (aux, changed)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
-            sorted_aux = sort_aux(aux, lambda rows: forward(wanted, rows)[1], rows, is_state, here)
+            aux_of = lambda rows, here: forward(wanted, rows, here)[1]
+            sorted_aux = sort_aux(aux, aux_of, rows, is_state, here)
             if ragged:
-                refuse_ragged_means(aux, is_state, sorted_aux.by_row, ragged)
+                refuse_ragged_means(aux, is_state, sorted_aux.averaged, ragged)
             averaged = [changes.averaged for changes in changed]
             first = [changes.first for changes in changed]
             return TowerResult(

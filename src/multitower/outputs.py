@@ -81,11 +81,12 @@ def find_row_leaves(
         grown = (tower_rows + 1, *shape[1:])
         by_row = shape[:1] == (tower_rows,) and (more is None or more[number] == grown)
         if not by_row and more is not None and more[number] != shape:
+            hint = _several_to_a_row(shape, more[number], tower_rows)
             raise OutputError(
                 f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
                 f"{tower_rows + 1}: it can neither be averaged over towers nor laid side by side. "
                 "Return one entry per row on axis 0, or something whose shape does not depend on "
-                "the rows."
+                f"the rows.{hint}"
             )
         if not by_row and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise OutputError(
@@ -98,14 +99,32 @@ def find_row_leaves(
     return verdicts
 
 
+def _several_to_a_row(shape: tuple[int, ...], more: tuple[int, ...], tower_rows: int) -> str:
+    """The way out where axis 0 has as many entries for every row.
+
+    A shape cannot tell whether they lie row by row, or are parts that were concatenated, each of
+    all rows: laid side by side over towers, these would come in another order.
+    """
+    entries = more[0] - shape[0] if shape and more else 0
+    if entries < 2 or shape != (entries * tower_rows, *more[1:]):
+        return ""
+    inner = ", ".join(map(str, (entries, *shape[1:])))
+    return (
+        f" Here are {entries} entries for every row: if they lie row by row, return "
+        f".reshape(-1, {inner})."
+    )
+
+
 def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
     """The error for a mean that would be a mean of uneven means."""
     low = num_rows // num_towers * num_towers
     nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
+    fewer = [number for number in range(2, num_towers) if num_rows % number == 0]
+    fitting = f", or devices={fewer[-1]} (towers={fewer[-1]}, where that is set)" if fewer else ""
     return OutputError(
         f"the batch has {num_rows} rows and {what}: {num_rows} rows do not fill {num_towers} "
         "towers evenly, so the mean over towers would be wrong. Return one value per example, or "
-        f"use {nearest} rows."
+        f"use {nearest} rows{fitting}."
     )
 
 

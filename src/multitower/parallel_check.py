@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.closures import Contents
+from multitower.constants import Constant, is_constant
 from multitower.errors import BatchError
+from multitower.models import Model, fill, take_call
 from multitower.parallel_problems import (
     BAKED,
     MIXED,
@@ -20,10 +23,10 @@ from multitower.parallel_problems import (
     Problem,
 )
 from multitower.row_flow import Flow, Reading, read, unused_size
-from multitower.rows import KEY, SHARED, Parts, take_apart
+from multitower.rows import KEY, SHARED, Kind, Parts, device_dtype, is_key, take_apart
 
-# Of the largest value; sums in another order differ by far less.
-_TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}
+# Of the largest value; sums in another order differ by far less. The second is for 16-bit floats.
+_TOLERANCE, _COARSE = 1e-4, 2e-2
 
 
 def check_parallel(
@@ -42,7 +45,7 @@ def check_parallel(
         in_axes: as in `jax.vmap`; by default the first of several arguments is shared, as the
             parameters of a loss are, and the others are cut along axis 0.
         **extras: keyword arguments such as `rng` and `model_state`, which are shared; a typed key
-            is another one in every tower.
+            is another one in every tower. Flags, strings and functions are handed on as they are.
 
     Returns:
         What was found; print it.
@@ -64,15 +67,34 @@ def check_parallel(
     axes = in_axes
     if in_axes is None:
         axes = (None, *(0 for _ in example_args[1:])) if len(example_args) > 1 else 0
-    parts = take_apart(example_args, axes, name="example_args")
+    taken = take_call(example_args, extras, Contents([], [], {}))
+    if taken.models:
+        fn = _with_modules(fn)
+        axes = (None, *(axes if isinstance(axes, tuple | list) else [axes] * len(example_args)))
+        example_args, extras = (taken.models, *taken.args), taken.kwargs
+    parts = take_apart(example_args, axes, name="example_args", constants=True)
     if parts.num_rows < 2:
         raise BatchError("check_parallel needs two rows or more: one row cannot be cut.")
     call = _Call(fn, example_args, extras, parts)
-    problems = [*_run_apart(call), *_of_program(call)]
+    try:
+        reading = call.reading()
+    except Exception:  # a fixed row count, which the run will report
+        reading = None
+    problems = [*_run_apart(call, reading), *_of_program(reading)]
     seen: dict[tuple[str, str], Problem] = {}
     for problem in problems:
         seen.setdefault((problem.kind, problem.output), problem)
     return ParallelCheck(tuple(seen.values()), parts.num_rows)
+
+
+def _with_modules(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of NNX and Equinox modules as one of their arrays, which come first."""
+
+    def on_arrays(models: Sequence[Model], *args: Any, **extras: Any) -> Any:
+        args, extras = fill((args, extras), [model.build() for model in models])
+        return fn(*args, **extras)
+
+    return on_arrays
 
 
 class _Call(NamedTuple):
@@ -95,32 +117,35 @@ class _Call(NamedTuple):
 
     def reading(self) -> tuple[Reading, list[str]]:
         """What the program does with rows, and the names of its outputs."""
-        leaves = jax.tree.leaves(self.args)
+        leaves, treedef = jax.tree.flatten((self.args, self.extras))
+        kinds = [*self._kinds, *(_kind_of_extra(leaf) for leaf in jax.tree.leaves(self.extras))]
+        constants = {n: k.value for n, k in enumerate(kinds) if isinstance(k, Constant)}
+        data = {n: (leaf, kinds[n]) for n, leaf in enumerate(leaves) if n not in constants}
         other_sizes = [
             size
-            for leaf, kind in zip(leaves, self._kinds, strict=True)
+            for leaf, kind in data.values()
             for axis, size in enumerate(np.shape(leaf))
             if axis != kind
         ]
         num_rows = unused_size(other_sizes)
-        shapes = [
-            jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), _dtype(leaf))
+        shapes = {
+            number: jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), device_dtype(leaf))
             if isinstance(kind, int)
             else leaf
-            for leaf, kind in zip(leaves, self._kinds, strict=True)
-        ]
-        extras, extras_treedef = jax.tree.flatten(self.extras)
+            for number, (leaf, kind) in data.items()
+        }
 
-        def flat(leaves: list[Any], extras: list[Any]) -> Any:
-            args = jax.tree.unflatten(self.parts.split.treedef, leaves)
-            return self.fn(*args, **jax.tree.unflatten(extras_treedef, extras))
+        def flat(given: dict[int, Any]) -> Any:
+            every = {**given, **constants}
+            args, extras = jax.tree.unflatten(treedef, [every[n] for n in range(len(every))])
+            return self.fn(*args, **extras)
 
-        program, outputs = jax.make_jaxpr(flat, return_shape=True)(shapes, extras)
-        flows = [_flow(kind) for kind in self._kinds] + [Flow(varies=_is_key(x)) for x in extras]
+        program, outputs = jax.make_jaxpr(flat, return_shape=True)(shapes)
+        flows = [_flow(kind) for _, kind in data.values()]
         return read(program, flows, num_rows, self.parts.num_rows), output_names(outputs)
 
     @property
-    def _kinds(self) -> tuple[int | str, ...]:
+    def _kinds(self) -> tuple[Kind, ...]:
         return self.parts.split.kinds
 
 
@@ -130,30 +155,27 @@ def output_names(outputs: Any) -> list[str]:
     return [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
 
 
-def _flow(kind: int | str) -> Flow:
+def _kind_of_extra(leaf: Any) -> Kind:
+    if is_constant(leaf):
+        return Constant.of(leaf)
+    return KEY if is_key(leaf) else SHARED
+
+
+def _flow(kind: Kind) -> Flow:
     if kind == SHARED:
         return Flow()
     return Flow(varies=True) if kind == KEY else Flow("by row", varies=True)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _dtype(leaf: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def _with_size(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _of_program(call: _Call) -> list[Problem]:
+def _of_program(read: tuple[Reading, list[str]] | None) -> list[Problem]:
     """What can be read off the program: of results that are drawn, and of the drawing itself."""
-    try:
-        reading, names = call.reading()
-    except Exception:  # a fixed row count, which the run has reported
+    if read is None:
         return []
+    reading, names = read
     problems = [
         Problem("same numbers", "random numbers", place, SAME_NUMBERS)
         for place in dict.fromkeys(reading.draws)
@@ -164,7 +186,7 @@ def _of_program(call: _Call) -> list[Problem]:
     return problems
 
 
-def _run_apart(call: _Call) -> list[Problem]:
+def _run_apart(call: _Call, read: tuple[Reading, list[str]] | None) -> list[Problem]:
     """Compares the whole with its halves, on the real inputs."""
     num_rows = call.parts.num_rows // 2 * 2
     half = num_rows // 2
@@ -177,10 +199,8 @@ def _run_apart(call: _Call) -> list[Problem]:
         message = ROW_COUNT.format(whole=num_rows, half=half, error=text[:200])
         return [Problem("row count", "the function", None, message)]
     names = output_names(whole)
-    try:
-        reading, _ = call.reading()
-    except Exception:  # it runs, but not for a made-up number of rows
-        reading = Reading([Flow()] * len(names), [], [])
+    # It may run, but not for a made-up number of rows.
+    reading = read[0] if read else Reading([Flow()] * len(names), [], [])
     problems: list[Problem] = []
     leaves = [jax.tree.leaves(tree) for tree in (whole, again, front, back, even, odd)]
     for name, flow, *values in zip(names, reading.outputs, *leaves, strict=True):
@@ -215,15 +235,16 @@ def _compare(
 
 
 def _numbers(value: Any) -> Any:
-    if _is_key(value):
+    if is_key(value):
         value = jax.random.key_data(value)
     array = np.asarray(value)
-    if array.dtype.kind in "biu":
-        return array.astype(np.float64)
-    return array.astype(np.float64 if array.dtype.kind == "f" or array.dtype.itemsize < 4 else None)
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
+        return array.astype(np.float32)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _is_close(found: Any, wanted: Any) -> bool:
     largest = np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted))
-    tolerance = _TOLERANCES[4] * (largest + 1e-12)
+    is_coarse = wanted.dtype == np.float32  # as `_numbers` leaves 16-bit floats
+    tolerance = (_COARSE if is_coarse else _TOLERANCE) * (largest + 1e-12)
     return bool(np.allclose(found, wanted, rtol=0, atol=tolerance, equal_nan=True))

@@ -1,17 +1,16 @@
 """`report.html`: a run on one page, in one file that needs no other and no network."""
 
-import time
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from multitower.report_page.charts import draw_charts
 from multitower.report_page.curves import read_curves
 from multitower.report_page.overview import place_in_words, show_figures, show_placement
+from multitower.report_page.page import make_page
 from multitower.report_page.samples import Sample, show_samples
 from multitower.report_page.tables import show_origin, show_settings
-from multitower.report_page.wording import escape, score
+from multitower.report_page.wording import score
 from multitower.run_directory import METRICS, REPORT, write_whole
 
 __all__ = ["Sample", "write_report"]
@@ -65,44 +64,16 @@ def write_report(
         "Settings": f'<div class="tables">{show_settings(config, result)}</div>',
         "Software and machine": f'<div class="tables">{show_origin(result)}</div>',
     }
-    body = "\n".join(
-        f"<section>\n<h2>{title}</h2>\n{content}\n</section>"
-        for title, content in sections.items()
-        if content
-    )
-    return write_whole(directory / REPORT, _page(result, body))
-
-
-def _page(result: Mapping[str, Any], body: str) -> str:
-    recipe = escape(result.get("recipe", "run"))
-    style = resources.files("multitower.report_page").joinpath("style.css").read_text("utf-8")
+    recipe = str(result.get("recipe", "run"))
     accuracy = result.get("test_accuracy")
     scored = "" if accuracy is None else f": {score('test_accuracy', accuracy)} test accuracy"
-    now = time.time()
-    moment = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
-    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{recipe}{scored} | multitower</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<p class="eyebrow">multitower run, <time datetime="{moment}">{date}</time></p>
-<h1>{recipe}</h1>
-<p class="summary">{escape(place_in_words(result))}</p>
-</header>
-<main>
-{show_figures(result)}
-{body}
-</main>
-<footer>
-<p>All numbers are in result.json, config.json and metrics.jsonl beside this file.</p>
-</footer>
-</body>
-</html>
-"""
+    page = make_page(
+        title=f"{recipe}{scored}",
+        kind="run",
+        heading=recipe,
+        summary=place_in_words(result),
+        lead=show_figures(result),
+        sections=sections,
+        footer="All numbers are in result.json, config.json and metrics.jsonl beside this file.",
+    )
+    return write_whole(directory / REPORT, page)

@@ -14,12 +14,13 @@ should not invent one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from jax.extend import core
 
-from multitower.equations import line_of, literals, num_same, program_inside
+from multitower.equations import computed, line_of, num_same, program_inside, small_constant
 
 Word = Literal["free", "by row", "linear", "mixed"]
 
@@ -47,6 +48,8 @@ class Flow:
         is_mean: whether a linear one was divided by the number of rows.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
+        value: what it is, where that is a constant: Keras computes the number of rows in the
+            program, as the product of a shape.
     """
 
     word: Word = "free"
@@ -54,6 +57,7 @@ class Flow:
     is_mean: bool = False
     varies: bool = False
     is_drawn: bool = False
+    value: Any = field(default=None, compare=False)
 
 
 class Reading(NamedTuple):
@@ -99,9 +103,13 @@ class _Reader:
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         jaxpr = getattr(program, "jaxpr", program)
         known: dict[Any, Flow] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
+            known[atom] = Flow(value=small_constant(value))
 
         def flow_of(atom: Any) -> Flow:
-            return Flow() if isinstance(atom, core.Literal) else known.get(atom, Flow())
+            if isinstance(atom, core.Literal):
+                return Flow(value=small_constant(atom.val))
+            return known.get(atom, Flow())
 
         for equation in jaxpr.eqns:
             flows = self._equation(equation, [flow_of(atom) for atom in equation.invars])
@@ -124,7 +132,8 @@ class _Reader:
                 self.draws.append(self._where(equation))
         word, origin = self._word(equation, name, inputs)
         is_mean = word == "linear" and self._is_mean(equation, name, inputs)
-        return [Flow(word, origin, is_mean, varies, is_drawn)] * len(equation.outvars)
+        value = computed(equation, [flow.value for flow in inputs])
+        return [Flow(word, origin, is_mean, varies, is_drawn, value)] * len(equation.outvars)
 
     def _is_mean(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
         linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
@@ -132,7 +141,7 @@ class _Reader:
             return True
         return name in ("mul", "div") and any(
             number and (number % self._num_rows == 0 or _divides(self._num_rows, 1 / number))
-            for number in literals(equation)
+            for number in _numbers(inputs)
         )
 
     def _word(self, equation: Any, name: str, inputs: list[Flow]) -> tuple[Word, str | None]:
@@ -165,16 +174,16 @@ class _Reader:
         scaled = words.count("linear") == 1 and name in _LINEAR_WITH_FREE
         scaled = scaled or (is_first_alone and name == "div")
         if scaled:
-            self._look_for_baked(equation)
+            self._look_for_baked(equation, inputs)
         together = name in _LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
         if scaled or together or (is_first_alone and name in _LINEAR_ALONE):
             return "linear", origin
         return "mixed", self._where(equation)
 
-    def _look_for_baked(self, equation: Any) -> None:
+    def _look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
         if self._batch_rows < 2 or self._batch_rows == self._num_rows:
             return
-        for number in literals(equation):
+        for number in _numbers(inputs):
             if number == self._batch_rows or _divides(self._batch_rows, 1 / number, exact=True):
                 self.baked.append(self._where(equation))
 
@@ -218,8 +227,9 @@ class _Reader:
     def _loop(
         self, program: Any, inputs: list[Flow], num_shared: int, num_carried: int
     ) -> list[Flow]:
-        shared, carried = inputs[:num_shared], inputs[num_shared : num_shared + num_carried]
-        rest = inputs[num_shared + num_carried :]
+        # What is carried, or comes slice by slice, is another value in every turn.
+        shared, turning = inputs[:num_shared], [replace(x, value=None) for x in inputs[num_shared:]]
+        carried, rest = turning[:num_carried], turning[num_carried:]
         outputs: list[Flow] = []
         for _ in range(4):  # words only get worse, and there are four of them
             outputs = self.run(program, [*shared, *carried, *rest])
@@ -252,6 +262,12 @@ _INNER: Mapping[str, Callable[[_Reader, Any, list[Flow]], list[Flow]]] = {
 }
 
 _ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
+
+
+def _numbers(inputs: Sequence[Flow]) -> list[float]:
+    """The constants among the inputs of an equation, without zero."""
+    values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
+    return [float(value) for value in values]
 
 
 def _join(a: Flow, b: Flow) -> Flow:

@@ -1,8 +1,8 @@
 """Rows: which leaves of the arguments are cut into towers, along which axis, how many rows.
 
 A leaf is *split* (an array with an axis of rows), *shared* (a number, a 0-d array, or an array
-whose axis is None), or a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; folded with the
-tower's index).
+whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; folded with the
+tower's index), or a *constant* (a flag, a string or a function; part of the program).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from multitower.constants import Constant, is_constant, leaves_in_lists
 from multitower.errors import ArgumentError, BatchError
 
 SHARED = "shared"
@@ -32,24 +33,29 @@ class Tower(NamedTuple):
     num_rows: Any
 
 
+Kind = int | str | Constant
+
+
 @dataclass(frozen=True)
 class Split:
     """How the leaves of a tree go to the towers; hashable, so that it can be part of a cache key.
 
     Attributes:
         treedef: the structure of the tree.
-        kinds: for each leaf its row axis, `"shared"` or `"key"`.
+        kinds: for each leaf its row axis, `"shared"`, `"key"`, or the `Constant` that it is.
     """
 
     treedef: Any
-    kinds: tuple[int | str, ...]
+    kinds: tuple[Kind, ...]
 
     def rebuild(self, shared: Sequence[Any], rows: Sequence[Any], tower: Tower) -> Any:
         """One tower's tree, from the shared leaves and its own rows (rows on axis 0)."""
         shared_left, rows_left = iter(shared), iter(rows)
         leaves: list[Any] = []
         for kind in self.kinds:
-            if kind == SHARED:
+            if isinstance(kind, Constant):
+                leaves.append(kind.value)
+            elif kind == SHARED:
                 leaves.append(next(shared_left))
             elif kind == KEY:
                 leaves.append(jax.random.fold_in(next(shared_left), tower.number))
@@ -68,19 +74,20 @@ class Parts(NamedTuple):
     num_rows: int
 
 
-def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
+def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> Parts:
     """Sorts the leaves of a tree into shared ones and rows.
 
     Args:
         tree: any pytree of arrays, numbers and typed keys.
         axes: the row axis of every leaf, None for shared; a prefix of the tree, as in `jax.vmap`.
         name: what the tree is called in messages, such as `batch`.
+        constants: whether flags, strings and functions are taken, as parts of the program.
 
     Returns:
         The parts; every split leaf has its rows on axis 0.
 
     Raises:
-        ArgumentError: a leaf that can neither be split nor shared (a string, a flag, an object).
+        ArgumentError: a leaf that can neither be split nor shared (an object; a string, a flag).
         BatchError: nothing to split, no rows, or row counts that differ.
     """
     leaves, treedef = jax.tree.flatten(tree)
@@ -89,11 +96,16 @@ def take_apart(tree: Any, axes: Any, *, name: str) -> Parts:
     first, num_rows = 0, -1
     all_axes = axes_of_leaves(axes, tree, "in_axes")
     kinds = [
-        _kind(leaf, axis, lambda number=number: _where(tree, number, name))
+        Constant.of(leaf)
+        if constants and is_constant(leaf)
+        else _kind(leaf, axis, lambda number=number: _where(tree, number, name))
         for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True))
     ]
+    _refuse_lists_for_rows(tree, kinds, all_axes, name)
     kinds = _with_legacy_keys(kinds, leaves)
     for number, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if isinstance(kind, Constant):
+            continue
         if isinstance(kind, str):
             shared.append(leaf)
             continue
@@ -126,6 +138,11 @@ def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Arr
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed keys, as `jax.random.key` makes them."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def device_dtype(leaf: Any) -> Any:
+    """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def is_legacy_key(leaf: Any) -> bool:
@@ -173,7 +190,7 @@ def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
     return [None if axis == SHARED else axis for axis in found]
 
 
-def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:
+def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
     if isinstance(leaf, jax.Array):
         _refuse_donated(leaf, where)
     elif isinstance(leaf, np.ndarray):
@@ -193,7 +210,7 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> int | str:
     return axis % ndim
 
 
-def _with_legacy_keys(kinds: list[int | str], leaves: list[Any]) -> list[int | str]:
+def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
 
     Where the other arrays have two rows as well it may be rows, and is cut: as a key, half of it
@@ -204,10 +221,32 @@ def _with_legacy_keys(kinds: list[int | str], leaves: list[Any]) -> list[int | s
         for number, (kind, leaf) in enumerate(zip(kinds, leaves, strict=True))
         if kind == 0 and is_legacy_key(leaf)
     }
-    others = [n for n, kind in enumerate(kinds) if isinstance(kind, int) and n not in legacy]
-    if not legacy or not others or leaves[others[0]].shape[int(kinds[others[0]])] == 2:
+    others = [
+        leaves[number].shape[kind]
+        for number, kind in enumerate(kinds)
+        if isinstance(kind, int) and number not in legacy
+    ]
+    if not legacy or not others or others[0] == 2:
         return kinds
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
+
+
+def _refuse_lists_for_rows(
+    tree: Any, kinds: Sequence[Kind], axes: Sequence[int | None], name: str
+) -> None:
+    """Refuses labels in a list: every tower would have those of all rows."""
+    suspects = {
+        number: kind.value
+        for number, (kind, axis) in enumerate(zip(kinds, axes, strict=True))
+        if isinstance(kind, Constant) and axis is not None and not callable(kind.value)
+    }
+    wrong = sorted(suspects.keys() & leaves_in_lists(tree)) if suspects else []
+    if wrong:
+        raise ArgumentError(
+            f"{_where(tree, wrong[0], name)} is {_shown(suspects[wrong[0]])}, in a list, which "
+            "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray), and what "
+            "every tower needs whole with in_axes=None."
+        )
 
 
 def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:

@@ -184,12 +184,12 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read: {error}.") from error
 
 
-def write_whole(target: Path, text: str) -> Path:
+def write_whole(target: Path, content: str | bytes) -> Path:
     """Writes a file, whole or not at all.
 
     Args:
         target: the file; an old one stays until the new one is complete.
-        text: what goes in; characters that UTF-8 cannot say are written as escapes.
+        content: what goes in; characters that UTF-8 cannot say are written as escapes.
 
     Returns:
         The path of the file.
@@ -199,7 +199,9 @@ def write_whole(target: Path, text: str) -> Path:
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if isinstance(content, str):
+            content = content.encode("utf-8", "backslashreplace")
+        partial.write_bytes(content)
         os.replace(partial, target)  # readers see no file or the whole file
     except OSError as error:
         with contextlib.suppress(OSError):

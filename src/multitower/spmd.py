@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from multitower.job import Job, Shared, TowerResult
@@ -42,7 +43,7 @@ def run(
 
         def one(index: jax.Array, rows: list[Any]) -> TowerResult:
             tower = Tower(index, real_rows(index, tower_rows, num_rows))
-            return job.tower(shared, rows, tower)
+            return _without_mesh(job.tower, shared, rows, tower)
 
         result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)
         means, sums = jax.tree.map(_total, (result.means, result.sums))
@@ -60,6 +61,23 @@ def run(
         out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
         check_vma=False,
     )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
+
+
+def _without_mesh(fn: Any, *args: Any) -> Any:
+    """Calls a function that knows nothing of the mesh, and has no collectives.
+
+    Inside `shard_map` the type of a traced value names the mesh, and that of a constant does not.
+    Who compares types, as Equinox's BatchNorm does, would find `jnp.array(False)` another type than
+    the flag that it replaces. So the function is traced by itself.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    types = [jax.typeof(leaf) for leaf in leaves]
+    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        program, result = jax.make_jaxpr(fn, return_shape=True)(
+            *jax.tree.unflatten(treedef, shapes)
+        )
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
 
 def _total(value: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ class TowerFunction:
         # Models, and arrays that the function closes over, are whole in every tower.
         axes = (*self._kind.axes(call), None, None)
         tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
-        parts = take_apart(tree, axes, name=self._kind.name)
+        parts = take_apart(tree, axes, name=self._kind.name, constants=True)
         result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more than a warning
             self._looked_at.add(parts.split)

@@ -13,7 +13,7 @@ from multitower.job import Job, Shared, TowerResult
 from multitower.loss_function import LossFunction, LossOutput
 from multitower.model_state import Changed, enter, join, sort_changes
 from multitower.outputs import find_row_leaves, is_per_example, row_sum
-from multitower.rows import Parts, Split, Tower
+from multitower.rows import Parts, Split, Tower, device_dtype
 from multitower.tower_function import Leaves
 from multitower.train_state import Fields
 
@@ -132,7 +132,7 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
         OutputError: the loss returned something that it must not.
     """
     forward = _forward(step, parts.split, tower_rows)
-    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), _device_dtype(x)) for x in parts.rows]
+    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
     shared = Shared(fields, parts.shared)
     here = Tower(jnp.int32(0), jnp.int32(tower_rows))
 
@@ -183,11 +183,6 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         return output._replace(model_state=changed)
 
     return forward
-
-
-def _device_dtype(leaf: Any) -> Any:
-    """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
-    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def _wide(value: Any) -> jax.Array:

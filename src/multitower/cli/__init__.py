@@ -1,8 +1,8 @@
 """The command line: `multitower train ...`.
 
-Exit codes: 0 for a job done; 1 when `verify` finds a difference; 2 for flags or settings that are
-wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C (SIGINT)
-and 143 with SIGTERM, after the step was finished and saved.
+Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference; 2 for flags or settings
+that are wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C
+(SIGINT) and 143 with SIGTERM, after the step was finished and saved.
 """
 
 import sys
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.doctor import doctor
         from multitower.cli.local_processes import run_local_processes, split_off_processes
         from multitower.cli.resume import evaluate, resume
+        from multitower.cli.scale import scale
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
         from multitower.cli.verify import verify
@@ -61,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "resume": resume,
                     "eval": evaluate,
                     "verify": verify,
+                    "scale": scale,
                     "doctor": doctor,
                 },
                 prog="multitower",
                 description="Data-parallel training: the same answer on any number of devices.",
-                args=expand_flags(words, {"train": train, "verify": verify}),
+                args=expand_flags(words, {"train": train, "verify": verify, "scale": scale}),
             )
         except Interrupted as stop:
             console.show_error(str(stop))

@@ -1,7 +1,7 @@
 """Tables: the settings of a run, its software and its machine."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from multitower.report_page.wording import escape, name, setting
@@ -40,10 +40,10 @@ def show_settings(config: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     ]
     of_recipe = {**(config.get("settings") or {}), **(result.get("options") or {})}
     rows = [("recipe", config.get("recipe"), result.get("recipe")), *of_run]
-    shown = _table("Run", ("option", "asked for", "used"), rows)
+    shown = show_table("Run", ("option", "asked for", "used"), rows)
     if of_recipe:
         named = [(name(key), value) for key, value in of_recipe.items()]
-        shown += _table("Recipe", ("option", "value"), named)
+        shown += show_table("Recipe", ("option", "value"), named)
     return shown
 
 
@@ -64,12 +64,27 @@ def show_origin(result: Mapping[str, Any]) -> str:
     """
     versions: Mapping[str, Any] = result.get("versions") or {}
     host: Mapping[str, Any] = result.get("host") or {}
-    return _table("Versions", ("software", "version"), list(versions.items())) + _table(
+    return show_table("Versions", ("software", "version"), list(versions.items())) + show_table(
         "Machine", ("property", "value"), [(name(key), value) for key, value in host.items()]
     )
 
 
-def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+def show_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Shows a table; the first cell of a row is its heading.
+
+    Args:
+        title: of the table.
+        heads: what is in each column.
+        rows: the cells; None for what is not known.
+
+    Returns:
+        HTML.
+
+    Example:
+        >>> from multitower.report_page.tables import show_table
+        >>> '<th scope="row">1</th><td>2</td>' in show_table("sums", ("a", "b"), [(1, 2)])
+        True
+    """
     head = "".join(f'<th scope="col">{one}</th>' for one in heads)
     # A focusable region, so that a wide table can be scrolled with the keyboard, too.
     return f"""<div class="scroll" tabindex="0" role="region" aria-label="{title}"><table>
@@ -81,7 +96,7 @@ def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) 
 """
 
 
-def _row(cells: tuple[Any, ...]) -> str:
+def _row(cells: Sequence[Any]) -> str:
     first, *others = cells
     values = "".join(map(_cell, others))
     return f'<tr><th scope="row">{escape(first)}</th>{values}</tr>\n'
