@@ -1,6 +1,7 @@
 """Fresh Python processes, which have not started JAX yet."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -29,3 +30,39 @@ def run_python(*arguments, timeout_s=120, **settings):
     )
     assert process.returncode == 0, f"{process.stdout}\n{process.stderr[-4000:]}"
     return process.stdout
+
+
+def free_port():
+    """A port of the loopback interface that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(program, num_processes, *arguments, timeout_s=120):
+    """Standard output of process 0 of `python PROGRAM PORT PROCESSES PROCESS ARGUMENTS`.
+
+    What JAX's collectives say there when they connect is left out. One process that fails, or all
+    that hang, are an AssertionError that shows what they wrote.
+    """
+    port = str(free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, program, port, str(num_processes), str(process), *arguments],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(num_processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout_s) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    for process, (out, errors) in zip(running, outputs, strict=True):
+        assert process.returncode == 0, f"{out}\n{errors[-4000:]}"
+    lines = outputs[0][0].splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo]"))

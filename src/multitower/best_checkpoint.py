@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from multitower.checkpoint import Checkpoints
 from multitower.errors import RunError
+from multitower.processes import of_first
 from multitower.train_state import TrainState
 
 
@@ -70,7 +71,7 @@ class BestCheckpoint(NamedTuple):
         Raises:
             CheckpointError: it cannot be read.
         """
-        if not self.directory.exists():
+        if not of_first(self.directory.exists()):  # process 0 may be about to make it
             return None
         with Checkpoints(self.directory, keep_last=1) as checkpoints:
             steps = checkpoints.steps()

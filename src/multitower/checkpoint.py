@@ -3,6 +3,9 @@
 Orbax writes them into a temporary directory, which gets its name when everything is there. What is
 added here is what a resume must be able to trust: every leaf by name, a fingerprint over all of
 them, so that bits lost on the disk are found, and errors of a background save that nobody can miss.
+
+Several processes save and restore all together, in a directory that all of them see: process 0
+writes, the others wait for it at the barriers of Orbax.
 """
 
 import errno
@@ -19,6 +22,7 @@ import numpy as np
 
 from multitower.errors import CheckpointError, MultitowerWarning
 from multitower.fingerprint import fingerprint
+from multitower.processes import is_first, of_first
 from multitower.state_leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.train_state import TrainState
 
@@ -250,12 +254,13 @@ class Checkpoints:
 
     def _set_aside(self, steps: list[int]) -> None:
         # A step that is made again must be saved again, and Orbax skips one that is there.
-        for step in steps:
+        for step in steps if is_first() else ():
             target, number = self.directory / f"damaged-{step}", 1
             while target.exists():
                 number += 1
                 target = self.directory / f"damaged-{step}-{number}"
             (self.directory / str(step)).rename(target)
+        of_first(0)  # nobody looks before it is done
         self._manager.reload()
 
     def _failed(self, error: Exception) -> CheckpointError:

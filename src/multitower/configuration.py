@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from multitower.errors import ConfigurationError, MultitowerWarning
+from multitower.joining import join_processes
 
 # One size for every run: bits of CPU kernels depend on it (see ARCHITECTURE.md, "Same bits").
 CPU_THREADS = 32
@@ -27,6 +28,10 @@ def configure(
     visible_devices: str | int | Sequence[int] | None = None,
     memory_fraction: float | None = None,
     preallocate: bool | None = None,
+    distributed: bool = False,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
 ) -> None:
     """Sets what must be set before JAX starts its backends.
 
@@ -43,9 +48,19 @@ def configure(
         visible_devices: the GPUs that JAX may see, as `"0,1"`, `0` or `[0, 1]`.
         memory_fraction: the share of each GPU's memory that JAX may take, in (0, 1].
         preallocate: take that share at the start (JAX's default), or grow as needed.
+        distributed: this process is one of several, usually one a machine, that make one run: join
+            them with `jax.distributed.initialize` and wait until all have come. `simulated_devices`
+            and the other settings are those of each process. Towers then run on the devices of
+            all processes; `devices=2` and `devices="gpu:0"` mean these of every process, a list
+            of `jax.Device` what it names. Every process makes the same calls, on the same values.
+        coordinator: `"HOST:PORT"` of process 0, where JAX cannot detect a cluster; the same in
+            every process, as is `num_processes`. All three are needed, or none.
+        num_processes: how many processes there are.
+        process_id: which of them this is, from 0.
 
     Raises:
-        ConfigurationError: JAX has already started, or a value makes no sense.
+        ConfigurationError: JAX has already started, or a value makes no sense; or there is no
+            cluster to join.
 
     Example:
         >>> import multitower as mt
@@ -59,7 +74,16 @@ def configure(
         visible_devices=_visible_list(visible_devices),
         memory_fraction=memory_fraction,
         preallocate=preallocate,
+        distributed=distributed or None,
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
     )
+    if not distributed and (coordinator, num_processes, process_id) != (None, None, None):
+        raise ConfigurationError(
+            f"coordinator={coordinator!r}, num_processes={num_processes!r} and "
+            f"process_id={process_id!r} are for distributed=True: add it, or leave them out."
+        )
     wanted = {name: value for name, value in settings.items() if value is not None}
     if _started():
         changed = [name for name, value in wanted.items() if _applied.get(name) != value]
@@ -80,6 +104,8 @@ def configure(
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)
     if preallocate is not None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true" if preallocate else "false"
+    if distributed and not _applied.get("distributed"):
+        join_processes(coordinator, num_processes, process_id)
     _applied.update(wanted)
 
 

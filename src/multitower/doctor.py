@@ -1,6 +1,8 @@
 """doctor: what this process sees of the machine, and whether its devices agree."""
 
+import json
 import os
+import socket
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ import numpy as np
 from multitower import provenance
 from multitower.devices import devices as find_devices
 from multitower.fingerprint import fingerprint
+from multitower.placement import place
+from multitower.processes import are_several, lines_of_all
 from multitower.train_step import train_step
 
 _ENVIRONMENT = (
@@ -29,7 +33,8 @@ def examine() -> dict[str, Any]:
         `devices`: for each its `name`, `kind` and, where the platform tells, `bytes_in_use` and
         `bytes_limit` of its memory; `environment`: the variables that decide about devices, None
         where they are not set; `host` and `versions`; `same_bits`: whether one device and all of
-        them, with the same number of towers, ended with the same bits.
+        them, with the same number of towers, ended with the same bits. Of several processes,
+        which all must call this, also `processes`: for each its `host` and `devices`.
 
     Raises:
         DeviceError: JAX has no device.
@@ -41,12 +46,16 @@ def examine() -> dict[str, Any]:
         (True, 'cpu:0')
     """
     found = find_devices()
+    own = {"host": socket.gethostname(), "devices": [f"{d.platform}:{d.id}" for d in found]}
+    several = {"processes": [json.loads(one) for one in lines_of_all(json.dumps(own))]}
+    towers = len(place(None, None).devices)
     return {
+        **(several if are_several() else {}),
         "devices": [_device(one) for one in found],
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
         "host": provenance.host(found[0]),
         "versions": provenance.versions(),
-        "same_bits": _trained_on(found[:1], len(found)) == _trained_on(found, len(found)),
+        "same_bits": _trained_on(found[:1], towers) == _trained_on(None, towers),
     }
 
 
@@ -60,7 +69,7 @@ def _device(one: jax.Device) -> dict[str, Any]:
     }
 
 
-def _trained_on(found: list[jax.Device], towers: int) -> str:
+def _trained_on(found: list[jax.Device] | None, towers: int) -> str:
     """The fingerprint after a few steps of a small perceptron, with random numbers in it."""
     import optax  # noqa: PLC0415 (as everywhere: only where it is used)
 

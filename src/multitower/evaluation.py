@@ -12,6 +12,7 @@ from multitower.devices import DeviceSpec
 from multitower.errors import BatchError
 from multitower.loss_function import LossFunction
 from multitower.parallel import make_parallel
+from multitower.processes import whole_on_host
 from multitower.rows import take_apart
 
 
@@ -69,7 +70,7 @@ def evaluate(
 
     def read(scores: dict[str, jax.Array], num_real: int) -> None:
         for name, values in scores.items():
-            on_host = np.asarray(values, np.float64)  # host-device sync
+            on_host = whole_on_host(values).astype(np.float64)  # host-device sync
             seen.setdefault(name, []).extend(on_host[:num_real].tolist())
 
     waiting: tuple[dict[str, jax.Array], int] | None = None

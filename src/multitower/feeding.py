@@ -12,6 +12,7 @@ import numpy as np
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, BatchError
 from multitower.placement import Placement, place
+from multitower.processes import spans_processes, spread
 from multitower.rows import take_apart
 
 
@@ -254,6 +255,8 @@ def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
     (`may_alias=False` too), while the caller's loader already writes the next batch there.
     """
     own = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    if any(spans_processes(target) for target in targets):
+        return [spread(leaf, target) for leaf, target in zip(own, targets, strict=True)]
     return jax.device_put(own, list(targets)) if own else []
 
 

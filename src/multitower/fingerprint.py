@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.processes import whole_on_host
+
 
 def fingerprint(tree: Any) -> str:
     """Hashes the leaves of a pytree.
@@ -46,9 +48,9 @@ def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
     if isinstance(leaf, jax.Array):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        if leaf.is_fully_replicated:  # one copy is enough, and all that other processes can see
+        if leaf.is_fully_replicated:  # one copy is enough
             leaf = leaf.addressable_shards[0].data
-        return np.asarray(leaf)  # host-device sync
+        return whole_on_host(leaf)  # host-device sync
     value = np.asarray(leaf)
     if value.dtype.kind in "OSU":
         raise TypeError(f"fingerprint: {leaf!r} ({type(leaf).__name__}) is no number and no array.")

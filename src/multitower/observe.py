@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from multitower.errors import RunError
+from multitower.processes import is_first
 from multitower.progress import Progress
 
 
@@ -43,7 +44,9 @@ class MetricsFile:
         self._file: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        """Writes one line."""
+        """Writes one line; of several processes, only the first one does."""
+        if not is_first():
+            return
         if self._file is None:
             self._file = self._open(progress.step)
         # JSON has no word for a NaN or an infinity: null stands for both.
@@ -112,7 +115,9 @@ class EventFiles:
         self._writers: dict[str, Any] = {}
 
     def __call__(self, progress: Progress) -> None:
-        """Writes one point for every metric, and what belongs to the phase."""
+        """Writes one point for every metric, and what belongs to the phase; in process 0 alone."""
+        if not is_first():
+            return
         writer = self._writer(progress)
         for name, value in progress.metrics.items():
             writer.add_scalar(name, value, progress.step)
@@ -134,6 +139,8 @@ class EventFiles:
             images: uint8 or float in [0, 1], shape (rows, height, width, channels).
             step: updates made.
         """
+        if not is_first():
+            return
         writer = self._writer(Progress("train", step, step, {}))
         writer.add_images(name, np.asarray(images), step, dataformats="NHWC")
         writer.flush()

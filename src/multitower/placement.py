@@ -13,6 +13,8 @@ from multitower.configuration import warn_if_bits_depend_on_threads
 from multitower.devices import DeviceSpec
 from multitower.devices import devices as find_devices
 from multitower.errors import DeviceError, MultitowerWarning
+from multitower.gpu_claims import claim_gpus
+from multitower.processes import are_several
 
 AXIS = "towers"
 
@@ -48,6 +50,11 @@ class Placement:
         here = jax.process_index()
         return tuple(d for d, one in enumerate(self.devices) if one.process_index == here)
 
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes drive some of the devices."""
+        return len(self.local) < len(self.devices)
+
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices as a mesh of one axis."""
@@ -76,7 +83,9 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
         DeviceError: the devices are not there, or `towers` is not a whole number above 0.
     """
     check_towers(towers)
-    found = find_devices(devices)
+    found = _of_all_processes(devices) if are_several() else find_devices(devices)
+    if are_several():
+        claim_gpus(found)
     if towers is None:
         return contiguous(found, len(found))
     warn_if_bits_depend_on_threads(found)
@@ -88,7 +97,46 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
             MultitowerWarning,
             stacklevel=3,
         )
+    _check_all_take_part(found[:towers], towers)
     return contiguous(found[:towers], towers)
+
+
+def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:
+    """The same devices of every process, process by process; named ones as they are.
+
+    Raises:
+        DeviceError: a process has fewer devices than this one.
+    """
+    own = find_devices(spec)
+    if isinstance(spec, jax.Device) or (
+        isinstance(spec, Sequence) and any(isinstance(one, jax.Device) for one in spec)
+    ):
+        return own
+    by_process: dict[int, list[jax.Device]] = {}
+    for one in sorted(jax.devices(own[0].platform), key=lambda one: one.id):
+        by_process.setdefault(one.process_index, []).append(one)
+    places = [by_process[jax.process_index()].index(one) for one in own]
+    found: list[jax.Device] = []
+    for process, there in sorted(by_process.items()):
+        if max(places) >= len(there):
+            raise DeviceError(
+                f"devices={spec!r}: process {process} has {len(there)} devices, and process "
+                f"{jax.process_index()} uses {len(own)} of its own. Every process must have "
+                f"them: use devices={len(there)}, or start all processes with as many."
+            )
+        found.extend(there[place] for place in places)
+    return found
+
+
+def _check_all_take_part(found: Sequence[jax.Device], towers: int) -> None:
+    """Every process must have a tower: one without would have nothing to wait for."""
+    there = {one.process_index for one in found}
+    if jax.process_index() not in there:
+        raise DeviceError(
+            f"towers={towers} run on devices of {len(there)} of {jax.process_count()} processes, "
+            f"and process {jax.process_index()} has none of them. Use more towers, fewer devices "
+            "of each process, or fewer processes."
+        )
 
 
 def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:

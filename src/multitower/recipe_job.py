@@ -11,6 +11,7 @@ from multitower import provenance
 from multitower.augmentation import augmented
 from multitower.data import make_batch, make_batches
 from multitower.placement import Placement
+from multitower.processes import are_several
 from multitower.recipes import DataSets, Recipe
 from multitower.recipes.recipe import takes
 from multitower.rows import take_apart
@@ -102,8 +103,10 @@ class RecipeJob:
             "versions": provenance.versions(),
             "host": provenance.host(placement.devices[0]),
         }
-        if self.trainer.best is not None:
-            step, scores = self.trainer.best
+        if are_several():
+            facts["processes"] = jax.process_count()
+        if (best := self.trainer.best) is not None:
+            step, scores = best
             facts["best"] = {"step": step, **scores}
         return facts
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
+from multitower.processes import gathered
 from multitower.train_state import TrainState
 
 
@@ -38,14 +39,27 @@ def check_replicas(state: TrainState) -> None:
     devices = [shard.device for shard in blocks[0]]
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]
     on_host = [np.asarray(s) for s in sums]  # host-device sync
-    for device, found in zip(devices, on_host, strict=True):
-        for (path, _), mine, first in zip(flat, found, on_host[0], strict=True):
-            if mine != first:
-                raise StateError(
-                    f"{_name(device)} holds other bits in state{jax.tree_util.keystr(path)} "
-                    f"than {_name(devices[0])} (checksums {mine:08x} and {first:08x}): the devices "
-                    "no longer train the same model. Suspect the device; resume from a checkpoint."
-                )
+    several = not flat[0][1].is_fully_addressable
+    first = gathered(on_host[0])[0] if several else on_host[0]
+    home = "the first device of process 0" if several else _name(devices[0])
+    differs = np.argwhere(np.stack(on_host) != first)
+    where = differs[0] if len(differs) else np.array([-1, -1])
+    # One process sees it, all of them raise it: the others would wait for the one that has gone.
+    for process, (i, leaf) in enumerate(gathered(where) if several else [where]):
+        if i >= 0:
+            mine = process == jax.process_index()
+            device = _name(devices[i]) if mine else f"device {i}"
+            name = f"{device} of process {process}" if several else device
+            raise StateError(
+                f"{name} holds other bits in state{jax.tree_util.keystr(flat[leaf][0])} than "
+                f"{home}{_shown(on_host[i][leaf], first[leaf]) if mine else ''}: the "
+                "devices no longer train the same model. Suspect the device; resume from a "
+                "checkpoint."
+            )
+
+
+def _shown(mine: Any, first: Any) -> str:
+    return f" (checksums {mine:08x} and {first:08x})"
 
 
 def _name(device: jax.Device) -> str:

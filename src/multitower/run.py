@@ -10,6 +10,7 @@ from typing import Any
 
 from multitower.fingerprint import fingerprint
 from multitower.observe import EventFiles, MetricsFile
+from multitower.processes import is_first, of_first
 from multitower.progress import Hook, Progress
 from multitower.recipe_job import RecipeJob, placement_by_name
 from multitower.recipes import Recipe
@@ -51,7 +52,8 @@ def run(
         `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
         fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
         first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
-        `versions` and `host`; with `keep_best`, `best`: the step and the scores of the best state.
+        `versions` and `host`; of several processes `processes`, how many; with `keep_best`,
+        `best`: the step and the scores of the best state.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
@@ -102,7 +104,7 @@ def run(
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
     }
-    if directory is not None:
+    if directory is not None and is_first():
         write_result(directory, result)
         config = {"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)}
         samples = sample_predictions(recipe, state, job.data.test)
@@ -113,6 +115,7 @@ def run(
             placement=list(placement_by_name(job.trainer.step.placement).items()),
             samples=samples,
         )
+    of_first(0)  # nobody leaves, and is missed by the others, before all is written
     return result
 
 
@@ -149,7 +152,7 @@ def score(
 @contextmanager
 def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generator[list[Hook]]:
     """What writes down what the run reports."""
-    if directory is None:
+    if directory is None or not is_first():  # of several processes one writes
         yield []
         return
     options = {**job.recipe.options, **asdict(job.options)}

@@ -47,6 +47,11 @@ class ShardedState:
     def __init__(
         self, optimizer: "optax.GradientTransformation", params: Any, placement: Placement
     ) -> None:
+        if placement.spans_processes:
+            raise ArgumentError(
+                f"shard_update=True is for one process, and {jax.process_count()} processes drive "
+                "the devices: leave it out, or run on the devices of one process."
+            )
         self.layout = BlockLayout.of(params, placement.num_towers)
         self._optimizer = optimizer
         self._placement = placement

@@ -78,7 +78,7 @@ class FastRunner:
     def _count(self, num_rows: int) -> jax.Array:
         """A number of rows on every device, copied there once."""
         if num_rows not in self._counts:
-            self._counts[num_rows] = jax.device_put(np.int32(num_rows), self._placement.shared)
+            self._counts[num_rows] = copy_to([np.int32(num_rows)], [self._placement.shared])[0]
         return self._counts[num_rows]
 
 
@@ -86,7 +86,7 @@ def on_all_devices(fields: Fields, placement: Placement) -> Fields:
     """Copies of a state's leaves, whole on every device; the originals are never overwritten."""
     leaves, treedef = jax.tree.flatten(fields)
     fresh = [_fresh(leaf) for leaf in leaves]
-    return jax.tree.unflatten(treedef, jax.device_put(fresh, [placement.shared] * len(fresh)))
+    return jax.tree.unflatten(treedef, copy_to(fresh, [placement.shared] * len(fresh)))
 
 
 def _fresh(leaf: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from multitower.first_look import look
 from multitower.job import Job, Shared
 from multitower.models import Call
 from multitower.placement import Placement, check_towers, place
+from multitower.row_gather import gather_rows
 from multitower.rows import Parts, Split, Tower, is_key, is_traced, take_apart
 from multitower.same_bits import SameBits
 
@@ -172,7 +173,7 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
     """Lays the rows of all towers side by side, without the rows that only filled up.
 
     Rows stay on their devices if every device has equally many and all are real; otherwise they
-    are gathered on the first device.
+    are gathered on the first device, or on all of them where several processes have them.
     """
     pieces = [returned[tower] for tower in sorted(returned)]
     slots = len(placement.towers_on[0])
@@ -180,7 +181,9 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
     contiguous = list(placement.owners) == sorted(placement.owners)
 
     def join(*towers: jax.Array) -> jax.Array:
-        stay = even and contiguous and len(towers) * towers[0].shape[0] == num_rows
+        stay = even and contiguous and placement.num_towers * towers[0].shape[0] == num_rows
+        if not stay and placement.spans_processes:
+            return gather_rows(towers, placement, num_rows)
         if not stay:
             here = jax.device_put(list(towers), placement.devices[placement.local[0]])
             return jnp.concatenate(here)[:num_rows]

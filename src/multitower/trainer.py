@@ -5,6 +5,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from multitower.agreement import StopVote
 from multitower.best_checkpoint import BestCheckpoint
 from multitower.checkpoint import Checkpoints
 from multitower.devices import DeviceSpec
@@ -260,6 +261,7 @@ class Trainer:
         first, last = span
         if first >= last:
             return state
+        vote = StopVote(caught, self.step.placement)
         reader = MetricsReader(last, self._on_nonfinite, state.params, self._tell)
         with closing(prefetch(batches, global_batch=self._global_batch, **self._where)) as ahead:
             for number in range(first + 1, last + 1):
@@ -278,7 +280,7 @@ class Trainer:
                 every = self._check_replicas_every
                 if every and (number % every == 0 or number == first + 1):
                     check_replicas(state)  # host-device sync
-                stop = caught[0] if caught else None
+                stop = vote.after_step()
                 if saver.is_due(number) or stop:
                     reader.read_waiting()  # host-device sync: only a good state is saved
                     flush_hooks(self.hooks)

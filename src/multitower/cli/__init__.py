@@ -36,11 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from multitower.cli import console
         from multitower.cli.doctor import doctor
+        from multitower.cli.local_processes import run_local_processes, split_off_processes
         from multitower.cli.resume import evaluate, resume
         from multitower.cli.scale import scale
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
         from multitower.cli.verify import verify
+        from multitower.leaving import leave_if_together
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
             raise
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = console.make_show_warning()
         try:
             words = sys.argv[1:] if arguments is None else arguments
+            count, words = split_off_processes(words)
+            if count is not None:
+                return run_local_processes(count, words)
             code = tyro.extras.subcommand_cli_from_dict(
                 {
                     "train": train,
@@ -69,7 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + stop.signal
         except MultitowerError as error:
             console.show_error(str(error))
+            leave_if_together(2)
             return 2
+        except Exception as error:
+            leave_if_together(1, error)
+            raise
         except KeyboardInterrupt:
             console.show_error("stopped")
             return 130

@@ -17,9 +17,19 @@ from multitower.progress import Progress
 _LINE_EVERY = 100
 
 
+# Of several processes only the first one says what is the same in all.
+_quiet: list[bool] = []
+
+
+def be_quiet() -> None:
+    """Has `say` and `show_progress` show nothing from now on; errors and warnings are shown."""
+    _quiet.append(True)
+
+
 def say(line: str) -> None:
     """Prints one line, however long, as it is."""
-    Console().print(Text(line), soft_wrap=True)
+    if not _quiet:
+        Console().print(Text(line), soft_wrap=True)
 
 
 def show_error(message: str) -> None:
@@ -64,6 +74,9 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
         What is to be called after every step.
     """
     console = Console()
+    if _quiet:
+        yield lambda _: None
+        return
     if not console.is_terminal:
         yield _print_lines
         return

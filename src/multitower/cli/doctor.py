@@ -9,7 +9,9 @@ import multitower as mt
 from multitower.cli.console import say
 from multitower.cli.flags import AsJson
 from multitower.cli.start import start_devices
+from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.doctor import examine
+from multitower.processes import is_first
 
 
 def doctor(
@@ -18,13 +20,14 @@ def doctor(
         int | None, tyro.conf.arg(metavar="N", help="Look at N simulated CPU devices.")
     ] = None,
     as_json: AsJson = False,
+    together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Show devices, memory, settings and versions; test that one device and all of them agree."""
-    where = start_devices(None, simulate, None)
+    where = start_devices(None, simulate, None, together=together)
     findings = examine()
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(findings, indent=2))
-    else:
+    elif is_first():
         say(f"this process runs on {where}")
         for line in _lines(findings):
             say(line)
@@ -39,6 +42,10 @@ def _lines(findings: dict[str, Any]) -> list[str]:
     lines = [
         f"  {one['name']}  {one['kind']}{_memory(one['bytes_in_use'], one['bytes_limit'])}"
         for one in findings["devices"]
+    ]
+    lines += [
+        f"process {number} on {one['host']}: {', '.join(one['devices'])}"
+        for number, one in enumerate(findings.get("processes", []))
     ]
     for title in ("environment", "host", "versions"):
         lines.append(title)

@@ -11,8 +11,10 @@ from multitower.cli.console import say
 from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, switch
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
+from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.cli.train import finish
 from multitower.errors import RunError
+from multitower.processes import is_first
 from multitower.recipes import Recipe, find_recipe
 from multitower.run import RunOptions, score
 from multitower.run_directory import RESULT, read_config
@@ -28,6 +30,7 @@ def resume(
         tyro.conf.FlagCreatePairsOff,
         switch("When the newest checkpoint is damaged, go on from the one before."),
     ] = False,
+    together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Go on with a run that was stopped or killed, on any number of devices.
 
@@ -36,7 +39,7 @@ def resume(
     recipe, options = _read_run(directory, devices)
     if (directory / RESULT).exists():
         raise RunError(f"{directory} is finished: {directory / RESULT} holds its result.")
-    where = start_devices(devices, simulate, options.towers)
+    where = start_devices(devices, simulate, options.towers, together=together)
     say(f"resuming {recipe.name} from {directory} on {where}")
     finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
 
@@ -52,11 +55,14 @@ def evaluate(
         tyro.conf.FlagCreatePairsOff,
         switch("Score the state that --keep-best kept."),
     ] = False,
+    together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Score the newest checkpoint of a run, or its best one, on a test set; prints JSON."""
     recipe, options = _read_run(directory, devices, data)
-    start_devices(devices, simulate, options.towers)
-    print(json.dumps(score(recipe, options, directory, best=best), indent=2))
+    start_devices(devices, simulate, options.towers, together=together)
+    found = score(recipe, options, directory, best=best)
+    if is_first():
+        print(json.dumps(found, indent=2))
 
 
 def _read_run(

@@ -6,7 +6,10 @@ from typing import Any
 import jax
 
 import multitower as mt
+from multitower.cli.console import be_quiet
+from multitower.cli.together import Together, hosts_in_words, keep_stdout_clean
 from multitower.configuration import CPU_THREADS
+from multitower.processes import is_first
 
 _SIMULATED_BY_DEFAULT = 2
 
@@ -17,6 +20,7 @@ def start_devices(
     towers: int | None,
     *,
     by_default: int = _SIMULATED_BY_DEFAULT,
+    together: Together | None = None,
 ) -> str:
     """Starts JAX.
 
@@ -25,6 +29,7 @@ def start_devices(
         simulate: use so many simulated CPU devices instead; None for none.
         towers: of the run, if it says: more simulated devices than towers would stay idle.
         by_default: simulate so many where nothing is said and there are no accelerators.
+        together: which other processes to join first; the numbers above are of each process.
 
     Returns:
         Which devices the command runs on, in words.
@@ -33,6 +38,20 @@ def start_devices(
         ConfigurationError: `simulate` is no number of devices, or JAX has started with another.
         DeviceError: fewer devices are there than asked for, or JAX cannot start.
     """
+    settings = together.settings() if together else {}
+    if not settings:
+        return _start(devices, simulate, towers, by_default)
+    keep_stdout_clean()
+    if simulate is None:
+        _simulate_if_only_cpus(by_default, towers)
+    mt.configure(simulated_devices=simulate, **settings)
+    where = _start(devices, simulate, towers, by_default)
+    if not is_first():
+        be_quiet()
+    return f"{hosts_in_words()} with {where} each"
+
+
+def _start(devices: int | None, simulate: int | None, towers: int | None, by_default: int) -> str:
     if simulate is not None:
         mt.configure(simulated_devices=simulate)
         return _counted(simulate, "simulated CPU device")

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-import multitower as mt
 from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, show_progress
 from multitower.cli.flags import (
@@ -24,7 +23,10 @@ from multitower.cli.flags import (
 )
 from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
+from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
+from multitower.placement import place
+from multitower.processes import by_first
 from multitower.recipes import SHIPPED, Recipe, find_recipe
 from multitower.recipes.recipe_file import is_file_name
 from multitower.run import RunOptions, run
@@ -107,6 +109,7 @@ def train(
         tyro.conf.FlagCreatePairsOff,
         switch("Replace the result of another run in --run-dir."),
     ] = False,
+    together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Train a recipe on all devices and score it; writes DIR/result.json."""
     file = Config(None, {}, {}) if config is None else read_config_file(config)
@@ -129,21 +132,27 @@ def train(
     options = RunOptions(**{**file.options, **given})
     if simulate is not None:
         options = dataclasses.replace(options, devices=None)
+    where = start_devices(options.devices, simulate, options.towers, together=together)
     if download:
-        download_data(chosen)
-    say(f"training {chosen.name} on {start_devices(options.devices, simulate, options.towers)}")
+        by_first(lambda: str(download_data(chosen)))
+    say(f"training {chosen.name} on {where}")
     if tower_batch is not None:
         options = _with_tower_batch(options, tower_batch, batch_size)
+    about = {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)}
+    directory = Path(by_first(lambda: str(_new_directory(run_dir, chosen, force, about))))
+    finish(directory, chosen, options)
+
+
+def _new_directory(
+    run_dir: Path | None, recipe: Recipe, force: bool, about: dict[str, Any]
+) -> Path:
     directory = (
-        fresh_run_directory(Path("runs"), chosen.name)
+        fresh_run_directory(Path("runs"), recipe.name)
         if run_dir is None
         else make_run_directory(run_dir, overwrite=force)
     )
-    write_config(
-        directory,
-        {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)},
-    )
-    finish(directory, chosen, options)
+    write_config(directory, about)
+    return directory
 
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
@@ -163,7 +172,7 @@ def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | N
             f"both --batch-size {batch_size} and --tower-batch {tower_batch}: the first is the "
             "second times the towers, so say one of them."
         )
-    towers = options.towers or len(mt.devices(options.devices))
+    towers = options.towers or len(place(options.devices, None).devices)
     return dataclasses.replace(options, global_batch=tower_batch * towers)
 
 

@@ -1,0 +1,143 @@
+"""`--simulate-processes N`: the same command as N processes of this machine, for trying things out.
+
+They talk over the loopback interface. What process 0 writes is passed on; of the others only what
+they write to stderr, behind their numbers.
+"""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from typing import IO
+
+from multitower.cli.console import show_error
+from multitower.errors import RunError
+
+_FLAG = "--simulate-processes"
+_NOISE = "[Gloo] "  # Gloo reports every connection
+_POLL_S = 0.1
+# How long the others go on when one has ended with such a code: they have the same to say, or
+# finish their step. After any other end they only wait for it, and would say what follows from it.
+_GRACE_S = {2: 2.0, 128 + signal.SIGINT: 30.0, 128 + signal.SIGTERM: 30.0}
+
+
+def split_off_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Takes `--simulate-processes N` out of the words of a command.
+
+    Returns:
+        N, or None if it is not there; and the words of one of the N processes but for its number.
+
+    Raises:
+        RunError: N is no number of processes.
+    """
+    rest = list(words)
+    at = next((i for i, word in enumerate(rest) if word.split("=")[0] == _FLAG), None)
+    if at is None or "--help" in rest:
+        return None, rest
+    word = rest.pop(at)
+    value = word.partition("=")[2] if "=" in word else (rest.pop(at) if at < len(rest) else "")
+    if not value.isdecimal() or int(value) < 1:
+        raise RunError(f"{_FLAG} {value}: say how many processes, such as {_FLAG} 2.")
+    if not any(word.split("=")[0] == "--simulate" for word in rest):
+        rest += ["--simulate", "1"]
+    return int(value), rest
+
+
+def run_local_processes(count: int, words: Sequence[str]) -> int:
+    """Runs a command as several processes and waits for all of them.
+
+    Args:
+        count: how many.
+        words: of the command, after `multitower`.
+
+    Returns:
+        0, or the exit code of the first one that fails (128 + n where signal n ended it); the
+        others are then ended too.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "multitower", *words, "--coordinator", where]
+    command += ["--num-processes", str(count), "--process-id"]
+    running = [
+        subprocess.Popen(
+            [*command, str(number)],
+            stdin=None if number == 0 else subprocess.DEVNULL,
+            stdout=None if number == 0 else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        for number in range(count)
+    ]
+    readers = [
+        threading.Thread(target=_pass_on, args=(process.stderr, number), daemon=True)
+        for number, process in enumerate(running)
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        with _passed_on_signals(running):
+            failed = _wait(running)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        for reader in readers:
+            reader.join(timeout=5)
+    if failed is None:
+        return 0
+    code = running[failed].returncode
+    if code < 0:
+        name = signal.Signals(-code).name
+        show_error(f"process {failed} of {count} was ended by {name}, and the others with it.")
+    return code if code >= 0 else 128 - code
+
+
+def _wait(running: Sequence[subprocess.Popen[str]]) -> int | None:
+    """Waits for all, or for the first that fails and a little longer; returns its number."""
+    while True:
+        codes = [process.poll() for process in running]
+        failed = next((number for number, code in enumerate(codes) if code), None)
+        if failed is not None:
+            break
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(_POLL_S)
+    deadline = time.monotonic() + _GRACE_S.get(codes[failed] or 0, 0)
+    while time.monotonic() < deadline and any(process.poll() is None for process in running):
+        time.sleep(_POLL_S)
+    return failed
+
+
+def _pass_on(stream: IO[str] | None, number: int) -> None:
+    assert stream is not None
+    prefix = f"[process {number}] " if number else ""
+    for line in stream:
+        if not line.startswith(_NOISE):
+            sys.stderr.write(prefix + line)
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _passed_on_signals(running: Sequence[subprocess.Popen[str]]) -> Generator[None]:
+    """SIGTERM goes to all processes; Ctrl-C has reached them already, from the terminal."""
+
+    def pass_on(number: int, _: object) -> None:
+        for process in running:
+            if number == signal.SIGTERM and process.poll() is None:
+                process.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

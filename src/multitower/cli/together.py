@@ -1,0 +1,77 @@
+"""Flags of one process among several, and how such a process starts."""
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from multitower.cli.flags import flag, switch
+from multitower.processes import lines_of_all
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several processes, usually one a machine, that make one run."""
+
+    distributed: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        switch("This is one process of a cluster's job: join the others, which JAX finds."),
+    ] = False
+    coordinator: Annotated[
+        str | None,
+        flag("HOST:PORT", "The same where JAX detects no cluster: where process 0 is.", "detected"),
+    ] = None
+    num_processes: Annotated[
+        int | None, flag("N", "With --coordinator: how many processes there are.", "detected")
+    ] = None
+    process_id: Annotated[
+        int | None, flag("I", "With --coordinator: which one this is, from 0.", "detected")
+    ] = None
+    simulate_processes: Annotated[
+        int | None,
+        flag("N", "Start N processes on this machine, with --simulate M devices each.", "none"),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """What `multitower.configure` is to be told."""
+        given = {
+            "coordinator": self.coordinator,
+            "num_processes": self.num_processes,
+            "process_id": self.process_id,
+        }
+        if self.distributed or any(value is not None for value in given.values()):
+            return {"distributed": True, **given}
+        return {}
+
+
+ALONE = Together()
+TOGETHER = tyro.conf.OmitArgPrefixes
+
+
+def keep_stdout_clean() -> None:
+    """Sends what libraries write to standard output themselves to standard error.
+
+    Gloo, which connects CPU devices of several processes, reports its connections there. Only
+    Python's own output is left, for a progress bar or for programs that read it.
+    """
+    try:
+        own = os.dup(sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):
+        return  # captured, as in a test: it is no file
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = os.fdopen(own, "w", buffering=1, encoding=sys.stdout.encoding)
+
+
+def hosts_in_words() -> str:
+    """Which processes are on which hosts, so that a number in a message says where to look."""
+    hosts = lines_of_all(socket.gethostname())
+    at: dict[str, list[str]] = {}
+    for process, host in enumerate(hosts):
+        at.setdefault(host, []).append(str(process))
+    where = "; ".join(f"{', '.join(numbers)} on {host}" for host, numbers in at.items())
+    return f"{len(hosts)} processes ({where})"

@@ -1,0 +1,55 @@
+"""GPU claims: no two processes of one machine on the same GPU.
+
+A launcher and CUDA_VISIBLE_DEVICES can contradict each other, and then every process of a machine
+uses its first GPU, or all of them (jax#16788, jax#23452). CUDA lets them; it ends in a lack of
+memory, or in one GPU that does the work of all.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from multitower.errors import DeviceError
+
+# Open files, for as long as the process lives: the system gives a lock back with its process.
+_claimed: dict[str, int] = {}
+
+
+def claim_gpus(devices: Sequence[jax.Device]) -> None:
+    """Claims this process's GPUs among the processes of this user on this machine.
+
+    Raises:
+        DeviceError: another process has claimed one of them.
+    """
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    for one in devices:
+        if one.platform != "gpu" or one.process_index != jax.process_index():
+            continue
+        number = one.local_hardware_id or 0
+        # CUDA numbers what it may see from 0 in every process.
+        name = visible[number] if number < len(visible) else str(number)
+        if name not in _claimed and not _lock(name):
+            raise DeviceError(
+                f"process {jax.process_index()} of {jax.process_count()} would use GPU {name}, and "
+                "another process of this machine does (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Give every process its "
+                "own: let the cluster do it (srun --gpus-per-task=1), set CUDA_VISIBLE_DEVICES "
+                "or visible_devices= for each process, or start one process a machine."
+            )
+
+
+def _lock(name: str) -> bool:
+    safe = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
+    path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{safe}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return False
+    _claimed[name] = descriptor
+    return True

@@ -1,0 +1,73 @@
+"""Leaving: how a process of several ends when something is wrong, so that no other one hangs.
+
+A regular end waits for the others, and they wait for this one's part of a sum: JAX would then call
+those missing that only wait. So a process that fails says why and is gone; JAX misses it within
+`HEARTBEAT_S` and ends the others, naming it.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+import jax
+
+from multitower.errors import Interrupted
+from multitower.processes import is_first
+
+# A process that has not been heard of for so long is missing: JAX then ends all the others.
+HEARTBEAT_S = 30
+
+
+def leave_if_together(code: int, error: BaseException | None = None) -> None:
+    """Ends a process of several at once; does nothing in a process that is alone.
+
+    Args:
+        code: what to exit with.
+        error: what to show, if nothing has been said of it.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    if error is not None and _is_of_a_lost_connection(error):
+        _await_verdict(error)
+    with contextlib.suppress(OSError):  # a reader that has gone must not keep this process here
+        if error is not None:
+            traceback.print_exception(error)
+        sys.stderr.flush()
+        sys.stdout.flush()
+    if is_first():
+        time.sleep(1)  # the others have the same to say, and are ended when process 0 is gone
+    os._exit(code)
+
+
+def leave_on_errors() -> None:
+    """From now on, an exception that nobody catches ends this process as above."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if isinstance(error, Interrupted):  # all processes have agreed to stop: a regular end
+            before(kind, error, where)
+        else:
+            leave_if_together(1, error)
+
+    sys.excepthook = hook
+
+
+def _is_of_a_lost_connection(error: BaseException) -> bool:
+    # JAX raises ValueError as well as JaxRuntimeError for it, from the library underneath.
+    return any(name in str(error) for name in ("Gloo all", "Gloo All", "Gloo c", "NCCL operation"))
+
+
+def _await_verdict(error: BaseException) -> None:
+    """Waits until JAX says which process is missing; it then ends this one with code 134."""
+    print(
+        f"multitower: process {jax.process_index()} has lost the connection to another one "
+        f"({str(error).splitlines()[0]}). Within {HEARTBEAT_S} s JAX says below which tasks are "
+        "unhealthy, or that the coordination service is gone, which is process 0: that is where "
+        "to look. The last checkpoint is intact; resume from it.",
+        file=sys.stderr,
+        flush=True,
+    )
+    time.sleep(HEARTBEAT_S + 15)

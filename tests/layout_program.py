@@ -1,0 +1,118 @@
+"""One process of several: `python layout_program.py PORT PROCESSES PROCESS DEVICES WHAT...`
+
+Every process simulates DEVICES devices. Process 0 prints JSON: for each WHAT what it found. With
+PORT 0 the process is alone and joins nobody.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import multitower as mt
+from multitower.evaluation import evaluate
+from multitower.processes import whole_on_host
+
+jax.config.update("jax_enable_compilation_cache", False)
+
+TOWERS = 8
+COLUMNS, HIDDEN = 6, 5
+
+
+def losses(params, batch, *, rng, model_state):
+    """Dropout, statistics of the rows, a loss of each row."""
+    x = jnp.tanh(batch["x"] @ params["in"])
+    kept = jax.random.bernoulli(rng, 0.8, x.shape)
+    mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
+    new = {"mean": mean, "updates": model_state["updates"] + 1}
+    error = (jnp.where(kept, x - mean, 0) @ params["out"] - batch["y"]) ** 2
+    return error, {"absolute": jnp.sqrt(error)}, new
+
+
+def batch(number, rows):
+    draw = np.random.default_rng(number)
+    x = draw.normal(size=(rows, COLUMNS)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+def first_params():
+    draw = np.random.default_rng(99)
+    return {
+        "in": draw.normal(size=(COLUMNS, HIDDEN)).astype(np.float32),
+        "out": draw.normal(size=HIDDEN).astype(np.float32),
+    }
+
+
+def same_bits(devices=None):
+    """Everything after three steps, the last one with so few rows that towers stay empty."""
+    step = mt.train_step(losses, optax.adam(1e-2), towers=TOWERS, ema_decay=0.9, devices=devices)
+    statistics = {"mean": np.zeros(HIDDEN, np.float32), "updates": np.int32(0)}
+    state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+    state, metrics = step(state, batch(0, 32))
+    history = [metrics]
+    ahead = [batch(1, 32), batch(2, 13)]
+    for rows in mt.prefetch(ahead, towers=TOWERS, global_batch=32, devices=devices):
+        state, metrics = step(state, rows)
+        history.append(metrics)
+    return mt.fingerprint((state, history))
+
+
+def fast():
+    """The parameters in full: they are equal to rounding, as many towers as devices."""
+    step = mt.train_step(lambda w, rows: (rows["x"] @ w - rows["y"]) ** 2, optax.adam(1e-2))
+    state = step.init(np.zeros(COLUMNS, np.float32))
+    for number, rows in enumerate((32, 32, 13)):
+        state, metrics = step(state, batch(number, rows))
+    return [np.asarray(state.params).tolist(), float(metrics["loss"])]
+
+
+def functions(devices=None):
+    """make_parallel, value_and_grad and evaluate on rows that fill the towers and that do not."""
+    found = {}
+    params = first_params()
+    for towers in (None, TOWERS):
+        where = {"devices": devices, "towers": towers}
+        double = mt.make_parallel(lambda x: jnp.sin(x) * 2, **where)
+        gradient = mt.grad(lambda p, x: jnp.tanh(x @ p["in"]).sum(1), **where)
+        for rows in (32, 13):
+            x = batch(5, rows)["x"]
+            found[f"rows {rows} {towers}"] = whole_on_host(double(x)).tolist()
+            found[f"gradient {rows} {towers}"] = np.asarray(gradient(params, x)["in"]).tolist()
+        found[f"evaluate {towers}"] = evaluate(
+            lambda w, x: {"x": x * w}, 2.0, np.arange(101.0), global_batch=24, **where
+        )
+    return found
+
+
+def sharded():
+    """The error of what one process alone can do, if any."""
+    step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), towers=4, shard_update=True)
+    try:
+        step.init(jnp.zeros(3))
+    except mt.MultitowerError as error:
+        return str(error)
+
+
+WHATS = {"same_bits": same_bits, "fast": fast, "functions": functions, "sharded": sharded}
+
+
+def main(port, num_processes, process, num_devices, *whats):
+    together = {}
+    if port != "0":
+        together = dict(
+            distributed=True,
+            coordinator=f"127.0.0.1:{port}",
+            num_processes=int(num_processes),
+            process_id=int(process),
+        )
+    mt.configure(simulated_devices=int(num_devices), **together)
+    found = {what: WHATS[what]() for what in whats}
+    if process == "0":
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

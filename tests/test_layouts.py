@@ -1,0 +1,116 @@
+"""Several processes: everything is as in one process (laws L1, L2, L3, L7), in real processes.
+
+The lies: bits that depend on how many processes share the devices; a gradient or a score of this
+process's rows alone; rows that fill up and are counted; a result that only process 0 can read.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import layout_program
+import multitower as mt
+from processes import run_processes
+
+PROGRAM = str(Path(__file__).with_name("layout_program.py"))
+
+
+def together(num_processes, num_devices, *whats, timeout_s=120):
+    """What process 0 of PROCESSES, with DEVICES each, finds."""
+    return json.loads(
+        run_processes(PROGRAM, num_processes, str(num_devices), *whats, timeout_s=timeout_s)
+    )
+
+
+@pytest.fixture(scope="module")
+def on_two_processes():
+    return together(2, 1, *layout_program.WHATS)
+
+
+def test_law_l3_same_bits_on_two_processes(on_two_processes):
+    assert on_two_processes["same_bits"] == layout_program.same_bits(devices=2)
+
+
+def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):
+    params, loss = layout_program.fast()
+    np.testing.assert_allclose(on_two_processes["fast"][0], params, rtol=1e-5)
+    assert on_two_processes["fast"][1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_laws_l1_l2_l7_on_two_processes(on_two_processes):
+    found, expected = on_two_processes["functions"], layout_program.functions(devices=2)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name.startswith("evaluate"):
+            assert found[name] == value == {"x": 100.0}
+        elif name.startswith("rows") or "None" in name:
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+        else:
+            assert found[name] == value, name
+
+
+def test_blocks_of_towers_are_for_one_process(on_two_processes):
+    assert "shard_update=True is for one process, and 2 processes" in on_two_processes["sharded"]
+
+
+@pytest.fixture(scope="module")
+def on_eight_devices():
+    return layout_program.same_bits()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 4), (4, 2), (2, 2), (3, 1)], ids=str)
+def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
+    found = together(*layout, "same_bits", timeout_s=300)
+    assert found == {"same_bits": on_eight_devices}
+
+
+# ---------------------------------------------------------------- joining, before JAX starts
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"coordinator": "a:1"}, "are for distributed=True"),
+        ({"distributed": True, "num_processes": 2}, "all three are needed, or none"),
+        (
+            {"distributed": True, "coordinator": "a", "num_processes": 2, "process_id": 0},
+            "must be HOST:PORT",
+        ),
+        (
+            {"distributed": True, "coordinator": "a:1", "num_processes": 2, "process_id": 2},
+            "numbered 0 to N-1",
+        ),
+    ],
+)
+def test_configure_refuses_half_a_cluster(given, message, monkeypatch):
+    monkeypatch.setattr("multitower.configuration._started", lambda: False)
+    with pytest.raises(mt.ConfigurationError, match=message):
+        mt.configure(**given)
+
+
+def test_configure_says_when_no_cluster_is_found(monkeypatch):
+    """Lie: one process that trains alone although the user asked for a cluster."""
+    monkeypatch.setattr("multitower.configuration._started", lambda: False)
+
+    def initialize(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    with pytest.raises(mt.ConfigurationError, match=r"--coordinator HOST:PORT --num-processes N"):
+        mt.configure(distributed=True)
+
+
+def test_configure_joins_too_late():
+    with pytest.raises(mt.ConfigurationError, match="came too late"):
+        mt.configure(distributed=True)
+
+
+def test_nobody_answers_at_the_coordinator(monkeypatch):
+    """Lie: JAX's abort without an exception, after five minutes."""
+    monkeypatch.setattr("multitower.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.joining.JOIN_S", 0)
+    with pytest.raises(mt.ConfigurationError, match="has not answered"):
+        mt.configure(distributed=True, coordinator="127.0.0.1:1", num_processes=2, process_id=1)

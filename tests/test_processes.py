@@ -1,0 +1,201 @@
+"""The command line on several processes: one run, whatever happens to one of them.
+
+The lies: two half runs that each write a result; a stop that only one process hears of; a kill that
+leaves the others waiting for ever, or takes the checkpoints with it.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import multitower as mt
+from multitower.cli import main
+from multitower.cli.local_processes import split_off_processes
+from processes import clean_environment, free_port
+
+# Compiled in a moment.
+CIRCLE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
+
+
+def start(*words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "multitower", *words],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*words, timeout_s=120):
+    process = start(*words)
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    finally:
+        process.terminate()  # the one that started the others passes it on
+        process.wait()
+    return process.returncode, out, errors
+
+
+def start_two(*words, devices="2"):
+    """Two processes as a cluster would start them."""
+    flags = ["--simulate", devices, "--coordinator", f"127.0.0.1:{free_port()}"]
+    flags += ["--num-processes", "2", "--process-id"]
+    return [start(*words, *flags, str(number)) for number in range(2)]
+
+
+def end(running, timeout_s):
+    """What each process wrote; they must end by themselves."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [p.communicate(timeout=max(deadline - time.monotonic(), 0.1)) for p in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def wait_for_steps(run_dir, count, timeout_s=120):
+    """Until `metrics.jsonl` has `count` more lines."""
+    file = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + timeout_s
+
+    def lines():
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    # A resumed run first drops the lines of steps that it makes again: begin with what is there.
+    began = lines()
+    while lines() < began + count:
+        assert time.monotonic() < deadline, "the run makes no steps"
+        time.sleep(0.05)
+
+
+def result(run_dir):
+    return json.loads((run_dir / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval", "d"], (None, ["eval", "d"])),
+        (["eval", "d", "--simulate-processes", "2"], (2, ["eval", "d", "--simulate", "1"])),
+        (["--simulate-processes=3", "--simulate", "2"], (3, ["--simulate", "2"])),
+        (["train", "--simulate-processes", "--help"], (None, [])),
+    ],
+)
+def test_simulate_processes_is_for_the_one_that_starts_them(words, expected):
+    count, rest = split_off_processes(words)
+    assert count == expected[0]
+    assert rest == (expected[1] or words)
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1"])
+def test_a_number_of_processes_that_is_none(value):
+    with pytest.raises(mt.RunError, match="say how many"):
+        split_off_processes(["train", "digits", "--simulate-processes", value])
+
+
+def test_two_processes_make_one_run(tmp_path):
+    """Law L3 on the command line; one result, one report, one set of event files."""
+    words = ["train", CIRCLE, "--steps", "2", "--batch-size", "17", "--towers", "2"]
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    code, out, errors = run(*words, "--simulate-processes", "2", "--run-dir", str(together))
+    assert code == 0, errors
+    assert "training circle on 2 processes (0, 1 on" in out
+    assert "with 1 simulated CPU device each" in out
+    assert out.count("step 2/2") == 1
+    assert "[Gloo]" not in out + errors
+    assert main([*words, "--devices", "2", "--run-dir", str(alone)]) == 0
+    found, expected = result(together), result(alone)
+    for name in ("fingerprint", "test_accuracy", "test_loss", "towers", "devices"):
+        assert found[name] == expected[name], name
+    assert found["processes"] == 2
+    assert len(list((together / "events" / "train").iterdir())) == 1
+    assert len((together / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_an_error_of_all_processes_ends_all_of_them(tmp_path):
+    code, out, errors = run(
+        *("train", "digits", "--steps", "0", "--simulate-processes", "2"),
+        *("--run-dir", str(tmp_path / "none")),
+    )
+    assert (code, out) == (2, "")
+    assert "multitower: steps=0: a run makes at least one step." in errors
+
+
+@pytest.mark.slow
+def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
+    """Laws L4 and L9 on 2 processes x 2 devices; the end on one device of one process."""
+    words = ["train", CIRCLE, "--steps", "2000", "--batch-size", "33", "--towers", "4"]
+    words += ["--checkpoint-every", "50"]
+    assert main([*words, "--devices", "2", "--run-dir", str(tmp_path / "whole")]) == 0
+    run_dir = tmp_path / "broken"
+
+    running = start_two(*words, "--run-dir", str(run_dir))
+    wait_for_steps(run_dir, 20)
+    running[1].send_signal(signal.SIGTERM)  # to one of them; both stop after the same step
+    said = [errors for _, errors in end(running, 60)]
+    assert [process.returncode for process in running] == [143, 143], said
+    stopped = [text[text.index("SIGTERM: stopped after step") :] for text in said]
+    assert stopped[0].splitlines()[0] == stopped[1].splitlines()[0]
+
+    running = start_two("resume", str(run_dir))
+    wait_for_steps(run_dir, 20)
+    running[1].kill()
+    began = time.monotonic()
+    (_, errors), _ = end(running, 60)
+    assert time.monotonic() - began < 60
+    assert running[0].returncode not in (0, None)
+    assert "lost the connection" in errors or "unhealthy" in errors
+    assert "unhealthy tasks" in errors or "unhealthy (stopped sending heartbeats):\n1" in errors
+
+    code, _, errors = run("resume", str(run_dir), "--simulate", "1")
+    assert code == 0, errors
+    assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [
+        *range(1, 2001),
+        2000,
+    ]  # every step once, then the test phase
+
+    code, out, errors = run("eval", str(run_dir), "--simulate-processes", "2")
+    assert code == 0, errors
+    assert json.loads(out)["fingerprint"] == result(run_dir)["fingerprint"]
+    assert json.loads(out)["test_accuracy"] == result(run_dir)["test_accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
+    """Lie: a traceback of the others, who only waited, or a hang until somebody looks."""
+    file = tmp_path / "recipe.py"
+    check = f"    if jax.process_index() == {culprit}: raise KeyError('no such file')\n"
+    file.write_text(Path(CIRCLE).read_text().replace("def load():", f"def load():\n{check}#"))
+    began = time.monotonic()
+    code, _, errors = run(
+        *("train", str(file), "--simulate-processes", "2", "--run-dir", str(tmp_path / "run"))
+    )
+    assert code == 1
+    assert ("[process 1] KeyError" if culprit else "\nKeyError: 'no such file'") in errors
+    assert errors.count("Traceback") == 1
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_digits_on_two_processes_of_two_devices(tmp_path):
+    words = ["train", "digits", "--steps", "2", "--batch-size", "33", "--towers", "4"]
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    code, _, errors = run(
+        *(*words, "--simulate-processes", "2", "--simulate", "2", "--run-dir", str(together)),
+        *("--keep-best", "accuracy"),
+    )
+    assert code == 0, errors
+    assert main([*words, "--devices", "1", "--run-dir", str(alone)]) == 0
+    assert result(together)["fingerprint"] == result(alone)["fingerprint"]
+    assert (together / "best").is_dir()
