@@ -140,7 +140,7 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     running = start_two(*words, "--run-dir", str(run_dir))
     wait_for_steps(run_dir, 20)
     running[1].send_signal(signal.SIGTERM)  # to one of them; both stop after the same step
-    said = [errors for _, errors in end(running, 60)]
+    said = [errors for _, errors in end(running, 120)]
     assert [process.returncode for process in running] == [143, 143], said
     stopped = [text[text.index("SIGTERM: stopped after step") :] for text in said]
     assert stopped[0].splitlines()[0] == stopped[1].splitlines()[0]
@@ -149,8 +149,8 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     wait_for_steps(run_dir, 20)
     running[1].kill()
     began = time.monotonic()
-    (_, errors), _ = end(running, 60)
-    assert time.monotonic() - began < 60
+    (_, errors), _ = end(running, 120)
+    assert time.monotonic() - began < 90  # 45 on a machine that has nothing else to do
     assert running[0].returncode not in (0, None)
     assert "lost the connection" in errors or "unhealthy" in errors
     assert "unhealthy tasks" in errors or "unhealthy (stopped sending heartbeats):\n1" in errors
@@ -184,7 +184,7 @@ def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
     assert code == 1
     assert ("[process 1] KeyError" if culprit else "\nKeyError: 'no such file'") in errors
     assert errors.count("Traceback") == 1
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 90
 
 
 @pytest.mark.slow
