@@ -203,7 +203,7 @@ def test_the_rate_of_training_does_not_count_test_phases():
     rates = []
     trainer = make_trainer(1, hooks=[lambda progress: rates.append(progress.examples_per_s)])
     trainer.fit(PARAMS, batches, steps=40, evaluate=lambda _: time.sleep(0.5), evaluate_every=20)
-    assert rates[-1] > 0.5 * rates[18]
+    assert rates[-1] > 0.1 * rates[18]  # a fiftieth, if it counted them
 
 
 def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
