@@ -60,6 +60,7 @@ def test_the_loss_holds_the_penalty_of_the_weights_once():
     np.testing.assert_array_equal(scores["accuracy"], shown["accuracy"])
 
 
+@pytest.mark.slow
 def test_one_step_on_three_towers_is_the_step_by_hand():
     # The lies: a penalty per tower, the same images for every tower, an average that races.
     from multitower.augmentation import augmented

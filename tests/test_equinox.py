@@ -104,6 +104,7 @@ def test_law_l2_batch_norm_with_a_flag_in_its_state(jit):
     assert_close(found, train(towers_by_hand(2), jit=False, mode="ema"))
 
 
+@pytest.mark.slow
 def test_law_l3_same_bits(two_towers):
     one, two = (
         train(lambda fun, d=d, **kw: mt.value_and_grad(fun, devices=d, towers=2, **kw), jit=False)

@@ -166,6 +166,7 @@ def test_the_server_answers_many_at_once():
         server.server_close()
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(capsys):
     cells = json.loads((EXAMPLES / "notebook" / "digits.ipynb").read_text())["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -112,6 +112,7 @@ def test_one_tower_is_one_device():
     assert_close(found, train(nnx.value_and_grad, jit=False))
 
 
+@pytest.mark.slow
 def test_law_l3_same_bits():
     """Lie: what changes in the module depends on the devices. Three do not divide four towers."""
     one, three = (

@@ -158,6 +158,7 @@ def test_law_l3_same_bits_without_jit(name):
     assert mt.fingerprint(one) == mt.fingerprint(two)
 
 
+@pytest.mark.slow
 def test_law_l3_same_bits_of_accumulation_and_hyperparameters():
     """The whole step; and its hyperparameters can be read."""
     losses = lambda params, batch: (predict(params, batch[0]) - batch[1]) ** 2

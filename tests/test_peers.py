@@ -65,6 +65,7 @@ def test_all_contenders_on_jax_do_the_same_work(tmp_path):
         assert f"| {row['title']} | {row['median_ms']:.3f} |" in found.stdout
 
 
+@pytest.mark.slow
 def test_other_work_is_refused(tmp_path):
     # The lie: a contender that wins because it does less.
     worker, driver = tmp_path / "cheating_worker.py", tmp_path / "cheating_driver.py"

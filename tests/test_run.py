@@ -59,6 +59,7 @@ def test_a_recipe_learns_with_its_own_numbers():
     assert result["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_with_towers_the_fingerprint_does_not_depend_on_the_devices():
     # 22 rows do not fill 8 towers evenly, and 8 towers not 3 devices.
     options = RunOptions(towers=8, steps=5, global_batch=22, seed=3)

@@ -53,7 +53,7 @@ def assert_same_bits(device_counts, towers, cases):
 @pytest.mark.parametrize(
     ("towers", "device_counts", "cases"),
     [
-        pytest.param(8, (1, 3, 8), EVERYDAY[:2], id="8 towers"),
+        pytest.param(8, (1, 3), EVERYDAY[:2], id="8 towers"),
         pytest.param(8, (1, 4), EVERYDAY[2:], id="dropout", marks=pytest.mark.slow),
         pytest.param(12, (1, 5, 12), ["mlp/sgd/float32"], id="12 towers", marks=pytest.mark.slow),
     ],
@@ -69,8 +69,9 @@ def names(table):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", names(SLOW_8), ids=list(SLOW_8))
-def test_eight_towers_on_1_2_3_4_8_devices(cases):
-    assert_same_bits((1, 2, 3, 4, 8), 8, cases)
+def test_eight_towers_on_other_numbers_of_devices(cases):
+    small = cases[0].startswith("mlp")  # the others take minutes to compile on all of them
+    assert_same_bits((1, 2, 3, 4, 8) if small else (1, 3, 8), 8, cases)
 
 
 @pytest.mark.slow

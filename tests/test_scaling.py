@@ -123,6 +123,7 @@ def test_the_files_are_whole_and_need_no_other(measured, result):
     assert "--devices 4,1,2,1" in result["command"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
     """Lie: parts of a step that were guessed; or a check that rounding could hide from."""

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from multitower import same_bits
 from multitower.cli import main
 
@@ -26,6 +28,7 @@ def test_it_checks_what_train_does(tmp_path, capsys):
     assert result["fingerprint"].startswith(shown[3].split()[1])
 
 
+@pytest.mark.slow
 def test_a_difference_is_code_1_and_one_line(monkeypatch, capsys):
     constant = same_bits.SameBits.constant
 
