@@ -7,6 +7,7 @@ process's rows alone; rows that fill up and are counted; a result that only proc
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -104,6 +105,7 @@ def test_configure_says_when_no_cluster_is_found(monkeypatch):
 
 
 def test_configure_joins_too_late():
+    jax.devices()  # JAX has started, whichever test this worker begins with
     with pytest.raises(mt.ConfigurationError, match="came too late"):
         mt.configure(distributed=True)
 
