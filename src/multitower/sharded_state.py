@@ -16,6 +16,7 @@ from multitower.blocks import BlockLayout
 from multitower.errors import ArgumentError
 from multitower.placement import Placement
 from multitower.tower_function import as_global, replicate
+from multitower.train_job import wide
 from multitower.train_state import Fields
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ class ShardedState:
         return Parts(replicate(rest, self._placement), blocks)
 
     def _first(self, block: Any, with_average: bool) -> Block:
-        wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), block)
-        return Block(self._optimizer.init(block), wide if with_average else None)
+        average = jax.tree.map(wide, block) if with_average else None
+        return Block(self._optimizer.init(block), average)
 
     def _cut(self, leaf: np.ndarray[Any, Any], tower: int) -> np.ndarray[Any, Any]:
         size = -(-leaf.size // self._placement.num_towers)

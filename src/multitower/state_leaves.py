@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import CheckpointError
+from multitower.rows import is_key
 from multitower.train_state import TrainState
 
 
@@ -21,7 +22,7 @@ def on_host(leaf: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copies a leaf to the host; of a typed key its data."""
     if isinstance(leaf, np.ndarray):
         return leaf
-    data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
     return np.array(data.addressable_shards[0].data, copy=True)
 
@@ -30,7 +31,7 @@ def leaf_like(leaf: np.ndarray[Any, Any], old: Any) -> Any:
     """Makes of a leaf on the host what `old` is: an array there or on a device, or a typed key."""
     if isinstance(old, np.ndarray):
         return leaf
-    if _is_key(old):
+    if is_key(old):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
     return jnp.asarray(leaf)
 
@@ -54,14 +55,10 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
                 f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
                 "optimizer. Resume with the ones that it was made with."
             )
-        leaf = jax.random.key_data(wanted[name]) if _is_key(wanted[name]) else wanted[name]
+        leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
         dtype, shape = written[name]
         if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
                 f"{leaf.dtype.name}{list(leaf.shape)} in the model: it was saved with another one."
             )
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

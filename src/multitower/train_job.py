@@ -72,7 +72,7 @@ def make_job(
 
         def objective(params: Any) -> tuple[Any, LossOutput]:
             output = forward(params, shared, rows, here)
-            loss = _wide(output.loss)
+            loss = wide(output.loss)
             by_row = is_per_example(output.loss, tower_rows)
             mean = row_sum(loss, here) / tower_rows if by_row else loss
             return mean, output._replace(loss=loss)
@@ -83,7 +83,7 @@ def make_job(
             output = forward(fields.params, shared, rows, here)
             return {"loss": output.loss, **output.metrics}
 
-        metrics = jax.tree.map(_wide, {"loss": output.loss, **output.metrics})
+        metrics = jax.tree.map(wide, {"loss": output.loss, **output.metrics})
         counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
         changed: Changed = output.model_state
         return TowerResult(
@@ -185,7 +185,7 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
     return forward
 
 
-def _wide(value: Any) -> jax.Array:
+def wide(value: Any) -> jax.Array:
     """At least float32, in which sums of many rows are right."""
     value = jnp.asarray(value)
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.devices import DeviceSpec
@@ -20,7 +19,7 @@ from multitower.rows import Parts, is_traced, take_apart
 from multitower.sharded_state import ShardedState
 from multitower.sharded_update import ShardedRunner
 from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
-from multitower.train_job import EmaDecay, StepParts, averaged_output
+from multitower.train_job import EmaDecay, StepParts, averaged_output, wide
 from multitower.train_state import Fields, TrainState
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ class TrainStep:
         if self._shard_update:
             fields = Fields(np.int32(0), params, None, None, model_state, rng)
             return self._adopt_blocks(fields, first=True)
-        ema = jax.tree.map(_wide, params) if self._step.ema_decay is not None else None
+        ema = jax.tree.map(wide, params) if self._step.ema_decay is not None else None
         opt_state = self._step.optimizer.init(params)
         return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
 
@@ -316,8 +315,3 @@ def _refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
             "compiled already and runs on all devices by itself: call it directly. Inside another "
             "transformation use mt.value_and_grad and the optimizer's own update."
         )
-
-
-def _wide(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
