@@ -1,16 +1,20 @@
 """multitower resume: a stopped run goes on, elsewhere, as if it had not stopped."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from multitower.cli import main
 from processes import clean_environment
 
+# Compiled in a moment.
+CIRCLE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 FLAGS = ["train", "digits", "--towers", "3", "--steps", "40", "--batch-size", "12"]
 
 
@@ -64,3 +68,43 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     assert main(["train", "digits", "--run-dir", str(tmp_path)]) == 2
     assert "multitower resume" in capsys.readouterr().err
+
+
+def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
+    """What a cluster does: the same command again. Lies: a fresh start, a finished run redone."""
+    run_dir = tmp_path / "run"
+    command = ["train", CIRCLE, "--steps", "6", "--batch-size", "12", "--towers", "2"]
+    command += ["--checkpoint-every", "2", "--run-dir", str(run_dir), "--resume", "auto"]
+    assert main([*command, "--devices", "1"]) == 0
+    assert "training circle" in capsys.readouterr().out
+    whole = result_of(run_dir)["fingerprint"]
+
+    assert main(command) == 0
+    assert "is finished" in capsys.readouterr().out
+
+    (run_dir / "result.json").unlink()  # as if killed after step 4
+    shutil.rmtree(run_dir / "checkpoints" / "6")
+    assert main([*command, "--devices", "2"]) == 0
+    assert "resuming circle" in capsys.readouterr().out
+    assert result_of(run_dir)["fingerprint"] == whole
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+
+    (run_dir / "result.json").unlink()  # killed before the first checkpoint
+    shutil.rmtree(run_dir / "checkpoints")
+    assert main([*command, "--devices", "2"]) == 0
+    assert result_of(run_dir)["fingerprint"] == whole
+
+
+def test_resume_auto_refuses_another_run(tmp_path, capsys):
+    """Lie: a changed learning rate or batch that is silently the old one."""
+    command = ["train", CIRCLE, "--steps", "1", "--batch-size", "2", "--devices", "1"]
+    here = ["--run-dir", str(tmp_path), "--resume", "auto"]
+    assert main([*command, *here]) == 0
+    capsys.readouterr()
+    assert main([*command, *here, "--seed", "1"]) == 2
+    assert "holds another run: there seed is 0, and here 1" in capsys.readouterr().err
+    assert main([*command, *here, "--force"]) == 2
+    assert "leave --force out" in capsys.readouterr().err
+    assert main([*command, "--resume", "auto"]) == 2
+    assert "must be named" in capsys.readouterr().err

@@ -68,6 +68,33 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
     return path
 
 
+def run_found_in(path: Path, config: dict[str, Any]) -> str:
+    """Looks for the run that the same command began, to go on with it.
+
+    Args:
+        path: the directory of the run; it need not exist.
+        config: what `write_config` would be given; only `devices` may differ, among its options.
+
+    Returns:
+        `"finished"`, `"begun"`, or `"nothing"`.
+
+    Raises:
+        RunError: the run there is another one, or nobody can tell.
+    """
+    if not (path / CONFIG).exists():
+        return "nothing"
+    before = _said(read_config(path))
+    now = _said(json.loads(json.dumps(config)))
+    differs = sorted(name for name in before | now if before.get(name) != now.get(name))
+    if differs:
+        name = differs[0]
+        raise RunError(
+            f"{path} holds another run: there {name} is {before.get(name)!r}, and here "
+            f"{now.get(name)!r}. Give the command of that run, or another --run-dir."
+        )
+    return "finished" if (path / RESULT).exists() else "begun"
+
+
 def fresh_run_directory(parent: Path, name: str) -> Path:
     """Makes a directory `name-<date>-<time>` that no other run has, not even one just begun.
 
@@ -212,6 +239,13 @@ def write_whole(target: Path, content: str | bytes) -> Path:
 
 def _write_json(target: Path, content: dict[str, Any]) -> Path:
     return write_whole(target, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _said(config: dict[str, Any]) -> dict[str, Any]:
+    """Every choice of a configuration, by its name; where it runs is none."""
+    options = {**config.get("options", {}), "devices": None}
+    settings = {f"--set {name}": value for name, value in config.get("settings", {}).items()}
+    return {"recipe": config.get("recipe"), **options, **settings}
 
 
 def _check_writable(path: Path) -> None:

@@ -35,6 +35,7 @@ from multitower.run_directory import (
     RESULT,
     fresh_run_directory,
     make_run_directory,
+    run_found_in,
     write_config,
 )
 
@@ -109,6 +110,15 @@ def train(
         tyro.conf.FlagCreatePairsOff,
         switch("Replace the result of another run in --run-dir."),
     ] = False,
+    resume: Annotated[
+        Literal["auto"] | None,
+        flag(
+            "auto",
+            "Go on with the run in --run-dir if there is one: for clusters, which start a job "
+            "again with the same command.",
+            "start anew",
+        ),
+    ] = None,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Train a recipe on all devices and score it; writes DIR/result.json."""
@@ -132,13 +142,27 @@ def train(
     options = RunOptions(**{**file.options, **given})
     if simulate is not None:
         options = dataclasses.replace(options, devices=None)
+    if resume and (run_dir is None or force):
+        raise RunError(
+            "--resume auto goes on with the run in --run-dir DIR, which must be named, and "
+            "--force throws it away: leave --force out."
+        )
     where = start_devices(options.devices, simulate, options.towers, together=together)
     if download:
         by_first(lambda: str(download_data(chosen)))
-    say(f"training {chosen.name} on {where}")
     if tower_batch is not None:
         options = _with_tower_batch(options, tower_batch, batch_size)
     about = {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)}
+    if resume and run_dir is not None:
+        found = by_first(lambda: run_found_in(run_dir, about))
+        if found == "finished":
+            say(f"{run_dir} is finished: {run_dir / RESULT} holds its result.")
+            return
+        if found == "begun":
+            say(f"resuming {chosen.name} from {run_dir} on {where}")
+            finish(run_dir, chosen, options, resume=True)
+            return
+    say(f"training {chosen.name} on {where}")
     directory = Path(by_first(lambda: str(_new_directory(run_dir, chosen, force, about))))
     finish(directory, chosen, options)
 
