@@ -6,6 +6,7 @@ PORT 0 the process is alone and joins nobody.
 
 import json
 import sys
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,74 @@ def sharded():
         return str(error)
 
 
-WHATS = {"same_bits": same_bits, "fast": fast, "functions": functions, "sharded": sharded}
+def own_rows(devices=None):
+    """The same steps from rows that are read where they are needed, and which ones were read."""
+    read, seen = [], []
+
+    def lazily(number, rows):
+        def some(places):
+            read.append(places.tolist())
+            return {name: leaf[places] for name, leaf in batch(number, rows).items()}
+
+        return mt.LazyRows(rows, some)
+
+    for towers in (TOWERS, None):
+        step = mt.train_step(
+            lambda w, rows: (rows["x"] @ w - rows["y"]) ** 2,
+            optax.adam(1e-2),
+            towers=towers,
+            devices=devices,
+        )
+        state = step.init(np.zeros(COLUMNS, np.float32))
+        ahead = mt.prefetch([lazily(0, 32), lazily(1, 13)], towers=towers, devices=devices)
+        for rows in ahead:
+            state, _ = step(state, rows)
+        seen.append(np.asarray(state.params).tolist())
+    evaluate(Table.score, 2.0, Table(), global_batch=24, towers=TOWERS, devices=devices)
+    return [read, seen, sorted(Table.read)]
+
+
+class Table:
+    """A data set that notes which of its 48 rows are read."""
+
+    read: ClassVar[set] = set()
+    shape, ndim, dtype = (48,), 1, np.dtype(np.float32)
+
+    def __getitem__(self, places):
+        Table.read.update(places.tolist())
+        return np.float32(places)
+
+    @staticmethod
+    def score(w, x):
+        return {"x": x * w}
+
+
+def global_arrays(devices=None):
+    """Arrays of all processes as arguments: what one call returns is fed to the next."""
+    x = batch(5, 32)["x"]
+    found = {}
+    for towers in (None, TOWERS):
+        where = {"devices": devices, "towers": towers}
+        double = mt.make_parallel(lambda x: jnp.sin(x) * 2, **where)
+        found[str(towers)] = whole_on_host(double(double(x))).tolist()
+        sharded = next(mt.prefetch([double(x)], **where))
+        found[f"ahead {towers}"] = whole_on_host(double(sharded)).tolist()
+    evenly = mt.shard(np.float32(range(96)), devices=devices)
+    try:
+        mt.shard(evenly, towers=2, global_batch=128, devices=devices)  # 64 rows a tower, 48 here
+    except mt.BatchError as error:
+        found["error"] = str(error)
+    return found
+
+
+WHATS = {
+    "same_bits": same_bits,
+    "fast": fast,
+    "functions": functions,
+    "sharded": sharded,
+    "own_rows": own_rows,
+    "global_arrays": global_arrays,
+}
 
 
 def main(port, num_processes, process, num_devices, *whats):

@@ -52,6 +52,28 @@ def test_laws_l1_l2_l7_on_two_processes(on_two_processes):
             assert found[name] == value, name
 
 
+def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes):
+    """Process 0 of 2 has towers 0 to 3 of 8, and the first of 2 devices."""
+    read, params, scored = on_two_processes["own_rows"]
+    first = list(range(16))
+    assert read[:2] == [first, [*range(13), 0, 1, 2]]  # the 13 rows fill three towers, and one more
+    assert read[2] == first
+    assert read[3] == list(range(13))  # which one tower a device cannot share evenly
+    assert scored == [*range(12), *range(24, 36)]
+    _, expected, _ = layout_program.own_rows(devices=2)
+    assert params[0] == expected[0]
+    np.testing.assert_allclose(params[1], expected[1], rtol=1e-5)
+
+
+def test_arrays_of_all_processes_are_arguments(on_two_processes):
+    found = dict(on_two_processes["global_arrays"])
+    assert "none of its devices has all of them" in found.pop("error")
+    expected = layout_program.global_arrays(devices=2)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
+
+
 def test_blocks_of_towers_are_for_one_process(on_two_processes):
     assert "shard_update=True is for one process, and 2 processes" in on_two_processes["sharded"]
 

@@ -6,6 +6,7 @@ leaves the others waiting for ever, or takes the checkpoints with it.
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -151,9 +152,8 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     began = time.monotonic()
     (_, errors), _ = end(running, 120)
     assert time.monotonic() - began < 90  # 45 on a machine that has nothing else to do
-    assert running[0].returncode not in (0, None)
-    assert "lost the connection" in errors or "unhealthy" in errors
-    assert "unhealthy tasks" in errors or "unhealthy (stopped sending heartbeats):\n1" in errors
+    assert running[0].returncode == -signal.SIGABRT
+    assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
 
     code, _, errors = run("resume", str(run_dir), "--simulate", "1")
     assert code == 0, errors
@@ -182,7 +182,7 @@ def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
         *("train", str(file), "--simulate-processes", "2", "--run-dir", str(tmp_path / "run"))
     )
     assert code == 1
-    assert ("[process 1] KeyError" if culprit else "\nKeyError: 'no such file'") in errors
+    assert f"[process {culprit}] KeyError: 'no such file'" in errors
     assert errors.count("Traceback") == 1
     assert time.monotonic() - began < 90
 

@@ -23,6 +23,7 @@ from multitower.errors import (
 )
 from multitower.feeding import TowerRows, prefetch, shard
 from multitower.fingerprint import fingerprint
+from multitower.lazy_rows import LazyRows
 from multitower.parallel import make_parallel
 from multitower.parallel_check import check_parallel
 from multitower.progress import Progress
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceError",
     "GradientError",
     "Interrupted",
+    "LazyRows",
     "MultitowerError",
     "MultitowerWarning",
     "NonFiniteError",

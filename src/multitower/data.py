@@ -16,6 +16,7 @@ import numpy as np
 
 from multitower.augmentation import KEYS
 from multitower.errors import BatchError
+from multitower.lazy_rows import LazyRows
 from multitower.rows import take_apart
 
 Distort = Callable[[Any, np.random.Generator], Any]
@@ -29,8 +30,9 @@ def make_batch(
     step: int,
     distort: Distort | None = None,
     keyed: bool = False,
+    places: np.ndarray[Any, Any] | None = None,
 ) -> Any:
-    """Makes the batch of one step.
+    """Makes the batch of one step, or some of its rows.
 
     The examples are shuffled anew for every epoch, and the epochs form one endless row. Batch s is
     its places `s * global_batch` to `(s + 1) * global_batch - 1`. So every batch is full, whatever
@@ -46,10 +48,12 @@ def make_batch(
         keyed: give every row a key of its own, for `multitower.augmentation.augmented`; the data
             set must be a dict. It depends on the seed, the epoch and the example alone, not on
             where in which batch the example comes.
+        places: which rows of the batch to make, as `multitower.LazyRows` ask for them; None for
+            all. Only these are read, unless there is a `distort`, which draws for a whole batch.
 
     Returns:
-        The same pytree, with `global_batch` rows, copied; if `keyed` with an entry `"key"`,
-        uint32, shape (global_batch, 2).
+        The same pytree, with `global_batch` rows or those at `places`, copied; if `keyed` with an
+        entry `"key"`, uint32, shape (rows, 2).
 
     Raises:
         BatchError: no examples, row counts that differ, a batch or step that is none, or a data
@@ -70,16 +74,20 @@ def make_batch(
     if step < 0:
         raise BatchError(f"step={step}: the first batch is number 0.")
     num_rows = take_apart(dataset, 0, name="data").num_rows
-    epochs, places = np.divmod(np.arange(step * global_batch, (step + 1) * global_batch), num_rows)
+    epochs, positions = np.divmod(
+        np.arange(step * global_batch, (step + 1) * global_batch), num_rows
+    )
     rows = np.empty(global_batch, np.intp)
     keys = np.empty((global_batch, 2), np.uint32)
     if keyed:
         _check_has_room_for_keys(dataset)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        rows[here] = _shuffled(num_rows, seed, int(epoch))[places[here]]
+        rows[here] = _shuffled(num_rows, seed, int(epoch))[positions[here]]
         if keyed:
             keys[here] = _row_keys(num_rows, seed, int(epoch))[rows[here]]
+    if places is not None and distort is None:
+        rows, keys = rows[places], keys[places]
     batch = jax.tree.map(lambda leaf: leaf[rows], dataset)
     if keyed:
         batch = {**batch, KEYS: keys}
@@ -87,7 +95,8 @@ def make_batch(
         return batch
     # A child of the seed: not the numbers that the epoch of the same number was shuffled with.
     source = np.random.SeedSequence([seed, step], spawn_key=(1,))
-    return distort(batch, np.random.Generator(np.random.Philox(source)))
+    batch = distort(batch, np.random.Generator(np.random.Philox(source)))
+    return batch if places is None else jax.tree.map(lambda leaf: leaf[places], batch)
 
 
 def make_batches(
@@ -98,6 +107,7 @@ def make_batches(
     first: int = 0,
     distort: Distort | None = None,
     keyed: bool = False,
+    lazy: bool = False,
 ) -> Iterator[Any]:
     """Makes the batches of all steps from one on, without end.
 
@@ -108,6 +118,7 @@ def make_batches(
         first: the step to begin with.
         distort: as for `make_batch`.
         keyed: as for `make_batch`.
+        lazy: make `multitower.LazyRows`, of which each process reads only the rows of its towers.
 
     Yields:
         `make_batch(..., step=s)` for s = first, first + 1, ...
@@ -124,13 +135,19 @@ def make_batches(
         array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
     for step in itertools.count(first):
-        yield make_batch(
+        make = functools.partial(
+            make_batch,
             dataset,
             global_batch=global_batch,
             seed=seed,
             step=step,
             distort=distort,
             keyed=keyed,
+        )
+        yield (
+            LazyRows(global_batch, lambda places, make=make: make(places=places))
+            if lazy
+            else make()
         )
 
 

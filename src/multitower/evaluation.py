@@ -10,6 +10,8 @@ import numpy as np
 
 from multitower.devices import DeviceSpec
 from multitower.errors import BatchError
+from multitower.feeding import shard
+from multitower.lazy_rows import LazyRows
 from multitower.loss_function import LossFunction
 from multitower.parallel import make_parallel
 from multitower.processes import whole_on_host
@@ -78,7 +80,12 @@ def evaluate(
         # The last batch is filled up with examples that were scored already, so that it fits the
         # compiled program; `read` cuts them off.
         places = np.arange(start, start + global_batch) % num_rows
-        scores = score(shared, jax.tree.map(lambda leaf, rows=places: leaf[rows], dataset))
+
+        def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
+            return jax.tree.map(lambda leaf: leaf[places[own]], dataset)
+
+        batch = LazyRows(global_batch, some)
+        scores = score(shared, shard(batch, devices=devices, towers=towers))
         if waiting:
             read(*waiting)  # the batch before: the devices are busy with this one meanwhile
         waiting = (scores, min(global_batch, num_rows - start))

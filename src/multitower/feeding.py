@@ -11,9 +11,10 @@ import numpy as np
 
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, BatchError
+from multitower.lazy_rows import LazyRows
 from multitower.placement import Placement, place
 from multitower.processes import spans_processes, spread
-from multitower.rows import take_apart
+from multitower.rows import Parts, take_apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,13 @@ def shard(
     Tower i gets the rows `x[i*b:(i+1)*b]`, b = rows / towers rounded up. The arrays may be changed
     or freed afterwards: they are copied.
 
+    Of several processes, all together call it with the same batch, and each one keeps the rows of
+    its own towers. Arrays may be whole in every process, or global `jax.Array`s that lie as the
+    result would; `LazyRows` are read by each process where it needs them.
+
     Args:
-        batch: a pytree of arrays with rows on axis 0; numbers and 0-d arrays are left alone.
+        batch: a pytree of arrays with rows on axis 0; numbers and 0-d arrays are left alone. Or
+            `LazyRows`.
         devices: as for `multitower.devices`.
         towers: the number of towers, for functions that were made with the same `towers`.
         global_batch: rows of a full batch; a smaller one fills the first towers and leaves the
@@ -93,13 +99,14 @@ def shard(
         [(2, 2), (2, 2)]
     """
     placement = place(devices, towers)
-    if towers is None:
-        return _shard_evenly(batch, placement)
+    if isinstance(batch, LazyRows) and not placement.spans_processes:
+        batch = batch.whole()
+    if isinstance(batch, LazyRows):
+        return _read_own(batch, placement, global_batch, towers is None)
     parts = take_apart(batch, 0, name="batch")
-    rows = cut(parts.rows, parts.num_rows, placement, global_batch)
-    shared, split = iter(parts.shared), iter(rows)
-    leaves = [next(shared) if isinstance(k, str) else next(split) for k in parts.split.kinds]
-    return jax.tree.unflatten(parts.split.treedef, leaves)
+    if towers is None:
+        return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
 
 
 def prefetch(
@@ -113,7 +120,8 @@ def prefetch(
     """Yields sharded batches, made and copied by a thread up to `size` batches ahead.
 
     Args:
-        batches: an iterable of host batches; it is read in a background thread.
+        batches: an iterable of what `shard` takes, such as host batches; it is read in a
+            background thread.
         size: how many batches may wait, 1 or more.
         devices: as for `shard`.
         towers: as for `shard`.
@@ -163,7 +171,7 @@ def _ahead(
                 if closed.is_set():
                     return
                 if full is None and towers is not None:
-                    full = take_apart(batch, 0, name="batch").num_rows
+                    full = _num_rows(batch)
                 ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
                 put((True, ready_made))
             put((False, None))
@@ -191,30 +199,90 @@ def cut(
     """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
 
     Raises:
-        BatchError: more rows than `global_batch`.
+        BatchError: more rows than `global_batch`, or an array of all processes that lies otherwise.
     """
+    tower_rows = _tower_rows(num_rows, placement, global_batch)
+    pieces = [
+        [_piece(leaf, tower * tower_rows, tower_rows) for tower in _own_towers(placement)]
+        for leaf in rows
+    ]
+    return _placed(pieces, placement, num_rows)
+
+
+def _own_towers(placement: Placement) -> list[int]:
+    """The towers of this process, in ascending order."""
+    return [tower for tower, d in enumerate(placement.owners) if d in placement.local]
+
+
+def _tower_rows(num_rows: int, placement: Placement, global_batch: int | None) -> int:
     size = num_rows if global_batch is None else global_batch
     if num_rows > size:
         raise BatchError(
             f"the batch has {num_rows} rows and global_batch is {size}: the step is compiled for "
             f"at most that many. Pass global_batch={num_rows} or the largest batch there will be."
         )
-    tower_rows = -(-size // placement.num_towers)
-    here = [d in placement.local for d in placement.owners]
-    pieces: list[Any] = []
-    homes: list[jax.Device] = []
-    for leaf in rows:
-        if isinstance(leaf, TowerRows):
-            leaf = np.asarray(leaf)
-        for tower, is_here in enumerate(here):
-            if is_here:
-                pieces.append(_piece(leaf, tower * tower_rows, tower_rows))
-                homes.append(placement.devices[placement.owners[tower]])
-    placed = iter(copy_to(pieces, homes))
-    return [
-        TowerRows(tuple(next(placed) if h else None for h in here), placement, num_rows)
-        for _ in rows
+    return -(-size // placement.num_towers)
+
+
+def _placed(
+    pieces: Sequence[Sequence[Any]], placement: Placement, num_rows: int
+) -> list[TowerRows]:
+    """Copies the pieces of each array, one for each tower of this process, to their devices."""
+    own = _own_towers(placement)
+    homes = [placement.devices[placement.owners[tower]] for tower in own]
+    flat = [piece for of_leaf in pieces for piece in of_leaf]
+    placed = iter(copy_to(flat, homes * len(pieces)))
+    result: list[TowerRows] = []
+    for _ in pieces:
+        there = {tower: next(placed) for tower in own}
+        towers = tuple(there.get(tower) for tower in range(placement.num_towers))
+        result.append(TowerRows(towers, placement, num_rows))
+    return result
+
+
+def _read_own(batch: LazyRows, placement: Placement, global_batch: int | None, evenly: bool) -> Any:
+    """Has this process read the rows of its own towers, and no others."""
+    num_rows = batch.num_rows
+    if evenly:
+        if num_rows % len(placement.devices):
+            whole = take_apart(batch.whole(), 0, name="batch")
+            return _put_together(whole, _split_evenly(whole.rows, num_rows, placement))
+        size = num_rows // len(placement.devices)
+        owners: Sequence[int] = placement.local
+    else:
+        size = _tower_rows(num_rows, placement, global_batch)
+        owners = _own_towers(placement)
+    places = [np.arange(owner * size, (owner + 1) * size) % num_rows for owner in owners]
+    parts = take_apart(batch.read(np.concatenate(places)), 0, name="batch")
+    if parts.num_rows != size * len(owners):
+        raise BatchError(
+            f"LazyRows: {size * len(owners)} rows were asked for and {parts.num_rows} came: "
+            "read(places) returns one row for each of the places."
+        )
+    pieces = [[leaf[i * size : (i + 1) * size] for i in range(len(owners))] for leaf in parts.rows]
+    if not evenly:
+        return _put_together(parts, _placed(pieces, placement, num_rows))
+    homes = [placement.devices[d] for d in placement.local]
+    arrays = [
+        jax.make_array_from_single_device_arrays(
+            (num_rows, *blocks[0].shape[1:]), placement.split, copy_to(blocks, homes)
+        )
+        for blocks in pieces
     ]
+    return _put_together(parts, arrays)
+
+
+def _num_rows(batch: Any) -> int:
+    if isinstance(batch, LazyRows):
+        return batch.num_rows
+    return take_apart(batch, 0, name="batch").num_rows
+
+
+def _put_together(parts: Parts, rows: Sequence[Any]) -> Any:
+    """The batch again, with other rows."""
+    shared, split = iter(parts.shared), iter(rows)
+    leaves = [next(shared) if isinstance(k, str) else next(split) for k in parts.split.kinds]
+    return jax.tree.unflatten(parts.split.treedef, leaves)
 
 
 def ready_or_cut(
@@ -262,19 +330,32 @@ def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
 
 def _piece(leaf: Any, start: int, size: int) -> Any:
     """Rows start .. start+size-1, with copies of real rows where there are no more."""
+    if isinstance(leaf, TowerRows):
+        leaf = np.asarray(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return _piece_here(leaf, start, size)
     num_rows = leaf.shape[0]
     if start + size <= num_rows:
         return leaf[start : start + size]
     return leaf[np.arange(start, start + size) % num_rows]
 
 
-def _shard_evenly(batch: Any, placement: Placement) -> Any:
-    parts = take_apart(batch, 0, name="batch")
-    even = parts.num_rows % len(placement.devices) == 0
+def _piece_here(leaf: jax.Array, start: int, size: int) -> Any:
+    """The same of an array that spans processes, from the blocks that lie in this one."""
+    for block in leaf.addressable_shards:
+        first, end, _ = block.index[0].indices(leaf.shape[0])
+        is_whole = block.data.shape[1:] == leaf.shape[1:]
+        if is_whole and first <= start and (start + size <= end or (first, end) == (0, len(leaf))):
+            return _piece(block.data, start - first, size)
+    raise BatchError(
+        f"an array of all processes, shape {leaf.shape}, with {leaf.sharding}: rows {start} to "
+        f"{start + size - 1} go to a tower of process {jax.process_index()}, and none of its "
+        "devices has all of them. Make the batch with mt.shard(..., towers=), from LazyRows or "
+        "from arrays that every process has whole."
+    )
+
+
+def _split_evenly(rows: Sequence[Any], num_rows: int, placement: Placement) -> list[jax.Array]:
+    even = num_rows % len(placement.devices) == 0
     target = placement.split if even else placement.shared
-    leaves = jax.tree.leaves(batch)
-    split = [not isinstance(kind, str) for kind in parts.split.kinds]
-    to_put = [leaf for leaf, is_split in zip(leaves, split, strict=True) if is_split]
-    placed = iter(copy_to(to_put, [target] * len(to_put)))
-    done = [next(placed) if s else leaf for leaf, s in zip(leaves, split, strict=True)]
-    return jax.tree.unflatten(parts.split.treedef, done)
+    return copy_to(rows, [target] * len(rows))

@@ -74,7 +74,7 @@ def join_processes(
         ) from error
     except RuntimeError as error:
         raise ConfigurationError(f"this process cannot join its run: {error}") from error
-    leave_on_errors()
+    leave_on_errors(process_id)
 
 
 def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str, int]:

@@ -2,11 +2,13 @@
 
 A regular end waits for the others, and they wait for this one's part of a sum: JAX would then call
 those missing that only wait. So a process that fails says why and is gone; JAX misses it within
-`HEARTBEAT_S` and ends the others, naming it.
+`HEARTBEAT_S` and ends the others, and the verdict names it.
 """
 
 import contextlib
+import functools
 import os
+import socket
 import sys
 import time
 import traceback
@@ -15,7 +17,8 @@ from types import TracebackType
 import jax
 
 from multitower.errors import Interrupted
-from multitower.processes import is_first
+from multitower.processes import is_first, lines_of_all
+from multitower.verdict import start_verdict, tell_hosts
 
 # A process that has not been heard of for so long is missing: JAX then ends all the others.
 HEARTBEAT_S = 30
@@ -42,8 +45,16 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
     os._exit(code)
 
 
-def leave_on_errors() -> None:
-    """From now on, an exception that nobody catches ends this process as above."""
+def leave_on_errors(process: int | None) -> None:
+    """From now on, an exception that nobody catches ends this process as above.
+
+    What it writes to standard error has its number from now on, and where JAX ends it, the last
+    line says which other one is missing.
+
+    Args:
+        process: its number, if it is known before JAX has started its devices.
+    """
+    start_verdict(process)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -55,6 +66,14 @@ def leave_on_errors() -> None:
     sys.excepthook = hook
 
 
+@functools.cache  # it is the same for as long as the processes live
+def hosts_of_all() -> list[str]:
+    """The host of every process; all together. From now on a verdict names them."""
+    hosts = lines_of_all(socket.gethostname())
+    tell_hosts(jax.process_index(), hosts)
+    return hosts
+
+
 def _is_of_a_lost_connection(error: BaseException) -> bool:
     # JAX raises ValueError as well as JaxRuntimeError for it, from the library underneath.
     return any(name in str(error) for name in ("Gloo all", "Gloo All", "Gloo c", "NCCL operation"))
@@ -64,9 +83,8 @@ def _await_verdict(error: BaseException) -> None:
     """Waits until JAX says which process is missing; it then ends this one with code 134."""
     print(
         f"multitower: process {jax.process_index()} has lost the connection to another one "
-        f"({str(error).splitlines()[0]}). Within {HEARTBEAT_S} s JAX says below which tasks are "
-        "unhealthy, or that the coordination service is gone, which is process 0: that is where "
-        "to look. The last checkpoint is intact; resume from it.",
+        f"({str(error).splitlines()[0]}). Which one is missing is said below, when JAX has not "
+        f"heard of it for {HEARTBEAT_S} s.",
         file=sys.stderr,
         flush=True,
     )

@@ -60,7 +60,11 @@ class RecipeJob:
     def batches(self, first: int) -> Iterator[Any]:
         """The training batches from number `first` on."""
         return make_batches(
-            self.data.train, global_batch=self.global_batch, first=first, **self._order()
+            self.data.train,
+            global_batch=self.global_batch,
+            first=first,
+            lazy=are_several(),
+            **self._order(),
         )
 
     def first_batch(self, num_rows: int) -> Any:

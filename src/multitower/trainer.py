@@ -13,6 +13,7 @@ from multitower.errors import ArgumentError, CheckpointError, RunError
 from multitower.evaluation import evaluate
 from multitower.feeding import prefetch
 from multitower.interruption import noted_signals
+from multitower.leaving import hosts_of_all
 from multitower.progress import Hook, MetricsReader, Progress, flush_hooks
 from multitower.replicas import check_replicas
 from multitower.saving import Saver
@@ -166,6 +167,7 @@ class Trainer:
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
+        hosts_of_all()  # so that the end of a process that fails names its host
         test = TestPhase(evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
         with self._checkpoints() as checkpoints, noted_signals() as caught:

@@ -1,7 +1,7 @@
 """`--simulate-processes N`: the same command as N processes of this machine, for trying things out.
 
 They talk over the loopback interface. What process 0 writes is passed on; of the others only what
-they write to stderr, behind their numbers.
+they write to stderr.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from multitower.cli.console import show_error
 from multitower.errors import RunError
 
 _FLAG = "--simulate-processes"
-_NOISE = "[Gloo] "  # Gloo reports every connection
 _POLL_S = 0.1
 # How long the others go on when one has ended with such a code: they have the same to say, or
 # finish their step. After any other end they only wait for it, and would say what follows from it.
@@ -75,8 +74,8 @@ def run_local_processes(count: int, words: Sequence[str]) -> int:
         for number in range(count)
     ]
     readers = [
-        threading.Thread(target=_pass_on, args=(process.stderr, number), daemon=True)
-        for number, process in enumerate(running)
+        threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
+        for process in running
     ]
     for reader in readers:
         reader.start()
@@ -114,13 +113,11 @@ def _wait(running: Sequence[subprocess.Popen[str]]) -> int | None:
     return failed
 
 
-def _pass_on(stream: IO[str] | None, number: int) -> None:
+def _pass_on(stream: IO[str] | None) -> None:
     assert stream is not None
-    prefix = f"[process {number}] " if number else ""
     for line in stream:
-        if not line.startswith(_NOISE):
-            sys.stderr.write(prefix + line)
-            sys.stderr.flush()
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager

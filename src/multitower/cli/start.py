@@ -41,10 +41,10 @@ def start_devices(
     settings = together.settings() if together else {}
     if not settings:
         return _start(devices, simulate, towers, by_default)
-    keep_stdout_clean()
     if simulate is None:
         _simulate_if_only_cpus(by_default, towers)
     mt.configure(simulated_devices=simulate, **settings)
+    keep_stdout_clean()
     where = _start(devices, simulate, towers, by_default)
     if not is_first():
         be_quiet()

@@ -1,7 +1,6 @@
 """Flags of one process among several, and how such a process starts."""
 
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from multitower.cli.flags import flag, switch
-from multitower.processes import lines_of_all
+from multitower.leaving import hosts_of_all
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def keep_stdout_clean() -> None:
 
 def hosts_in_words() -> str:
     """Which processes are on which hosts, so that a number in a message says where to look."""
-    hosts = lines_of_all(socket.gethostname())
+    hosts = hosts_of_all()
     at: dict[str, list[str]] = {}
     for process, host in enumerate(hosts):
         at.setdefault(host, []).append(str(process))

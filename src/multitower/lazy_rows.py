@@ -1,0 +1,47 @@
+"""Lazy rows: a batch that says how many rows it has, and reads those that are asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from multitower.errors import BatchError
+
+
+@dataclass(frozen=True, eq=False)
+class LazyRows:
+    """A batch whose rows are read where they are needed: by each process those of its towers.
+
+    For `multitower.shard`, `multitower.prefetch` and `Trainer.fit`. With arrays instead, every
+    process of several makes the whole batch and leaves out the rows of the others.
+
+    Args:
+        num_rows: rows of the whole batch, 1 or more, the same in every process.
+        read: `read(places)` returns the batch's rows at these places, as a pytree of arrays with
+            rows on axis 0. `places` is an integer array, shape (rows,), of numbers from 0 to
+            `num_rows - 1` in ascending order; in a batch that does not fill the towers, those that
+            fill up come once more, at the end. It is called in the thread that copies.
+
+    Raises:
+        BatchError: no rows.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> table = np.arange(100.0)  # or np.memmap, a database, a random-access data source
+        >>> batch = mt.LazyRows(8, lambda places: {"x": table[40 + places]})
+        >>> mt.shard(batch, devices=4)["x"].tolist()
+        [40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0, 47.0]
+    """
+
+    num_rows: int
+    read: Callable[[np.ndarray[Any, Any]], Any]
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise BatchError(f"LazyRows(num_rows={self.num_rows}): a batch has at least one row.")
+
+    def whole(self) -> Any:
+        """All rows."""
+        return self.read(np.arange(self.num_rows))

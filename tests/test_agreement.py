@@ -1,0 +1,74 @@
+"""One decision to stop for all processes. The lies: a stop that comes minutes late, a vote at every
+step that costs as much as the step."""
+
+import signal
+
+import pytest
+
+from multitower.agreement import VOTE_EVERY_S, StopVote
+from multitower.placement import Placement, place
+
+
+@pytest.fixture
+def several(monkeypatch):
+    """This process's devices, as if others drove some of them."""
+    monkeypatch.setattr(Placement, "spans_processes", True)
+    return place(4, None)
+
+
+class Clock:
+    def __init__(self, step_s):
+        self.now = 0.0
+        self.step_s = step_s
+
+    def __call__(self):
+        return self.now
+
+
+def steps_until_stop(vote, clock, most):
+    for number in range(1, most + 1):
+        clock.now += clock.step_s
+        if vote.after_step():
+            return number
+    return None
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.02, 3.0])
+def test_a_signal_is_heard_in_time(several, step_s):
+    caught = []
+    clock = Clock(step_s)
+    vote = StopVote(caught, several, clock)
+    assert steps_until_stop(vote, clock, 700) is None
+    caught.append(signal.SIGTERM)
+    waited = steps_until_stop(vote, clock, 2000)
+    assert waited is not None
+    assert waited * step_s <= max(2 * VOTE_EVERY_S, 2 * step_s) + step_s
+
+
+def test_fast_steps_vote_seldom_and_slow_ones_always(several):
+    casts = []
+    for step_s in (0.001, 3.0):
+        clock = Clock(step_s)
+        vote = StopVote([], several, clock)
+        counted = []
+        largest = vote._largest
+        vote._largest = lambda votes, run=largest, note=counted: note.append(1) or run(votes)
+        steps_until_stop(vote, clock, 1000)
+        casts.append(len(counted))
+    assert casts[0] < 10
+    assert casts[1] == 1000
+
+
+def test_the_fewest_steps_that_any_asks_for_count(several):
+    """Lie: each process votes when it thinks fit, and they wait for each other for ever."""
+    vote = StopVote([], several)
+    votes = vote._votes([0, -7]).at[2].set([15, -3])
+    assert vote._largest(votes).tolist() == [15, -3]
+
+
+def test_one_process_needs_no_vote():
+    caught = []
+    vote = StopVote(caught, place(4, None))
+    assert vote.after_step() is None
+    caught.append(signal.SIGINT)
+    assert vote.after_step() == signal.SIGINT

@@ -1,0 +1,77 @@
+"""The last line of a process that JAX has ended. The lies: a page of C++, and nobody named."""
+
+import subprocess
+import sys
+
+import pytest
+
+from multitower.verdict import verdict
+from processes import clean_environment
+
+FATAL = "F1121 client.h:86] Terminating process because the JAX distributed service detected fatal "
+UNHEALTHY = "errors. UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n"
+GONE = "errors. UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task\n"
+HOSTS = ["anna", "bert", "carl", "dora"]
+
+# What JAX does, in short: it writes, and ends the process without a word from Python.
+PROGRAM = f"""
+import os, subprocess, sys
+from multitower import verdict
+verdict.start_verdict(None)
+print("early", file=sys.stderr)
+{{}}
+os.write(2, b"[Gloo] Rank 0 is connected\\n")
+os.write(2, {(FATAL + UNHEALTHY)!r}.encode() + b"1\\n")
+os.write(2, b"*** Check failure stack trace: ***\\n    @     0x7f3206dd8aa4  absl::Flush()\\n")
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "missing"),
+    [
+        (UNHEALTHY + "1\nThe tasks have crashed.\n", "process 1 on bert"),
+        (UNHEALTHY + "1\n3\n", "process 1 on bert, process 3 on dora"),
+        (GONE, "process 0 on anna"),
+        ("errors. DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: Heartbeat\n", "process 0 on anna"),
+        (UNHEALTHY + "2\n", "another process"),  # this one itself: it was only not heard of
+    ],
+)
+def test_who_is_missing(said, missing):
+    line = verdict(FATAL + said, 2, HOSTS)
+    assert f"missing: {missing}. Killed" in line
+    assert "So process 2 on carl was ended too" in line
+
+
+def test_no_verdict_on_any_other_end():
+    assert not verdict("Traceback: tasks are unhealthy\n1\n", 2, HOSTS)
+
+
+def test_before_the_hosts_are_known():
+    assert "missing: process 1. Killed" in verdict(FATAL + UNHEALTHY + "1\n")
+
+
+def run(known):
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(known)],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == -6
+    return process.stderr
+
+
+def test_a_process_that_is_aborted_has_the_last_word():
+    shown = run("verdict.tell_hosts(0, ['anna', 'bert'])").splitlines()
+    assert "early" in shown[0]
+    assert shown[-1].startswith("[process 0] multitower: missing: process 1 on bert. Killed")
+    assert all(line.startswith("[process 0] ") for line in shown[1:])
+    assert not any("@" in line or "Gloo" in line or "stack trace" in line for line in shown)
+
+
+def test_a_child_that_holds_on_to_stderr_does_not_keep_the_verdict_waiting():
+    shown = run("print(subprocess.Popen(['sleep', '20']).pid)")
+    assert "missing: process 1. Killed" in shown
