@@ -84,7 +84,7 @@ def on_eight_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 4), (4, 2), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 4), (4, 2), (8, 1), (2, 2), (3, 1)], ids=str)
 def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     found = together(*layout, "same_bits", timeout_s=300)
     assert found == {"same_bits": on_eight_devices}

@@ -6,6 +6,7 @@ leaves the others waiting for ever, or takes the checkpoints with it.
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -133,13 +134,13 @@ def test_an_error_of_all_processes_ends_all_of_them(tmp_path):
 
 @pytest.mark.slow
 def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
-    """Laws L4 and L9 on 2 processes x 2 devices; the end on one device of one process."""
-    words = ["train", CIRCLE, "--steps", "600", "--batch-size", "33", "--towers", "4"]
+    """Laws L4 and L9: from 2 processes x 4 devices to 4 x 2, and through a kill to 1 x 1."""
+    words = ["train", CIRCLE, "--steps", "1500", "--batch-size", "33", "--towers", "8"]
     words += ["--checkpoint-every", "50"]
-    assert main([*words, "--devices", "2", "--run-dir", str(tmp_path / "whole")]) == 0
+    assert main([*words, "--devices", "1", "--run-dir", str(tmp_path / "whole")]) == 0
     run_dir = tmp_path / "broken"
 
-    running = start_two(*words, "--run-dir", str(run_dir))
+    running = start_two(*words, "--run-dir", str(run_dir), devices="4")
     wait_for_steps(run_dir, 20)
     running[1].send_signal(signal.SIGTERM)  # to one of them; both stop after the same step
     said = [errors for _, errors in end(running, 120)]
@@ -147,7 +148,14 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     stopped = [text[text.index("SIGTERM: stopped after step") :] for text in said]
     assert stopped[0].splitlines()[0] == stopped[1].splitlines()[0]
 
-    running = start_two("resume", str(run_dir))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(run_dir, elsewhere)
+    four = ["--simulate-processes", "4", "--simulate", "2"]
+    code, _, errors = run("resume", str(elsewhere), *four, timeout_s=300)
+    assert code == 0, errors
+    assert result(elsewhere)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
+
+    running = start_two("resume", str(run_dir), devices="4")
     wait_for_steps(run_dir, 20)
     running[1].kill()
     began = time.monotonic()
@@ -161,8 +169,8 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [
-        *range(1, 601),
-        600,
+        *range(1, 1501),
+        1500,
     ]  # every step once, then the test phase
 
     code, out, errors = run("eval", str(run_dir), "--simulate-processes", "2")
