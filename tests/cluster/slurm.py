@@ -142,7 +142,7 @@ class Slurm:
         for directory in Path("/proc").iterdir():
             try:
                 text = (directory / "environ").read_text(errors="replace")
-                is_python = b"multitower" in (directory / "cmdline").read_bytes()
+                is_python = b"\0-m\0multitower\0" in (directory / "cmdline").read_bytes()
             except OSError:
                 continue  # no process, or none any more
             env = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)

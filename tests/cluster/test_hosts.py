@@ -19,7 +19,7 @@ from waiting import wait_until
 
 # Compiled in a moment.
 CIRCLE = str(Path(__file__).parents[2] / "examples" / "own_recipe" / "recipe.py")
-WORDS = ["train", CIRCLE, "--steps", "2000", "--batch-size", "33", "--towers", "4"]
+WORDS = ["train", CIRCLE, "--steps", "1200", "--batch-size", "33", "--towers", "4"]
 WORDS += ["--checkpoint-every", "50"]
 
 
@@ -117,10 +117,8 @@ def test_a_host_that_is_cut_off_ends_both_and_costs_no_checkpoint(hosts, tmp_pat
         print(f"both ended {time.monotonic() - began:.1f} s after the cut: {run.codes()}")
         assert 0 not in run.codes()
     here, there = run.said()
-    assert "unhealthy (stopped sending heartbeats):\n1" in here
-    # What JAX says of process 0 in process 1.
-    assert "DEADLINE_EXCEEDED" in there or "UNAVAILABLE" in there, there
-    assert "CoordinationService/" in there, there
+    assert "missing: process 1 on mt-host1." in here, here
+    assert "missing: process 0 on mt-host0." in there, there
     assert not (run.run_dir / "result.json").exists()
     run_python("-m", "multitower", "resume", str(run.run_dir), "--simulate", "1")
     assert run.lines()[:150] == kept
