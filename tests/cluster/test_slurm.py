@@ -71,7 +71,12 @@ class Job:
         wait_until(made, timeout_s, self.explain)
 
     def wait_for(self, state, timeout_s):
-        wait_until(lambda: self.slurm.state(self.number) == state, timeout_s, self.explain)
+        def reached():
+            now = self.slurm.state(self.number)
+            assert now in (state, "RUNNING", "PENDING", "COMPLETING", "REQUEUED"), self.explain()
+            return now == state
+
+        wait_until(reached, timeout_s, self.explain)
 
     def result(self):
         return json.loads((self.run_dir / "result.json").read_text())
