@@ -91,7 +91,12 @@ lock: | $(bin)/uv  ## write requirements/*.txt anew from pyproject.toml
 	  $(bin)/uv pip compile pyproject.toml --extra dev --quiet \
 	    --universal --python-version 3.$$minor --fork-strategy fewest \
 	    --generate-hashes --no-annotate --no-header $(ARGS) -o $$file >/dev/null || exit 1; \
-	  sed -i.old '/^-/d' $$file && rm -f $$file.old; \
+	  cluster=requirements/cluster-python3.$$minor.txt; \
+	  echo "$$cluster"; \
+	  $(bin)/uv pip compile requirements/cluster.in --constraints $$file --quiet \
+	    --universal --python-version 3.$$minor --fork-strategy fewest \
+	    --generate-hashes --no-annotate --no-header $(ARGS) -o $$cluster >/dev/null || exit 1; \
+	  sed -i.old '/^-/d' $$file $$cluster && rm -f $$file.old $$cluster.old; \
 	done
 
 clean:  ## remove the virtual environments, caches and build products

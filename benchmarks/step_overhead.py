@@ -6,12 +6,16 @@ ratio within a round, as the machine's speed drifts. On simulated devices the nu
 library adds to a step, never how fast several devices are.
 
     python benchmarks/step_overhead.py [--devices 2] [--rounds 15] [--real] [--json FILE]
+    python benchmarks/step_overhead.py --processes 2 --devices 1   # both steps, over two processes
 """
 
 import argparse
 import itertools
 import json
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,14 +102,14 @@ def lenet(num_devices: int) -> Work:
     return Work("LeNet-5", params, losses, batch, optax.adam(1e-3), 10)
 
 
-def hand_written(work: Work, num_devices: int) -> Callable[[int], None]:
+def hand_written(work: Work, devices: list[Any]) -> Callable[[int], None]:
     """The step that a careful user would write."""
     import jax
     import numpy as np
     import optax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(mt.devices(num_devices)), ("d",))
+    mesh = Mesh(np.array(devices), ("d",))
     split, whole = PartitionSpec("d"), PartitionSpec()
 
     def on_device(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -192,39 +196,73 @@ def report(times: dict[str, list[float]]) -> dict[str, Any]:
     return rows
 
 
+def devices_of_all(count: int) -> list[Any]:
+    """The first devices of every process."""
+    import jax
+
+    return [
+        one
+        for process in range(jax.process_count())
+        for one in [d for d in jax.devices() if d.process_index == process][:count]
+    ]
+
+
+def start_processes(count: int) -> int:
+    """Runs this command as several processes; returns the first exit code that is not 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    running = [
+        subprocess.Popen([sys.executable, *sys.argv, "--process", port, str(number)])
+        for number in range(count)
+    ]
+    return next((code for code in [one.wait() for one in running] if code), 0)
+
+
 def main() -> None:
     """Runs all work and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=2, help="of each process")
+    parser.add_argument("--processes", type=int, default=1, help="on this machine")
+    parser.add_argument("--process", nargs=2, metavar=("PORT", "NUMBER"), help="for its own use")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="names of work, separated by commas")
     parser.add_argument("--real", action="store_true", help="accelerators, not simulated devices")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
     options = parser.parse_args()
-    if not options.real:
-        mt.configure(simulated_devices=options.devices)
+    if options.processes > 1 and options.process is None:
+        sys.exit(start_processes(options.processes))
+    together: dict[str, Any] = {}
+    if options.process is not None:
+        port, number = options.process
+        together = dict(coordinator=f"127.0.0.1:{port}", process_id=int(number))
+        together |= dict(distributed=True, num_processes=options.processes)
+    if together or not options.real:
+        mt.configure(simulated_devices=None if options.real else options.devices, **together)
+    rows_for = options.processes * options.devices
+    say = print if not together.get("process_id") else lambda *_, **__: None
     wanted = [name for name in options.only.split(",") if name]
     results: dict[str, Any] = {}
-    print(f"{'work':10} {'contender':14} {'ms/step':>9} {'ratio':>7} {'quartiles':>15} {'+ms':>8}")
+    say(f"{'work':10} {'contender':14} {'ms/step':>9} {'ratio':>7} {'quartiles':>15} {'+ms':>8}")
     for make in (polynomial, mlp, lenet):
-        work = make(options.devices)
+        work = make(rows_for)
         if wanted and work.name not in wanted:
             continue
         contenders = {
-            "hand-written": hand_written(work, options.devices),
+            "hand-written": hand_written(work, devices_of_all(options.devices)),
             "fast": with_multitower(work, options.devices, None),
-            "same bits": with_multitower(work, options.devices, options.devices),
+            "same bits": with_multitower(work, options.devices, rows_for),
         }
         rows = report(measure(contenders, options.rounds, work.steps_per_block))
         results[work.name] = rows
         for name, row in rows.items():
             low, high = row["ratio_quartiles"]
-            print(
+            say(
                 f"{work.name:10} {name:14} {row['median_ms']:9.3f} {row['ratio']:7.3f} "
                 f"{low:7.3f}-{high:.3f} {row['added_ms']:8.3f}",
                 flush=True,
             )
-    if options.json:
+    if options.json and not together.get("process_id"):
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=2)
 

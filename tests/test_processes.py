@@ -5,6 +5,7 @@ leaves the others waiting for ever, or takes the checkpoints with it.
 """
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -133,7 +134,7 @@ def test_an_error_of_all_processes_ends_all_of_them(tmp_path):
 @pytest.mark.slow
 def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     """Laws L4 and L9 on 2 processes x 2 devices; the end on one device of one process."""
-    words = ["train", CIRCLE, "--steps", "2000", "--batch-size", "33", "--towers", "4"]
+    words = ["train", CIRCLE, "--steps", "600", "--batch-size", "33", "--towers", "4"]
     words += ["--checkpoint-every", "50"]
     assert main([*words, "--devices", "2", "--run-dir", str(tmp_path / "whole")]) == 0
     run_dir = tmp_path / "broken"
@@ -160,8 +161,8 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [
-        *range(1, 2001),
-        2000,
+        *range(1, 601),
+        600,
     ]  # every step once, then the test phase
 
     code, out, errors = run("eval", str(run_dir), "--simulate-processes", "2")
@@ -185,6 +186,39 @@ def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
     assert f"[process {culprit}] KeyError: 'no such file'" in errors
     assert errors.count("Traceback") == 1
     assert time.monotonic() - began < 90
+
+
+@pytest.mark.slow
+def test_doctor_times_an_exchange_between_each_pair():
+    code, out, errors = run("doctor", "--simulate-processes", "3", "--json")
+    assert code == 0, errors
+    found = json.loads(out)
+    assert [one["host"] for one in found["processes"]] == [socket.gethostname()] * 3
+    assert [one["processes"] for one in found["exchanges"]] == [[0, 1], [0, 2], [1, 2]]
+    assert all(min(one["seconds"], one["mebibyte_seconds"]) > 0 for one in found["exchanges"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_process_without_memory_is_seen_and_ends_the_others(tmp_path, culprit):
+    """In the middle of a run, in the thread that makes batches."""
+    file = tmp_path / "recipe.py"
+    check = f"if jax.process_index() == {culprit} and seen.append(1) is None and len(seen) > 60:"
+    distort = (
+        f"def greedy(batch, generator):\n    {check}\n        np.ones(1 << 50)\n    return batch\n"
+    )
+    text = Path(CIRCLE).read_text().replace("def load():", f"seen = []\n{distort}\ndef load():")
+    file.write_text(text.replace("steps=300", "distort=greedy, steps=300"))
+    began = time.monotonic()
+    words = ["--steps", "3000", "--checkpoint-every", "25", "--run-dir", str(tmp_path / "run")]
+    code, _, errors = run("train", str(file), "--simulate-processes", "2", *words)
+    assert code == 1
+    assert re.search(rf"\[process {culprit}\] .*MemoryError: Unable to allocate", errors)
+    assert time.monotonic() - began < 90
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "25",
+        "50",
+    ]
 
 
 @pytest.mark.slow

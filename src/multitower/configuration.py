@@ -97,15 +97,15 @@ def configure(
         return
     if simulated_devices is not None:
         _simulate(simulated_devices)
-    if visible_devices is not None:
+    if distributed and not _applied.get("distributed"):
+        join_processes(coordinator, num_processes, process_id)
+    if visible_devices is not None:  # after joining: JAX then sets them too
         jax.config.update("jax_cuda_visible_devices", settings["visible_devices"])
         jax.config.update("jax_rocm_visible_devices", settings["visible_devices"])
     if memory_fraction is not None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)
     if preallocate is not None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true" if preallocate else "false"
-    if distributed and not _applied.get("distributed"):
-        join_processes(coordinator, num_processes, process_id)
     _applied.update(wanted)
 
 

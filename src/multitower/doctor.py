@@ -11,6 +11,7 @@ import numpy as np
 
 from multitower import provenance
 from multitower.devices import devices as find_devices
+from multitower.exchanges import time_exchanges
 from multitower.fingerprint import fingerprint
 from multitower.placement import place
 from multitower.processes import are_several, lines_of_all
@@ -34,7 +35,8 @@ def examine() -> dict[str, Any]:
         `bytes_limit` of its memory; `environment`: the variables that decide about devices, None
         where they are not set; `host` and `versions`; `same_bits`: whether one device and all of
         them, with the same number of towers, ended with the same bits. Of several processes,
-        which all must call this, also `processes`: for each its `host` and `devices`.
+        which all must call this, also `processes`: for each its `host` and `devices`; and
+        `exchanges`, as `multitower.exchanges.time_exchanges` returns them.
 
     Raises:
         DeviceError: JAX has no device.
@@ -47,10 +49,11 @@ def examine() -> dict[str, Any]:
     """
     found = find_devices()
     own = {"host": socket.gethostname(), "devices": [f"{d.platform}:{d.id}" for d in found]}
-    several = {"processes": [json.loads(one) for one in lines_of_all(json.dumps(own))]}
+    of_all = [json.loads(one) for one in lines_of_all(json.dumps(own))]
+    several = {"processes": of_all, "exchanges": time_exchanges()} if are_several() else {}
     towers = len(place(None, None).devices)
     return {
-        **(several if are_several() else {}),
+        **several,
         "devices": [_device(one) for one in found],
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
         "host": provenance.host(found[0]),

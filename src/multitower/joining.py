@@ -4,6 +4,7 @@ JAX finds the others through the cluster's own variables (SLURM, Open MPI, Kuber
 is told where process 0 is. Nothing here starts processes, and nothing talks to them but JAX.
 """
 
+import os
 import socket
 import time
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import jax
 
 from multitower.errors import ConfigurationError
+from multitower.gpu_share import gpus_of_process
 from multitower.leaving import HEARTBEAT_S, leave_on_errors
 
 # For processes that start late, or that are still at work when another one ends.
-JOIN_S = 120
+JOIN_S = 300
 SHUTDOWN_S = 30
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -64,6 +66,8 @@ def join_processes(
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
             coordinator_bind_address=bind,
+            # JAX would ask the cluster all the same, and fail where that does not answer.
+            cluster_detection_method="deactivate" if coordinator is not None else None,
         )
     except ValueError as error:
         raise ConfigurationError(
@@ -74,6 +78,9 @@ def join_processes(
         ) from error
     except RuntimeError as error:
         raise ConfigurationError(f"this process cannot join its run: {error}") from error
+    if (gpus := gpus_of_process(os.environ)) is not None:
+        jax.config.update("jax_cuda_visible_devices", gpus)
+        jax.config.update("jax_rocm_visible_devices", gpus)
     leave_on_errors(process_id)
 
 

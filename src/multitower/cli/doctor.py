@@ -28,7 +28,7 @@ def doctor(
     if as_json and is_first():
         print(json.dumps(findings, indent=2))
     elif is_first():
-        say(f"this process runs on {where}")
+        say(f"running on {where}")
         for line in _lines(findings):
             say(line)
     if not findings["same_bits"]:
@@ -46,6 +46,11 @@ def _lines(findings: dict[str, Any]) -> list[str]:
     lines += [
         f"process {number} on {one['host']}: {', '.join(one['devices'])}"
         for number, one in enumerate(findings.get("processes", []))
+    ]
+    lines += [
+        f"processes {one['processes'][0]} and {one['processes'][1]}: a number each way takes "
+        f"{1e3 * one['seconds']:.2f} ms, a mebibyte {1e3 * one['mebibyte_seconds']:.2f} ms"
+        for one in findings.get("exchanges", [])
     ]
     for title in ("environment", "host", "versions"):
         lines.append(title)

@@ -1,5 +1,6 @@
 """`multitower train RECIPE`."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
+from multitower.leaving import HEARTBEAT_S
 from multitower.placement import place
 from multitower.processes import by_first
 from multitower.recipes import SHIPPED, Recipe, find_recipe
@@ -34,6 +36,7 @@ from multitower.run_directory import (
     REPORT,
     RESULT,
     fresh_run_directory,
+    held_run_directory,
     make_run_directory,
     run_found_in,
     write_config,
@@ -160,7 +163,7 @@ def train(
             return
         if found == "begun":
             say(f"resuming {chosen.name} from {run_dir} on {where}")
-            finish(run_dir, chosen, options, resume=True)
+            finish(run_dir, chosen, options, resume=True, wait_s=2 * HEARTBEAT_S)
             return
     say(f"training {chosen.name} on {where}")
     directory = Path(by_first(lambda: str(_new_directory(run_dir, chosen, force, about))))
@@ -207,9 +210,15 @@ def finish(
     *,
     resume: bool = False,
     allow_previous: bool = False,
+    wait_s: float = 0,
 ) -> None:
     """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
-    with show_progress(options.steps or recipe.steps) as watch:
+    with (
+        contextlib.ExitStack() as stack,
+        show_progress(options.steps or recipe.steps) as watch,
+    ):
+        held = held_run_directory(directory, wait_s=wait_s)
+        by_first(lambda: str(stack.enter_context(held)))
         result = run(
             recipe,
             options,

@@ -1,0 +1,66 @@
+"""GPU share: which of the GPUs that a process of a cluster's job sees are its own.
+
+JAX gives every process that it detects in a cluster one GPU, numbered like the process on its
+machine. That is right for one process a GPU that all see the same ones. It leaves GPUs idle for one
+process a machine, and names a GPU that is not there where the cluster has handed out the GPUs
+already, as with `srun --gpus-per-task` (jax#16788, jax#23452).
+"""
+
+import re
+from collections.abc import Mapping
+
+from multitower.errors import ConfigurationError
+
+_RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def gpus_of_process(environ: Mapping[str, str]) -> str | None:
+    """Says which GPUs to use, by the variables of SLURM or Open MPI.
+
+    Args:
+        environ: the environment of this process.
+
+    Returns:
+        For `jax_cuda_visible_devices`: `"all"`, or numbers such as `"0,1"`, which count what
+        CUDA_VISIBLE_DEVICES lists; None to leave it as JAX has set it.
+
+    Raises:
+        ConfigurationError: the GPUs cannot be shared equally.
+    """
+    place = _place_on_machine(environ)
+    if place is None or "JAX_LOCAL_DEVICE_IDS" in environ:
+        return None
+    rank, count = place
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    if count == 1 or len(visible) == 1 or (visible and per_task):
+        return "all"
+    if not visible:
+        return None  # nobody has said how many there are: one each, as JAX does
+    each, rest = divmod(len(visible), count)
+    if rest or not each:
+        raise ConfigurationError(
+            f"{count} processes on this machine share its GPUs {', '.join(visible)} "
+            "(CUDA_VISIBLE_DEVICES): that cannot be done equally. Start one process a machine, or "
+            f"as many as GPUs, or have the cluster hand them out (srun --gpus-per-task=N)."
+        )
+    return ",".join(str(gpu) for gpu in range(rank * each, (rank + 1) * each))
+
+
+def _place_on_machine(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Number of this process among those of the job on this machine, and how many they are."""
+    try:
+        if "SLURM_LOCALID" in environ:
+            node = int(environ.get("SLURM_NODEID", "0"))
+            tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+            # "2(x3),1": two on each of three nodes, one on the fourth
+            counts = [int(n) for n, times in _RUN.findall(tasks) for _ in range(int(times or 1))]
+            return int(environ["SLURM_LOCALID"]), counts[node]
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
+            return (
+                int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+                int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+            )
+    except (KeyError, ValueError, IndexError):
+        return None  # of another version of theirs: as JAX does
+    return None
