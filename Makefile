@@ -15,7 +15,7 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow check format bench docs lock clean
+.PHONY: help setup train test test-slow test-cluster check format bench docs lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
@@ -39,7 +39,7 @@ endif
 lock    := requirements/python$(if $(filter 3.11 3.12,$(version)),$(version),3.13).txt
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(stamp)  ## make the virtual environment, without running anything
 
@@ -57,7 +57,11 @@ test: $(stamp)  ## everyday tests and all docstring examples
 
 # Only tests/ has slow tests. None at all is a failure (pytest's exit 5), not a silent pass.
 test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, several processes
-	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m slow tests $(ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "slow and not cluster" tests $(ARGS)
+
+# One after the other, without xdist: each starts a cluster of its own and measures times.
+test-cluster: $(stamp)  ## on the engines themselves: SLURM, MPI, hosts with addresses (root, Linux)
+	$(bin)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 check: $(stamp)  ## lint, format, types and layers; changes nothing
 	$(bin)/ruff check
