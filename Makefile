@@ -19,6 +19,7 @@ MAX_JOBS  ?= 4
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
+engines := $(VENV)/.set-up-engines
 
 # An environment that is there already keeps its Python; otherwise $(PYTHON) makes it.
 builder := $(if $(wildcard $(bin)/pip),$(bin)/python,$(PYTHON))
@@ -59,9 +60,9 @@ test: $(stamp)  ## everyday tests and all docstring examples
 test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, several processes
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "slow and not cluster" tests $(ARGS)
 
-# One after the other, without xdist: each starts a cluster of its own and measures times.
-test-cluster: $(stamp)  ## on the engines themselves: SLURM, MPI, hosts with addresses (root, Linux)
-	$(bin)/python -m pytest -m cluster tests/cluster $(ARGS)
+# Each file of tests starts engines of its own, and mostly waits for them.
+test-cluster: $(engines)  ## on the engines themselves: SLURM, Open MPI, Ray, two hosts (root, Debian)
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadfile -m cluster tests/cluster $(ARGS)
 
 check: $(stamp)  ## lint, format, types and layers; changes nothing
 	$(bin)/ruff check
@@ -122,6 +123,11 @@ $(stamp): $(lock) pyproject.toml
 	  echo "$(lock) no longer fits pyproject.toml; run 'make lock'. pip says:" >&2; \
 	  echo "$$missing" >&2; \
 	  exit 1; }
+	@touch $@
+
+# Ray and the schema of JobSet, for the tests on engines alone.
+$(engines): requirements/cluster-$(notdir $(lock)) $(stamp)
+	@$(bin)/python -m pip install -qq --require-hashes -r $<
 	@touch $@
 
 # For `make lock` alone: the locks that are to be replaced bring the tool that replaces them.

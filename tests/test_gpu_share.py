@@ -34,10 +34,10 @@ FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         (mpi(0, 1, **FOUR), "all"),
         # the cluster has handed them out
         (slurm(3, "4", CUDA_VISIBLE_DEVICES="3"), "all"),
-        (slurm(1, "2", CUDA_VISIBLE_DEVICES="2,3", SLURM_GPUS_PER_TASK="2"), "all"),
-        (slurm(1, "2", CUDA_VISIBLE_DEVICES="2,3", SLURM_TRES_PER_TASK="gres:gpu:2"), "all"),
+        (slurm(1, "2", CUDA_VISIBLE_DEVICES="2,3", SLURM_GPUS_ON_NODE="4"), "all"),
         # all processes see the same ones
         (slurm(3, "4", **FOUR), "3"),
+        (slurm(1, "2", **FOUR, SLURM_GPUS_ON_NODE="4"), "2,3"),
         (slurm(1, "4(x2),2", node=2, **FOUR), "2,3"),
         (mpi(1, 2, **FOUR), "2,3"),
         (mpi(1, 2, CUDA_VISIBLE_DEVICES="GPU-5ebe,GPU-77aa"), "1"),

@@ -49,3 +49,13 @@ def test_a_stop_that_all_have_agreed_on_is_a_regular_end(together, capsys):
     leaving.leave_on_errors(0)
     sys.excepthook(mt.errors.Interrupted, mt.errors.Interrupted("SIGTERM", 15), None)
     assert capsys.readouterr().out == "as usual\n"
+
+
+@pytest.mark.parametrize(("address", "told"), [("127.0.1.1", True), ("10.0.0.7", False)])
+def test_a_host_that_others_cannot_reach_says_why(together, capsys, monkeypatch, address, told):
+    """Lie: "process 1 is missing", where Debian's /etc/hosts has it connect to itself."""
+    monkeypatch.setattr("socket.gethostbyname", lambda _: address)
+    error = ValueError("Gloo context initialization failed: [gloo/transport/tcp/pair.cc:144]")
+    with pytest.raises(Left):
+        leaving.leave_if_together(1, error)
+    assert ("put that into /etc/hosts" in capsys.readouterr().err) == told

@@ -32,8 +32,9 @@ def gpus_of_process(environ: Mapping[str, str]) -> str | None:
         return None
     rank, count = place
     visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
-    if count == 1 or len(visible) == 1 or (visible and per_task):
+    on_machine = environ.get("SLURM_GPUS_ON_NODE", "")
+    by_task = on_machine.isdecimal() and len(visible) < int(on_machine)
+    if count == 1 or len(visible) == 1 or (visible and by_task):
         return "all"
     if not visible:
         return None  # nobody has said how many there are: one each, as JAX does

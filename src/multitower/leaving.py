@@ -33,6 +33,8 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
     """
     if not jax.distributed.is_initialized():
         return
+    if error is not None and "gloo/transport" in str(error):
+        _say_how_this_host_is_reached()
     if error is not None and _is_of_a_lost_connection(error):
         _await_verdict(error)
     with contextlib.suppress(OSError):  # a reader that has gone must not keep this process here
@@ -77,6 +79,23 @@ def hosts_of_all() -> list[str]:
 def _is_of_a_lost_connection(error: BaseException) -> bool:
     # JAX raises ValueError as well as JaxRuntimeError for it, from the library underneath.
     return any(name in str(error) for name in ("Gloo all", "Gloo All", "Gloo c", "NCCL operation"))
+
+
+def _say_how_this_host_is_reached() -> None:
+    """Says so where other hosts cannot reach CPU devices of this one, for which Gloo uses its name."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "nothing"
+    if address == "nothing" or address.startswith("127."):
+        print(
+            f"multitower: the name of this host, {name}, means {address} here. For CPU devices of "
+            "several hosts it must mean the address that the others reach it at: put that into "
+            "/etc/hosts on each of them.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _await_verdict(error: BaseException) -> None:

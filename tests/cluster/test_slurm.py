@@ -161,3 +161,35 @@ def test_a_job_that_comes_no_further_ends(slurm, tmp_path):
     assert "there is no recipe 'no_such_recipe'" in job.said()
     assert job.said().count("starting again") == 1
     assert slurm.restarts(job.number) == 1
+
+
+SHOW_GPUS = """
+import os
+from multitower.gpu_share import gpus_of_process
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+print(os.environ["SLURM_NODEID"], gpus, gpus_of_process(os.environ))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # one process a machine drives all of them
+        (["--ntasks-per-node=1", "--gpus-per-node=4"], {"0 0,1,2,3 all", "1 0,1,2,3 all"}),
+        # one process a GPU, which all see all of them
+        (
+            ["--ntasks-per-node=4", "--gpus-per-node=4"],
+            {f"{node} 0,1,2,3 {gpu}" for node in range(2) for gpu in range(4)},
+        ),
+        # SLURM has handed them out
+        (
+            ["--ntasks-per-node=2", "--gpus-per-task=2", "--gpu-bind=per_task:2"],
+            {f"{node} {gpus} all" for node in range(2) for gpus in ("0,1", "2,3")},
+        ),
+    ],
+    ids=["a machine", "a GPU", "a task"],
+)
+def test_trap_every_gpu_has_one_process(slurm, flags, expected):
+    """Lie: rules for variables that SLURM does not set. (The GPUs are files; CUDA is not asked.)"""
+    said = slurm.call("srun", "--nodes=2", *flags, sys.executable, "-c", SHOW_GPUS)
+    assert set(said.splitlines()) == expected
