@@ -82,7 +82,7 @@ def _is_of_a_lost_connection(error: BaseException) -> bool:
 
 
 def _say_how_this_host_is_reached() -> None:
-    """Says so where other hosts cannot reach CPU devices of this one, for which Gloo uses its name."""
+    """Says so where others cannot reach this host's CPU devices: Gloo goes by the host's name."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
