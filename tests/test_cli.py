@@ -212,7 +212,7 @@ def test_a_number_of_cpu_devices_that_the_user_has_set_counts(tmp_path):
 def test_the_same_bits_on_any_number_of_devices(tmp_path):
     fingerprints = set()
     # Without a flag there are two simulated devices.
-    for flags in (["--devices", "1"], [], ["--simulate", "3"], ["--simulate", "8"]):
+    for flags in (["--devices", "1"], [], ["--simulate", "8"]):
         where = tmp_path / "-".join(["run", *flags])
         words = ["--towers", "8", "--steps", "12", "--run-dir", str(where)]
         done = in_new_process("train", "digits", *words, *flags)

@@ -15,7 +15,7 @@ from processes import clean_environment
 
 # Compiled in a moment.
 CIRCLE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
-FLAGS = ["train", "digits", "--towers", "3", "--steps", "40", "--batch-size", "12"]
+FLAGS = ["train", CIRCLE, "--towers", "3", "--steps", "1000", "--batch-size", "12"]
 
 
 def result_of(directory):
@@ -27,7 +27,7 @@ def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     # The lie (law L4), as a user would see it: another fingerprint, another accuracy.
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert main([*FLAGS, "--devices", "1", "--run-dir", str(whole)]) == 0
-    words = [*FLAGS, "--simulate", "2", "--run-dir", str(stopped), "--checkpoint-every", "5"]
+    words = [*FLAGS, "--simulate", "2", "--run-dir", str(stopped), "--checkpoint-every", "50"]
     process = subprocess.Popen(
         [sys.executable, "-m", "multitower", *words],
         env=clean_environment(),
@@ -48,7 +48,7 @@ def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     capsys.readouterr()
     assert main(["eval", str(stopped), "--devices", "2"]) == 0
     scored = json.loads(capsys.readouterr().out)
-    assert (scored["step"], scored["examples"]) == (40, 359)
+    assert (scored["step"], scored["examples"]) == (1000, 400)
     assert [scored[k] for k in same[:3]] == [result_of(whole)[k] for k in same[:3]]
 
 

@@ -44,13 +44,11 @@ def train(step, state, batches=ROWS):
 FULL = [np.concatenate([rows, rows[:2]]) for rows in ROWS]
 
 
-@pytest.mark.parametrize(
-    "devices", [(1, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)], ids=["1 3", "1 2 3 4"]
-)
-def test_law_l3_the_same_bits_on_any_number_of_devices(devices):
+@pytest.mark.slow
+def test_law_l3_the_same_bits_on_any_number_of_devices():
     # The lie: blocks that are cut by device.
     mt.testing.assert_same_bits(
-        losses, optax.adamw(0.1), PARAMS, FULL, devices=devices, towers=4, ema_decay=0.9,
+        losses, optax.adamw(0.1), PARAMS, FULL, devices=(1, 2, 3, 4), towers=4, ema_decay=0.9,
         rng=jax.random.key(0), model_state=jnp.float32(0), shard_update=True, diagnostics=True,
     )  # fmt: skip
 
