@@ -106,7 +106,8 @@ clean:  ## remove the virtual environments, caches and build products
 
 # ------------------------------------------------------------------ the virtual environment
 
-# pip is quiet (-qq) but shows errors. The stamp comes last, so that a failure is tried again.
+# pip is quiet (-qq) but shows errors. It compiles nothing: Python does so for what is imported, and
+# most of what the tests need never is. The stamp comes last, so that a failure is tried again.
 $(stamp): $(lock) pyproject.toml
 	@$(builder) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "multitower needs Python 3.11 or newer; '$(builder)' is $(if $(version),Python $(version),not a Python that runs)." >&2; \
@@ -114,7 +115,7 @@ $(stamp): $(lock) pyproject.toml
 	  exit 1; }
 	@echo "Setting up $(VENV) for Python $(version) from $(lock): about a minute, once." >&2
 	@test -x $(bin)/pip || $(builder) -m venv $(VENV)
-	@$(bin)/python -m pip install -qq --require-hashes -r $(lock) || { \
+	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $(lock) || { \
 	  echo "The pinned packages of $(lock) could not be installed for Python $(version) (see above)." >&2; \
 	  echo "The locks are tested with Python 3.11 to 3.13: make $(MAKECMDGOALS) PYTHON=python3.13 VENV=.venv-3.13" >&2; \
 	  exit 1; }
@@ -127,7 +128,7 @@ $(stamp): $(lock) pyproject.toml
 
 # Ray and the schema of JobSet, for the tests on engines alone.
 $(engines): requirements/cluster-$(notdir $(lock)) $(stamp)
-	@$(bin)/python -m pip install -qq --require-hashes -r $<
+	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $<
 	@touch $@
 
 # For `make lock` alone: the locks that are to be replaced bring the tool that replaces them.
