@@ -154,6 +154,11 @@ def global_arrays(devices=None):
         mt.shard(evenly, towers=2, global_batch=128, devices=devices)  # 64 rows a tower, 48 here
     except mt.BatchError as error:
         found["error"] = str(error)
+    cut = mt.shard(x, towers=TOWERS, devices=devices)
+    try:
+        mt.make_parallel(jnp.sin, towers=2 * TOWERS, devices=devices)(cut)
+    except mt.BatchError as error:
+        found["other towers"] = str(error)
     return found
 
 

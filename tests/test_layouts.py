@@ -68,6 +68,7 @@ def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes):
 def test_arrays_of_all_processes_are_arguments(on_two_processes):
     found = dict(on_two_processes["global_arrays"])
     assert "none of its devices has all of them" in found.pop("error")
+    assert "none of them has all of its rows" in found.pop("other towers")
     expected = layout_program.global_arrays(devices=2)
     assert found.keys() == expected.keys()
     for name, value in found.items():

@@ -54,6 +54,12 @@ class TowerRows:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """The real rows, copied back to the host."""
+        if any(piece is None for piece in self.pieces):
+            raise BatchError(
+                f"a batch that was sharded for towers={self.placement.num_towers} over several "
+                "processes: none of them has all of its rows. Pass it to a function with the same "
+                "towers=, devices= and rows (global_batch=), or shard it anew."
+            )
         joined = np.concatenate([np.asarray(piece) for piece in self.pieces if piece is not None])
         return joined[: self.num_rows].astype(dtype or self.dtype)
 
@@ -101,8 +107,10 @@ def shard(
     placement = place(devices, towers)
     if isinstance(batch, LazyRows) and not placement.spans_processes:
         batch = batch.whole()
+    if isinstance(batch, LazyRows) and towers is None:
+        return _read_evenly(batch, placement)
     if isinstance(batch, LazyRows):
-        return _read_own(batch, placement, global_batch, towers is None)
+        return _read_towers(batch, placement, global_batch)
     parts = take_apart(batch, 0, name="batch")
     if towers is None:
         return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
@@ -202,6 +210,7 @@ def cut(
         BatchError: more rows than `global_batch`, or an array of all processes that lies otherwise.
     """
     tower_rows = _tower_rows(num_rows, placement, global_batch)
+    rows = [np.asarray(leaf) if isinstance(leaf, TowerRows) else leaf for leaf in rows]
     pieces = [
         [_piece(leaf, tower * tower_rows, tower_rows) for tower in _own_towers(placement)]
         for leaf in rows
@@ -240,28 +249,20 @@ def _placed(
     return result
 
 
-def _read_own(batch: LazyRows, placement: Placement, global_batch: int | None, evenly: bool) -> Any:
+def _read_towers(batch: LazyRows, placement: Placement, global_batch: int | None) -> Any:
     """Has this process read the rows of its own towers, and no others."""
-    num_rows = batch.num_rows
-    if evenly:
-        if num_rows % len(placement.devices):
-            whole = take_apart(batch.whole(), 0, name="batch")
-            return _put_together(whole, _split_evenly(whole.rows, num_rows, placement))
-        size = num_rows // len(placement.devices)
-        owners: Sequence[int] = placement.local
-    else:
-        size = _tower_rows(num_rows, placement, global_batch)
-        owners = _own_towers(placement)
-    places = [np.arange(owner * size, (owner + 1) * size) % num_rows for owner in owners]
-    parts = take_apart(batch.read(np.concatenate(places)), 0, name="batch")
-    if parts.num_rows != size * len(owners):
-        raise BatchError(
-            f"LazyRows: {size * len(owners)} rows were asked for and {parts.num_rows} came: "
-            "read(places) returns one row for each of the places."
-        )
-    pieces = [[leaf[i * size : (i + 1) * size] for i in range(len(owners))] for leaf in parts.rows]
-    if not evenly:
-        return _put_together(parts, _placed(pieces, placement, num_rows))
+    size = _tower_rows(batch.num_rows, placement, global_batch)
+    parts, pieces = _read(batch, size, _own_towers(placement))
+    return _put_together(parts, _placed(pieces, placement, batch.num_rows))
+
+
+def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
+    """The same without towers; all rows, where devices cannot share them evenly."""
+    num_rows, count = batch.num_rows, len(placement.devices)
+    if num_rows % count:
+        whole = take_apart(batch.whole(), 0, name="batch")
+        return _put_together(whole, _split_evenly(whole.rows, num_rows, placement))
+    parts, pieces = _read(batch, num_rows // count, placement.local)
     homes = [placement.devices[d] for d in placement.local]
     arrays = [
         jax.make_array_from_single_device_arrays(
@@ -270,6 +271,21 @@ def _read_own(batch: LazyRows, placement: Placement, global_batch: int | None, e
         for blocks in pieces
     ]
     return _put_together(parts, arrays)
+
+
+def _read(
+    batch: LazyRows, size: int, owners: Sequence[int]
+) -> tuple[Parts, list[list[np.ndarray[Any, Any]]]]:
+    """Reads the rows of some owners, `size` each; for each array one piece an owner."""
+    places = [np.arange(owner * size, (owner + 1) * size) % batch.num_rows for owner in owners]
+    parts = take_apart(batch.read(np.concatenate(places)), 0, name="batch")
+    if parts.num_rows != size * len(owners):
+        raise BatchError(
+            f"LazyRows: {size * len(owners)} rows were asked for and {parts.num_rows} came: "
+            "read(places) returns one row for each of the places."
+        )
+    starts = range(0, parts.num_rows, size)
+    return parts, [[leaf[start : start + size] for start in starts] for leaf in parts.rows]
 
 
 def _num_rows(batch: Any) -> int:
@@ -330,8 +346,6 @@ def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
 
 def _piece(leaf: Any, start: int, size: int) -> Any:
     """Rows start .. start+size-1, with copies of real rows where there are no more."""
-    if isinstance(leaf, TowerRows):
-        leaf = np.asarray(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return _piece_here(leaf, start, size)
     num_rows = leaf.shape[0]
