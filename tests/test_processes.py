@@ -197,6 +197,31 @@ def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
 
 
 @pytest.mark.slow
+def test_trap_no_abort_after_a_finished_run(tmp_path):
+    """marin#8295: one that is still at work, half a minute after the others, took them all down."""
+    program = tmp_path / "program.py"
+    program.write_text(LATE)
+    port = str(free_port())
+    running = [
+        subprocess.Popen([sys.executable, str(program), port, str(n)], env=clean_environment())
+        for n in range(2)
+    ]
+    end(running, 120)
+    assert [process.returncode for process in running] == [0, 0]
+
+
+LATE = """
+import sys, time
+import multitower as mt, numpy as np
+port, number = sys.argv[1], int(sys.argv[2])
+where = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=number)
+mt.configure(simulated_devices=1, distributed=True, **where)
+assert len(mt.make_parallel(lambda x: x + 1, towers=2)(np.ones(2))) == 2
+time.sleep(40 * number)
+"""
+
+
+@pytest.mark.slow
 def test_doctor_times_an_exchange_between_each_pair():
     code, out, errors = run("doctor", "--simulate-processes", "3", "--json")
     assert code == 0, errors

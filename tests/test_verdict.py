@@ -11,6 +11,7 @@ from processes import clean_environment
 FATAL = "F1121 client.h:86] Terminating process because the JAX distributed service detected fatal "
 UNHEALTHY = "errors. UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n"
 GONE = "errors. UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task\n"
+BARRIER = "errors. INTERNAL: Shutdown barrier has failed.\nSome timed out task names:\n3\n [type"
 HOSTS = ["anna", "bert", "carl", "dora"]
 
 # What JAX does, in short: it writes, and ends the process without a word from Python.
@@ -33,6 +34,7 @@ os.abort()
         (UNHEALTHY + "1\nThe tasks have crashed.\n", "process 1 on bert"),
         (UNHEALTHY + "1\n3\n", "process 1 on bert, process 3 on dora"),
         (GONE, "process 0 on anna"),
+        (BARRIER, "process 3 on dora"),
         ("errors. DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: Heartbeat\n", "process 0 on anna"),
         (UNHEALTHY + "2\n", "another process"),  # this one itself: it was only not heard of
     ],

@@ -15,9 +15,10 @@ from multitower.errors import ConfigurationError
 from multitower.gpu_share import gpus_of_process
 from multitower.leaving import HEARTBEAT_S, leave_on_errors
 
-# For processes that start late, or that are still at work when another one ends.
+# For processes that start late; and for those that are still at work when others have ended: JAX
+# ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat.
 JOIN_S = 300
-SHUTDOWN_S = 30
+SHUTDOWN_S = 3600
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 

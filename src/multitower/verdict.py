@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 _ENDED_BY_JAX = "JAX distributed service detected fatal errors"
-_UNHEALTHY = re.compile(r"tasks are unhealthy[^\n]*\n((?:\d+\n)+)")
+_UNHEALTHY = re.compile(r"(?:tasks are unhealthy|timed out task names:)[^\n]*\n((?:\d+\n)+)")
 # What is not passed on: frames of C++, and Gloo's report of every connection of CPU devices.
 _NOISE = re.compile(rb"\s+@ +(0x)?[0-9a-f]{6,}|\*\*\* Check failure stack trace|\[Gloo\] Rank ")
 _LINE_S = 0.1  # a line without an end, such as a progress bar, is passed on after so long
