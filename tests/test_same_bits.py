@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower import feeding, placement, reduction, same_bits
+from multitower import placement, reduction, same_bits, tower_rows
 from processes import run_python
 from same_bits_program import MODELS, OPTIMIZERS, fingerprints
 
@@ -311,9 +311,9 @@ def test_mutation_a_tower_left_out(monkeypatch):
 
 
 def test_mutation_the_same_rows_on_every_tower(monkeypatch):
-    piece = feeding._piece
+    piece = tower_rows._piece
     plain = sums_on((1,))
-    monkeypatch.setattr(feeding, "_piece", lambda leaf, start, size: piece(leaf, 0, size))
+    monkeypatch.setattr(tower_rows, "_piece", lambda leaf, start, size: piece(leaf, 0, size))
     assert sums_on((1,)) != plain
 
 

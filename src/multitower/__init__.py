@@ -21,12 +21,13 @@ from multitower.errors import (
     RunError,
     StateError,
 )
-from multitower.feeding import TowerRows, prefetch, shard
+from multitower.feeding import prefetch, shard
 from multitower.fingerprint import fingerprint
 from multitower.lazy_rows import LazyRows
 from multitower.parallel import make_parallel
 from multitower.parallel_check import check_parallel
 from multitower.progress import Progress
+from multitower.tower_rows import TowerRows
 from multitower.train_state import TrainState
 from multitower.train_step import TrainStep, train_step
 from multitower.trainer import Trainer

@@ -20,11 +20,11 @@ import numpy as np
 
 from multitower import reduction
 from multitower.executable import compile_for_each
-from multitower.feeding import TowerRows
 from multitower.job import Job, Shared
 from multitower.packing import Packed, pack, unpack
 from multitower.placement import Placement
 from multitower.rows import Tower
+from multitower.tower_rows import TowerRows
 
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from multitower import reduction
 from multitower.executable import compile_for_each
-from multitower.feeding import ready_or_cut
 from multitower.job import Shared
 from multitower.placement import Placement
 from multitower.rows import Parts as BatchParts
@@ -23,6 +22,7 @@ from multitower.rows import Split
 from multitower.same_bits import Finished, SameBits, on_each_device, with_one_nan
 from multitower.sharded_state import Block, Parts, ShardedState
 from multitower.tower_function import replicate
+from multitower.tower_rows import ready_or_cut
 from multitower.train_job import StepParts, finite_leaves, make_job, update
 from multitower.train_state import Fields, TrainState
 

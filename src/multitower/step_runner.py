@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower import spmd
-from multitower.feeding import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.job import Shared
 from multitower.placement import Placement
 from multitower.rows import Parts, Split, pad_rows
 from multitower.same_bits import SameBits
 from multitower.tower_function import as_global, replicate
+from multitower.tower_rows import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.train_job import StepParts, make_job
 from multitower.train_state import Fields, TrainState
 

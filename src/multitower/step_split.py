@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from multitower.feeding import TowerRows, shard
+from multitower.feeding import shard
 from multitower.same_bits import TowerSums, tapped
+from multitower.tower_rows import TowerRows
 from multitower.train_state import TrainState
 from multitower.train_step import TrainStep
 from multitower.verification import TOWER

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from multitower import spmd
 from multitower.devices import DeviceSpec
-from multitower.feeding import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.first_look import look
 from multitower.job import Job, Shared
 from multitower.models import Call
@@ -17,6 +16,7 @@ from multitower.placement import Placement, check_towers, place
 from multitower.row_gather import gather_rows
 from multitower.rows import Parts, Split, Tower, is_key, is_traced, take_apart
 from multitower.same_bits import SameBits
+from multitower.tower_rows import copy_to, ready_or_cut, refuse_tower_rows
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,6 @@ import numpy as np
 
 from multitower.devices import DeviceSpec
 from multitower.errors import ArgumentError, BatchError, StateError
-from multitower.feeding import TowerRows
 from multitower.gradient_job import check_differentiable
 from multitower.loss_function import LossFunction
 from multitower.models import is_model, take_model
@@ -19,6 +18,7 @@ from multitower.rows import Parts, is_traced, take_apart
 from multitower.sharded_state import ShardedState
 from multitower.sharded_update import ShardedRunner
 from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
+from multitower.tower_rows import TowerRows
 from multitower.train_job import EmaDecay, StepParts, averaged_output, wide
 from multitower.train_state import Fields, TrainState
 

@@ -1,0 +1,176 @@
+"""Tower rows: an array cut into towers, each one's rows on its own device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.errors import ArgumentError, BatchError
+from multitower.placement import Placement
+from multitower.processes import spans_processes, spread
+
+
+@dataclass(frozen=True, eq=False)
+class TowerRows:
+    """One array of a batch, cut into towers: what `shard(..., towers=T)` puts in its place.
+
+    Attributes:
+        pieces: for each tower that this process runs, its rows on its device; None for others.
+        placement: which device runs which tower.
+        num_rows: real rows; the rows beyond fill the last towers up.
+    """
+
+    pieces: tuple[jax.Array | None, ...]
+    placement: Placement
+    num_rows: int
+
+    @property
+    def tower_rows(self) -> int:
+        """Rows that every tower holds, filling included."""
+        return next(piece for piece in self.pieces if piece is not None).shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that was cut."""
+        piece = next(piece for piece in self.pieces if piece is not None)
+        return (self.num_rows, *piece.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype on the devices."""
+        return next(piece for piece in self.pieces if piece is not None).dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """The real rows, copied back to the host."""
+        if any(piece is None for piece in self.pieces):
+            raise BatchError(
+                f"a batch that was sharded for towers={self.placement.num_towers} over several "
+                "processes: none of them has all of its rows. Pass it to a function with the same "
+                "towers=, devices= and rows (global_batch=), or shard it anew."
+            )
+        joined = np.concatenate([np.asarray(piece) for piece in self.pieces if piece is not None])
+        return joined[: self.num_rows].astype(dtype or self.dtype)
+
+
+def cut(
+    rows: Sequence[Any], num_rows: int, placement: Placement, global_batch: int | None = None
+) -> list[TowerRows]:
+    """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
+
+    Raises:
+        BatchError: more rows than `global_batch`, or an array of all processes that lies otherwise.
+    """
+    tower_rows = size_of_towers(num_rows, placement, global_batch)
+    rows = [np.asarray(leaf) if isinstance(leaf, TowerRows) else leaf for leaf in rows]
+    pieces = [
+        [_piece(leaf, tower * tower_rows, tower_rows) for tower in own_towers(placement)]
+        for leaf in rows
+    ]
+    return placed_rows(pieces, placement, num_rows)
+
+
+def own_towers(placement: Placement) -> list[int]:
+    """The towers of this process, in ascending order."""
+    return [tower for tower, d in enumerate(placement.owners) if d in placement.local]
+
+
+def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None) -> int:
+    """Rows that every tower holds; `global_batch` as for `cut`."""
+    size = num_rows if global_batch is None else global_batch
+    if num_rows > size:
+        raise BatchError(
+            f"the batch has {num_rows} rows and global_batch is {size}: the step is compiled for "
+            f"at most that many. Pass global_batch={num_rows} or the largest batch there will be."
+        )
+    return -(-size // placement.num_towers)
+
+
+def placed_rows(
+    pieces: Sequence[Sequence[Any]], placement: Placement, num_rows: int
+) -> list[TowerRows]:
+    """Copies the pieces of each array, one for each tower of this process, to their devices."""
+    own = own_towers(placement)
+    homes = [placement.devices[placement.owners[tower]] for tower in own]
+    flat = [piece for of_leaf in pieces for piece in of_leaf]
+    placed = iter(copy_to(flat, homes * len(pieces)))
+    result: list[TowerRows] = []
+    for _ in pieces:
+        there = {tower: next(placed) for tower in own}
+        towers = tuple(there.get(tower) for tower in range(placement.num_towers))
+        result.append(TowerRows(towers, placement, num_rows))
+    return result
+
+
+def ready_or_cut(
+    rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
+) -> list[TowerRows]:
+    """The rows as `TowerRows` of `tower_rows` each; what is cut like that already is not copied."""
+    ready = [
+        leaf
+        for leaf in rows
+        if isinstance(leaf, TowerRows)
+        and leaf.tower_rows == tower_rows
+        and leaf.placement == placement
+    ]
+    if len(ready) == len(rows):
+        return ready
+    return cut(rows, num_rows, placement, tower_rows * placement.num_towers)
+
+
+def refuse_tower_rows(rows: Sequence[Any]) -> None:
+    """Refuses rows that were cut into towers, where there are none.
+
+    Raises:
+        ArgumentError: a batch from `shard(..., towers=T)`.
+    """
+    for leaf in rows:
+        if isinstance(leaf, TowerRows):
+            raise ArgumentError(
+                f"this batch was sharded for towers={leaf.placement.num_towers}, and the function "
+                "that gets it has no towers (or is traced by jax.jit and the like): pass the same "
+                "towers= to both, or shard without towers."
+            )
+
+
+def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
+    """Copies leaves to devices or shardings; a `jax.Array` that lies there is not copied again.
+
+    Host memory is copied before this returns. JAX would read it later, in the background
+    (`may_alias=False` too), while the caller's loader already writes the next batch there.
+    """
+    own = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    if any(spans_processes(target) for target in targets):
+        return [spread(leaf, target) for leaf, target in zip(own, targets, strict=True)]
+    return jax.device_put(own, list(targets)) if own else []
+
+
+def _piece(leaf: Any, start: int, size: int) -> Any:
+    """Rows start .. start+size-1, with copies of real rows where there are no more."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return _piece_here(leaf, start, size)
+    num_rows = leaf.shape[0]
+    if start + size <= num_rows:
+        return leaf[start : start + size]
+    return leaf[np.arange(start, start + size) % num_rows]
+
+
+def _piece_here(leaf: jax.Array, start: int, size: int) -> Any:
+    """The same of an array that spans processes, from the blocks that lie in this one."""
+    for block in leaf.addressable_shards:
+        first, end, _ = block.index[0].indices(leaf.shape[0])
+        is_whole = block.data.shape[1:] == leaf.shape[1:]
+        if is_whole and first <= start and (start + size <= end or (first, end) == (0, len(leaf))):
+            return _piece(block.data, start - first, size)
+    raise BatchError(
+        f"an array of all processes, shape {leaf.shape}, with {leaf.sharding}: rows {start} to "
+        f"{start + size - 1} go to a tower of process {jax.process_index()}, and none of its "
+        "devices has all of them. Make the batch with mt.shard(..., towers=), from LazyRows or "
+        "from arrays that every process has whole."
+    )
