@@ -113,7 +113,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("towers", [None, 6])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] if way == "grad of grad" else []) for way in WAYS],
+)
 def test_law_l2_inside_other_transformations(way, towers):
     """Lie: right when called eagerly only; ten ragged rows on four devices."""
     options = dict(devices=4, towers=towers)

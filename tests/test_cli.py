@@ -56,6 +56,7 @@ def test_a_run_leaves_a_result_with_all_keys(tmp_path, capsys):
     assert f"wrote {tmp_path / 'result.json'}" in shown
 
 
+@pytest.mark.slow
 def test_towers_and_simulate(tmp_path, capsys):
     result = train(tmp_path, "--simulate", "8", "--towers", "3")
     assert (result["devices"], result["towers"], result["same_bits"]) == (3, 3, True)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import multitower as mt
+from multitower.checkpoint import Checkpoints
 from multitower.cli import main
 from multitower.cli.local_processes import split_off_processes
 from processes import clean_environment, free_port
@@ -194,6 +195,27 @@ def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
     assert f"[process {culprit}] KeyError: 'no such file'" in errors
     assert errors.count("Traceback") == 1
     assert time.monotonic() - began < 90
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_ends_the_others(tmp_path):
+    """Lie: all wait for ever, as its connections are still open."""
+    words = ["train", CIRCLE, "--steps", "100000", "--towers", "2"]
+    words += ["--checkpoint-every", "20", "--run-dir", str(tmp_path / "run")]
+    running = start_two(*words, devices="1")
+    wait_for_steps(tmp_path / "run", 50)
+    running[1].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        [(_, errors)] = end(running[:1], 90)
+    finally:
+        running[1].kill()
+        running[1].communicate()
+    assert time.monotonic() - began < 60
+    assert running[0].returncode == -signal.SIGABRT
+    assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert max(checkpoints.steps()) >= 40
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def start_verdict(process: int | None) -> None:
     Args:
         process: the number of this one, if it is known.
     """
-    if _children:
+    if _children or sys.stderr is None:
         return
     source, own = os.pipe()
     _children.append(
