@@ -16,9 +16,10 @@ from multitower.gpu_share import gpus_of_process
 from multitower.leaving import HEARTBEAT_S, leave_on_errors
 
 # For processes that start late; and for those that are still at work when others have ended: JAX
-# ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat.
+# ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat;
+# one that left with sys.exit, while others train, looks like one that has ended.
 JOIN_S = 300
-SHUTDOWN_S = 3600
+SHUTDOWN_S = 600
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 

@@ -167,7 +167,8 @@ class Trainer:
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
-        hosts_of_all()  # so that the end of a process that fails names its host
+        if self.step.placement.spans_processes:
+            hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
         with self._checkpoints() as checkpoints, noted_signals() as caught:

@@ -81,5 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         except KeyboardInterrupt:
             console.show_error("stopped")
+            leave_if_together(130)
             return 130
     return code or 0
