@@ -15,7 +15,7 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-cluster check format bench docs lock clean
+.PHONY: help setup train test test-slow test-cluster test-long check format bench docs lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
@@ -49,9 +49,9 @@ train: $(stamp)  ## the main job: train the digits recipe
 
 # Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
 # (The tests of the same bits over processes do without, see tests/same_bits_program.py.)
-test test-slow: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
-test test-slow: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test test-slow: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+test test-slow test-long: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
+test test-slow test-long: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test test-slow test-long: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
@@ -60,9 +60,12 @@ test: $(stamp)  ## everyday tests and all docstring examples
 test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, several processes
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "slow and not cluster" tests $(ARGS)
 
-# Each file of tests starts engines of its own, and mostly waits for them.
+# Each file of tests starts engines of its own, in one worker, and mostly waits for them.
 test-cluster: $(engines)  ## on the engines themselves: SLURM, Open MPI, Ray, two hosts (root, Debian)
-	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadfile -m cluster tests/cluster $(ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadgroup -m cluster tests $(ARGS)
+
+test-long: $(engines)  ## the last two at once, as CI does: while some wait, others compute
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadgroup -m "slow or cluster" tests $(ARGS)
 
 check: $(stamp)  ## lint, format, types and layers; changes nothing
 	$(bin)/ruff check
