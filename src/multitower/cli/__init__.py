@@ -2,7 +2,8 @@
 
 Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference; 2 for flags or settings
 that are wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C
-(SIGINT) and 143 with SIGTERM, after the step was finished and saved.
+(SIGINT) and 143 with SIGTERM, after the step was finished and saved; 134 for one of several
+processes that JAX ends because another is missing.
 """
 
 import sys
