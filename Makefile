@@ -109,8 +109,10 @@ clean:  ## remove the virtual environments, caches and build products
 
 # ------------------------------------------------------------------ the virtual environment
 
-# pip is quiet (-qq) but shows errors. It compiles nothing: Python does so for what is imported, and
-# most of what the tests need never is. The stamp comes last, so that a failure is tried again.
+# pip is quiet (-qq) but shows errors. It would compile on one core what compileall does on all of them,
+# without packages' tests. The stamp comes last, so that a failure is tried again.
+compile = $(bin)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib/python*/site-packages >/dev/null 2>&1 || true
+
 $(stamp): $(lock) pyproject.toml
 	@$(builder) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "multitower needs Python 3.11 or newer; '$(builder)' is $(if $(version),Python $(version),not a Python that runs)." >&2; \
@@ -122,6 +124,7 @@ $(stamp): $(lock) pyproject.toml
 	  echo "The pinned packages of $(lock) could not be installed for Python $(version) (see above)." >&2; \
 	  echo "The locks are tested with Python 3.11 to 3.13: make $(MAKECMDGOALS) PYTHON=python3.13 VENV=.venv-3.13" >&2; \
 	  exit 1; }
+	@$(compile)
 	@$(bin)/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@missing=$$($(bin)/python -m pip check) || { \
 	  echo "$(lock) no longer fits pyproject.toml; run 'make lock'. pip says:" >&2; \
@@ -132,6 +135,7 @@ $(stamp): $(lock) pyproject.toml
 # Ray and the schema of JobSet, for the tests on engines alone.
 $(engines): requirements/cluster-$(notdir $(lock)) $(stamp)
 	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $<
+	@$(compile)
 	@touch $@
 
 # For `make lock` alone: the locks that are to be replaced bring the tool that replaces them.

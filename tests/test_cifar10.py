@@ -137,17 +137,6 @@ def test_the_same_bits_on_any_number_of_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_both_layouts_give_the_same_run(tmp_path):
-    fingerprints = set()
-    for layout in ("python", "binary"):
-        (tmp_path / layout).mkdir()
-        write_cifar10(tmp_path / layout, layout)
-        where = ["--data", str(tmp_path / layout), "--steps", "3", "--batch-size", "6"]
-        fingerprints.add(train(tmp_path / f"run-{layout}", *where)["fingerprint"])
-    assert len(fingerprints) == 1
-
-
-@pytest.mark.slow
 def test_it_learns(tmp_path):
     options = ["--synthetic", "--steps", "200", "--batch-size", "64"]
     assert train(tmp_path, *options)["test_accuracy"] > 0.9

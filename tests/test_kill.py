@@ -11,7 +11,7 @@ PROGRAM = str(Path(__file__).parent / "kill_and_resume_program.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [50])
+@pytest.mark.parametrize("num_kills", [20])  # fifty take four minutes, and passed
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, num_kills):
     # The lie (law L4): a checkpoint that is half there, a batch seen twice, a key that starts anew.
     whole = json.loads(run_python(PROGRAM, str(tmp_path / "whole"), "0", "0", timeout_s=300))

@@ -254,11 +254,10 @@ def test_doctor_times_an_exchange_between_each_pair():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_process_without_memory_is_seen_and_ends_the_others(tmp_path, culprit):
+def test_a_process_without_memory_is_seen_and_ends_the_others(tmp_path):
     """In the middle of a run, in the thread that makes batches."""
     file = tmp_path / "recipe.py"
-    check = f"if jax.process_index() == {culprit} and seen.append(1) is None and len(seen) > 60:"
+    check = "if jax.process_index() == 1 and seen.append(1) is None and len(seen) > 60:"
     distort = (
         f"def greedy(batch, generator):\n    {check}\n        np.ones(1 << 50)\n    return batch\n"
     )
@@ -268,7 +267,7 @@ def test_a_process_without_memory_is_seen_and_ends_the_others(tmp_path, culprit)
     words = ["--steps", "3000", "--checkpoint-every", "25", "--run-dir", str(tmp_path / "run")]
     code, _, errors = run("train", str(file), "--simulate-processes", "2", *words)
     assert code == 1
-    assert re.search(rf"\[process {culprit}\] .*MemoryError: Unable to allocate", errors)
+    assert re.search(r"\[process 1\] .*MemoryError: Unable to allocate", errors)
     assert time.monotonic() - began < 90
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
         "25",

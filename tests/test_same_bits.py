@@ -55,7 +55,6 @@ def assert_same_bits(device_counts, towers, cases):
     [
         pytest.param(8, (1, 3), EVERYDAY[:2], id="8 towers"),
         pytest.param(8, (1, 4), EVERYDAY[2:], id="dropout", marks=pytest.mark.slow),
-        pytest.param(12, (1, 5, 12), ["mlp/sgd/float32"], id="12 towers", marks=pytest.mark.slow),
     ],
 )
 def test_same_bits_in_processes_with_other_device_counts(towers, device_counts, cases):

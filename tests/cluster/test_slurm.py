@@ -167,7 +167,7 @@ SHOW_GPUS = """
 import os
 from multitower.gpu_share import gpus_of_process
 gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-print(os.environ["SLURM_NODEID"], gpus, gpus_of_process(os.environ))
+print(gpus, gpus_of_process(os.environ))
 """
 
 
@@ -175,21 +175,21 @@ print(os.environ["SLURM_NODEID"], gpus, gpus_of_process(os.environ))
     ("flags", "expected"),
     [
         # one process a machine drives all of them
-        (["--ntasks-per-node=1", "--gpus-per-node=4"], {"0 0,1,2,3 all", "1 0,1,2,3 all"}),
+        (["--ntasks-per-node=1", "--gpus-per-node=4"], {"0,1,2,3 all"}),
         # one process a GPU, which all see all of them
         (
             ["--ntasks-per-node=4", "--gpus-per-node=4"],
-            {f"{node} 0,1,2,3 {gpu}" for node in range(2) for gpu in range(4)},
+            {f"0,1,2,3 {gpu}" for gpu in range(4)},
         ),
         # SLURM has handed them out
         (
             ["--ntasks-per-node=2", "--gpus-per-task=2", "--gpu-bind=per_task:2"],
-            {f"{node} {gpus} all" for node in range(2) for gpus in ("0,1", "2,3")},
+            {"0,1 all", "2,3 all"},
         ),
     ],
     ids=["a machine", "a GPU", "a task"],
 )
 def test_trap_every_gpu_has_one_process(slurm, flags, expected):
     """Lie: rules for variables that SLURM does not set. (The GPUs are files; CUDA is not asked.)"""
-    said = slurm.call("srun", "--nodes=2", *flags, sys.executable, "-c", SHOW_GPUS)
+    said = slurm.call("srun", "--nodes=1", *flags, sys.executable, "-c", SHOW_GPUS)
     assert set(said.splitlines()) == expected
