@@ -158,3 +158,20 @@ def test_a_failed_background_save_is_raised_at_the_next_one(tmp_path, monkeypatc
         checkpoints.save(1, state, {})
     monkeypatch.undo()
     checkpoints.close()
+
+
+def test_a_failure_at_the_very_end_is_one_of_ours(tmp_path, monkeypatch):
+    """Lie: a bare OSError from a thread of Orbax's, if the disk goes bad at the last moment."""
+    checkpoints = Checkpoints(tmp_path)
+    _, state = make(1)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    close = checkpoints._manager.close
+
+    def fail():
+        close()
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(checkpoints._manager, "close", fail)
+    with pytest.raises(mt.CheckpointError, match="Read-only file system"):
+        checkpoints.close()

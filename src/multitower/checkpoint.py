@@ -215,7 +215,10 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            try:
+                self._manager.close()  # writes too, and says again what has failed before
+            except Exception as error:
+                raise self._failed(error) from error
 
     def __enter__(self) -> "Checkpoints":
         return self
