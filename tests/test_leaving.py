@@ -51,11 +51,21 @@ def test_a_stop_that_all_have_agreed_on_is_a_regular_end(together, capsys):
     assert capsys.readouterr().out == "as usual\n"
 
 
-@pytest.mark.parametrize(("address", "told"), [("127.0.1.1", True), ("10.0.0.7", False)])
-def test_a_host_that_others_cannot_reach_says_why(together, capsys, monkeypatch, address, told):
-    """Lie: "process 1 is missing", where Debian's /etc/hosts has it connect to itself."""
+NEVER = "Gloo context initialization failed: [gloo/transport/tcp/pair.cc:144]"
+LATER = "Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("address", "text", "told"),
+    [("127.0.1.1", NEVER, True), ("10.0.0.7", NEVER, False), ("127.0.0.1", LATER, False)],
+)
+def test_a_host_that_others_cannot_reach_says_why(
+    together, capsys, monkeypatch, address, text, told
+):
+    """Lies: "process 1 is missing", where Debian's /etc/hosts has it connect to itself; and that
+    it is /etc/hosts, where a process of one machine was killed."""
     monkeypatch.setattr("socket.gethostbyname", lambda _: address)
-    error = ValueError("Gloo context initialization failed: [gloo/transport/tcp/pair.cc:144]")
+    error = ValueError(text)
     with pytest.raises(Left):
         leaving.leave_if_together(1, error)
     assert ("put that into /etc/hosts" in capsys.readouterr().err) == told

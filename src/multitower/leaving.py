@@ -23,6 +23,9 @@ from multitower.verdict import start_verdict, tell_hosts
 # A process that has not been heard of for so long is missing: JAX then ends all the others.
 HEARTBEAT_S = 30
 
+# What Gloo says where hosts cannot find each other, and not where a connection breaks later on.
+_NEVER_CONNECTED = ("Gloo context initialization failed", "gloo/transport/tcp/device.cc")
+
 
 def leave_if_together(code: int, error: BaseException | None = None) -> None:
     """Ends a process of several at once; does nothing in a process that is alone.
@@ -33,7 +36,7 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
     """
     if not jax.distributed.is_initialized():
         return
-    if error is not None and "gloo/transport" in str(error):
+    if error is not None and any(text in str(error) for text in _NEVER_CONNECTED):
         _say_how_this_host_is_reached()
     if error is not None and _is_of_a_lost_connection(error):
         _await_verdict(error)
