@@ -118,7 +118,7 @@ $(stamp): $(lock) pyproject.toml
 	  echo "multitower needs Python 3.11 or newer; '$(builder)' is $(if $(version),Python $(version),not a Python that runs)." >&2; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.13" >&2; \
 	  exit 1; }
-	@echo "Setting up $(VENV) for Python $(version) from $(lock): half a minute, once." >&2
+	@echo "Setting up $(VENV) for Python $(version) from $(lock): under a minute, once." >&2
 	@test -x $(bin)/pip || $(builder) -m venv $(VENV)
 	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $(lock) || { \
 	  echo "The pinned packages of $(lock) could not be installed for Python $(version) (see above)." >&2; \
