@@ -198,6 +198,27 @@ def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
 
 
 @pytest.mark.slow
+def test_a_process_that_is_killed_while_all_save(tmp_path):
+    """Lie: "a checkpoint could not be written: make room", of a disk that has done nothing."""
+    file = tmp_path / "recipe.py"
+    kill = (
+        "import os, signal\nfrom multitower.checkpoint import Checkpoints\n"
+        "def killed(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def load():\n    if jax.process_index() == 1: Checkpoints.save = killed\n"
+    )
+    file.write_text(Path(CIRCLE).read_text().replace("def load():", kill))
+    words = ["train", str(file), "--towers", "2", "--checkpoint-every", "20"]
+    running = start_two(*words, "--run-dir", str(tmp_path / "run"), devices="1")
+    began = time.monotonic()
+    (_, errors), _ = end(running, 120)
+    assert time.monotonic() - began < 90
+    assert [process.returncode for process in running] == [-signal.SIGABRT, -signal.SIGKILL], errors
+    assert "multitower: process 0 has lost the connection to another one (" in errors
+    assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
+    assert "make room" not in errors.lower()
+
+
+@pytest.mark.slow
 def test_a_process_that_is_stopped_ends_the_others(tmp_path):
     """Lie: all wait for ever, as its connections are still open."""
     words = ["train", CIRCLE, "--steps", "100000", "--towers", "2"]

@@ -25,6 +25,11 @@ HEARTBEAT_S = 30
 
 # What Gloo says where hosts cannot find each other, and not where a connection breaks later on.
 _NEVER_CONNECTED = ("Gloo context initialization failed", "gloo/transport/tcp/device.cc")
+# What exchanges, and JAX's barriers, say where a connection breaks. The errors have several types.
+_LOST = (
+    *("Gloo all", "Gloo All", "Gloo c", "NCCL operation"),
+    *("Barrier failed", "CoordinationService"),
+)
 
 
 def leave_if_together(code: int, error: BaseException | None = None) -> None:
@@ -38,8 +43,8 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
         return
     if error is not None and any(text in str(error) for text in _NEVER_CONNECTED):
         _say_how_this_host_is_reached()
-    if error is not None and _is_of_a_lost_connection(error):
-        _await_verdict(error)
+    if error is not None:
+        await_verdict_if_lost(error)
     with contextlib.suppress(OSError):  # a reader that has gone must not keep this process here
         if error is not None:
             traceback.print_exception(error)
@@ -71,6 +76,29 @@ def leave_on_errors(process: int | None) -> None:
     sys.excepthook = hook
 
 
+def await_verdict_if_lost(error: BaseException) -> None:
+    """Waits until JAX ends this process with code 134, where an error is that another is missing.
+
+    What fails first may be anything that needs the others, as a checkpoint does, whose own error
+    would send its reader to the disk. Does nothing in a process that is alone.
+
+    Args:
+        error: what was raised.
+    """
+    lost = _lost_connection(error) if jax.distributed.is_initialized() else None
+    if lost is None:
+        return
+    with contextlib.suppress(OSError):
+        print(
+            f"multitower: process {jax.process_index()} has lost the connection to another one "
+            f"({str(lost).splitlines()[0]}). Which one is missing is said below, when JAX has not "
+            f"heard of it for {HEARTBEAT_S} s.",
+            file=sys.stderr,
+            flush=True,
+        )
+    time.sleep(HEARTBEAT_S + 15)
+
+
 @functools.cache  # it is the same for as long as the processes live
 def hosts_of_all() -> list[str]:
     """The host of every process; all together. From now on a verdict names them."""
@@ -79,9 +107,14 @@ def hosts_of_all() -> list[str]:
     return hosts
 
 
-def _is_of_a_lost_connection(error: BaseException) -> bool:
-    # JAX raises ValueError as well as JaxRuntimeError for it, from the library underneath.
-    return any(name in str(error) for name in ("Gloo all", "Gloo All", "Gloo c", "NCCL operation"))
+def _lost_connection(error: BaseException) -> BaseException | None:
+    """The error of a lost connection that led to this one, or is this one; the first of them."""
+    found, looked_at = None, error
+    while looked_at is not None:
+        if any(text in str(looked_at) for text in _LOST):
+            found = looked_at
+        looked_at = looked_at.__cause__ or looked_at.__context__
+    return found
 
 
 def _say_how_this_host_is_reached() -> None:
@@ -99,15 +132,3 @@ def _say_how_this_host_is_reached() -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _await_verdict(error: BaseException) -> None:
-    """Waits until JAX says which process is missing; it then ends this one with code 134."""
-    print(
-        f"multitower: process {jax.process_index()} has lost the connection to another one "
-        f"({str(error).splitlines()[0]}). Which one is missing is said below, when JAX has not "
-        f"heard of it for {HEARTBEAT_S} s.",
-        file=sys.stderr,
-        flush=True,
-    )
-    time.sleep(HEARTBEAT_S + 15)

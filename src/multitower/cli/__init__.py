@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
         from multitower.cli.verify import verify
-        from multitower.leaving import leave_if_together
+        from multitower.leaving import await_verdict_if_lost, leave_if_together
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
             raise
@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.show_error(str(stop))
             return 128 + stop.signal
         except MultitowerError as error:
+            await_verdict_if_lost(error)
             console.show_error(str(error))
             leave_if_together(2)
             return 2
