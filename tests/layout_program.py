@@ -88,13 +88,24 @@ def functions(devices=None):
     return found
 
 
-def sharded():
-    """The error of what one process alone can do, if any."""
-    step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), towers=4, shard_update=True)
-    try:
-        step.init(jnp.zeros(3))
-    except mt.MultitowerError as error:
-        return str(error)
+def per_row(params, rows):
+    return (jnp.tanh(rows["x"] @ params["in"]) @ params["out"] - rows["y"]) ** 2
+
+
+def sharded(devices=None):
+    """All bits of a state in blocks, before and after it was whole; and what one may see alone."""
+    options = {"towers": TOWERS, "ema_decay": 0.9, "devices": devices}
+    step = mt.train_step(per_row, optax.adamw(1e-2), shard_update=True, **options)
+    whole = mt.train_step(per_row, optax.adamw(1e-2), **options)
+    state, _ = step(step.init(first_params()), batch(0, 32))
+    seen = None
+    if jax.process_index() == 0:  # of several processes; nothing is sent for the parameters
+        seen = float(state.params["out"].addressable_shards[0].data[0])
+    state, _ = step(state, batch(1, 13))
+    found = [mt.fingerprint(state)]
+    state, _ = whole(state, batch(2, 32))  # from blocks to a state without, and back
+    state, _ = step(state, batch(3, 32))
+    return [seen, *found, mt.fingerprint(state)]
 
 
 def own_rows(devices=None):

@@ -6,6 +6,7 @@ of one can be resumed with the other.
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,9 +16,12 @@ import numpy as np
 from multitower.blocks import BlockLayout
 from multitower.errors import ArgumentError
 from multitower.placement import Placement
+from multitower.processes import whole_on_host
+from multitower.row_gather import gather_rows
 from multitower.tower_function import as_global, replicate
+from multitower.tower_rows import copy_to
 from multitower.train_job import wide
-from multitower.train_state import Fields
+from multitower.train_state import Fields, TrainState
 
 if TYPE_CHECKING:
     import optax
@@ -48,11 +52,6 @@ class ShardedState:
     def __init__(
         self, optimizer: "optax.GradientTransformation", params: Any, placement: Placement
     ) -> None:
-        if placement.spans_processes:
-            raise ArgumentError(
-                f"shard_update=True is for one process, and {jax.process_count()} processes drive "
-                "the devices: leave it out, or run on the devices of one process."
-            )
         self.layout = BlockLayout.of(params, placement.num_towers)
         self._optimizer = optimizer
         self._placement = placement
@@ -83,8 +82,9 @@ class ShardedState:
 
     def take_apart(self, fields: Fields) -> Parts:
         """The parts of a state that is whole, such as one from a checkpoint."""
-        state = [np.asarray(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
-        average, treedef = jax.tree.flatten(fields.ema_params)
+        state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
+        leaves, treedef = jax.tree.flatten(fields.ema_params)
+        average = [whole_on_host(leaf) for leaf in leaves]
         blocks: dict[int, Block] = {}
         for d in self._placement.local:
             for tower in self._placement.towers_on[d]:
@@ -94,31 +94,53 @@ class ShardedState:
                 ]
                 block = Block(
                     jax.tree.unflatten(self._treedef, leaves),
-                    jax.tree.unflatten(treedef, [self._cut(np.asarray(x), tower) for x in average]),
+                    jax.tree.unflatten(treedef, [self._cut(leaf, tower) for leaf in average]),
                 )
                 blocks[tower] = jax.device_put(block, self._placement.devices[d])
         return self._parts(fields, blocks)
 
-    def join(self, parts: Parts) -> Fields:
-        """The whole state. Blocks are joined on the host, where there is room for them."""
-        fields: Fields = as_global(parts.replicas, self._placement)
+    def state(self, parts: Parts, maker: object) -> TrainState:
+        """What a user sees of these parts."""
+        return TrainState.of_parts(parts, self._join, maker, join_shared=self._join_shared)
+
+    def _join_shared(self, parts: Parts) -> Fields:
+        return as_global(parts.replicas, self._placement)
+
+    def _join(self, parts: Parts) -> Fields:
+        """The whole state, from all processes together; blocks are joined on the host.
+
+        There is room for them, where there may be none on a device.
+        """
+        fields = self._join_shared(parts)
         towers = [parts.blocks[tower] for tower in sorted(parts.blocks)]
         states = [jax.tree.leaves(block.opt_state) for block in towers]
         leaves = [
-            _joined(own, shape) if is_cut else np.asarray(own[0])
+            self._joined(own, shape) if is_cut else np.asarray(own[0])
             for own, shape, is_cut in zip(
                 zip(*states, strict=True), self._whole, self._is_cut, strict=True
             )
         ]
         average = jax.tree.map(
-            lambda leaf, *own: _joined(own, leaf),
+            lambda leaf, *own: self._joined(own, leaf),
             fields.params if towers[0].ema_params is not None else None,
             *(block.ema_params for block in towers),
         )
+        averages, treedef = jax.tree.flatten(average)
         return fields._replace(
             opt_state=jax.tree.unflatten(self._treedef, leaves),
-            ema_params=jax.device_put(average, self._placement.shared),
+            ema_params=treedef.unflatten(
+                copy_to(averages, [self._placement.shared] * len(averages))
+            ),
         )
+
+    def _joined(self, blocks: Sequence[jax.Array], shape: Any) -> np.ndarray[Any, Any]:
+        """A leaf of that shape, from the local towers' blocks of it."""
+        if self._placement.spans_processes:
+            num_elements = self._placement.num_towers * blocks[0].size
+            flat = whole_on_host(gather_rows(blocks, self._placement, num_elements))
+        else:
+            flat = np.concatenate([np.asarray(block) for block in blocks])  # host-device sync
+        return flat[: math.prod(shape.shape)].reshape(shape.shape)
 
     def _parts(self, fields: Fields, blocks: dict[int, Block]) -> Parts:
         rest = fields._replace(opt_state=None, ema_params=None)
@@ -134,11 +156,6 @@ class ShardedState:
         own = leaf.reshape(-1)[tower * size : (tower + 1) * size]
         block[: own.size] = own
         return block
-
-
-def _joined(blocks: Any, shape: Any) -> np.ndarray[Any, Any]:
-    flat = np.concatenate([np.asarray(block) for block in blocks])  # host-device sync
-    return flat[: math.prod(shape.shape)].reshape(shape.shape)
 
 
 def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:

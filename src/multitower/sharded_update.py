@@ -72,7 +72,7 @@ class ShardedRunner:
         metrics = finished.results[0][1]
         if self._step.diagnostics:
             metrics["finite_params"] = self._finite(params[0])
-        return TrainState.of_parts(Parts(new, blocks), self._sharded.join, maker), metrics
+        return self._sharded.state(Parts(new, blocks), maker), metrics
 
     def _update(
         self, finished: Finished, blocks: dict[int, Block], scales: list[jax.Array]

@@ -49,38 +49,49 @@ class TrainState:
 
     # A same-bits step works on one copy per device. The arrays that span all devices, which a
     # user sees, are made of those copies when somebody looks: that costs the host 8 us a leaf.
-    __slots__ = ("_fields", "_join", "_parts", "_spent", "maker")
+    __slots__ = ("_fields", "_join", "_join_shared", "_parts", "_shared", "_spent", "maker")
 
     def __init__(self, fields: Fields | None, maker: object = None) -> None:
         self._fields = fields
+        self._shared: Fields | None = None
         self._parts: Any = None
         self._join: Callable[[Any], Fields] | None = None
+        self._join_shared: Callable[[Any], Fields] | None = None
         self._spent = False
         self.maker = maker
 
     @classmethod
-    def of_parts(cls, parts: Any, join: Callable[[Any], Fields], maker: object) -> "TrainState":
+    def of_parts(
+        cls,
+        parts: Any,
+        join: Callable[[Any], Fields],
+        maker: object,
+        *,
+        join_shared: Callable[[Any], Fields] | None = None,
+    ) -> "TrainState":
         """A state as its maker keeps it, such as one copy per local device.
 
         Args:
             parts: what the maker's next step will take.
             join: makes Fields of it, for anybody else.
             maker: the step.
+            join_shared: where some fields are dear to join, the same without them: None for these.
         """
         state = cls(None, maker)
         state._parts = parts
         state._join = join
+        state._join_shared = join_shared
         return state
 
     @property
     def step(self) -> jax.Array:
         """Number of updates made, int32, shape ()."""
-        return self.fields().step
+        return self.shared().step
 
     @property
     def params(self) -> Any:
         """The parameters."""
-        return self.fields().params
+        return self.shared().params
 
     @property
     def opt_state(self) -> Any:
@@ -95,12 +106,12 @@ class TrainState:
     @property
     def model_state(self) -> Any:
         """What the loss hands on from step to step, or None."""
-        return self.fields().model_state
+        return self.shared().model_state
 
     @property
     def rng(self) -> Any:
         """The key of the whole run, or None."""
-        return self.fields().rng
+        return self.shared().rng
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some attributes changed, as `dataclasses.replace` would do it."""
@@ -113,6 +124,18 @@ class TrainState:
             assert self._join is not None
             self._fields = self._join(self._parts)
         return self._fields
+
+    def shared(self) -> Fields:
+        """The contents; without the optimizer's state and the average where towers keep blocks.
+
+        Nothing is copied for it, nor sent between devices or processes.
+        """
+        if self._fields is not None or self._join_shared is None:
+            return self.fields()
+        self._check_not_spent()
+        if self._shared is None:
+            self._shared = self._join_shared(self._parts)
+        return self._shared
 
     def parts(self) -> Any:
         """What `of_parts` was given, or None."""

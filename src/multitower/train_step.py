@@ -74,7 +74,8 @@ def train_step(
             moving average, instead of all of both on every device: the same traffic, the same bits
             on any number of devices, less memory. It needs `towers` and an optimizer that works
             element by element (sgd, adam, adamw, lion, ...; no norms over parameters). Seen from
-            outside the state is whole: `opt_state` is then NumPy arrays, joined on the host.
+            outside the state is whole: `opt_state` is then NumPy arrays, joined on the host when
+            somebody looks at it. Of several processes all must look, as at the moving average.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -248,7 +249,7 @@ class TrainStep:
         else:
             kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
             parts = self._sharded.take_apart(kept)
-        return TrainState.of_parts(parts, self._sharded.join, self)
+        return self._sharded.state(parts, self)
 
     def _full_batch(self, parts: Parts) -> int:
         """Rows of a full batch, if this is one."""
@@ -286,7 +287,7 @@ class TrainStep:
         """Names what the loss averages itself, or None if all it returns is per example."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._averaged:
-            self._averaged[key] = averaged_output(self._step, parts, state.fields(), tower_rows)
+            self._averaged[key] = averaged_output(self._step, parts, state.shared(), tower_rows)
         return self._averaged[key]
 
 
