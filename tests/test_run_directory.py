@@ -40,7 +40,7 @@ def test_overwriting_removes_the_old_result_at_once(tmp_path):
     # The lie: a run that fails, and an old result in its directory.
     write_result(tmp_path, {"steps": 3})
     assert make_run_directory(tmp_path, overwrite=True) == tmp_path
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_directories_are_made_with_their_parents_and_may_exist(tmp_path):
@@ -73,6 +73,17 @@ def test_two_runs_cannot_train_in_one_directory(tmp_path):
         pass
     with held_run_directory(tmp_path):
         pass
+
+
+def test_a_run_that_trains_cannot_be_thrown_away(tmp_path):
+    """Lie: --force deletes first, and then says that another run trains there."""
+    directory = make_run_directory(tmp_path / "run")
+    (directory / "checkpoints").mkdir()
+    with held_run_directory(directory), pytest.raises(mt.RunError, match="another run trains"):
+        make_run_directory(directory, overwrite=True)
+    assert (directory / "checkpoints").exists()
+    make_run_directory(directory, overwrite=True)
+    assert not (directory / "checkpoints").exists()
 
 
 def test_a_run_waits_for_the_end_of_the_one_before(tmp_path):

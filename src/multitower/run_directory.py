@@ -35,7 +35,8 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         The path.
 
     Raises:
-        RunError: there is a run already, or the directory cannot be made.
+        RunError: there is a run already, or the directory cannot be made; with `overwrite`, a run
+            that still trains there.
 
     Example:
         >>> import tempfile
@@ -50,10 +51,7 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if overwrite:
-            for old in (CHECKPOINTS, BEST, EVENTS):
-                shutil.rmtree(path / old, ignore_errors=True)
-            for old in (RESULT, METRICS, REPORT):
-                (path / old).unlink(missing_ok=True)
+            _throw_away(path)
         _check_writable(path)
     except OSError as error:
         raise RunError(
@@ -131,6 +129,14 @@ def held_run_directory(path: Path, *, wait_s: float = 0) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)  # and so unlocked; the system does it for a process that dies
+
+
+def _throw_away(path: Path) -> None:
+    with held_run_directory(path):
+        for old in (CHECKPOINTS, BEST, EVENTS):
+            shutil.rmtree(path / old, ignore_errors=True)
+        for old in (RESULT, METRICS, REPORT):
+            (path / old).unlink(missing_ok=True)
 
 
 def _locked(descriptor: int) -> bool:
