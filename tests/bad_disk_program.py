@@ -8,6 +8,7 @@ whether the resumed run has the bits of one that was never disturbed.
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -22,7 +23,12 @@ MENDED = {"full": "remount,size=64m", "read-only": "remount,rw"}
 
 def mount(directory, options, *, new=False):
     kind = ["-t", "tmpfs", "tmpfs"] if new else []
-    subprocess.run(["mount", *kind, "-o", options, str(directory)], check=True)
+    command = ["mount", *kind, "-o", options, str(directory)]
+    for _ in range(100):  # it is busy while a file is open for writing
+        if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+            return
+        time.sleep(0.02)
+    subprocess.run(command, check=True)
 
 
 def losses(params, batch):

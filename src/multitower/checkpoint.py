@@ -73,7 +73,11 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._ocp = _orbax()
         options = self._ocp.CheckpointManagerOptions(
-            max_to_keep=keep_last, cleanup_tmp_directories=True
+            max_to_keep=keep_last,
+            cleanup_tmp_directories=True,
+            # Else threads wait 20 minutes for a directory that could not be made, and with them the
+            # end of the program.
+            async_options=self._ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
         try:
             self._manager = self._ocp.CheckpointManager(self.directory, options=options)
