@@ -1,4 +1,6 @@
-"""Trains with SIGKILL at random moments: `python kill_and_resume_program.py DIR NUM_KILLS SEED`.
+"""Trains with SIGKILL at random moments.
+
+python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED
 
 Every attempt is a fresh process on another number of simulated devices. The processes are forked
 from this one, which has imported everything and started nothing: an attempt then takes one second
@@ -22,8 +24,8 @@ import orbax.checkpoint  # noqa: F401 (imported before the forks)
 
 import multitower as mt
 
-STEPS = 3500
-PACE_S = 0.05  # of a killed attempt: 50 of them, 3.5 s each, do not finish the run
+PACE_S = 0.05  # of a step of a killed attempt
+LONGEST_S = 3.5  # of a killed attempt
 TOWERS = 4
 DEVICES = (1, 2, 3, 4)
 
@@ -41,7 +43,7 @@ def batches(first):
         yield {"x": x, "y": x.sum(1)}
 
 
-def train(directory, num_devices, pace_s):
+def train(directory, num_steps, num_devices, pace_s):
     """One attempt, on its own devices; writes the step it began at and, at the end, the result."""
     import jax
 
@@ -65,11 +67,11 @@ def train(directory, num_devices, pace_s):
         hooks=[note_first],
     )
     params = {"w": jnp.zeros(8)}
-    state = trainer.fit(params, batches, steps=STEPS, rng=jax.random.key(0), resume=True)
+    state = trainer.fit(params, batches, steps=num_steps, rng=jax.random.key(0), resume=True)
     (directory / "fingerprint").write_text(mt.fingerprint(state))
 
 
-def attempt(directory, num_devices, kill_after_s, pace_s):
+def attempt(directory, num_steps, num_devices, kill_after_s, pace_s):
     """Forks one attempt and kills it; returns the step it began at, or None if it got to none."""
     began = directory / "began"
     began.unlink(missing_ok=True)
@@ -77,7 +79,7 @@ def attempt(directory, num_devices, kill_after_s, pace_s):
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
     if child == 0:
-        train(directory, num_devices, pace_s)
+        train(directory, num_steps, num_devices, pace_s)
         os._exit(0)
     if kill_after_s is not None:
         time.sleep(kill_after_s)
@@ -88,7 +90,7 @@ def attempt(directory, num_devices, kill_after_s, pace_s):
     return int(began.read_text()) if began.exists() else None
 
 
-def main(directory, num_kills, seed):
+def main(directory, num_steps, num_kills, seed):
     draw = random.Random(seed)
     directory = Path(directory)
     directory.mkdir()
@@ -96,14 +98,15 @@ def main(directory, num_kills, seed):
     for _ in range(num_kills):
         num_devices = draw.choice(DEVICES)
         # From before the first step is compiled to well after several checkpoints.
-        began = attempt(directory, num_devices, draw.uniform(0.3, 3.5), pace_s=PACE_S)
+        kill_after_s = draw.uniform(0.3, LONGEST_S)
+        began = attempt(directory, num_steps, num_devices, kill_after_s, pace_s=PACE_S)
         attempts.append([num_devices, began])
         assert not (directory / "fingerprint").exists(), "too few steps for so many kills"
     num_devices = draw.choice(DEVICES)
-    attempts.append([num_devices, attempt(directory, num_devices, None, pace_s=0)])
+    attempts.append([num_devices, attempt(directory, num_steps, num_devices, None, pace_s=0)])
     fingerprint = (directory / "fingerprint").read_text()
     print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -32,8 +32,6 @@ SLOW_8 = {
 }
 SLOW_12 = {
     "mlp": ["adafactor/float32"],
-    "lenet5": ["lion/float32"],
-    "transformer": ["sgd/float32"],
     "batchnorm": ["adamw/float32"],
 }
 
