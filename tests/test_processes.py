@@ -104,6 +104,7 @@ def test_a_number_of_processes_that_is_none(value):
         split_off_processes(["train", "digits", "--simulate-processes", value])
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_run(tmp_path):
     """Law L3 on the command line; one result, one report, one set of event files."""
     words = ["train", CIRCLE, "--steps", "2", "--batch-size", "17", "--towers", "2"]

@@ -68,7 +68,7 @@ def names(table):
 @pytest.mark.parametrize("cases", names(SLOW_8), ids=list(SLOW_8))
 def test_eight_towers_on_other_numbers_of_devices(cases):
     small = cases[0] == "mlp/lion/float32"  # the others take minutes to compile on all of them
-    assert_same_bits((1, 2, 3, 4, 8) if small else (1, 3), 8, cases)
+    assert_same_bits((1, 3, 8) if small else (1, 3), 8, cases)
 
 
 @pytest.mark.slow

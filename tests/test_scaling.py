@@ -143,6 +143,7 @@ def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
         assert all(value > 0 for value in entry["split"].values())
 
 
+@pytest.mark.slow
 def test_a_slow_part_is_found(monkeypatch):
     """Lie: time of one part shown in another."""
     reduced, pause = same_bits.SameBits._reduced, 0.04
@@ -173,6 +174,7 @@ def test_a_turn_is_timed_without_its_first_steps(monkeypatch):
     assert run.turns_s == [(11.0 - 8.0) / 2]
 
 
+@pytest.mark.slow
 def test_weak_scaling_gives_each_device_as_much(monkeypatch):
     """Lie: more devices that each have less to do, called weak."""
     order = []
@@ -210,6 +212,7 @@ def test_another_loss_curve_is_code_1(monkeypatch, tmp_path, capsys):
     assert json.loads((tmp_path / "scale.json").read_text())["losses"]["same"] is False
 
 
+@pytest.mark.slow
 def test_one_bit_of_a_loss_is_a_difference_with_towers(monkeypatch):
     """Lie: bits that are compared with a tolerance."""
     constant = same_bits.SameBits.constant

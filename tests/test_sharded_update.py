@@ -48,7 +48,7 @@ FULL = [np.concatenate([rows, rows[:2]]) for rows in ROWS]
 def test_law_l3_the_same_bits_on_any_number_of_devices():
     # The lie: blocks that are cut by device.
     mt.testing.assert_same_bits(
-        losses, optax.adamw(0.1), PARAMS, FULL, devices=(1, 2, 3, 4), towers=4, ema_decay=0.9,
+        losses, optax.adamw(0.1), PARAMS, FULL, devices=(1, 3), towers=4, ema_decay=0.9,
         rng=jax.random.key(0), model_state=jnp.float32(0), shard_update=True, diagnostics=True,
     )  # fmt: skip
 
@@ -96,6 +96,7 @@ def test_ragged_batches_and_16_bit_parameters():
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_law_l4_a_checkpoint_goes_on_anywhere_in_either_form(tmp_path):
     # The lie: a checkpoint of blocks that only as many devices can read.
     step = make(3, shard_update=True)

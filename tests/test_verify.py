@@ -12,6 +12,7 @@ RECIPE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.
 FLAGS = ["--towers", "2", "--steps", "2", "--batch-size", "14", "--devices", "1,2"]
 
 
+@pytest.mark.slow
 def test_it_checks_what_train_does(tmp_path, capsys):
     # The lie: a check of some other program.
     assert main(["verify", RECIPE, *FLAGS]) == 0

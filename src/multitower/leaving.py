@@ -28,7 +28,7 @@ _NEVER_CONNECTED = ("Gloo context initialization failed", "gloo/transport/tcp/de
 # What exchanges, and JAX's barriers, say where a connection breaks. The errors have several types.
 _LOST = (
     *("Gloo all", "Gloo All", "Gloo c", "NCCL operation"),
-    *("Barrier failed", "CoordinationService"),
+    *("Barrier failed", "CoordinationService/Barrier", "CoordinationService/GetKeyValue"),
 )
 
 
