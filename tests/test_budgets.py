@@ -116,6 +116,19 @@ def test_the_fast_step_sends_one_all_reduce(monkeypatch):
     assert 0 <= sent_bytes(compiled, 4) - 2 * params.nbytes * 3 / 4 <= 2 * 2 * 4
 
 
+def test_small_gradients_travel_together_without_towers():
+    # The lie: an exchange for each, of which a CPU or a network takes its time for every one.
+    params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float16), "big": np.ones(SIZE)}
+
+    def losses(params, x):
+        return ((x @ params["w"] + params["b"]) ** 2).sum(1) * params["big"].mean()
+
+    compiled = jax.jit(mt.value_and_grad(losses, devices=4)).lower(params, ROWS).compile()
+    sent = [shapes for shapes, _ in COLLECTIVE.findall(compiled.as_text())]
+    # What is small, with the loss, and the large one.
+    assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(sent))) == {"f32[11]", f"f32[{SIZE}]"}
+
+
 # ---------------------------------------------------------------- programs a step
 
 

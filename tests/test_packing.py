@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import multitower as mt
-from multitower.packing import _SMALL, pack, unpack
+from multitower.packing import SMALL, pack, unpack
 
 
 def a_tree():
     rng = np.random.default_rng(0)
     return {
         "scalar": jnp.float32(0.1),
-        "large": jnp.asarray(rng.normal(size=(_SMALL + 1,)), jnp.float32),
+        "large": jnp.asarray(rng.normal(size=(SMALL + 1,)), jnp.float32),
         "matrix": jnp.asarray(rng.normal(size=(3, 5)), jnp.float32),
         "halves": jnp.asarray(rng.normal(size=7), jnp.float16),
         "brains": jnp.asarray(rng.normal(size=(2, 2)), jnp.bfloat16),
-        "large brain": jnp.asarray(rng.normal(size=(_SMALL // 2, 3)), jnp.bfloat16),
+        "large brain": jnp.asarray(rng.normal(size=(SMALL // 2, 3)), jnp.bfloat16),
         "whole": jnp.arange(4),
         "flags": jnp.array([True, False]),
         "complex": jnp.array([1 + 2j], jnp.complex64),

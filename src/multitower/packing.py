@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-_SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared vector
+SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared vector
 
 
 class Slot(NamedTuple):
@@ -51,7 +51,7 @@ def pack(tree: Any) -> Packed:
     slots: list[Slot] = []
     for leaf in leaves:
         value, dtype, key_impl = _addable(leaf)
-        if value.size > _SMALL:
+        if value.size > SMALL:
             slots.append(Slot(len(buffers), 0, leaf.shape, dtype, key_impl))
             buffers.append(value)
             continue

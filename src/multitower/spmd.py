@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from multitower.job import Job, Shared, TowerResult
+from multitower.packing import SMALL, pack, unpack
 from multitower.placement import AXIS, Placement
 from multitower.rows import Tower, pad_rows, real_rows
 
@@ -46,7 +47,7 @@ def run(
             return _without_mesh(job.tower, shared, rows, tower)
 
         result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)
-        means, sums = jax.tree.map(_total, (result.means, result.sums))
+        means, sums = _totals((result.means, result.sums))
         # A product with a number is fused into whatever uses it; a division would be stored first.
         scale = tower_rows / num_rows.astype(float)
         means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
@@ -80,7 +81,17 @@ def _without_mesh(fn: Any, *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
 
 
-def _total(value: jax.Array) -> jax.Array:
+def _totals(tree: Any) -> Any:
+    """The sums over devices. Small leaves travel together: not all compilers join exchanges."""
+    leaves, treedef = jax.tree.flatten(tree)
+    small = {i: leaf for i, leaf in enumerate(leaves) if leaf.size <= SMALL}
+    together = unpack(jax.tree.map(_psum, pack(small)))
+    return treedef.unflatten(
+        together[i] if i in together else _psum(leaf) for i, leaf in enumerate(leaves)
+    )
+
+
+def _psum(value: jax.Array) -> jax.Array:
     if value.dtype == jnp.bool_:  # a sum of flags: one tower's is kept, the others are False
         return lax.psum(value.astype(jnp.int32), AXIS).astype(jnp.bool_)
     return lax.psum(value, AXIS)
