@@ -63,7 +63,8 @@ def test_configure_asks_for_it(monkeypatch):
     set_to = []
     monkeypatch.setattr("multitower.configuration._started", lambda: False)
     monkeypatch.setattr("multitower.configuration._applied", {})
-    monkeypatch.setattr("multitower.joining.leave_on_errors", lambda _: None)
+    monkeypatch.setattr("multitower.joining.leave_on_errors", lambda: None)
+    monkeypatch.setattr("multitower.joining.start_verdict", lambda _: None)
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: set_to.append("joined"))
     monkeypatch.setattr("jax.config.update", lambda name, value: set_to.append((name, value)))
     for name, value in slurm(0, "1", **FOUR).items():

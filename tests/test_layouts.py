@@ -125,6 +125,8 @@ def test_configure_says_when_no_cluster_is_found(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr("jax.distributed.initialize", initialize)
+    # It would take pytest's stderr.
+    monkeypatch.setattr("multitower.joining.start_verdict", lambda _: None)
     with pytest.raises(mt.ConfigurationError, match=r"--coordinator HOST:PORT --num-processes N"):
         mt.configure(distributed=True)
 

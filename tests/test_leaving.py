@@ -21,7 +21,6 @@ def together(monkeypatch):
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(leaving, "start_verdict", lambda _: None)  # it would take pytest's stderr
     monkeypatch.setattr(sys, "excepthook", lambda *_: print("as usual"))
 
 
@@ -30,7 +29,7 @@ def test_a_process_that_is_alone_goes_on():
 
 
 def test_what_nobody_catches_is_shown_and_ends_the_process(together, capsys):
-    leaving.leave_on_errors(0)
+    leaving.leave_on_errors()
     with pytest.raises(Left, match="1"):
         sys.excepthook(KeyError, KeyError("mine"), None)
     assert "KeyError: 'mine'" in capsys.readouterr().err
@@ -46,7 +45,7 @@ def test_a_lost_connection_says_where_to_look(together, capsys):
 
 
 def test_a_stop_that_all_have_agreed_on_is_a_regular_end(together, capsys):
-    leaving.leave_on_errors(0)
+    leaving.leave_on_errors()
     sys.excepthook(mt.errors.Interrupted, mt.errors.Interrupted("SIGTERM", 15), None)
     assert capsys.readouterr().out == "as usual\n"
 

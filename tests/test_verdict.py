@@ -45,6 +45,21 @@ def test_who_is_missing(said, missing):
     assert "So process 2 on carl was ended too" in line
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("ALREADY_EXISTS: Aborted connect attempt as there", "joined under the same number"),
+        ("DEADLINE_EXCEEDED: Deadline Exceeded", "not all processes came in time"),
+    ],
+)
+def test_what_kept_a_process_from_joining(said, told):
+    """Lie: a process that has died and is missing, where none has begun."""
+    rpc = "\n\nRPC: /xla.coordination.CoordinationService/RegisterTask\n"
+    line = verdict(f"{FATAL}errors. absl::Status: {said}{rpc}", 2)
+    assert told in line
+    assert "missing" not in line
+
+
 def test_no_verdict_on_any_other_end():
     assert not verdict("Traceback: tasks are unhealthy\n1\n", 2, HOSTS)
 

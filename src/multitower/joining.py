@@ -14,6 +14,7 @@ import jax
 from multitower.errors import ConfigurationError
 from multitower.gpu_share import gpus_of_process
 from multitower.leaving import HEARTBEAT_S, leave_on_errors
+from multitower.verdict import start_verdict
 
 # For processes that start late; and for those that are still at work when others have ended: JAX
 # ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat;
@@ -57,6 +58,7 @@ def join_processes(
             bind = coordinator  # by default JAX would listen on every address of the machine
         if process_id > 0:
             _wait_for(host.strip("[]"), port, coordinator)
+    start_verdict(process_id)
     # Collectives of CPU devices between processes; JAX's default, said aloud.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -83,7 +85,7 @@ def join_processes(
     if (gpus := gpus_of_process(os.environ)) is not None:
         jax.config.update("jax_cuda_visible_devices", gpus)
         jax.config.update("jax_rocm_visible_devices", gpus)
-    leave_on_errors(process_id)
+    leave_on_errors()
 
 
 def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str, int]:

@@ -18,7 +18,7 @@ import jax
 
 from multitower.errors import Interrupted
 from multitower.processes import is_first, lines_of_all
-from multitower.verdict import start_verdict, tell_hosts
+from multitower.verdict import tell_hosts
 
 # A process that has not been heard of for so long is missing: JAX then ends all the others.
 HEARTBEAT_S = 30
@@ -55,16 +55,8 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
     os._exit(code)
 
 
-def leave_on_errors(process: int | None) -> None:
-    """From now on, an exception that nobody catches ends this process as above.
-
-    What it writes to standard error has its number from now on, and where JAX ends it, the last
-    line says which other one is missing.
-
-    Args:
-        process: its number, if it is known before JAX has started its devices.
-    """
-    start_verdict(process)
+def leave_on_errors() -> None:
+    """From now on, an exception that nobody catches ends this process as above."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 _ENDED_BY_JAX = "JAX distributed service detected fatal errors"
+_WHILE_JOINING = "CoordinationService/RegisterTask"
 _UNHEALTHY = re.compile(r"(?:tasks are unhealthy|timed out task names:)[^\n]*\n((?:\d+\n)+)")
 # What is not passed on: frames of C++, and Gloo's report of every connection of CPU devices.
 _NOISE = re.compile(rb"\s+@ +(0x)?[0-9a-f]{6,}|\*\*\* Check failure stack trace|\[Gloo\] Rank ")
@@ -75,7 +76,10 @@ def verdict(text: str, process: int | None = None, hosts: Sequence[str] = ()) ->
     """
     if _ENDED_BY_JAX not in text:
         return ""
-    found = _UNHEALTHY.search(text[text.index(_ENDED_BY_JAX) :])
+    fatal = text[text.index(_ENDED_BY_JAX) :]
+    if _WHILE_JOINING in fatal:
+        return _not_joined("ALREADY_EXISTS" in fatal)
+    found = _UNHEALTHY.search(fatal)
     # JAX names no number when it is process 0, which keeps the list, that does not answer.
     missing = [int(number) for number in found.group(1).split()] if found else [0]
     others = [_named(number, hosts) for number in missing if number != process]
@@ -84,6 +88,18 @@ def verdict(text: str, process: int | None = None, hosts: Sequence[str] = ()) ->
         "memory, or cut off from the network: look at what it wrote last, and at its host. So "
         f"{'this process' if process is None else _named(process, hosts)} was ended too. The last "
         "complete checkpoint is intact; the same command with --resume auto goes on from it.\n"
+    )
+
+
+def _not_joined(is_number_taken: bool) -> str:
+    if is_number_taken:
+        return (
+            "multitower: another process has joined under the same number: give each one its own "
+            "(--process-id, or what the cluster sets).\n"
+        )
+    return (
+        "multitower: not all processes came in time. Start as many as --num-processes says, and "
+        "look at the last lines of those that did not come: can they reach process 0?\n"
     )
 
 
