@@ -27,7 +27,7 @@ HEARTBEAT_S = 30
 _NEVER_CONNECTED = ("Gloo context initialization failed", "gloo/transport/tcp/device.cc")
 # What exchanges, and JAX's barriers, say where a connection breaks. The errors have several types.
 _LOST = (
-    *("Gloo all", "Gloo All", "Gloo c", "NCCL operation"),
+    *("Gloo ", "NCCL operation"),
     *("Barrier failed", "CoordinationService/Barrier", "CoordinationService/GetKeyValue"),
 )
 
