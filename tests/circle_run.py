@@ -9,10 +9,8 @@ from pathlib import Path
 from processes import run_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TRAIN = (
-    f"{EXAMPLES / 'own_recipe' / 'recipe.py'} --steps 300 --batch-size 33 --towers 4 "
-    "--checkpoint-every 50"
-)
+CIRCLE = str(EXAMPLES / "own_recipe" / "recipe.py")
+TRAIN = f"{CIRCLE} --steps 300 --batch-size 33 --towers 4 --checkpoint-every 50"
 
 
 @functools.cache

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import multitower as mt
+from circle_run import CIRCLE
 from multitower.cli import main
 
 KEYS = {
@@ -16,7 +16,6 @@ KEYS = {
     "towers", "devices", "placement", "same_bits", "examples_per_s", "seconds", "versions",
     "host",
 }  # fmt: skip
-CIRCLE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 QUICK = ["--steps", "2", "--batch-size", "16"]
 
 

@@ -27,8 +27,11 @@ HEARTBEAT_S = 30
 _NEVER_CONNECTED = ("Gloo context initialization failed", "gloo/transport/tcp/device.cc")
 # What exchanges, and JAX's barriers, say where a connection breaks. The errors have several types.
 _LOST = (
-    *("Gloo ", "NCCL operation"),
-    *("Barrier failed", "CoordinationService/Barrier", "CoordinationService/GetKeyValue"),
+    "Gloo ",
+    "NCCL operation",
+    "Barrier failed",
+    "CoordinationService/Barrier",
+    "CoordinationService/GetKeyValue",
 )
 
 
@@ -41,9 +44,9 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
     """
     if not jax.distributed.is_initialized():
         return
-    if error is not None and any(text in str(error) for text in _NEVER_CONNECTED):
-        _say_how_this_host_is_reached()
     if error is not None:
+        if any(text in str(error) for text in _NEVER_CONNECTED):
+            _say_how_this_host_is_reached()
         await_verdict_if_lost(error)
     with contextlib.suppress(OSError):  # a reader that has gone must not keep this process here
         if error is not None:

@@ -16,10 +16,9 @@ import numpy as np
 from multitower.blocks import BlockLayout
 from multitower.errors import ArgumentError
 from multitower.placement import Placement
-from multitower.processes import whole_on_host
+from multitower.processes import spread, whole_on_host
 from multitower.row_gather import gather_rows
 from multitower.tower_function import as_global, replicate
-from multitower.tower_rows import copy_to
 from multitower.train_job import wide
 from multitower.train_state import Fields, TrainState
 
@@ -83,8 +82,7 @@ class ShardedState:
     def take_apart(self, fields: Fields) -> Parts:
         """The parts of a state that is whole, such as one from a checkpoint."""
         state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
-        leaves, treedef = jax.tree.flatten(fields.ema_params)
-        average = [whole_on_host(leaf) for leaf in leaves]
+        average = jax.tree.map(whole_on_host, fields.ema_params)
         blocks: dict[int, Block] = {}
         for d in self._placement.local:
             for tower in self._placement.towers_on[d]:
@@ -94,7 +92,7 @@ class ShardedState:
                 ]
                 block = Block(
                     jax.tree.unflatten(self._treedef, leaves),
-                    jax.tree.unflatten(treedef, [self._cut(leaf, tower) for leaf in average]),
+                    jax.tree.map(lambda leaf, tower=tower: self._cut(leaf, tower), average),
                 )
                 blocks[tower] = jax.device_put(block, self._placement.devices[d])
         return self._parts(fields, blocks)
@@ -121,16 +119,12 @@ class ShardedState:
             )
         ]
         average = jax.tree.map(
-            lambda leaf, *own: self._joined(own, leaf),
+            lambda leaf, *own: spread(self._joined(own, leaf), self._placement.shared),
             fields.params if towers[0].ema_params is not None else None,
             *(block.ema_params for block in towers),
         )
-        averages, treedef = jax.tree.flatten(average)
         return fields._replace(
-            opt_state=jax.tree.unflatten(self._treedef, leaves),
-            ema_params=treedef.unflatten(
-                copy_to(averages, [self._placement.shared] * len(averages))
-            ),
+            opt_state=jax.tree.unflatten(self._treedef, leaves), ema_params=average
         )
 
     def _joined(self, blocks: Sequence[jax.Array], shape: Any) -> np.ndarray[Any, Any]:
