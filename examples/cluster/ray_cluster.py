@@ -31,9 +31,12 @@ class Process:
         return ray.util.get_node_ip_address(), port, os.getpid()
 
     def train(self, words):
+        import jax
         from multitower.cli import main
 
-        return main(words)
+        code = main(words)
+        jax.distributed.shutdown()  # all together, before the driver kills one after the other
+        return code
 
 
 def start(args, group):
