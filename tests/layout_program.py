@@ -173,6 +173,25 @@ def global_arrays(devices=None):
     return found
 
 
+def negative_zeros(devices=None):
+    """All bits of rows and of a state in blocks that are -0.0, which a sum would make 0.0."""
+    found = {}
+    zeros = -np.zeros(24, np.float32)
+    for towers in (5, TOWERS):  # 5 divide neither the rows nor the devices
+        where = {"towers": towers, "devices": devices}
+        negate = mt.make_parallel(lambda x: -jnp.abs(x), **where)
+        gradient = mt.value_and_grad(lambda w, x: (w * x, {"x": x}), has_aux=True, **where)
+        for rows in (24, 13):
+            found[f"rows {rows} {towers}"] = mt.fingerprint(negate(zeros[:rows]))
+            found[f"aux {rows} {towers}"] = mt.fingerprint(gradient(np.float32(1), zeros[:rows]))
+    optimizer = optax.MultiSteps(optax.adam(1e-2), 2)
+    step = mt.train_step(
+        lambda w, x: -jnp.abs(w * x).sum(1), optimizer, towers=5, shard_update=True, devices=devices
+    )
+    state, _ = step(step.init(np.ones(7, np.float32)), np.zeros((24, 7), np.float32))
+    return found | {"state": mt.fingerprint(state)}
+
+
 WHATS = {
     "same_bits": same_bits,
     "fast": fast,
@@ -180,6 +199,7 @@ WHATS = {
     "sharded": sharded,
     "own_rows": own_rows,
     "global_arrays": global_arrays,
+    "negative_zeros": negative_zeros,
 }
 
 

@@ -80,6 +80,11 @@ def test_law_l3_with_blocks_of_the_optimizers_state_on_two_processes(on_two_proc
     assert on_two_processes["sharded"] == layout_program.sharded(devices=2)
 
 
+def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes):
+    """Lie: rows that are gathered as a sum of what each device has of them: -0.0 + 0.0 is 0.0."""
+    assert on_two_processes["negative_zeros"] == layout_program.negative_zeros(devices=2)
+
+
 @pytest.fixture(scope="module")
 def on_eight_devices():
     return {"same_bits": layout_program.same_bits(), "sharded": layout_program.sharded()}

@@ -194,6 +194,15 @@ def test_inputs_may_be_bound_to_another_device(towers):
     assert_equal(again, 9 * np.arange(8, dtype=np.float32))
 
 
+@pytest.mark.parametrize("towers", [4, 5])
+def test_law_l3_of_an_array_that_lies_on_several_devices(towers):
+    """Lie: rows that XLA adds up over the devices, which makes 0.0 of -0.0."""
+    rows = np.full(24, -0.0, np.float32)
+    split = mt.shard(rows, devices=3)
+    same = mt.make_parallel(lambda x: x, towers=towers, devices=2)(split)
+    assert np.asarray(same).tobytes() == rows.tobytes()
+
+
 def test_calls_of_the_same_shape_compile_once():
     """Lie: a function that is compiled again at every call."""
     traces = []

@@ -69,10 +69,8 @@ def cut(
     """
     tower_rows = size_of_towers(num_rows, placement, global_batch)
     rows = [np.asarray(leaf) if isinstance(leaf, TowerRows) else leaf for leaf in rows]
-    pieces = [
-        [_piece(leaf, tower * tower_rows, tower_rows) for tower in own_towers(placement)]
-        for leaf in rows
-    ]
+    starts = [tower * tower_rows for tower in own_towers(placement)]
+    pieces = [_pieces(leaf, starts, tower_rows) for leaf in rows]
     return placed_rows(pieces, placement, num_rows)
 
 
@@ -151,26 +149,44 @@ def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
     return jax.device_put(own, list(targets)) if own else []
 
 
+def _pieces(leaf: Any, starts: Sequence[int], size: int) -> list[Any]:
+    """Rows start .. start+size-1 for each start, with copies of real rows where there are no more.
+
+    An array that lies on several devices is not indexed: XLA would have them add up what each one
+    has of a row, and -0.0 + 0.0 is 0.0.
+
+    Raises:
+        BatchError: some of them are neither on one device nor all in this process.
+    """
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        found = [_piece_of_block(leaf, start, size) for start in starts]
+        missing = [start for start, piece in zip(starts, found, strict=True) if piece is None]
+        if not missing:
+            return found
+        if not leaf.is_fully_addressable:
+            raise BatchError(
+                f"an array of all processes, shape {leaf.shape}, with {leaf.sharding}: rows "
+                f"{missing[0]} to {missing[0] + size - 1} go to a tower of process "
+                f"{jax.process_index()}, and none of its devices has all of them. Make the batch "
+                "with mt.shard(..., towers=), from LazyRows or from arrays that every process has "
+                "whole."
+            )
+        leaf = jax.device_put(leaf, leaf.addressable_shards[0].device)
+    return [_piece(leaf, start, size) for start in starts]
+
+
 def _piece(leaf: Any, start: int, size: int) -> Any:
-    """Rows start .. start+size-1, with copies of real rows where there are no more."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return _piece_here(leaf, start, size)
     num_rows = leaf.shape[0]
     if start + size <= num_rows:
         return leaf[start : start + size]
     return leaf[np.arange(start, start + size) % num_rows]
 
 
-def _piece_here(leaf: jax.Array, start: int, size: int) -> Any:
-    """The same of an array that spans processes, from the blocks that lie in this one."""
+def _piece_of_block(leaf: jax.Array, start: int, size: int) -> Any:
+    """The same from a block that has all of the rows; None if there is none in this process."""
     for block in leaf.addressable_shards:
         first, end, _ = block.index[0].indices(leaf.shape[0])
         is_whole = block.data.shape[1:] == leaf.shape[1:]
         if is_whole and first <= start and (start + size <= end or (first, end) == (0, len(leaf))):
             return _piece(block.data, start - first, size)
-    raise BatchError(
-        f"an array of all processes, shape {leaf.shape}, with {leaf.sharding}: rows {start} to "
-        f"{start + size - 1} go to a tower of process {jax.process_index()}, and none of its "
-        "devices has all of them. Make the batch with mt.shard(..., towers=), from LazyRows or "
-        "from arrays that every process has whole."
-    )
+    return None
