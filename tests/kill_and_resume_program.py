@@ -25,7 +25,7 @@ import orbax.checkpoint  # noqa: F401 (imported before the forks)
 import multitower as mt
 
 PACE_S = 0.05  # of a step of a killed attempt
-LONGEST_S = 3.5  # of a killed attempt
+MOST_STEPS = 40  # of a killed attempt
 TOWERS = 4
 DEVICES = (1, 2, 3, 4)
 
@@ -44,18 +44,16 @@ def batches(first):
 
 
 def train(directory, num_steps, num_devices, pace_s):
-    """One attempt, on its own devices; writes the step it began at and, at the end, the result."""
+    """One attempt, on its own devices; writes where it is and, at the end, the result."""
     import jax
 
     mt.configure(simulated_devices=num_devices)
 
-    def note_first(progress):
-        if not started:
-            started.append(progress.step)
-            (directory / "began").write_text(str(progress.step))
+    def note(progress):
+        with (directory / "steps").open("a") as file:
+            file.write(f"{progress.step}\n")
         time.sleep(pace_s)
 
-    started = []
     trainer = mt.Trainer(
         losses,
         optax.adam(1e-3),
@@ -64,30 +62,38 @@ def train(directory, num_steps, num_devices, pace_s):
         global_batch=16,
         ema_decay=0.9,
         checkpoint_every=5,
-        hooks=[note_first],
+        hooks=[note],
     )
     params = {"w": jnp.zeros(8)}
     state = trainer.fit(params, batches, steps=num_steps, rng=jax.random.key(0), resume=True)
     (directory / "fingerprint").write_text(mt.fingerprint(state))
 
 
-def attempt(directory, num_steps, num_devices, kill_after_s, pace_s):
-    """Forks one attempt and kills it; returns the step it began at, or None if it got to none."""
-    began = directory / "began"
-    began.unlink(missing_ok=True)
+def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
+    """Forks one attempt and kills it; returns the step it began at, or None if it got to none.
+
+    It is killed after so many steps, a moment later, or so many seconds if these come first.
+    """
+    file = directory / "steps"
+    file.write_text("")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
     if child == 0:
         train(directory, num_steps, num_devices, pace_s)
         os._exit(0)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
+    if kill_after is not None:
+        steps, moment_s, seconds = kill_after
+        deadline = time.monotonic() + seconds
+        while len(file.read_text().splitlines()) <= steps and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(moment_s)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     assert killed or status == 0, f"an attempt ended with status {status}"
-    return int(began.read_text()) if began.exists() else None
+    made = file.read_text().splitlines()
+    return int(made[0]) if made else None
 
 
 def main(directory, num_steps, num_kills, seed):
@@ -98,12 +104,13 @@ def main(directory, num_steps, num_kills, seed):
     for _ in range(num_kills):
         num_devices = draw.choice(DEVICES)
         # From before the first step is compiled to well after several checkpoints.
-        kill_after_s = draw.uniform(0.3, LONGEST_S)
-        began = attempt(directory, num_steps, num_devices, kill_after_s, pace_s=PACE_S)
+        seconds = draw.choice((draw.uniform(0.3, 1.5), 60, 60))
+        kill_after = draw.randrange(MOST_STEPS), draw.uniform(0, PACE_S), seconds
+        began = attempt(directory, num_steps, num_devices, PACE_S, kill_after)
         attempts.append([num_devices, began])
         assert not (directory / "fingerprint").exists(), "too few steps for so many kills"
     num_devices = draw.choice(DEVICES)
-    attempts.append([num_devices, attempt(directory, num_steps, num_devices, None, pace_s=0)])
+    attempts.append([num_devices, attempt(directory, num_steps, num_devices, pace_s=0)])
     fingerprint = (directory / "fingerprint").read_text()
     print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
 

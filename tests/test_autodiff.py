@@ -112,6 +112,7 @@ WAYS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize("towers", [None, 6])
 @pytest.mark.parametrize(
     "way",

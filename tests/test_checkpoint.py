@@ -145,6 +145,37 @@ def test_an_unfinished_save_is_no_checkpoint(tmp_path):
         assert checkpoints.steps() == [1]
 
 
+def test_reading_leaves_a_save_in_progress_alone(tmp_path):
+    """Lie: `multitower eval` cleans up what the run there is writing at the moment."""
+    trainer = mt.Trainer(losses, optax.sgd(0.1), run_dir=tmp_path, keep_best="loss", devices=1)
+    _, state = make(1)
+    for kept in ("checkpoints", "best"):
+        with Checkpoints(tmp_path / kept) as checkpoints:
+            checkpoints.save(1, state, {"scores": {"loss": 1.0}})
+        (tmp_path / kept / "2.orbax-checkpoint-tmp").mkdir()
+    assert trainer.best == (1, {"loss": 1.0})
+    Checkpoints(tmp_path / "checkpoints", read_only=True).close()
+    for kept in ("checkpoints", "best"):
+        assert (tmp_path / kept / "2.orbax-checkpoint-tmp").exists()
+
+
+def test_a_save_that_has_failed_waits_for_nobody(tmp_path):
+    """Lie: an error that somebody else handles around the save is taken for one of the save."""
+    _, state = make(1)
+    try:
+        raise KeyError("of the caller")
+    except KeyError:
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, state, {})
+            checkpoints.wait()
+            try:
+                raise OSError("of the save")
+            except OSError:
+                with pytest.raises(OSError, match="of the save"):
+                    checkpoints._meet(key="a", timeout_ms=1)
+    assert checkpoints.steps() == [1]
+
+
 def test_a_failed_background_save_is_raised_at_the_next_one(tmp_path, monkeypatch):
     # The lie (orbax#605): nobody hears of it.
     _, state = make(1)

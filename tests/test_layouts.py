@@ -5,6 +5,7 @@ process's rows alone; rows that fill up and are counted; a result that only proc
 """
 
 import json
+import socket
 from pathlib import Path
 
 import jax
@@ -140,6 +141,18 @@ def test_configure_joins_too_late():
     jax.devices()  # JAX has started, whichever test this worker begins with
     with pytest.raises(mt.ConfigurationError, match="came too late"):
         mt.configure(distributed=True)
+
+
+def test_another_run_listens_at_the_coordinator(monkeypatch):
+    """Lie: JAX listens beside it, and one run's process joins the other's."""
+    monkeypatch.setattr("multitower.configuration._started", lambda: False)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        here = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(mt.ConfigurationError, match="Another run has that port"):
+            mt.configure(distributed=True, coordinator=here, num_processes=2, process_id=0)
 
 
 def test_nobody_answers_at_the_coordinator(monkeypatch):

@@ -97,6 +97,13 @@ WAYS = {
 }
 
 
+def test_devices_that_are_not_used_inside_a_transformation_are_named():
+    parallel = mt.make_parallel(double, devices=4, towers=6)
+    with pytest.warns(mt.MultitowerWarning, match="3 of 4 are used. Use a multiple of 4"):
+        jax.jit(parallel)(np.arange(7.0))
+
+
+@pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize("towers", [None, 6])
 @pytest.mark.parametrize("way", WAYS)
 def test_works_inside_other_transformations(way, towers):
@@ -122,6 +129,7 @@ def test_trap_an_indivisible_batch_raises_or_is_dropped():
     np.testing.assert_array_equal(mt.make_parallel(double)(np.arange(9)), 2 * np.arange(9))
 
 
+@pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize("traced", [False, True])
 def test_law_l6_random_numbers_differ_by_tower_never_by_device(traced):
     """Trap: the same dropout mask on every tower; or masks that change with the devices."""

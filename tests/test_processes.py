@@ -309,3 +309,99 @@ def test_the_best_state_of_two_processes(tmp_path):
     assert result(together)["fingerprint"] == result(alone)["fingerprint"]
     assert result(together)["best"] == result(alone)["best"]
     assert (together / "best").is_dir()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_all_processes(tmp_path):
+    """Lie: all wait for one another, as the failed save never comes to the end of its barrier."""
+    program = tmp_path / "program.py"
+    program.write_text(FULL)
+    began = time.monotonic()
+    port = str(free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), port, str(number), str(tmp_path / "run")],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    (_, errors), (_, others) = end(running, 120)
+    assert time.monotonic() - began < 100
+    assert [process.returncode for process in running] == [1, -signal.SIGABRT], errors + others
+    assert "CheckpointError: a checkpoint could not be written to" in errors
+    assert "File too large" in errors
+    assert "multitower: missing: process 0 on" in others
+    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert checkpoints.steps()[0] == 5
+
+
+FULL = """
+import itertools, resource, sys
+import multitower as mt, numpy as np, optax
+port, number, run_dir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+where = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=number)
+mt.configure(simulated_devices=1, distributed=True, **where)
+
+def fill(progress):
+    if progress.step == 12:  # from now on no file may be longer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
+
+def batches(first):
+    return itertools.repeat(np.ones((4, 200), np.float32))
+
+params = np.random.default_rng(0).normal(size=(200, 200)).astype(np.float32)
+trainer = mt.Trainer(
+    lambda w, x: (x @ w).sum(1), optax.sgd(1e-6), run_dir=run_dir, towers=2,
+    checkpoint_every=5, hooks=[fill],
+)
+trainer.fit(params, batches, steps=100_000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_one_that_started_the_others_before_they_train(tmp_path, number, code):
+    """Lie: JAX has noted it, or the launcher has kept it, and the run goes on to its end."""
+    file = tmp_path / "recipe.py"
+    wait = f"def load():\n    open('{tmp_path}/' + str(jax.process_index()), 'w').close()\n"
+    wait += "    import time\n    time.sleep(30)\n"
+    file.write_text(Path(CIRCLE).read_text().replace("def load():", wait))
+    process = start("train", str(file), "--simulate-processes", "2", "--run-dir", str(tmp_path))
+    while process.poll() is None and not all((tmp_path / name).exists() for name in "01"):
+        time.sleep(0.1)
+    process.send_signal(number)
+    [(_, errors)] = end([process], 25)
+    assert process.returncode == code, errors
+
+
+@pytest.mark.slow
+def test_processes_with_unequal_devices_are_told_so(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(UNEQUAL)
+    port = str(free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program), port, str(number)],
+            env=clean_environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for _, errors in end(running, 60):
+        assert "together: each must have as many as the others" in errors
+    assert [process.returncode for process in running] == [1, 1]
+
+
+UNEQUAL = """
+import itertools, sys
+import multitower as mt, numpy as np, optax
+port, number = sys.argv[1], int(sys.argv[2])
+where = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=number)
+mt.configure(simulated_devices=2 - number, distributed=True, **where)
+trainer = mt.Trainer(lambda w, x: w * x, optax.sgd(0.1), devices=1, towers=2)
+trainer.fit(np.float32(1), lambda first: itertools.repeat(np.ones(4)), steps=2)
+"""

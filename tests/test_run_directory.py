@@ -7,10 +7,13 @@ import threading
 import pytest
 
 import multitower as mt
+from multitower.cli import main
 from multitower.run_directory import (
     fresh_run_directory,
     held_run_directory,
     make_run_directory,
+    read_config,
+    write_config,
     write_result,
 )
 
@@ -73,6 +76,14 @@ def test_two_runs_cannot_train_in_one_directory(tmp_path):
         pass
     with held_run_directory(tmp_path):
         pass
+
+
+def test_a_run_that_is_refused_leaves_the_configuration_of_the_other(tmp_path):
+    """Lie: it is overwritten first, and the other run is resumed as what it was not."""
+    write_config(tmp_path, {"seed": 1})
+    with held_run_directory(tmp_path):
+        assert main(["train", "digits", "--steps", "1", "--run-dir", str(tmp_path)]) == 2
+    assert read_config(tmp_path) == {"seed": 1}
 
 
 def test_a_run_that_trains_cannot_be_thrown_away(tmp_path):

@@ -89,6 +89,12 @@ def test_a_process_that_is_aborted_has_the_last_word():
     assert not any("@" in line or "Gloo" in line or "stack trace" in line for line in shown)
 
 
+def test_the_names_of_very_many_hosts():
+    """Lie: a relay that ends at half a message, and with it the process that writes next."""
+    shown = run("verdict.tell_hosts(0, ['h' * 60, 'bert'] + 2000 * ['c' * 60])")
+    assert "missing: process 1 on bert. Killed" in shown
+
+
 def test_a_child_that_holds_on_to_stderr_does_not_keep_the_verdict_waiting():
     shown = run("print(subprocess.Popen(['sleep', '20']).pid)")
     assert "missing: process 1. Killed" in shown

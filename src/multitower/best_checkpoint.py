@@ -73,7 +73,7 @@ class BestCheckpoint(NamedTuple):
         """
         if not of_first(self.directory.exists()):  # process 0 may be about to make it
             return None
-        with Checkpoints(self.directory, keep_last=1) as checkpoints:
+        with Checkpoints(self.directory, read_only=True) as checkpoints:
             steps = checkpoints.steps()
             return (steps[-1], checkpoints.about(steps[-1])["scores"]) if steps else None
 

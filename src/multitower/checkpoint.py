@@ -11,6 +11,7 @@ writes, the others wait for it at the barriers of Orbax.
 import errno
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 
 from multitower.errors import CheckpointError, MultitowerWarning
 from multitower.fingerprint import fingerprint
-from multitower.processes import is_first, of_first
+from multitower.processes import are_several, is_first, of_first
 from multitower.state_leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.train_state import TrainState
 
@@ -49,6 +50,7 @@ class Checkpoints:
     Args:
         directory: where they are; made if need be.
         keep_last: how many to keep; an older one is deleted when a newer one is complete.
+        read_only: nothing is made, deleted or cleaned up there: a run may be saving at the moment.
 
     Raises:
         CheckpointError: the directory cannot be made or written, or Orbax is not installed.
@@ -69,22 +71,31 @@ class Checkpoints:
     save that nobody hears of).
     """
 
-    def __init__(self, directory: str | Path, *, keep_last: int = 3) -> None:
+    def __init__(
+        self, directory: str | Path, *, keep_last: int = 3, read_only: bool = False
+    ) -> None:
         self.directory = Path(directory).absolute()
         self._ocp = _orbax()
+        self._is_broken = False
+        self._handled = sys.exception()
         options = self._ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
-            cleanup_tmp_directories=True,
-            # Else threads wait 20 minutes for a directory that could not be made, and with them the
-            # end of the program.
-            async_options=self._ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            async_options=self._ocp.options.AsyncOptions(
+                # Else threads wait 20 minutes for a directory that could not be made, and with them
+                # the end of the program.
+                create_directories_asynchronously=False,
+                barrier_sync_fn=self._meet,
+            ),
         )
         try:
             self._manager = self._ocp.CheckpointManager(self.directory, options=options)
         except (OSError, ValueError) as error:
+            wanted = "read" if read_only else "written"
             raise CheckpointError(
-                f"checkpoints cannot be kept in {self.directory}: {error}. Choose a directory that "
-                "can be written."
+                f"checkpoints cannot be {'read' if read_only else 'kept'} in {self.directory}: "
+                f"{error}. Choose a directory that can be {wanted}."
             ) from error
 
     def save(self, step: int, state: TrainState, about: Mapping[str, Any]) -> None:
@@ -110,6 +121,7 @@ class Checkpoints:
         }
         numbered = {f"{number:05d}": leaf for number, leaf in enumerate(leaves.values())}
         args = self._ocp.args
+        self._handled = sys.exception()
         try:
             self._manager.save(
                 step,
@@ -216,6 +228,8 @@ class Checkpoints:
         Raises:
             CheckpointError: a save has failed.
         """
+        if self._is_broken and are_several():
+            return  # it has been said, and Orbax would wait for the others, who wait for this one
         try:
             self.wait()
         finally:
@@ -270,7 +284,19 @@ class Checkpoints:
         of_first(0)  # nobody looks before it is done
         self._manager.reload()
 
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier; but where a save has failed there is nobody to wait for.
+
+        Orbax meets the others also when it is about to raise, and they are elsewhere: all of them
+        would stand for 20 minutes.
+        """
+        error = sys.exception()
+        if error is not None and error is not self._handled:
+            raise error
+        self._ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
     def _failed(self, error: Exception) -> CheckpointError:
+        self._is_broken = True
         free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
         return CheckpointError(
             f"a checkpoint could not be written to {self.directory}: {_first_line(error)} "

@@ -58,7 +58,11 @@ def join_processes(
             bind = coordinator  # by default JAX would listen on every address of the machine
         if process_id > 0:
             _wait_for(host.strip("[]"), port, coordinator)
+        else:
+            _check_free(port, coordinator)
     start_verdict(process_id)
+    # JAX would take SIGTERM and only note it; Trainer.fit takes it, and elsewhere it is to end.
+    jax.config.update("jax_enable_preemption_service", False)
     # Collectives of CPU devices between processes; JAX's default, said aloud.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -102,6 +106,18 @@ def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str
             "they are numbered 0 to N-1, each number once."
         )
     return host, int(port)
+
+
+def _check_free(port: int, coordinator: str) -> None:
+    """JAX would listen beside another run on the same port, and the system mix their processes."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"coordinator={coordinator!r}: process 0 cannot listen there ({error}). Another run "
+            "has that port, or two processes have number 0: give each run a port of its own, and "
+            "each process its own number."
+        ) from error
 
 
 def _wait_for(host: str, port: int, coordinator: str) -> None:

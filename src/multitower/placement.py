@@ -75,6 +75,21 @@ class Placement:
         count = max(d for d in range(1, len(self.devices) + 1) if self.num_towers % d == 0)
         return contiguous(self.devices[:count], self.num_towers)
 
+    def check_all_take_part(self) -> None:
+        """Refuses a placement without a tower in this process: it would have nothing to wait for.
+
+        Raises:
+            DeviceError: there is none.
+        """
+        if not self.local:
+            there = {one.process_index for one in self.devices}
+            raise DeviceError(
+                f"{self.num_towers} towers run on devices of {len(there)} of "
+                f"{jax.process_count()} processes, and process {jax.process_index()} has none of "
+                "them. Use more towers (inside jax.jit and the like a multiple of the devices), "
+                "fewer devices of each process, or fewer processes."
+            )
+
 
 def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     """Puts towers on devices, neighbours together; one tower per device if `towers` is None.
@@ -87,7 +102,9 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     if are_several():
         claim_gpus(found)
     if towers is None:
-        return contiguous(found, len(found))
+        placement = contiguous(found, len(found))
+        placement.check_all_take_part()
+        return placement
     warn_if_bits_depend_on_threads(found)
     if towers < len(found):
         idle = len(found) - towers
@@ -97,8 +114,9 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
             MultitowerWarning,
             stacklevel=3,
         )
-    _check_all_take_part(found[:towers], towers)
-    return contiguous(found[:towers], towers)
+    placement = contiguous(found[:towers], towers)
+    placement.check_all_take_part()
+    return placement
 
 
 def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:
@@ -126,17 +144,6 @@ def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:
             )
         found.extend(there[place] for place in places)
     return found
-
-
-def _check_all_take_part(found: Sequence[jax.Device], towers: int) -> None:
-    """Every process must have a tower: one without would have nothing to wait for."""
-    there = {one.process_index for one in found}
-    if jax.process_index() not in there:
-        raise DeviceError(
-            f"towers={towers} run on devices of {len(there)} of {jax.process_count()} processes, "
-            f"and process {jax.process_index()} has none of them. Use more towers, fewer devices "
-            "of each process, or fewer processes."
-        )
 
 
 def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:

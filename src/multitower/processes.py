@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from multitower.errors import MultitowerError, RunError
+from multitower.errors import DeviceError, MultitowerError, RunError
 
 _LONGEST_LINE = 4096  # bytes; what is longer is cut
 
@@ -61,7 +61,18 @@ def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def gathered(value: Any, *, tiled: bool = False) -> Any:
-    """What every process has, stacked along a new first axis; all together."""
+    """What every process has, stacked along a new first axis; all together.
+
+    Raises:
+        DeviceError: they have not the same number of devices each.
+    """
+    here, together = jax.local_device_count(), jax.device_count()
+    if here * jax.process_count() != together:
+        raise DeviceError(
+            f"process {jax.process_index()} has {here} devices, and all {jax.process_count()} "
+            f"processes have {together} together: each must have as many as the others. Let it "
+            "see as many (visible_devices=, or what the cluster sets)."
+        )
     from jax.experimental import multihost_utils  # noqa: PLC0415 (slow; not for one process)
 
     return multihost_utils.process_allgather(value, tiled=tiled)

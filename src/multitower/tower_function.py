@@ -1,5 +1,6 @@
 """A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from multitower import spmd
 from multitower.devices import DeviceSpec
+from multitower.errors import MultitowerWarning
 from multitower.first_look import look
 from multitower.job import Job, Shared
 from multitower.models import Call
@@ -118,7 +120,7 @@ class TowerFunction:
         look(outputs, parts.rows, parts.shared, averages=self._kind.averages)
 
     def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
-        placement = self.placement().divided()
+        placement = self._evenly_placed()
         num_rows = rows[0].shape[0]
         tower_rows = -(-num_rows // placement.num_towers)
         ragged = _ragged(num_rows, placement.num_towers)
@@ -127,6 +129,20 @@ class TowerFunction:
         if ragged:
             joined = jax.tree.map(lambda leaf: leaf[:num_rows], joined)
         return self._kind.result(finished, joined)
+
+    def _evenly_placed(self) -> Placement:
+        whole = self.placement()
+        placement, given = whole.divided(), len(whole.devices)
+        placement.check_all_take_part()
+        if len(placement.devices) < given:
+            warnings.warn(
+                f"towers={self._towers} inside another transformation (jax.jit and the like): all "
+                f"devices have equally many there, so that {len(placement.devices)} of {given} are "
+                f"used. Use a multiple of {given}, or call the function outside.",
+                MultitowerWarning,
+                stacklevel=2,
+            )
+        return placement
 
     def _same_bits(self, parts: Parts, placement: Placement) -> Any:
         tower_rows = -(-parts.num_rows // placement.num_towers)

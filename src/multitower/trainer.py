@@ -180,6 +180,11 @@ class Trainer:
                         "resume=True to go on from them, or choose another run_dir."
                     )
                 first, state, _ = checkpoints.restore(like=state, allow_previous=allow_previous)
+                if first > steps:
+                    raise RunError(
+                        f"steps={steps}, and the run in {self._directory} has made {first}: say at "
+                        "least as many, or choose another run_dir."
+                    )
             saver = Saver(checkpoints, self._checkpoint_every, steps, about or {})
             span = (first, steps)
             return self._loop(
@@ -208,7 +213,7 @@ class Trainer:
         directory = self._directory.parent / "best" if best else self._directory
         if not directory.exists():
             raise CheckpointError(f"{directory} is not there: no complete checkpoint yet.")
-        with Checkpoints(directory, keep_last=self._keep_last) as checkpoints:
+        with Checkpoints(directory, read_only=True) as checkpoints:
             like = self.step.init(params, model_state=model_state, rng=rng)
             return checkpoints.restore(like=like).state
 

@@ -56,7 +56,8 @@ def tell_hosts(process: int, hosts: Sequence[str]) -> None:
     """Says which process this is, and on which host each one is, once this is known."""
     for child in _children:
         if child.stdin is not None:
-            child.stdin.write(json.dumps({"process": process, "hosts": list(hosts)}).encode())
+            told = json.dumps({"process": process, "hosts": list(hosts)}) + "\n"
+            child.stdin.write(told.encode())
             child.stdin.flush()  # and it stays open: its end says that this process is gone
 
 
@@ -83,11 +84,12 @@ def verdict(text: str, process: int | None = None, hosts: Sequence[str] = ()) ->
     # JAX names no number when it is process 0, which keeps the list, that does not answer.
     missing = [int(number) for number in found.group(1).split()] if found else [0]
     others = [_named(number, hosts) for number in missing if number != process]
+    this = "this process" if process is None else _named(process, hosts)
     return (
         f"multitower: missing: {', '.join(others) or 'another process'}. Killed, stopped, out of "
-        "memory, or cut off from the network: look at what it wrote last, and at its host. So "
-        f"{'this process' if process is None else _named(process, hosts)} was ended too. The last "
-        "complete checkpoint is intact; the same command with --resume auto goes on from it.\n"
+        "memory, cut off from the network, or ended by an error of its own: look at what it wrote "
+        f"last, and at its host. So {this} was ended too. The last complete checkpoint is intact; "
+        "on the command line --resume auto goes on from it.\n"
     )
 
 
@@ -116,11 +118,14 @@ class _Relay:
         self._hosts: list[str] = []
         self._is_line_begun = False
         self._fatal = b""
+        self._told = b""
 
     def know(self, told: bytes) -> None:
-        """Takes what the parent says of itself and of the hosts."""
-        known = json.loads(told)
-        self._process, self._hosts = known["process"], known["hosts"]
+        """Takes what the parent says of itself and of the hosts, piece by piece."""
+        self._told += told
+        if self._told.endswith(b"\n"):
+            known = json.loads(self._told)
+            self._process, self._hosts, self._told = known["process"], known["hosts"], b""
 
     def take(self, data: bytes) -> None:
         """Passes on what are whole lines by now."""

@@ -5,6 +5,7 @@ they write to stderr.
 """
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -122,11 +123,11 @@ def _pass_on(stream: IO[str] | None) -> None:
 
 @contextlib.contextmanager
 def _passed_on_signals(running: Sequence[subprocess.Popen[str]]) -> Generator[None]:
-    """SIGTERM goes to all processes; Ctrl-C has reached them already, from the terminal."""
+    """They go to all processes, but for Ctrl-C: the terminal has sent it to them already."""
 
     def pass_on(number: int, _: object) -> None:
         for process in running:
-            if number == signal.SIGTERM and process.poll() is None:
+            if not (number == signal.SIGINT and _in_foreground()) and process.poll() is None:
                 process.send_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -138,3 +139,11 @@ def _passed_on_signals(running: Sequence[subprocess.Popen[str]]) -> Generator[No
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal's Ctrl-C reaches this process, and those that it has started."""
+    try:
+        return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp() if sys.__stdin__ else False
+    except (OSError, ValueError):
+        return False

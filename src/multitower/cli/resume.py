@@ -12,7 +12,7 @@ from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, switch
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.cli.train import finish
+from multitower.cli.train import finish, held_for_all
 from multitower.errors import RunError
 from multitower.processes import is_first
 from multitower.recipes import Recipe, find_recipe
@@ -41,7 +41,8 @@ def resume(
         raise RunError(f"{directory} is finished: {directory / RESULT} holds its result.")
     where = start_devices(devices, simulate, options.towers, together=together)
     say(f"resuming {recipe.name} from {directory} on {where}")
-    finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
+    with held_for_all(directory):
+        finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -163,23 +164,32 @@ def train(
             return
         if found == "begun":
             say(f"resuming {chosen.name} from {run_dir} on {where}")
-            finish(run_dir, chosen, options, resume=True, wait_s=2 * HEARTBEAT_S)
+            with held_for_all(run_dir, wait_s=2 * HEARTBEAT_S):
+                finish(run_dir, chosen, options, resume=True)
             return
     say(f"training {chosen.name} on {where}")
-    directory = Path(by_first(lambda: str(_new_directory(run_dir, chosen, force, about))))
-    finish(directory, chosen, options)
+
+    def new_directory() -> str:
+        directory = (
+            fresh_run_directory(Path("runs"), chosen.name)
+            if run_dir is None
+            else make_run_directory(run_dir, overwrite=force)
+        )
+        held.enter_context(held_run_directory(directory))  # before another run's config is lost
+        write_config(directory, about)
+        return str(directory)
+
+    with contextlib.ExitStack() as held:
+        finish(Path(by_first(new_directory)), chosen, options)
 
 
-def _new_directory(
-    run_dir: Path | None, recipe: Recipe, force: bool, about: dict[str, Any]
-) -> Path:
-    directory = (
-        fresh_run_directory(Path("runs"), recipe.name)
-        if run_dir is None
-        else make_run_directory(run_dir, overwrite=force)
-    )
-    write_config(directory, about)
-    return directory
+@contextlib.contextmanager
+def held_for_all(directory: Path, *, wait_s: float = 0) -> Generator[None]:
+    """As `held_run_directory`, by process 0 for all of them."""
+    with contextlib.ExitStack() as stack:
+        held = held_run_directory(directory, wait_s=wait_s)
+        by_first(lambda: str(stack.enter_context(held)))
+        yield
 
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
@@ -210,15 +220,9 @@ def finish(
     *,
     resume: bool = False,
     allow_previous: bool = False,
-    wait_s: float = 0,
 ) -> None:
     """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
-    with (
-        contextlib.ExitStack() as stack,
-        show_progress(options.steps or recipe.steps) as watch,
-    ):
-        held = held_run_directory(directory, wait_s=wait_s)
-        by_first(lambda: str(stack.enter_context(held)))
+    with show_progress(options.steps or recipe.steps) as watch:
         result = run(
             recipe,
             options,
