@@ -6,6 +6,7 @@ PORT 0 the process is alone and joins nobody.
 
 import json
 import sys
+import warnings
 from typing import ClassVar
 
 import jax
@@ -192,6 +193,37 @@ def negative_zeros(devices=None):
     return found | {"state": mt.fingerprint(state)}
 
 
+def unlike(devices=None):
+    """What is said where the second process passes something else than the first one."""
+    here = jax.process_index()
+
+    def said(rows, params=None, towers=4):
+        step = mt.train_step(per_row, optax.sgd(0.1), towers=towers, devices=devices)
+        with warnings.catch_warnings(record=True) as told:
+            try:
+                step(step.init(params or first_params()), rows)
+            except mt.MultitowerError as error:
+                return str(error)
+        return "".join(str(one.message) for one in told)
+
+    def part(start, size):
+        return {name: leaf[start : start + size] for name, leaf in batch(0, 48).items()}
+
+    other = {name: leaf + here for name, leaf in first_params().items()}
+    found = {
+        "a part of the batch": said(part(24 * here, 24)),
+        "fewer rows": said(part(0, 24 - 8 * here)),
+        "parameters": said(part(0, 24), other),
+        "towers": said(part(0, 24), towers=4 + here),
+        "alike": said(part(0, 24)),
+    }
+    with warnings.catch_warnings(record=True) as told:
+        mt.make_parallel(lambda x, y: x + y, towers=4, devices=devices, in_axes=(0, None))(
+            np.ones(8), np.float32(here)
+        )
+    return found | {"an argument": "".join(str(one.message) for one in told)}
+
+
 WHATS = {
     "same_bits": same_bits,
     "fast": fast,
@@ -200,6 +232,7 @@ WHATS = {
     "own_rows": own_rows,
     "global_arrays": global_arrays,
     "negative_zeros": negative_zeros,
+    "unlike": unlike,
 }
 
 

@@ -99,6 +99,17 @@ def test_prefetch_is_shard_of_every_batch_in_order(size, towers):
     assert_no_threads_left()
 
 
+def test_lazy_rows_that_do_not_come():
+    """Lie: a run on the few rows that came."""
+    batch = mt.LazyRows(48, lambda places: {"x": np.ones((2, 3))})
+    with pytest.raises(mt.BatchError, match="48 rows were asked for and 2 came"):
+        mt.shard(batch, towers=5, devices=1)
+    with pytest.raises(mt.BatchError, match="must be a whole number"):
+        mt.LazyRows(4.0, lambda places: places)
+    with pytest.raises(mt.ArgumentError, match=r"give them to mt\.prefetch"):
+        mt.make_parallel(lambda x: x)(batch)
+
+
 def test_prefetch_reads_ahead_and_no_further():
     """Lie: the next batch is made when it is asked for; or all of them are, until memory ends."""
     reached = []

@@ -86,6 +86,18 @@ def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes):
     assert on_two_processes["negative_zeros"] == layout_program.negative_zeros(devices=2)
 
 
+def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
+    """Lies: rows that nobody trains on, as with a DistributedSampler; two models in one run."""
+    found = on_two_processes["unlike"]
+    assert "process 1 passes other values than process 0" in found["a part of the batch"]
+    assert "process 0 passes float32[24, 6], float32[24]" in found["fewer rows"]
+    assert "and process 1 float32[16, 6], float32[16]" in found["fewer rows"]
+    assert "state.params['in'] than the first device of process 0" in found["parameters"]
+    assert "5 towers" in found["towers"]
+    assert "process 1 passes other values" in found["an argument"]
+    assert found["alike"] == ""
+
+
 @pytest.fixture(scope="module")
 def on_eight_devices():
     return {"same_bits": layout_program.same_bits(), "sharded": layout_program.sharded()}

@@ -135,6 +135,15 @@ def test_batches_that_run_out_are_an_error():
 
     with pytest.raises(mt.RunError, match="ran out after step 3 of 5"):
         make_trainer(1).fit(PARAMS, three, steps=5)
+    with pytest.raises(mt.ArgumentError, match=r"batches is list: give a function, batches.first"):
+        make_trainer(1).fit(PARAMS, [DATA], steps=5)
+
+
+def test_fewer_steps_than_the_run_has_made(tmp_path):
+    """Lie: a finished run of a checkpoint that is of another one."""
+    make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)
+    with pytest.raises(mt.RunError, match="steps=2, and the run in .* has made 3"):
+        make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +152,7 @@ def test_batches_that_run_out_are_an_error():
         ({"on_nonfinite": "ignore"}, "say 'stop' or 'skip'"),
         ({"checkpoint_every": 0}, "must be 1 or more"),
         ({"keep_last": 0}, "must be 1 or more"),
+        ({"hooks": print}, "give a list of them"),
     ],
 )
 def test_options_that_make_no_sense(options, message):

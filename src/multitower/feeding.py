@@ -57,13 +57,14 @@ def shard(
         [(2, 2), (2, 2)]
     """
     placement = place(devices, towers)
-    if isinstance(batch, LazyRows) and not placement.spans_processes:
-        batch = batch.whole()
-    if isinstance(batch, LazyRows) and towers is None:
+    if not isinstance(batch, LazyRows):
+        parts = take_apart(batch, 0, name="batch")
+    elif not placement.spans_processes:
+        parts = _read(batch, np.arange(batch.num_rows))
+    elif towers is None:
         return _read_evenly(batch, placement)
-    if isinstance(batch, LazyRows):
+    else:
         return _read_towers(batch, placement, global_batch)
-    parts = take_apart(batch, 0, name="batch")
     if towers is None:
         return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
     return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
@@ -156,7 +157,7 @@ def _ahead(
 def _read_towers(batch: LazyRows, placement: Placement, global_batch: int | None) -> Any:
     """Has this process read the rows of its own towers, and no others."""
     size = size_of_towers(batch.num_rows, placement, global_batch)
-    parts, pieces = _read(batch, size, own_towers(placement))
+    parts, pieces = _read_pieces(batch, size, own_towers(placement))
     return _put_together(parts, placed_rows(pieces, placement, batch.num_rows))
 
 
@@ -164,9 +165,9 @@ def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
     """The same without towers; all rows, where devices cannot share them evenly."""
     num_rows, count = batch.num_rows, len(placement.devices)
     if num_rows % count:
-        whole = take_apart(batch.whole(), 0, name="batch")
+        whole = _read(batch, np.arange(num_rows))
         return _put_together(whole, _split_evenly(whole.rows, num_rows, placement))
-    parts, pieces = _read(batch, num_rows // count, placement.local)
+    parts, pieces = _read_pieces(batch, num_rows // count, placement.local)
     homes = [placement.devices[d] for d in placement.local]
     arrays = [
         jax.make_array_from_single_device_arrays(
@@ -177,17 +178,22 @@ def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
     return _put_together(parts, arrays)
 
 
-def _read(
+def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
+    parts = take_apart(batch.read(places), 0, name="batch")
+    if parts.num_rows != places.size:
+        raise BatchError(
+            f"LazyRows: {places.size} rows were asked for and {parts.num_rows} came: "
+            "read(places) returns one row for each of the places."
+        )
+    return parts
+
+
+def _read_pieces(
     batch: LazyRows, size: int, owners: Sequence[int]
 ) -> tuple[Parts, list[list[np.ndarray[Any, Any]]]]:
     """Reads the rows of some owners, `size` each; for each array one piece an owner."""
     places = [np.arange(owner * size, (owner + 1) * size) % batch.num_rows for owner in owners]
-    parts = take_apart(batch.read(np.concatenate(places)), 0, name="batch")
-    if parts.num_rows != size * len(owners):
-        raise BatchError(
-            f"LazyRows: {size * len(owners)} rows were asked for and {parts.num_rows} came: "
-            "read(places) returns one row for each of the places."
-        )
+    parts = _read(batch, np.concatenate(places))
     starts = range(0, parts.num_rows, size)
     return parts, [[leaf[start : start + size] for start in starts] for leaf in parts.rows]
 

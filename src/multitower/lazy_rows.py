@@ -39,9 +39,7 @@ class LazyRows:
     read: Callable[[np.ndarray[Any, Any]], Any]
 
     def __post_init__(self) -> None:
-        if self.num_rows < 1:
-            raise BatchError(f"LazyRows(num_rows={self.num_rows}): a batch has at least one row.")
-
-    def whole(self) -> Any:
-        """All rows."""
-        return self.read(np.arange(self.num_rows))
+        if not isinstance(self.num_rows, int | np.integer) or self.num_rows < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BatchError(
+                f"LazyRows(num_rows={self.num_rows!r}): it must be a whole number, 1 or more."
+            )

@@ -4,6 +4,8 @@ Every process runs the same program, and calls what is marked "all together" her
 order: it waits for the others. In a single process all of this is a plain copy or nothing at all.
 """
 
+import collections
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,16 +68,21 @@ def gathered(value: Any, *, tiled: bool = False) -> Any:
     Raises:
         DeviceError: they have not the same number of devices each.
     """
-    here, together = jax.local_device_count(), jax.device_count()
-    if here * jax.process_count() != together:
-        raise DeviceError(
-            f"process {jax.process_index()} has {here} devices, and all {jax.process_count()} "
-            f"processes have {together} together: each must have as many as the others. Let it "
-            "see as many (visible_devices=, or what the cluster sets)."
-        )
+    _check_equal_devices()
     from jax.experimental import multihost_utils  # noqa: PLC0415 (slow; not for one process)
 
     return multihost_utils.process_allgather(value, tiled=tiled)
+
+
+@functools.cache  # it is the same for as long as the processes live
+def _check_equal_devices() -> None:
+    counts = collections.Counter(one.process_index for one in jax.devices())
+    if len(set(counts.values())) > 1:
+        each = ", ".join(str(counts[process]) for process in sorted(counts))
+        raise DeviceError(
+            f"the processes have {each} devices: each must have as many as the others. Let them "
+            "see equally many (visible_devices=, or what the cluster sets)."
+        )
 
 
 def of_first(number: int) -> int:

@@ -30,11 +30,8 @@ def check_replicas(state: TrainState) -> None:
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    # What is kept in blocks has no copies; it comes as arrays on the host.
-    flat = [(path, leaf) for path, leaf in flat if isinstance(leaf, jax.Array)]
-    if not flat:
-        return
+    # What is kept in blocks has no copies.
+    flat, _ = jax.tree_util.tree_flatten_with_path(state.shared())
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]
@@ -50,11 +47,16 @@ def check_replicas(state: TrainState) -> None:
             mine = process == jax.process_index()
             device = _name(devices[i]) if mine else f"device {i}"
             name = f"{device} of process {process}" if several else device
+            advice = "Suspect the device; resume from a checkpoint."
+            if several:
+                advice = (
+                    "Either the processes were given other parameters, keys or rows: make them "
+                    "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
+                )
             raise StateError(
                 f"{name} holds other bits in state{jax.tree_util.keystr(flat[leaf][0])} than "
                 f"{home}{_shown(on_host[i][leaf], first[leaf]) if mine else ''}: the "
-                "devices no longer train the same model. Suspect the device; resume from a "
-                "checkpoint."
+                f"devices no longer train the same model. {advice}"
             )
 
 

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from multitower.constants import Constant, is_constant, leaves_in_lists
 from multitower.errors import ArgumentError, BatchError
+from multitower.lazy_rows import LazyRows
 
 SHARED = "shared"
 KEY = "key"
@@ -258,6 +259,11 @@ def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
     if isinstance(leaf, int | float | complex | np.generic):
         return
     refuse_holder(leaf, where)
+    if isinstance(leaf, LazyRows):
+        raise ArgumentError(
+            f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
+            "mt.shard, with the same towers= and devices=, and the function what these return."
+        )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         raise ArgumentError(
             f"{where()} is {_shown(leaf)}: towers take arrays and numbers. Convert it with "

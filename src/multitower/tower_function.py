@@ -18,6 +18,7 @@ from multitower.placement import Placement, check_towers, place
 from multitower.row_gather import gather_rows
 from multitower.rows import Parts, Split, Tower, is_key, is_traced, take_apart
 from multitower.same_bits import SameBits
+from multitower.same_call import check_same_call
 from multitower.tower_rows import copy_to, ready_or_cut, refuse_tower_rows
 
 
@@ -93,6 +94,8 @@ class TowerFunction:
         if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
             return self._traced(parts.split, parts.shared, parts.rows)
+        if not self._looked_at:
+            check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
         if self._towers is not None:
             return self._same_bits(parts, placement)
         refuse_tower_rows(parts.rows)

@@ -14,7 +14,9 @@ from multitower.loss_function import LossFunction
 from multitower.models import is_model, take_model
 from multitower.outputs import refuse_ragged
 from multitower.placement import Placement, check_towers, place
+from multitower.replicas import check_replicas
 from multitower.rows import Parts, is_traced, take_apart
+from multitower.same_call import check_same_call
 from multitower.sharded_state import ShardedState
 from multitower.sharded_update import ShardedRunner
 from multitower.step_runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
@@ -136,6 +138,7 @@ class TrainStep:
         self._sharded: ShardedState | None = None
         self._averaged: dict[Any, str | None] = {}
         self._runners: dict[Any, Runner] = {}
+        self._has_run = False
 
     @property
     def placement(self) -> Placement:
@@ -213,7 +216,12 @@ class TrainStep:
         if state.maker is not self:
             state = self._adopt(state.fields())
         global_batch = self._global_batch or self._full_batch(parts)
+        if not self._has_run and self.placement.spans_processes:
+            given = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
+            check_same_call("batch", given, self.placement)
+            check_replicas(state)  # host-device sync
         result = self._runner(state, parts, global_batch).run(state, parts, self)
+        self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed is no measure
         return result
 
@@ -270,8 +278,8 @@ class TrainStep:
         elif parts.num_rows > tower_rows * num_towers:
             raise BatchError(
                 f"the batch has {parts.num_rows} rows, and this step was made for at most "
-                f"{global_batch}, the rows of its first batch. Pass train_step("
-                f"global_batch={parts.num_rows}), or the largest batch that there will be."
+                f"{global_batch}: global_batch=, or else the rows of its first batch. Pass "
+                f"train_step(global_batch={parts.num_rows}), or the largest batch there will be."
             )
         key = (parts.split, tower_rows)
         if key not in self._runners:

@@ -49,7 +49,7 @@ class Trainer:
         on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
             update of that step and goes on. Decided once for all towers.
         check_replicas_every: steps from one comparison of the devices' variables to the next, after
-            one at the first step; 0 for never.
+            one at the first step; and before every save. 0 for never.
         shard_update: as for `multitower.train_step`: the optimizer's state in blocks.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
@@ -103,6 +103,8 @@ class Trainer:
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
                 f"check_replicas_every={check_replicas_every} 0 or more."
             )
+        if callable(hooks):
+            raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
         self._where: dict[str, Any] = {"devices": devices, "towers": towers}
         self._global_batch = global_batch
         self._checkpoint_every = checkpoint_every
@@ -167,6 +169,12 @@ class Trainer:
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
+        if not callable(batches):  # pyright: ignore[reportUnnecessaryComparison]
+            raise ArgumentError(
+                f"batches is {type(batches).__name__}: give a function, batches(first), that "
+                "returns an iterator of the batches of step first, first + 1, ...: a resumed run "
+                "does not begin at 0."
+            )
         if self.step.placement.spans_processes:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
@@ -284,12 +292,13 @@ class Trainer:
                 # dry, and reading none would let the host run ahead without bound.
                 reader.read_waiting()
                 reader.wait(number, metrics, batch)
+                stop = vote.after_step()
+                is_saved = saver.is_due(number) or stop
                 # Also after the first step: it compiles, and then nothing else does later on.
                 every = self._check_replicas_every
-                if every and (number % every == 0 or number == first + 1):
+                if every and (number % every == 0 or number == first + 1 or is_saved):
                     check_replicas(state)  # host-device sync
-                stop = vote.after_step()
-                if saver.is_due(number) or stop:
+                if is_saved:
                     reader.read_waiting()  # host-device sync: only a good state is saved
                     flush_hooks(self.hooks)
                     saver.save(number, state)
