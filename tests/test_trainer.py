@@ -142,7 +142,7 @@ def test_batches_that_run_out_are_an_error():
 def test_fewer_steps_than_the_run_has_made(tmp_path):
     """Lie: a finished run of a checkpoint that is of another one."""
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)
-    with pytest.raises(mt.RunError, match="steps=2, and the run in .* has made 3"):
+    with pytest.raises(mt.RunError, match=r"steps=2, and the run in .* has made 3"):
         make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2, resume=True)
 
 
