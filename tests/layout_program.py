@@ -218,9 +218,10 @@ def unlike(devices=None):
         "alike": said(part(0, 24)),
     }
     with warnings.catch_warnings(record=True) as told:
-        mt.make_parallel(lambda x, y: x + y, towers=4, devices=devices, in_axes=(0, None))(
-            np.ones(8), np.float32(here)
+        add = mt.make_parallel(
+            lambda x, y, empty: x + y, towers=4, devices=devices, in_axes=(0, None, None)
         )
+        add(np.ones(8), np.float32(here), np.zeros((0, 3)))
     return found | {"an argument": "".join(str(one.message) for one in told)}
 
 

@@ -84,7 +84,7 @@ def cut(
 
 def sample_of(leaf: Any) -> bytes:
     """The bits of three rows of an array, or of a number."""
-    if not np.ndim(leaf):
+    if not np.ndim(leaf) or not np.size(leaf):
         return np.asarray(leaf).tobytes()
     last = leaf.shape[0] - 1
     return b"".join(np.asarray(leaf[row]).tobytes() for row in (0, last // 2, last))
