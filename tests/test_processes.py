@@ -392,7 +392,7 @@ def test_processes_with_unequal_devices_are_told_so(tmp_path):
         for number in range(2)
     ]
     for _, errors in end(running, 60):
-        assert "together: each must have as many as the others" in errors
+        assert "each must have as many as the others" in errors
     assert [process.returncode for process in running] == [1, 1]
 
 

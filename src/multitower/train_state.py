@@ -167,5 +167,11 @@ class TrainState:
         """For JAX's pytrees."""
         return cls(Fields(*children))
 
+    def __reduce__(self) -> tuple[type["TrainState"], tuple[Fields]]:
+        """For `pickle` and `copy`: the values, copied to the host."""
+        return TrainState, (jax.device_get(self.fields()),)
+
     def __repr__(self) -> str:
-        return "TrainState(overwritten)" if self._spent else f"TrainState{self.fields()!r}"
+        if self._spent:
+            return "TrainState(overwritten)"
+        return f"TrainState{repr(self.fields()).removeprefix('Fields')}"
