@@ -158,6 +158,7 @@ def test_configure_joins_too_late():
 def test_another_run_listens_at_the_coordinator(monkeypatch):
     """Lie: JAX listens beside it, and one run's process joins the other's."""
     monkeypatch.setattr("multitower.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.joining.FREE_S", 0)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))

@@ -20,6 +20,7 @@ from multitower.verdict import start_verdict
 # ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat;
 # one that left with sys.exit, while others train, looks like one that has ended.
 JOIN_S = 300
+FREE_S = 10  # for the port of a run that was killed, whose process 0 is not quite gone
 SHUTDOWN_S = 600
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -110,14 +111,18 @@ def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str
 
 def _check_free(port: int, coordinator: str) -> None:
     """JAX would listen beside another run on the same port, and the system mix their processes."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        raise ConfigurationError(
-            f"coordinator={coordinator!r}: process 0 cannot listen there ({error}). Another run "
-            "has that port, or two processes have number 0: give each run a port of its own, and "
-            "each process its own number."
-        ) from error
+    deadline = time.monotonic() + FREE_S
+    while True:
+        try:
+            return socket.create_server(("", port)).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"coordinator={coordinator!r}: process 0 cannot listen there ({error}). "
+                    "Another run has that port, or two processes have number 0: give each run a "
+                    "port of its own, and each process its own number."
+                ) from error
+            time.sleep(0.2)
 
 
 def _wait_for(host: str, port: int, coordinator: str) -> None:
