@@ -20,8 +20,8 @@ from multitower.verdict import start_verdict
 # ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat;
 # one that left with sys.exit, while others train, looks like one that has ended.
 JOIN_S = 300
-FREE_S = 10  # for the port of a run that was killed, whose process 0 is not quite gone
 SHUTDOWN_S = 600
+FREE_S = 10  # for the port of a run that was killed, whose process 0 is not quite gone
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
