@@ -26,9 +26,16 @@ from processes import clean_environment, free_port
 CIRCLE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 
 
+# A script that starts the tests in the background has had SIGINT ignored, in all children too.
+MAIN = (
+    "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from multitower.cli import main\nsys.exit(main())"
+)
+
+
 def start(*words):
     return subprocess.Popen(
-        [sys.executable, "-m", "multitower", *words],
+        [sys.executable, "-c", MAIN, *words],
         env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
