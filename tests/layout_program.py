@@ -175,7 +175,10 @@ def global_arrays(devices=None):
 
 
 def negative_zeros(devices=None):
-    """All bits of rows and of a state in blocks that are -0.0, which a sum would make 0.0."""
+    """All bits of rows and of a state in blocks that are -0.0, which a sum would make 0.0.
+
+    And the dtype of 16-bit rows times a Python number, which adapts to them.
+    """
     found = {}
     zeros = -np.zeros(24, np.float32)
     for towers in (5, TOWERS):  # 5 divide neither the rows nor the devices
@@ -185,6 +188,8 @@ def negative_zeros(devices=None):
         for rows in (24, 13):
             found[f"rows {rows} {towers}"] = mt.fingerprint(negate(zeros[:rows]))
             found[f"aux {rows} {towers}"] = mt.fingerprint(gradient(np.float32(1), zeros[:rows]))
+        times = mt.make_parallel(lambda x, s: x * s, in_axes=(0, None), **where)
+        found[f"number {towers}"] = mt.fingerprint(times(zeros.astype(jnp.bfloat16), 0.1))
     optimizer = optax.MultiSteps(optax.adam(1e-2), 2)
     step = mt.train_step(
         lambda w, x: -jnp.abs(w * x).sum(1), optimizer, towers=5, shard_update=True, devices=devices

@@ -50,6 +50,17 @@ class Traces:
     number = 0
 
 
+def test_the_sign_of_a_zero_that_is_closed_over():
+    """Lie: the program of 0.0 for -0.0, as the two are equal."""
+
+    def angle(zero):
+        run = mt.value_and_grad(lambda w, x: w * jnp.arctan2(0 * x, zero), towers=2, devices=2)
+        return run(np.float32(1), np.ones(4))[0]
+
+    np.testing.assert_allclose(angle(0.0), 0.0)
+    np.testing.assert_allclose(angle(-0.0), np.pi, rtol=1e-6)
+
+
 def test_a_step_without_jit_compiles_once():
     """Lie: right, and as slow as a compiler. The loss is another function at every step."""
 

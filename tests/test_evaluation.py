@@ -34,6 +34,14 @@ def test_fewer_examples_than_devices(num_rows):
     assert scores["value"] == math.fsum(VALUES[:num_rows].tolist()) / num_rows
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_law_l3_of_a_data_set_on_several_devices(devices):
+    """Lie: examples that XLA adds up over the devices, which makes 0.0 of -0.0."""
+    zeros = mt.shard(np.full(16, -0.0, np.float32), devices=devices)
+    where = {"global_batch": 5, "towers": 4, "devices": devices}
+    assert evaluate(lambda _, x: {"value": 1 / x}, 0.0, zeros, **where) == {"value": -math.inf}
+
+
 def test_no_examples_are_an_error():
     with pytest.raises(mt.BatchError, match="zero rows"):
         evaluate(metrics, 1.0, {"x": VALUES[:0]}, global_batch=4)

@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +210,48 @@ def test_law_l3_of_an_array_that_lies_on_several_devices(towers):
     split = mt.shard(rows, devices=3)
     same = mt.make_parallel(lambda x: x, towers=towers, devices=2)(split)
     assert np.asarray(same).tobytes() == rows.tobytes()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: jax.threefry_partitionable(False), lambda: jax.enable_x64(True)],
+    ids=["threefry_partitionable", "enable_x64"],
+)
+def test_law_l3_in_a_with_block(setting):
+    """Lies: a setting that holds on the first device only, or not after a call without it."""
+
+    def noise(w, x, key):
+        return (w * x * jax.random.normal(key, x.shape)).sum(-1)
+
+    given = np.ones(5), np.random.default_rng(0).normal(size=(12, 5)), jax.random.key(0)
+    found = []
+    for devices in (1, 3):
+        gradients = mt.value_and_grad(noise, towers=8, devices=devices)
+        before = mt.fingerprint(gradients(*given))
+        with setting():
+            inside = gradients(*given)
+            step = mt.train_step(
+                lambda w, x: (w * x).sum(-1), optax.sgd(0.1), towers=8, devices=devices
+            )
+            ahead = list(mt.prefetch([given[1]], towers=8, devices=devices))
+            trained = step(step.init(given[0]), ahead[0])
+        assert mt.fingerprint(inside) != before
+        assert mt.fingerprint(gradients(*given)) == before
+        found.append(mt.fingerprint((inside, trained)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_python_number_takes_the_dtype_of_the_rows(devices):
+    """Lie: the program of the call before, whose number was a float32."""
+    times = mt.make_parallel(lambda x, s: x * s, in_axes=(0, None), towers=8, devices=devices)
+    rows = jnp.ones(12, jnp.bfloat16)
+    assert times(rows, 0.1).dtype == jnp.bfloat16
+    assert times(rows, np.float32(0.1)).dtype == jnp.float32
+    assert times(rows, 0.1).dtype == jnp.bfloat16
+    weak = mt.shard(jnp.full(12, 0.1), towers=8, devices=2)
+    product = mt.make_parallel(lambda x, y: x * y, towers=8, devices=devices)
+    assert product(rows, weak).dtype == jnp.bfloat16
 
 
 def test_calls_of_the_same_shape_compile_once():

@@ -386,6 +386,24 @@ def test_extra_args_reach_the_optimizer(towers):
     assert_close(state.opt_state[1].best_value, min(history))
 
 
+@pytest.mark.parametrize("towers", [None, 4])
+def test_rows_of_typed_keys(towers):
+    """Also when they were cut for other devices."""
+
+    def losses(w, batch):
+        return w * jax.vmap(jax.random.normal)(batch["key"]) * batch["x"]
+
+    batch = {"key": jax.random.split(jax.random.key(0), 8), "x": np.ones(8, np.float32)}
+    expected = jax.grad(lambda w: losses(w, batch).mean())(1.0)
+    step = mt.train_step(losses, optax.sgd(1.0), towers=towers, devices=2)
+    given = [batch]
+    if towers:
+        given += [mt.shard(batch, towers=towers, devices=d) for d in (2, 3)]
+    for rows in given:
+        state, _ = step(step.init(np.float32(1)), rows)
+        np.testing.assert_allclose(1 - state.params, expected, rtol=1e-5)
+
+
 def test_values_in_a_batch_that_are_no_rows():
     """Python numbers, 0-d arrays and keys in a batch: whole on every tower, keys folded."""
 

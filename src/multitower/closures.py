@@ -269,6 +269,8 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _leaf(value: Any) -> _Leaf:
+    if isinstance(value, float | complex):
+        return _Leaf((type(value), repr(value)), value)  # 0.0 and -0.0 are equal
     return _Leaf((type(value), value if _is_value(value) else id(value)), value)
 
 

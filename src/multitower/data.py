@@ -18,6 +18,7 @@ from multitower.augmentation import KEYS
 from multitower.errors import BatchError
 from multitower.lazy_rows import LazyRows
 from multitower.rows import take_apart
+from multitower.tower_rows import on_one_device
 
 Distort = Callable[[Any, np.random.Generator], Any]
 
@@ -88,7 +89,7 @@ def make_batch(
             keys[here] = _row_keys(num_rows, seed, int(epoch))[rows[here]]
     if places is not None and distort is None:
         rows, keys = rows[places], keys[places]
-    batch = jax.tree.map(lambda leaf: leaf[rows], dataset)
+    batch = jax.tree.map(lambda leaf: on_one_device(leaf)[rows], dataset)
     if keyed:
         batch = {**batch, KEYS: keys}
     if distort is None:

@@ -16,6 +16,7 @@ from multitower.loss_function import LossFunction
 from multitower.parallel import make_parallel
 from multitower.processes import whole_on_host
 from multitower.rows import take_apart
+from multitower.tower_rows import on_one_device
 
 
 def evaluate(
@@ -61,6 +62,7 @@ def evaluate(
     if global_batch < 1:
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
     num_rows = take_apart(dataset, 0, name="data").num_rows
+    dataset = jax.tree.map(on_one_device, dataset)
     global_batch = min(global_batch, num_rows)
     where = tuple(devices) if isinstance(devices, list) else devices
     try:

@@ -32,15 +32,34 @@ def compile_for_each(
     """
     jitted = jax.jit(fn, donate_argnums=donate, compiler_options=_options(devices[0].platform))
 
-    def on(device: jax.Device) -> jax.stages.Compiled:
+    def lower(device: jax.Device) -> jax.stages.Lowered:
         there = SingleDeviceSharding(device)
-        return jitted.lower(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments))).compile()
+        return jitted.lower(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments)))
 
-    first = on(devices[0])
+    # In this thread: `with jax.enable_x64(True)` and the like hold in the thread that says so.
+    lowered = [lower(device) for device in devices]
+    first = lowered[0].compile()
     if len(devices) == 1:
         return [first]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return [first, *pool.map(on, devices[1:])]
+        return [first, *pool.map(lambda one: one.compile(), lowered[1:])]
+
+
+def signature(tree: Any) -> Any:
+    """What a compiled program depends on: structure, shapes, dtypes and settings; hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+    return treedef, kinds, tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+# Those of JAX that change results, and may change from call to call, as in a `with` block.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
 
 
 def _shape(leaf: Any, there: SingleDeviceSharding) -> jax.ShapeDtypeStruct:

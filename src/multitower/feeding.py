@@ -105,7 +105,9 @@ def prefetch(
     if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
-    return _ahead(batches, size, devices, towers, global_batch)
+    # `with jax.enable_x64(True)` holds in the thread that says so, and rows are made in another.
+    has_x64 = jax.config.jax_enable_x64
+    return _ahead(batches, size, devices, towers, global_batch, has_x64=has_x64)
 
 
 def _ahead(
@@ -114,6 +116,8 @@ def _ahead(
     devices: DeviceSpec | None,
     towers: int | None,
     global_batch: int | None,
+    *,
+    has_x64: bool,
 ) -> Generator[Any]:
     ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=size)
     closed = threading.Event()
@@ -128,13 +132,14 @@ def _ahead(
     def work() -> None:
         full = global_batch
         try:
-            for batch in batches:
-                if closed.is_set():
-                    return
-                if full is None and towers is not None:
-                    full = _num_rows(batch)
-                ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
-                put((True, ready_made))
+            with jax.enable_x64(has_x64):
+                for batch in batches:
+                    if closed.is_set():
+                        return
+                    if full is None and towers is not None:
+                        full = _num_rows(batch)
+                    ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
+                    put((True, ready_made))
             put((False, None))
         except BaseException as error:  # handed to the reader, whatever it is
             put((False, error))

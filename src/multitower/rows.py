@@ -143,7 +143,9 @@ def is_key(leaf: Any) -> bool:
 
 def device_dtype(leaf: Any) -> Any:
     """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
-    return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def is_legacy_key(leaf: Any) -> bool:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower import reduction
-from multitower.executable import compile_for_each
+from multitower.executable import compile_for_each, signature
 from multitower.job import Job, Shared
 from multitower.packing import Packed, pack, unpack
 from multitower.placement import Placement
@@ -184,14 +184,14 @@ class SameBits:
 
     def constant(self, i: int, value: np.generic) -> jax.Array:
         """A scalar on local device i, copied there once."""
-        key = (i, value.item(), value.dtype)
+        key = (i, value.item(), jax.dtypes.canonicalize_dtype(value.dtype))
         if key not in self._constants:
             self._constants[key] = jax.device_put(value, self._devices[i])
         return self._constants[key]
 
     def _programs(self, shared: Shared, rows: Sequence[TowerRows]) -> _Programs:
         pieces = [next(p for p in leaf.pieces if p is not None) for leaf in rows]
-        key = _signature((shared, pieces))
+        key = signature((shared, pieces))
         if key not in self._compiled:
             self._compiled[key] = self._compile(shared, pieces)
         return self._compiled[key]
@@ -223,12 +223,6 @@ class SameBits:
         )
         finishes = compile_for_each(finish, arguments, self._devices, donate=(0,))
         return _Programs(towers, adds, finishes)
-
-
-def _signature(tree: Any) -> Any:
-    """What a compiled program depends on: structure, shapes and dtypes; hashable."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:

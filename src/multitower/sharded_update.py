@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from multitower import reduction
-from multitower.executable import compile_for_each
+from multitower.executable import compile_for_each, signature
 from multitower.job import Shared
 from multitower.placement import Placement
 from multitower.rows import Parts as BatchParts
@@ -47,7 +47,7 @@ class ShardedRunner:
         self._placement = placement
         self._devices = [placement.devices[d] for d in placement.local]
         self._sharded = sharded
-        self._updates: list[jax.stages.Compiled] | None = None
+        self._updates: dict[Any, list[jax.stages.Compiled]] = {}
         self._finite = jax.jit(finite_leaves)
 
     def run(
@@ -80,17 +80,19 @@ class ShardedRunner:
         """Updates the blocks of all local towers: their new rows, and what they keep."""
         new_rows: dict[int, list[jax.Array]] = {}
         new_blocks: dict[int, Block] = {}
+        key = None  # the same for every tower
         for i, d in enumerate(self._placement.local):
             fields, metrics = finished.results[i]
             for tower in self._placement.towers_on[d]:
                 number = self._engine.constant(i, np.int32(tower))
                 given = (fields.params, fields.step, metrics["loss"], number, scales[i])
                 arguments = (blocks[tower], finished.blocks[tower], given)
-                if self._updates is None:
-                    self._updates = compile_for_each(
+                key = key or signature(arguments)
+                if key not in self._updates:
+                    self._updates[key] = compile_for_each(
                         self._update_block, arguments, self._devices, donate=(0,)
                     )
-                new_rows[tower], new_blocks[tower] = self._updates[i](*arguments)
+                new_rows[tower], new_blocks[tower] = self._updates[key][i](*arguments)
         return new_rows, new_blocks
 
     def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block]:

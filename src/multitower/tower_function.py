@@ -15,9 +15,10 @@ from multitower.first_look import look
 from multitower.job import Job, Shared
 from multitower.models import Call
 from multitower.placement import Placement, check_towers, place
+from multitower.processes import spread
 from multitower.row_gather import gather_rows
 from multitower.rows import Parts, Split, Tower, is_key, is_traced, take_apart
-from multitower.same_bits import SameBits
+from multitower.same_bits import SameBits, on_each_device
 from multitower.same_call import check_same_call
 from multitower.tower_rows import copy_to, ready_or_cut, refuse_tower_rows
 
@@ -169,10 +170,22 @@ def replicate(tree: Any, placement: Placement) -> list[Any]:
         The tree, once per local device, with single-device arrays.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    copies = copy_to(leaves, [placement.shared] * len(leaves))
     devices = [placement.devices[d] for d in placement.local]
-    per_leaf = [{shard.device: shard.data for shard in c.addressable_shards} for c in copies]
-    return [jax.tree.unflatten(treedef, [leaf[device] for leaf in per_leaf]) for device in devices]
+    if placement.spans_processes:
+        per_leaf = [_local_copies(leaf, placement, devices) for leaf in leaves]
+    else:
+        copies = copy_to(leaves, [placement.shared] * len(leaves))
+        per_leaf = [on_each_device(copy, devices) for copy in copies]
+    return [
+        jax.tree.unflatten(treedef, [leaf[i] for leaf in per_leaf]) for i in range(len(devices))
+    ]
+
+
+def _local_copies(leaf: Any, placement: Placement, devices: Sequence[jax.Device]) -> list[Any]:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return on_each_device(spread(leaf, placement.shared), devices)
+    # One by one: an array of all processes has no weak type, and a Python number has.
+    return copy_to([leaf] * len(devices), devices)
 
 
 def as_global(replicas: Sequence[Any], placement: Placement) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import ArgumentError, BatchError
@@ -51,14 +52,23 @@ class TowerRows:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """The real rows, copied back to the host."""
+        return np.asarray(self.whole()).astype(dtype or self.dtype)
+
+    def whole(self) -> jax.Array:
+        """The real rows, on the device of the first tower.
+
+        Raises:
+            BatchError: some of them are in other processes.
+        """
         if any(piece is None for piece in self.pieces):
             raise BatchError(
                 f"a batch that was sharded for towers={self.placement.num_towers} over several "
                 "processes: none of them has all of its rows. Pass it to a function with the same "
                 "towers=, devices= and rows (global_batch=), or shard it anew."
             )
-        joined = np.concatenate([np.asarray(piece) for piece in self.pieces if piece is not None])
-        return joined[: self.num_rows].astype(dtype or self.dtype)
+        pieces = [piece for piece in self.pieces if piece is not None]
+        home = self.placement.devices[self.placement.owners[0]]
+        return jnp.concatenate(jax.device_put(pieces, home))[: self.num_rows]
 
 
 def cut(
@@ -70,7 +80,7 @@ def cut(
         BatchError: more rows than `global_batch`, or an array of all processes that lies otherwise.
     """
     tower_rows = size_of_towers(num_rows, placement, global_batch)
-    rows = [np.asarray(leaf) if isinstance(leaf, TowerRows) else leaf for leaf in rows]
+    rows = [leaf.whole() if isinstance(leaf, TowerRows) else leaf for leaf in rows]
     starts = [tower * tower_rows for tower in own_towers(placement)]
     pieces = [_pieces(leaf, starts, tower_rows) for leaf in rows]
     placed = placed_rows(pieces, placement, num_rows)
@@ -168,9 +178,6 @@ def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
 def _pieces(leaf: Any, starts: Sequence[int], size: int) -> list[Any]:
     """Rows start .. start+size-1 for each start, with copies of real rows where there are no more.
 
-    An array that lies on several devices is not indexed: XLA would have them add up what each one
-    has of a row, and -0.0 + 0.0 is 0.0.
-
     Raises:
         BatchError: some of them are neither on one device nor all in this process.
     """
@@ -187,8 +194,22 @@ def _pieces(leaf: Any, starts: Sequence[int], size: int) -> list[Any]:
                 "with mt.shard(..., towers=), from LazyRows or from arrays that every process has "
                 "whole."
             )
-        leaf = jax.device_put(leaf, leaf.addressable_shards[0].device)
+        leaf = on_one_device(leaf)
     return [_piece(leaf, start, size) for start in starts]
+
+
+def on_one_device(leaf: Any) -> Any:
+    """A leaf that may be indexed anyhow; of several processes one that they have whole already.
+
+    Of an array on several devices XLA may add up what each one has, and -0.0 + 0.0 is 0.0.
+    """
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        return leaf
+    if leaf.is_fully_replicated:
+        return leaf.addressable_shards[0].data
+    if leaf.is_fully_addressable:
+        return jax.device_put(leaf, leaf.addressable_shards[0].device)
+    return leaf
 
 
 def _piece(leaf: Any, start: int, size: int) -> Any:
