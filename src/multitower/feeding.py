@@ -106,7 +106,7 @@ def prefetch(
         raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
     # `with jax.enable_x64(True)` holds in the thread that says so, and rows are made in another.
-    has_x64 = jax.config.jax_enable_x64
+    has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     return _ahead(batches, size, devices, towers, global_batch, has_x64=has_x64)
 
 
