@@ -60,6 +60,23 @@ def start_two(*words, devices="2"):
     return [start(*words, *flags, str(number)) for number in range(2)]
 
 
+def start_programs(directory, text, *words):
+    """Two processes of a program of one's own: `python PROGRAM PORT NUMBER WORDS`."""
+    program = directory / "program.py"
+    program.write_text(text)
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, str(program), port, str(number), *words],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+
+
 def end(running, timeout_s):
     """What each process wrote; they must end by themselves."""
     deadline = time.monotonic() + timeout_s
@@ -250,13 +267,7 @@ def test_a_process_that_is_stopped_ends_the_others(tmp_path):
 @pytest.mark.slow
 def test_trap_no_abort_after_a_finished_run(tmp_path):
     """marin#8295: one that is still at work, half a minute after the others, took them all down."""
-    program = tmp_path / "program.py"
-    program.write_text(LATE)
-    port = str(free_port())
-    running = [
-        subprocess.Popen([sys.executable, str(program), port, str(n)], env=clean_environment())
-        for n in range(2)
-    ]
+    running = start_programs(tmp_path, LATE)
     end(running, 120)
     assert [process.returncode for process in running] == [0, 0]
 
@@ -321,20 +332,8 @@ def test_the_best_state_of_two_processes(tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_is_full_ends_all_processes(tmp_path):
     """Lie: all wait for one another, as the failed save never comes to the end of its barrier."""
-    program = tmp_path / "program.py"
-    program.write_text(FULL)
     began = time.monotonic()
-    port = str(free_port())
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(program), port, str(number), str(tmp_path / "run")],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    running = start_programs(tmp_path, FULL, str(tmp_path / "run"))
     (_, errors), (_, others) = end(running, 120)
     assert time.monotonic() - began < 100
     assert [process.returncode for process in running] == [1, -signal.SIGABRT], errors + others
@@ -386,18 +385,7 @@ def test_a_signal_to_the_one_that_started_the_others_before_they_train(tmp_path,
 
 @pytest.mark.slow
 def test_processes_with_unequal_devices_are_told_so(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(UNEQUAL)
-    port = str(free_port())
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(program), port, str(number)],
-            env=clean_environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    running = start_programs(tmp_path, UNEQUAL)
     for _, errors in end(running, 60):
         assert "each must have as many as the others" in errors
     assert [process.returncode for process in running] == [1, 1]

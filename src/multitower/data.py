@@ -135,6 +135,7 @@ def make_batches(
         >>> np.sort(np.concatenate(epoch))
         array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
+    dataset = jax.tree.map(on_one_device, dataset)  # once: what lies there is not copied again
     for step in itertools.count(first):
         make = functools.partial(
             make_batch,

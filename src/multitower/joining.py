@@ -38,7 +38,8 @@ def join_processes(
 
     Raises:
         ConfigurationError: only some of the three are given, one makes no sense, nothing was
-            detected, process 0 does not answer, or this process has joined already.
+            detected, process 0 does not answer, its port is another run's, or this process has
+            joined already.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):

@@ -52,7 +52,8 @@ class TowerRows:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """The real rows, copied back to the host."""
-        return np.asarray(self.whole()).astype(dtype or self.dtype)
+        joined = np.concatenate([np.asarray(piece) for piece in self._all_pieces()])
+        return joined[: self.num_rows].astype(dtype or self.dtype)
 
     def whole(self) -> jax.Array:
         """The real rows, on the device of the first tower.
@@ -60,15 +61,17 @@ class TowerRows:
         Raises:
             BatchError: some of them are in other processes.
         """
+        home = self.placement.devices[self.placement.owners[0]]
+        return jnp.concatenate(jax.device_put(self._all_pieces(), home))[: self.num_rows]
+
+    def _all_pieces(self) -> list[jax.Array]:
         if any(piece is None for piece in self.pieces):
             raise BatchError(
                 f"a batch that was sharded for towers={self.placement.num_towers} over several "
                 "processes: none of them has all of its rows. Pass it to a function with the same "
                 "towers=, devices= and rows (global_batch=), or shard it anew."
             )
-        pieces = [piece for piece in self.pieces if piece is not None]
-        home = self.placement.devices[self.placement.owners[0]]
-        return jnp.concatenate(jax.device_put(pieces, home))[: self.num_rows]
+        return [piece for piece in self.pieces if piece is not None]
 
 
 def cut(

@@ -201,8 +201,10 @@ class TrainStep:
             over all real rows, float32, on the first device. Nothing waits for the devices.
 
         Raises:
-            StateError: the state is none, or has been overwritten.
-            BatchError: no rows, row counts that differ, or more rows than a full batch.
+            StateError: the state is none, or has been overwritten; at the first call, other
+                processes have other variables.
+            BatchError: no rows, row counts that differ, or more rows than a full batch; at the
+                first call, other processes pass other shapes or have other towers.
             ArgumentError: batch leaves that are no numbers.
             OutputError: the loss returned something that it must not.
         """
