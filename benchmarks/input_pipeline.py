@@ -73,8 +73,8 @@ def ours(data: dict[str, Any], *, distorted: bool) -> Take:
     """`make_batches` and `prefetch`; distortions as one function over the tower batches."""
     import jax
 
-    from multitower.augmentation import augment_batch
-    from multitower.data import make_batches
+    from multitower.data.augmentation import augment_batch
+    from multitower.data.data import make_batches
     from multitower.recipes.cifar10 import distort
 
     change = mt.make_parallel(lambda batch: augment_batch(distort, batch), devices=2)

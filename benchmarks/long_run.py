@@ -58,8 +58,8 @@ def p4(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     """2000 steps of the recipe cifar10 on synthetic images, a checkpoint every 500."""
     import jax
 
-    from multitower.augmentation import augmented
-    from multitower.data import make_batches
+    from multitower.data.augmentation import augmented
+    from multitower.data.data import make_batches
     from multitower.recipes import find_recipe
 
     recipe = find_recipe("cifar10", {"synthetic": "true"})
@@ -116,7 +116,7 @@ class Naps:
 
 def measure(name: str) -> dict[str, Any]:
     """Runs one work, and says how even it was."""
-    from multitower.observe import EventFiles, MetricsFile
+    from multitower.training.observe import EventFiles, MetricsFile
 
     make, steps, every = WORK[name]
     ends: list[float] = []

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 import multitower as mt
-from multitower.evaluation import evaluate
-from multitower.processes import whole_on_host
+from multitower.processes.processes import whole_on_host
+from multitower.training.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
 

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from multitower.agreement import VOTE_EVERY_S, StopVote
-from multitower.placement import Placement, place
+from multitower.towers.placement import Placement, place
+from multitower.training.agreement import VOTE_EVERY_S, StopVote
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 import multitower as mt
 from dataset_files import write_tar
-from multitower.datasets import archives
-from multitower.datasets.archives import read_file, read_members
+from multitower.data.datasets import archives
+from multitower.data.datasets.archives import read_file, read_members
 
 NOISE = np.random.default_rng(0).bytes(50_000)  # does not compress: truncation hits the contents
 FILES = {"batches/a.bin": NOISE, "batches/b.bin": b"second"}

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import multitower as mt
-from multitower import reduction, same_bits
-from multitower.placement import contiguous
-from multitower.same_bits import tapped
+from multitower.engines import reduction, same_bits
+from multitower.engines.same_bits import tapped
+from multitower.towers.placement import contiguous
 
 SIZE = 8 * 3 * 5 * 7 * 128  # elements; large enough to travel in chunks, divisible by 2, 3, 4, 8
 ROWS = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)

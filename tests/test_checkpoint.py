@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.checkpoint import Checkpoints
+from multitower.training.checkpoint import Checkpoints
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)}
 

@@ -9,8 +9,8 @@ import pytest
 
 import multitower as mt
 from dataset_files import write_cifar10
-from multitower.data import make_batch
-from multitower.datasets import make_synthetic
+from multitower.data.data import make_batch
+from multitower.data.datasets import make_synthetic
 from multitower.recipes import cifar10, distortions, find_recipe, lenet5
 from processes import run_python
 
@@ -63,7 +63,7 @@ def test_the_loss_holds_the_penalty_of_the_weights_once():
 @pytest.mark.slow
 def test_one_step_on_three_towers_is_the_step_by_hand():
     # The lies: a penalty per tower, the same images for every tower, an average that races.
-    from multitower.augmentation import augmented
+    from multitower.data.augmentation import augmented
 
     recipe = cifar10.make_recipe(cifar10.Options(reg_rate=0.1, lr_base=0.01))
     batch = make_batch(TRAIN, global_batch=12, seed=0, step=0, keyed=True)
@@ -104,7 +104,7 @@ def test_real_files_are_found_and_missing_ones_named(tmp_path):
 
 def test_a_download_goes_where_the_data_are_read(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("multitower.datasets.download_cifar10", lambda *how: asked.append(how))
+    monkeypatch.setattr("multitower.data.datasets.download_cifar10", lambda *how: asked.append(how))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     find_recipe("cifar10").download(None)
     find_recipe("cifar10", {"data": "/there"}).download(None)

@@ -15,7 +15,7 @@ from dataset_files import (
     pickled_batch,
     write_cifar10,
 )
-from multitower.datasets import read_cifar10
+from multitower.data.datasets import read_cifar10
 
 LAYOUTS = [(layout, packed) for layout in ("python", "binary") for packed in (True, False)]
 

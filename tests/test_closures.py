@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from multitower.closures import close_function, open_function
+from multitower.models.closures import close_function, open_function
 
 X = np.arange(8, dtype=np.float32)
 factor = 2.0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multitower as mt
-from multitower.data import make_batch, make_batches
+from multitower.data.data import make_batch, make_batches
 
 sizes = {"num_rows": st.integers(1, 30), "global_batch": st.integers(1, 40)}
 draws = {"seed": st.integers(0, 2**32 - 1), "step": st.integers(0, 50)}

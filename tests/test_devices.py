@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import multitower as mt
-from multitower.configuration import CPU_THREADS
+from multitower.hardware.configuration import CPU_THREADS
 from processes import run_python
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from multitower.augmentation import augmented
-from multitower.data import make_batch
+from multitower.data.augmentation import augmented
+from multitower.data.data import make_batch
 from multitower.recipes import distortions
 from multitower.recipes.distortions import Draws
 
@@ -115,7 +115,7 @@ def test_an_augmented_loss_sees_each_example_with_its_own_key():
 
 
 def test_an_augmented_loss_still_says_what_it_takes():
-    from multitower.loss_function import LossFunction
+    from multitower.steps.loss_function import LossFunction
 
     plain = lambda params, batch, *, rng, model_state: 0
     of = LossFunction.of(augmented(plain, lambda batch, keys: batch))

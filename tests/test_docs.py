@@ -208,7 +208,9 @@ def public_names():
             thing = getattr(module, name)
             if not name.startswith("_") and callable(thing):
                 names[f"multitower.{submodule}.{name}"] = thing
-    del names["multitower.datasets.Images"]  # an alias of a type; the page describes it in words
+    del names[
+        "multitower.data.datasets.Images"
+    ]  # an alias of a type; the page describes it in words
     return names
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import multitower as mt
-from multitower import doctor
 from multitower.cli import main
+from multitower.runs import doctor
 from processes import run_python
 
 

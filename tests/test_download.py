@@ -9,8 +9,8 @@ import pytest
 
 import multitower as mt
 from dataset_files import write_cifar10
-from multitower.datasets import cifar10, download_cifar10, download_mnist, mnist, read_cifar10
-from multitower.datasets.download import RemoteFile, cache_directory, download
+from multitower.data.datasets import cifar10, download_cifar10, download_mnist, mnist, read_cifar10
+from multitower.data.datasets.download import RemoteFile, cache_directory, download
 
 CONTENT = bytes(range(256)) * 10_000
 

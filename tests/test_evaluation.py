@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from multitower.evaluation import evaluate
+from multitower.training.evaluation import evaluate
 
 VALUES = np.random.default_rng(0).normal(size=100).astype(np.float32)
 EXACT = math.fsum(VALUES.tolist()) / len(VALUES)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 import multitower as mt
-from multitower import gpu_claims
+from multitower.processes import gpu_claims
 
 HOLD = """
 import sys
-from multitower import gpu_claims
+from multitower.processes import gpu_claims
 print(gpu_claims._lock(sys.argv[1]), flush=True)
 sys.stdin.read()
 """

@@ -6,7 +6,7 @@ The lies: eight GPUs of which one works, four processes on GPU 0, GPU 3 of one.
 import pytest
 
 import multitower as mt
-from multitower.gpu_share import gpus_of_process
+from multitower.processes.gpu_share import gpus_of_process
 
 
 def slurm(rank, tasks, node=0, **more):
@@ -61,10 +61,10 @@ def test_what_cannot_be_shared_is_an_error(processes):
 def test_configure_asks_for_it(monkeypatch):
     """And what the user says comes after what JAX and the cluster say."""
     set_to = []
-    monkeypatch.setattr("multitower.configuration._started", lambda: False)
-    monkeypatch.setattr("multitower.configuration._applied", {})
-    monkeypatch.setattr("multitower.joining.leave_on_errors", lambda: None)
-    monkeypatch.setattr("multitower.joining.start_verdict", lambda _: None)
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.hardware.configuration._applied", {})
+    monkeypatch.setattr("multitower.processes.joining.leave_on_errors", lambda: None)
+    monkeypatch.setattr("multitower.processes.joining.start_verdict", lambda _: None)
     monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: set_to.append("joined"))
     monkeypatch.setattr("jax.config.update", lambda name, value: set_to.append((name, value)))
     for name, value in slurm(0, "1", **FOUR).items():
@@ -74,6 +74,6 @@ def test_configure_asks_for_it(monkeypatch):
         (f"jax_{x}_visible_devices", "all") for x in ("cuda", "rocm")
     ]
     set_to.clear()
-    monkeypatch.setattr("multitower.configuration._applied", {})
+    monkeypatch.setattr("multitower.hardware.configuration._applied", {})
     mt.configure(distributed=True, visible_devices="1,2")
     assert set_to[-2:] == [(f"jax_{x}_visible_devices", "1,2") for x in ("cuda", "rocm")]

@@ -13,7 +13,7 @@ ROWS = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
 
 
 def batches(first):
-    """The same batches as `multitower.data` would promise, by grain: shuffled, endless."""
+    """The same batches as `multitower.data.data` would promise, by grain: shuffled, endless."""
     places = grain.MapDataset.range(len(ROWS)).shuffle(seed=3).repeat()
     numbered = places.map(lambda place: {"x": ROWS[place]}).batch(16)
     return (numbered[number] for number in itertools.count(first))

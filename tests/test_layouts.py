@@ -130,21 +130,21 @@ def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     ],
 )
 def test_configure_refuses_half_a_cluster(given, message, monkeypatch):
-    monkeypatch.setattr("multitower.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
     with pytest.raises(mt.ConfigurationError, match=message):
         mt.configure(**given)
 
 
 def test_configure_says_when_no_cluster_is_found(monkeypatch):
     """Lie: one process that trains alone although the user asked for a cluster."""
-    monkeypatch.setattr("multitower.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
 
     def initialize(*_, **__):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr("jax.distributed.initialize", initialize)
     # It would take pytest's stderr.
-    monkeypatch.setattr("multitower.joining.start_verdict", lambda _: None)
+    monkeypatch.setattr("multitower.processes.joining.start_verdict", lambda _: None)
     with pytest.raises(mt.ConfigurationError, match=r"--coordinator HOST:PORT --num-processes N"):
         mt.configure(distributed=True)
 
@@ -157,8 +157,8 @@ def test_configure_joins_too_late():
 
 def test_another_run_listens_at_the_coordinator(monkeypatch):
     """Lie: JAX listens beside it, and one run's process joins the other's."""
-    monkeypatch.setattr("multitower.configuration._started", lambda: False)
-    monkeypatch.setattr("multitower.joining.FREE_S", 0)
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.processes.joining.FREE_S", 0)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
@@ -170,7 +170,7 @@ def test_another_run_listens_at_the_coordinator(monkeypatch):
 
 def test_nobody_answers_at_the_coordinator(monkeypatch):
     """Lie: JAX's abort without an exception, after five minutes."""
-    monkeypatch.setattr("multitower.configuration._started", lambda: False)
-    monkeypatch.setattr("multitower.joining.JOIN_S", 0)
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.processes.joining.JOIN_S", 0)
     with pytest.raises(mt.ConfigurationError, match="has not answered"):
         mt.configure(distributed=True, coordinator="127.0.0.1:1", num_processes=2, process_id=1)

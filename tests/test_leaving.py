@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import multitower as mt
-from multitower import leaving
+from multitower.processes import leaving
 
 
 class Left(BaseException):

@@ -7,7 +7,7 @@ import pytest
 
 import multitower as mt
 from dataset_files import idx, mnist_arrays, write_mnist
-from multitower.datasets import read_mnist
+from multitower.data.datasets import read_mnist
 
 ARRAYS = mnist_arrays()
 LABELS = ARRAYS["train-labels-idx1-ubyte"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from multitower.observe import EventFiles, MetricsFile
+from multitower.training.observe import EventFiles, MetricsFile
 
 
 def report(hook, steps, phase="train", **more):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import multitower as mt
-from multitower.packing import SMALL, pack, unpack
+from multitower.engines.packing import SMALL, pack, unpack
 
 
 def a_tree():

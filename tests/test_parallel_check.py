@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.parallel_check import check_parallel
+from multitower.checks.parallel_check import check_parallel
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(5, 3)), jnp.float32)

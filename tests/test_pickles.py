@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import multitower as mt
 from dataset_files import python2_pickle
-from multitower.datasets.pickles import read_pickled_dict
+from multitower.data.datasets.pickles import read_pickled_dict
 
 BATCH = {
     "data": np.arange(12, dtype=np.uint8).reshape(3, 4),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import multitower as mt
-from multitower.placement import contiguous, place
+from multitower.towers.placement import contiguous, place
 
 
 @given(num_devices=st.integers(1, 8), num_towers=st.integers(1, 40))

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import multitower as mt
-from multitower.checkpoint import Checkpoints
 from multitower.cli import main
 from multitower.cli.local_processes import split_off_processes
+from multitower.training.checkpoint import Checkpoints
 from processes import clean_environment, free_port
 
 # Compiled in a moment.

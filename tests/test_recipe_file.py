@@ -9,7 +9,7 @@ import pytest
 import multitower as mt
 from multitower.cli import main
 from multitower.recipes import find_recipe, option_names
-from multitower.run import RunOptions, run
+from multitower.runs.run import RunOptions, run
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py"
 

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
-from multitower.placement import AXIS, Placement, contiguous
-from multitower.reduction import Sum, Sums, add_buffers, evaluate, make_reduction, plan, sum_tree
+from multitower.engines.reduction import (
+    Sum,
+    Sums,
+    add_buffers,
+    evaluate,
+    make_reduction,
+    plan,
+    sum_tree,
+)
+from multitower.towers.placement import AXIS, Placement, contiguous
 
 
 def text(tree):

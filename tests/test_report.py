@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from multitower.report import Sample, write_report
-from multitower.report_page.charts import draw_charts
-from multitower.report_page.curves import read_curves, thin
-from multitower.report_page.png import encode_png
-from multitower.report_page.scales import for_metric, for_steps, linear, logarithmic
+from multitower.runs.report import Sample, write_report
+from multitower.runs.report_page.charts import draw_charts
+from multitower.runs.report_page.curves import read_curves, thin
+from multitower.runs.report_page.png import encode_png
+from multitower.runs.report_page.scales import for_metric, for_steps, linear, logarithmic
 
 CONFIG = {
     "recipe": "digits",
@@ -144,7 +144,7 @@ def test_what_cannot_be_written_leaves_the_old_report_alone(tmp_path, monkeypatc
     def refuse(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("multitower.run_directory.os.replace", refuse)
+    monkeypatch.setattr("multitower.runs.run_directory.os.replace", refuse)
     with pytest.raises(mt.RunError, match=r"report\.html cannot be written: No space left"):
         make_page(tmp_path, result={**RESULT, "recipe": "another"})
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == old

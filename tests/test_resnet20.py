@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.datasets import make_synthetic
+from multitower.data.datasets import make_synthetic
 from multitower.recipes import DataSets, cifar10_resnet20, resnet20
-from multitower.run import RunOptions, run
+from multitower.runs.run import RunOptions, run
 
 SMALL = {"num_blocks": 1, "width": 4}
 

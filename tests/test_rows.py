@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
-from multitower.rows import Tower, axes_of_leaves, pad_rows, real_rows, take_apart
+from multitower.towers.rows import Tower, axes_of_leaves, pad_rows, real_rows, take_apart
 
 
 @settings(deadline=None)

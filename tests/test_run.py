@@ -11,7 +11,7 @@ import pytest
 
 import multitower as mt
 from multitower.recipes import DataSets, Recipe
-from multitower.run import RunOptions, run, score
+from multitower.runs.run import RunOptions, run, score
 
 TRUE = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -70,7 +70,7 @@ def test_with_towers_the_fingerprint_does_not_depend_on_the_devices():
 
 
 def test_the_fingerprint_is_that_of_the_whole_state_of_a_loop_by_hand():
-    from multitower.data import make_batch
+    from multitower.data.data import make_batch
 
     options = RunOptions(devices=2, towers=2, steps=3, seed=5)
     step = mt.train_step(loss, LINE.optimizer(3), devices=2, towers=2)

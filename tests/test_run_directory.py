@@ -8,7 +8,7 @@ import pytest
 
 import multitower as mt
 from multitower.cli import main
-from multitower.run_directory import (
+from multitower.runs.run_directory import (
     fresh_run_directory,
     held_run_directory,
     make_run_directory,

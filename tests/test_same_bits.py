@@ -15,7 +15,8 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower import placement, reduction, same_bits, tower_rows
+from multitower.engines import reduction, same_bits
+from multitower.towers import placement, tower_rows
 from processes import run_python
 from same_bits_program import MODELS, OPTIMIZERS, fingerprints
 

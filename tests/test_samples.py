@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.data import make_batch
+from multitower.data.data import make_batch
 from multitower.recipes import DataSets, find_recipe
 from multitower.recipes.distortions import CROP
-from multitower.samples import sample_inputs, sample_predictions
+from multitower.runs.samples import sample_inputs, sample_predictions
 
 RNG = np.random.default_rng(0)
 ROWS = {

@@ -16,15 +16,16 @@ import pytest
 from PIL import Image
 
 import multitower as mt
-from multitower import same_bits, step_runner
 from multitower.cli import main
-from multitower.device_memory import MemoryWatch, PeakMemory
+from multitower.engines import same_bits
+from multitower.hardware.device_memory import MemoryWatch, PeakMemory
 from multitower.recipes import find_recipe
-from multitower.run_options import RunOptions
-from multitower.scaling import ScalingOptions, scale
-from multitower.scaling_fit import fit_step_times, held_out
-from multitower.scaling_losses import compare_losses
-from multitower.scaling_run import LEAD_STEPS, ScalingRun
+from multitower.runs.run_options import RunOptions
+from multitower.scaling.scaling import ScalingOptions, scale
+from multitower.scaling.scaling_fit import fit_step_times, held_out
+from multitower.scaling.scaling_losses import compare_losses
+from multitower.scaling.scaling_run import LEAD_STEPS, ScalingRun
+from multitower.steps import step_runner
 
 FILE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 RECIPE = find_recipe(FILE, {})
@@ -102,7 +103,7 @@ def test_simulated_devices_are_named(measured, result):
     assert {"python", "jax", "numpy"} <= set(result["versions"])
     page = (measured / "scale.html").read_text()
     assert "Simulated devices: no speed-up can be read off" in page
-    from multitower import scaling_plot
+    from multitower.scaling import scaling_plot
 
     assert "no speed-up can be read off" in scaling_plot._title(result)
     there = {**result, "simulated": False, "host": {"device_kind": "H100"}}
@@ -383,7 +384,7 @@ def test_force_and_json_and_one_number_of_devices(tmp_path, capsys):
 
 
 def test_without_matplotlib_it_says_so_at_once(monkeypatch, tmp_path, capsys):
-    monkeypatch.delitem(sys.modules, "multitower.scaling_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "multitower.scaling.scaling_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     assert main(["scale", FILE, "--devices", "1", "--run-dir", str(tmp_path / "new")]) == 2

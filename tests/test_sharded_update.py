@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.checkpoint import Checkpoints
+from multitower.training.checkpoint import Checkpoints
 
 ROWS = np.random.default_rng(0).normal(size=(3, 14, 4)).astype(np.float32)  # 14 rows on 4 towers
 PARAMS = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
-from multitower.datasets import make_synthetic
+from multitower.data.datasets import make_synthetic
 
 
 @pytest.mark.parametrize("shape", [(28, 28, 1), (32, 32, 3)])

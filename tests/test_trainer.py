@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.data import make_batches
-from multitower.replicas import check_replicas
+from multitower.data.data import make_batches
+from multitower.steps.replicas import check_replicas
 
 RNG = np.random.default_rng(0)
 DATA = {

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from multitower.verdict import verdict
+from multitower.processes.verdict import verdict
 from processes import clean_environment
 
 FATAL = "F1121 client.h:86] Terminating process because the JAX distributed service detected fatal "
@@ -17,7 +17,7 @@ HOSTS = ["anna", "bert", "carl", "dora"]
 # What JAX does, in short: it writes, and ends the process without a word from Python.
 PROGRAM = f"""
 import os, subprocess, sys
-from multitower import verdict
+from multitower.processes import verdict
 verdict.start_verdict(None)
 print("early", file=sys.stderr)
 {{}}

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower import reduction, same_bits
-from multitower.verification import compare
+from multitower.engines import reduction, same_bits
+from multitower.proof.verification import compare
 
 ROWS = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)
 

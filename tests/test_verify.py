@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from multitower import same_bits
 from multitower.cli import main
+from multitower.engines import same_bits
 
 RECIPE = str(Path(__file__).parent.parent / "examples" / "own_recipe" / "recipe.py")
 FLAGS = ["--towers", "2", "--steps", "2", "--batch-size", "14", "--devices", "1,2"]

@@ -10,9 +10,9 @@ _NAME = re.compile(r"(?<!\[)`(multitower\.[\w.]+)`")
 
 # Names outside of `multitower` itself that have a place in the reference.
 _ELSEWHERE = {
-    "multitower.augmentation.augmented",
-    "multitower.evaluation.evaluate",
-    "multitower.observe.MetricsFile",
+    "multitower.data.augmentation.augmented",
+    "multitower.training.evaluation.evaluate",
+    "multitower.training.observe.MetricsFile",
 }
 
 

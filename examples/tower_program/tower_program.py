@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import multitower as mt
 import numpy as np
 import optax
-from multitower.checkpoint import Checkpoints
-from multitower.data import make_batches
-from multitower.observe import EventFiles
+from multitower.data.data import make_batches
+from multitower.training.checkpoint import Checkpoints
+from multitower.training.observe import EventFiles
 from sklearn.datasets import load_digits
 
 TOWERS = 4

@@ -1,10 +1,7 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
 from multitower import testing
-from multitower.autodiff import grad, value_and_grad
-from multitower.averaging import average_gradients
-from multitower.configuration import configure
-from multitower.devices import device, devices
+from multitower.checks.parallel_check import check_parallel
 from multitower.errors import (
     ArgumentError,
     BatchError,
@@ -21,16 +18,19 @@ from multitower.errors import (
     RunError,
     StateError,
 )
-from multitower.feeding import prefetch, shard
-from multitower.fingerprint import fingerprint
-from multitower.lazy_rows import LazyRows
-from multitower.parallel import make_parallel
-from multitower.parallel_check import check_parallel
-from multitower.progress import Progress
-from multitower.tower_rows import TowerRows
-from multitower.train_state import TrainState
-from multitower.train_step import TrainStep, train_step
-from multitower.trainer import Trainer
+from multitower.functions.autodiff import grad, value_and_grad
+from multitower.functions.averaging import average_gradients
+from multitower.functions.parallel import make_parallel
+from multitower.hardware.configuration import configure
+from multitower.hardware.devices import device, devices
+from multitower.steps.fingerprint import fingerprint
+from multitower.steps.train_state import TrainState
+from multitower.steps.train_step import TrainStep, train_step
+from multitower.towers.feeding import prefetch, shard
+from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.tower_rows import TowerRows
+from multitower.training.progress import Progress
+from multitower.training.trainer import Trainer
 
 __all__ = [
     "ArgumentError",

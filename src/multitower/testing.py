@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from multitower.devices import devices as find_devices
 from multitower.errors import ArgumentError
-from multitower.train_step import train_step
-from multitower.verification import compare
+from multitower.hardware.devices import devices as find_devices
+from multitower.proof.verification import compare
+from multitower.steps.train_step import train_step
 
 if TYPE_CHECKING:
     import optax

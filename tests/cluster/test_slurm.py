@@ -165,7 +165,7 @@ def test_a_job_that_comes_no_further_ends(slurm, tmp_path):
 
 SHOW_GPUS = """
 import os
-from multitower.gpu_share import gpus_of_process
+from multitower.processes.gpu_share import gpus_of_process
 gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
 print(gpus, gpus_of_process(os.environ))
 """

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
         from multitower.cli.verify import verify
-        from multitower.leaving import await_verdict_if_lost, leave_if_together
+        from multitower.processes.leaving import await_verdict_if_lost, leave_if_together
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "tyro"):
             raise

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from multitower.errors import MultitowerWarning
-from multitower.progress import Progress
+from multitower.training.progress import Progress
 
 _LINE_EVERY = 100
 

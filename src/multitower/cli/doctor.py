@@ -10,8 +10,8 @@ from multitower.cli.console import say
 from multitower.cli.flags import AsJson
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.doctor import examine
-from multitower.processes import is_first
+from multitower.processes.processes import is_first
+from multitower.runs.doctor import examine
 
 
 def doctor(

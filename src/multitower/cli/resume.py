@@ -14,10 +14,10 @@ from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.cli.train import finish, held_for_all
 from multitower.errors import RunError
-from multitower.processes import is_first
+from multitower.processes.processes import is_first
 from multitower.recipes import Recipe, find_recipe
-from multitower.run import RunOptions, score
-from multitower.run_directory import RESULT, read_config
+from multitower.runs.run import RunOptions, score
+from multitower.runs.run_directory import RESULT, read_config
 
 
 def resume(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from multitower.cli.flags import flag, switch
-from multitower.leaving import hosts_of_all
+from multitower.processes.leaving import hosts_of_all
 
 
 @dataclass(frozen=True)

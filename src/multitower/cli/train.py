@@ -27,13 +27,12 @@ from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
-from multitower.leaving import HEARTBEAT_S
-from multitower.placement import place
-from multitower.processes import by_first
+from multitower.processes.leaving import HEARTBEAT_S
+from multitower.processes.processes import by_first
 from multitower.recipes import SHIPPED, Recipe, find_recipe
 from multitower.recipes.recipe_file import is_file_name
-from multitower.run import RunOptions, run
-from multitower.run_directory import (
+from multitower.runs.run import RunOptions, run
+from multitower.runs.run_directory import (
     REPORT,
     RESULT,
     fresh_run_directory,
@@ -42,6 +41,7 @@ from multitower.run_directory import (
     run_found_in,
     write_config,
 )
+from multitower.towers.placement import place
 
 
 def train(

@@ -17,10 +17,10 @@ from multitower.cli.flags import (
     flag,
 )
 from multitower.cli.settings import collect_settings
+from multitower.proof.verification import Verification
 from multitower.recipes import find_recipe
-from multitower.run_options import RunOptions
-from multitower.verification import Verification
-from multitower.verify import verify as compare_runs
+from multitower.runs.run_options import RunOptions
+from multitower.runs.verify import verify as compare_runs
 
 _SHOWN = 12  # digits of a fingerprint
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from multitower import datasets
+from multitower.data import datasets
 from multitower.recipes import distortions, lenet5
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.recipe import DataSets, Recipe
@@ -103,7 +103,7 @@ def download(options: ImageOptions, progress: Any = None) -> None:
 
     Args:
         options: where to.
-        progress: as for `multitower.datasets.download_cifar10`.
+        progress: as for `multitower.data.datasets.download_cifar10`.
 
     Raises:
         DataError: the download fails.

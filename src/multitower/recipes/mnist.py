@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import multitower as mt
-from multitower import datasets
+from multitower.data import datasets
 from multitower.recipes import conv_net, lenet5
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.recipe import DataSets, Recipe

@@ -45,7 +45,7 @@ class Recipe:
         global_batch: rows of a step, over all towers, of a run that does not say.
         distort: `distort(batch, generator)` returns a training batch with random changes, drawn
             from the NumPy generator alone; it may change the arrays in place. None for no changes.
-        augment: the same on the devices, as for `multitower.augmentation.augmented`: the better
+        augment: the same on the devices, as for `multitower.data.augmentation.augmented`: the better
             place, since the host has many devices to feed. The data sets must be dicts.
         model_state: makes what the loss takes as `model_state`.
         ema_decay: keep a moving average of the parameters, as for `multitower.train_step`.

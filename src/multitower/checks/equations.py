@@ -1,0 +1,139 @@
+"""Equations: what can be read off one equation of a jaxpr: its line, its numbers, its program."""
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from multitower.towers.rows import is_key, is_traced
+
+_OWN = str(Path(__file__).parent)
+
+_LOOPS = ("scan", "while", "cond")
+# Enough for the numbers that a loss is divided by.
+_SMALL = 16
+_ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "reduce_prod": np.prod,
+    "reduce_sum": np.sum,
+    "convert_element_type": np.asarray,
+    "select_n": lambda which, *cases: np.choose(which, cases),
+}
+
+
+def line_of(equation: Any) -> str | None:
+    """The line of the user's program that an equation came from, with its text.
+
+    Args:
+        equation: of a jaxpr.
+
+    Returns:
+        Such as `model.py:30: y = x - x.mean(0)`; None if it is all JAX's or other libraries' own.
+    """
+    traceback = getattr(equation.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        file, line = frame.file_name, getattr(frame, "line_num", 0)
+        if not _is_ours(file):
+            text = linecache.getline(file, line).strip()
+            return f"{file.rpartition('/')[2]}:{line}" + (f": {text}" if text else "")
+    return None
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a file belongs to JAX, to this library or to another one, not to the user."""
+    return "/site-packages/" in file or file.startswith((_OWN, "<frozen"))
+
+
+def small_constant(value: Any) -> Any:
+    """A number, or a few of them, that a program holds; None if it is anything else."""
+    if isinstance(value, jax.Array):
+        is_known = not is_traced(value) and not is_key(value) and value.is_fully_addressable
+    else:
+        is_known = isinstance(value, np.ndarray | np.generic | bool | int | float)
+    return np.asarray(value) if is_known and np.size(value) <= _SMALL else None
+
+
+def computed(equation: Any, inputs: Sequence[Any]) -> Any:
+    """What an equation makes of constants; None where that is not known."""
+    compute = _ARITHMETIC.get(equation.primitive.name)
+    if compute is None or any(value is None for value in inputs):
+        return None
+    (wanted,) = (atom.aval for atom in equation.outvars)
+    with np.errstate(all="ignore"):
+        found = np.asarray(compute(*inputs))
+    return found.astype(wanted.dtype) if found.shape == wanted.shape else None
+
+
+def num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """How many values have as many axes outside of a loop as inside."""
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+
+def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
+    """The program inside a call such as jit, checkpoint or a custom derivative."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        program: Any = params.get(name)
+        inner: Any = getattr(program, "jaxpr", program)
+        if hasattr(inner, "invars") and len(inner.invars) == num_inputs:
+            return program
+    return None
+
+
+Numbering = dict[Any, int]
+
+
+def number_values(
+    program: Any, numbering: Numbering, inputs: Sequence[int | None]
+) -> list[int | None]:
+    """Numbers what a program computes: equal numbers are equal values, in other programs too.
+
+    Args:
+        program: a closed jaxpr.
+        numbering: the numbers given so far; it grows.
+        inputs: the numbers of its arguments; None for those that may have any value.
+
+    Returns:
+        For each output its number; None if it may depend on an argument that has none.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    known: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def number_of(*what: Any) -> int:
+        return numbering.setdefault(what, len(numbering))
+
+    def number_constant(value: Any) -> int:
+        small = small_constant(value)
+        if small is None:
+            return number_of(id(value))
+        return number_of(small.tobytes(), small.shape, str(small.dtype))
+
+    for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
+        known[atom] = number_constant(value)
+
+    def read(atom: Any) -> int | None:
+        is_literal = isinstance(atom, core.Literal)
+        return number_constant(atom.val) if is_literal else known.get(atom)
+
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        given = [read(atom) for atom in equation.invars]
+        found: Sequence[int | None] = [None] * len(equation.outvars)
+        inside = program_inside(params, len(given))
+        if inside is not None and name not in _LOOPS:
+            found = number_values(inside, numbering, given)
+        elif None not in given and name not in _LOOPS:
+            found = [number_of(name, str(params), *given, n) for n in range(len(found))]
+        known.update(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

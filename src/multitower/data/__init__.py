@@ -1,0 +1,4 @@
+"""Batch number s as a pure function of data, seed and s; random changes of rows; readers of files.
+
+`engines`, `data` and `models` do not use each other. Read `batches.py` first.
+"""

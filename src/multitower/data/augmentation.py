@@ -1,0 +1,73 @@
+"""Random changes of training examples on the device, each drawn from its example's own key."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+Augment = Callable[[Any, jax.Array], Any]
+
+# The leaf of a batch with a key for every row: uint32, shape (rows, 2). Plain numbers, so that a
+# batch stays what it is on the host, and threefry's, whatever JAX's default generator is.
+KEYS = "key"
+_GENERATOR = "threefry2x32"
+
+
+def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., Any]:
+    """Makes a loss that changes its examples first.
+
+    Every row of a batch brings its key along. So a change belongs to an example and an epoch, and
+    not to a tower, a device or a place in the batch.
+
+    Args:
+        loss_fn: a loss as for `multitower.train_step`, of batches that are dicts.
+        augment: `augment(batch, keys)` returns the batch with changes drawn from the keys, one
+            typed key per row, shape (rows,). It runs on the device, as a part of the loss.
+
+    Returns:
+        The same loss, of batches with one more entry, `"key"`, as
+        `multitower.data.data.make_batch(..., keyed=True)` makes them.
+
+    Raises:
+        KeyError: (the loss made here) a batch has no `"key"`.
+
+    Example:
+        >>> import jax, numpy as np, optax
+        >>> import multitower as mt
+        >>> from multitower.data.augmentation import augmented
+        >>> from multitower.data.data import make_batch
+        >>> def add_noise(batch, keys):
+        ...     return {"x": batch["x"] + jax.vmap(jax.random.normal)(keys)}
+        >>> loss = augmented(lambda w, batch: (w - batch["x"]) ** 2, add_noise)
+        >>> step = mt.train_step(loss, optax.sgd(0.1), devices=2)
+        >>> rows = {"x": np.zeros(8, np.float32)}
+        >>> batch = make_batch(rows, global_batch=4, seed=0, step=0, keyed=True)
+        >>> state, metrics = step(step.init(1.0), batch)
+        >>> int(state.step)
+        1
+    """
+
+    @functools.wraps(loss_fn)  # what it takes, rng and model_state, is read from its signature
+    def augmented_loss(params: Any, batch: dict[str, Any], **extras: Any) -> Any:
+        return loss_fn(params, augment_batch(augment, batch), **extras)
+
+    return augmented_loss
+
+
+def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
+    """Changes the examples of a keyed batch, as a loss made by `augmented` sees them.
+
+    Args:
+        augment: as for `augmented`.
+        batch: with `"key"`.
+
+    Returns:
+        What `augment` makes of the batch without its keys.
+
+    Raises:
+        KeyError: the batch has no `"key"`.
+    """
+    examples = dict(batch)
+    keys = jax.random.wrap_key_data(examples.pop(KEYS), impl=_GENERATOR)
+    return augment(examples, keys)

@@ -1,0 +1,62 @@
+"""Images with labels, checked before anybody trains on them."""
+
+from typing import Any
+
+import numpy as np
+
+from multitower.errors import DataError
+
+Images = dict[str, np.ndarray[Any, Any]]
+
+NUM_CLASSES = 10
+
+
+def make_images(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], where: str) -> Images:
+    """Puts images and labels side by side.
+
+    Args:
+        pixels: uint8, shape (rows, height, width, channels).
+        labels: whole numbers, shape (rows,).
+        where: the file that they are from, for messages.
+
+    Returns:
+        `"image"`, uint8, shape (rows, height, width, channels), and `"label"`, int32, shape
+        (rows,).
+
+    Raises:
+        DataError: no rows, row counts that differ, or a label that is none of 0 to 9.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.data.datasets.images import make_images
+        >>> images = make_images(np.zeros((1, 28, 28, 1), np.uint8), np.array([7]), "here")
+        >>> images["label"]
+        array([7], dtype=int32)
+    """
+    if len(pixels) != len(labels):
+        raise DataError(
+            f"{where} has {len(pixels)} images and {len(labels)} labels: each image needs one. "
+            "Get the file anew."
+        )
+    if len(pixels) == 0:
+        raise DataError(f"{where} has no images. Get the file anew.")
+    wrong = np.flatnonzero((labels < 0) | (labels >= NUM_CLASSES))
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(
+            f"{where} has the label {labels[row]} at image {row} (counted from 0): labels are 0 to "
+            f"{NUM_CLASSES - 1}. The file is damaged, or of another data set."
+        )
+    return {"image": np.ascontiguousarray(pixels), "label": labels.astype(np.int32)}
+
+
+def join(parts: list[Images]) -> Images:
+    """Puts the images of several files one after another.
+
+    Args:
+        parts: as from `make_images`, all of the same image shape.
+
+    Returns:
+        The same, with all rows.
+    """
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,206 @@
+"""Reduction: sums over towers in one fixed order, wherever the towers run.
+
+The order is a binary tree over the towers that depends on their number alone. IEEE addition has
+one right answer, so a program that only moves data and adds along this tree gives the same bits
+however it is compiled. Nothing else may be in these programs: a multiplication could be fused with
+an addition, and would round once instead of twice.
+
+A device first adds up every whole subtree it owns; only these partial sums travel. With T = D, or
+with whole subtrees on every device, that is one partial sum a device: as cheap as a ring.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from multitower.towers.placement import AXIS, Placement
+
+_T = TypeVar("_T")
+
+# A tower's number, or the sum of two trees. In `Plan.rest` the leaves are (device, part) pairs.
+Tree = Any
+
+_SMALL_BYTES = 64 * 1024  # up to this size one message is sent instead of two
+
+
+class Sum(tuple[Tree, Tree]):
+    """An inner node: left plus right."""
+
+    __slots__ = ()
+
+
+def sum_tree(first: int, last: int) -> Tree:
+    """The tree over towers first .. last-1: halves, and halves again, the left one larger."""
+    if last - first == 1:
+        return first
+    middle = first + (last - first + 1) // 2
+    return Sum((sum_tree(first, middle), sum_tree(middle, last)))
+
+
+def evaluate(tree: Tree, leaf: Callable[[Any], _T], add: Callable[[_T, _T], _T]) -> _T:
+    """Adds along a tree, left before right, so that few terms are alive at a time."""
+    if not isinstance(tree, Sum):
+        return leaf(tree)
+    left = evaluate(tree[0], leaf, add)
+    return add(left, evaluate(tree[1], leaf, add))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who adds what.
+
+    Attributes:
+        parts: for each device the subtrees that it adds alone, in ascending order of towers.
+        rest: the tree over those partial sums, with leaves (device, part).
+    """
+
+    parts: tuple[tuple[Tree, ...], ...]
+    rest: Tree
+
+    @property
+    def num_parts(self) -> int:
+        """Partial sums that a device sends at most."""
+        return max(len(parts) for parts in self.parts)
+
+
+def plan(placement: Placement) -> Plan:
+    """Splits the tree over all towers into whole subtrees per device, and the rest."""
+    parts: list[list[Tree]] = [[] for _ in placement.devices]
+
+    def descend(tree: Tree) -> Tree:
+        owners = {placement.owners[tower] for tower in _towers(tree)}
+        if len(owners) > 1:
+            return Sum((descend(tree[0]), descend(tree[1])))
+        (device,) = owners
+        parts[device].append(tree)
+        return (device, len(parts[device]) - 1)
+
+    rest = descend(sum_tree(0, placement.num_towers))
+    return Plan(tuple(tuple(p) for p in parts), rest)
+
+
+def add_buffers(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sum of two lists of buffers: an additions-only program for one device."""
+    return [a + b for a, b in zip(left, right, strict=True)]
+
+
+class Sums(NamedTuple):
+    """Totals.
+
+    Attributes:
+        buffers: whose totals every device gets.
+        blocks: of which a device gets the rows of its own towers: for each block, which has the
+            shape (towers, n), a list of rows, one for each slot.
+    """
+
+    buffers: list[jax.Array]
+    blocks: list[Any]
+
+
+def make_reduction(placement: Placement) -> Callable[..., Sums]:
+    """Builds the one program that spans devices.
+
+    Returns:
+        A jitted function of two lists, with the buffers and with the blocks of every part, at most
+        `num_parts`. Every array is a global one with the devices' own stacked along axis 0. The
+        result has the same form; what lies on each device is the total. A single part's buffers
+        are donated.
+    """
+    how = plan(placement)
+
+    def on_device(buffers: list[list[jax.Array]], blocks: list[list[jax.Array]]) -> Sums:
+        num_devices = len(placement.devices)
+        return Sums(
+            [_total(how, num_devices, pieces) for pieces in zip(*buffers, strict=True)],
+            [_own_rows(how, placement, pieces) for pieces in zip(*blocks, strict=True)],
+        )
+
+    # With several parts, a device may send one of its parts twice: nothing to overwrite then.
+    return _over_devices(
+        placement,
+        on_device,
+        results=PartitionSpec(AXIS),
+        donate=() if how.num_parts > 1 else (0,),
+    )
+
+
+def make_gather(
+    placement: Placement, assemble: Callable[[list[jax.Array]], Any]
+) -> Callable[[list[list[jax.Array]]], Any]:
+    """Builds the program that hands every device all rows again.
+
+    Args:
+        placement: which device has which tower's rows.
+        assemble: what to make of the blocks, of shape (towers, n); it only moves data.
+
+    Returns:
+        A jitted function of the rows, a list with one for each slot for each block. Every row is
+        a global array with the devices' own stacked along axis 0; what it returns is whole on
+        every device.
+    """
+    slots = {tower: slot for towers in placement.towers_on for slot, tower in enumerate(towers)}
+    at = [(placement.owners[tower], slots[tower]) for tower in range(placement.num_towers)]
+
+    def on_device(blocks: list[list[jax.Array]]) -> Any:
+        gathered = [lax.all_gather(jnp.stack(rows), AXIS) for rows in blocks]
+        return assemble([block[tuple(np.array(at).T)] for block in gathered])
+
+    return _over_devices(placement, on_device, results=PartitionSpec())
+
+
+def _over_devices(
+    placement: Placement,
+    on_device: Callable[..., Any],
+    results: PartitionSpec,
+    donate: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    mapped = jax.shard_map(
+        on_device,
+        mesh=placement.mesh,
+        in_specs=PartitionSpec(AXIS),
+        out_specs=results,
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=donate)
+
+
+def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sums over all devices of the rows of this device's towers: a reduce-scatter.
+
+    Every device sends each other one its rows: (D-1)/D of the block, if all have as many towers.
+    """
+    most = max(len(towers) for towers in placement.towers_on)
+    # A device with fewer towers is sent its last row again; nobody reads it.
+    order = [[t[min(slot, len(t) - 1)] for slot in range(most)] for t in placement.towers_on]
+    sent = [piece[np.array(order)] for piece in pieces]
+    arrived = [lax.all_to_all(rows, AXIS, 0, 0) for rows in sent]
+    total = evaluate(how.rest, lambda at: arrived[at[1]][at[0]], lambda a, b: a + b)
+    return [total[slot] for slot in range(most)]
+
+
+def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Array:
+    """The sum over all devices of one buffer, given as this device's partial sums."""
+    block = pieces[0]
+    if block.nbytes <= _SMALL_BYTES:
+        gathered = [lax.all_gather(piece, AXIS) for piece in pieces]
+        return evaluate(how.rest, lambda at: gathered[at[1]][at[0]], lambda a, b: a + b)
+    # Every device adds one chunk and hands it to all: 2 (D-1)/D of the buffer sent by each.
+    padding = -block.size % num_devices
+    chunks: list[jax.Array] = []
+    for piece in pieces:
+        flat = piece.reshape(-1)
+        padded = lax.pad(flat, flat.dtype.type(0), [(0, padding, 0)]) if padding else flat
+        chunks.append(lax.all_to_all(padded.reshape(num_devices, -1), AXIS, 0, 0))
+    chunk = evaluate(how.rest, lambda at: chunks[at[1]][at[0]], lambda a, b: a + b)
+    total = lax.all_gather(chunk, AXIS, tiled=True)
+    return (total[: block.size] if padding else total).reshape(block.shape)
+
+
+def _towers(tree: Tree) -> list[int]:
+    return evaluate(tree, lambda tower: [tower], lambda a, b: a + b)

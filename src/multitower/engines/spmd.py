@@ -1,0 +1,106 @@
+"""The fast engine: a tower job as one program over all devices, traceable inside any other.
+
+Works eagerly, under `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`. The result equals the
+one-device result up to rounding; for the same bits on any number of devices see `same_bits`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
+from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.packing import SMALL, pack, unpack
+from multitower.towers.placement import AXIS, Placement
+from multitower.towers.rows import Tower, pad_rows, real_rows
+
+
+def run(
+    job: Job, placement: Placement, shared: Shared, rows: list[Any], num_rows: jax.Array
+) -> tuple[Any, Any]:
+    """Runs a job on traced or concrete arrays.
+
+    Args:
+        job: what to do.
+        placement: as many towers on every device; `Placement.divided` makes it so.
+        shared: what every tower gets whole.
+        rows: arrays with rows on axis 0; filled up to a multiple of the towers here.
+        num_rows: how many of the rows are real, int32, shape ().
+
+    Returns:
+        What `finish` returns, on every device; and the rows of the towers side by side, padding
+        included, split over the devices.
+    """
+    num_towers, num_devices = placement.num_towers, len(placement.devices)
+    slots = num_towers // num_devices
+    size = -(-rows[0].shape[0] // num_towers) * num_towers
+    tower_rows = size // num_towers
+
+    def on_device(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
+        first = lax.axis_index(AXIS) * slots
+
+        def one(index: jax.Array, rows: list[Any]) -> TowerResult:
+            tower = Tower(index, real_rows(index, tower_rows, num_rows))
+            return _without_mesh(job.tower, shared, rows, tower)
+
+        result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)
+        means, sums = _totals((result.means, result.sums))
+        # A product with a number is fused into whatever uses it; a division would be stored first.
+        scale = tower_rows / num_rows.astype(float)
+        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+        return job.finish(shared.state, means, sums), result.rows
+
+    # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside
+    # it (with the check on, JAX would already have summed gradients over the devices).
+    return jax.shard_map(
+        on_device,
+        mesh=placement.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec()),
+        out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
+        check_vma=False,
+    )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
+
+
+def _without_mesh(fn: Any, *args: Any) -> Any:
+    """Calls a function that knows nothing of the mesh, and has no collectives.
+
+    Inside `shard_map` the type of a traced value names the mesh, and that of a constant does not.
+    Who compares types, as Equinox's BatchNorm does, would find `jnp.array(False)` another type than
+    the flag that it replaces. So the function is traced by itself.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    types = [jax.typeof(leaf) for leaf in leaves]
+    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        program, result = jax.make_jaxpr(fn, return_shape=True)(
+            *jax.tree.unflatten(treedef, shapes)
+        )
+    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
+
+
+def _totals(tree: Any) -> Any:
+    """The sums over devices. Small leaves travel together: not all compilers join exchanges."""
+    leaves, treedef = jax.tree.flatten(tree)
+    small = {i: leaf for i, leaf in enumerate(leaves) if leaf.size <= SMALL}
+    together = unpack(jax.tree.map(_psum, pack(small)))
+    return treedef.unflatten(
+        together[i] if i in together else _psum(leaf) for i, leaf in enumerate(leaves)
+    )
+
+
+def _psum(value: jax.Array) -> jax.Array:
+    if value.dtype == jnp.bool_:  # a sum of flags: one tower's is kept, the others are False
+        return lax.psum(value.astype(jnp.int32), AXIS).astype(jnp.bool_)
+    return lax.psum(value, AXIS)
+
+
+def _in_turn(one: Any, first: jax.Array, slots: int, rows: list[Any]) -> TowerResult:
+    """Several towers on one device, one after another."""
+    blocks = [leaf.reshape(slots, -1, *leaf.shape[1:]) for leaf in rows]
+    stacked = lax.map(lambda at: one(*at), (first + jnp.arange(slots), blocks))
+    means, sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), (stacked.means, stacked.sums))
+    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked.rows)
+    return TowerResult(means, sums, joined)

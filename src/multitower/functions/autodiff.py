@@ -1,0 +1,200 @@
+"""value_and_grad and grad: derivatives of the mean over all rows, on all devices."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.functions.gradient_job import Finished, ValueAndGrad
+from multitower.functions.tower_function import TowerFunction
+from multitower.hardware.devices import DeviceSpec
+from multitower.models.closures import as_function, open_function
+from multitower.models.models import fill, take_call
+from multitower.models.nnx_model import diff_state
+from multitower.towers.rows import is_traced
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    in_axes: Any = None,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the mean over all rows, computed on all devices.
+
+    The law: it equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up
+    to rounding. The `argnums` arguments are shared; every array of the others is split on axis 0
+    and cut into towers; numbers and 0-d arrays are shared; flags, strings and functions are handed
+    on as they are, like static arguments of `jax.jit`; a key (`jax.random.key`, or a
+    `jax.random.PRNGKey` among other rows) is folded with the tower's index, so that every tower
+    draws its own numbers. Gradients are averaged over towers once. Called eagerly, `fun` is
+    compiled like a `jax.jit` function: but for what it closes over, it must depend on its
+    arguments alone.
+
+    It takes the place of `nnx.value_and_grad` and `eqx.filter_value_and_grad` too. Modules, in any
+    argument, are whole in every tower, and gradients have the framework's own form. What an NNX
+    module changes in itself is put together over towers and written back: floats (BatchNorm) are
+    averaged, everything else is tower 0's, and random streams advance as on one device, with
+    other keys in every tower but the first. The same becomes of a state that is an argument with
+    `in_axes` None and comes back in `aux` (Haiku, Keras), and of `eqx.nn.State`.
+
+    Args:
+        fun: a loss. It returns the losses of its rows, shape (rows,) - the better contract: the
+            mean over all real rows is then exact for any number of rows - or their mean, shape ().
+        argnums: which positional arguments to differentiate, as in `jax.value_and_grad`; an
+            `nnx.DiffState` may say which Variables of a module.
+        has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
+            laid side by side; other float leaves are averaged over towers. Integers and flags
+            without rows must be the same in every tower, as a counter is that `fun` closes over.
+        in_axes: where the rows are, for every positional argument; None for `argnums` and for what
+            every tower gets whole. By default axis 0 for all that is not in `argnums`. Or a dict:
+            the axes of variables that `fun` closes over, such as `{"batch": 0}`, for a loss that
+            takes its parameters only.
+        devices: as for `multitower.devices`; all by default.
+        towers: cut the batch into this many towers. Called eagerly, values and gradients then have
+            the same bits on any number of devices. Inside `jax.jit` and the like it keeps the
+            towers' rows and keys, and equals that up to rounding.
+
+    Returns:
+        A function with the arguments of `fun`, which returns `(loss, gradients)`, or
+        `((loss, aux), gradients)`: the mean loss, shape (), in the loss's dtype; gradients like
+        the arguments. They lie on every device, or where the parameter is bound to one device.
+
+    Raises:
+        ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
+        BatchError: no rows, or row counts that differ.
+        OutputError: a loss that is no scalar and no vector over rows; a mean that would be wrong
+            because rows do not fill the towers evenly; an `aux` leaf, or a change in a module, that
+            cannot be put together.
+        GradientError: an argument to differentiate with leaves that are no floats.
+        DeviceError: devices that are not there.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> def losses(w, x, y):
+        ...     return (w * x - y) ** 2
+        >>> loss, gradient = mt.value_and_grad(losses)(1.0, jnp.arange(6.0), jnp.ones(6))
+        >>> round(float(loss), 4), round(float(gradient), 4)
+        (5.1667, 13.3333)
+
+    Source: the tower scheme of TensorFlow's CIFAR-10 multi-GPU tutorial (`average_gradients`).
+    """
+    fun = as_function(fun)
+    single = not isinstance(argnums, Sequence)
+    positions, filters = _positions([argnums] if single else argnums)
+    names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
+    where = tuple(devices) if isinstance(devices, list) else devices
+    options = (positions, has_aux, _Axes.of(in_axes), where, towers)
+    own = _tower_function(fun, *options)  # refuses wrong options right away
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        opened, closed = open_function(fun, names)
+        try:
+            kind, run = _remembered(opened, *options)
+        except TypeError:  # unhashable: nothing to remember it by
+            kind, run = own if opened is fun else _tower_function(opened, *options)
+        call = take_call(args, kwargs, closed, filters)
+        finished: Finished = run.call(call)
+        call.hand_on(finished.changed)
+        wanted = kind.wanted(call)
+        gradients = jax.tree.map(_at_home, finished.gradients, wanted)
+        filled = fill(gradients.args, gradients.weights)
+        return finished.value, filled[0] if single else filled
+
+    return differentiated
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    in_axes: Any = None,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+) -> Callable[..., Any]:
+    """`jax.grad` of the mean over all rows, computed on all devices; see `value_and_grad`.
+
+    Args:
+        fun: a loss, as for `value_and_grad`.
+        argnums: as for `value_and_grad`.
+        has_aux: as for `value_and_grad`.
+        in_axes: as for `value_and_grad`.
+        devices: as for `value_and_grad`.
+        towers: as for `value_and_grad`.
+
+    Returns:
+        A function that returns the gradients, or `(gradients, aux)`.
+
+    Raises:
+        MultitowerError: as `value_and_grad`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> mt.grad(lambda w, x: w * x)(2.0, jnp.arange(3.0))
+        Array(1., dtype=float32)
+    """
+    run = value_and_grad(fun, argnums, has_aux, in_axes=in_axes, devices=devices, towers=towers)
+
+    @functools.wraps(fun)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = run(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return differentiated
+
+
+def _positions(argnums: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, Any]]:
+    """The positions, and the NNX filters of those that are given as `nnx.DiffState`."""
+    found = [diff_state(argnum) or (argnum, None) for argnum in argnums]
+    return tuple(n for n, _ in found), {n: wanted for n, wanted in found if wanted is not None}
+
+
+class _Axes(NamedTuple):
+    """A tree of axes, hashable; None is a leaf."""
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Axes":
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        return cls(treedef, tuple(leaves))
+
+
+def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
+    fun: Any,
+    argnums: tuple[int, ...],
+    has_aux: bool,
+    in_axes: _Axes,
+    devices: DeviceSpec | None,
+    towers: int | None,
+) -> tuple[ValueAndGrad, TowerFunction]:
+    axes = jax.tree.unflatten(in_axes.treedef, in_axes.leaves)
+    kind = ValueAndGrad(fun, argnums, has_aux, axes)
+    return kind, TowerFunction(kind, devices, towers)
+
+
+# A loop without jit calls value_and_grad anew at every step: it must not compile anew.
+_remembered = functools.lru_cache(maxsize=128)(_tower_function)
+
+
+def _at_home(gradient: Any, parameter: Any) -> Any:
+    """The gradient of a parameter that is bound to one device, on that device."""
+    is_array = isinstance(parameter, jax.Array) and not is_traced(parameter)
+    if not is_array or is_traced(gradient):
+        return gradient
+    if not parameter.committed or len(parameter.sharding.device_set) > 1:
+        return gradient
+    (home,) = parameter.sharding.device_set
+    for shard in gradient.addressable_shards:
+        if shard.device == home:
+            return shard.data
+    return jax.device_put(gradient, home)

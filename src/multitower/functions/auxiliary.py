@@ -1,0 +1,167 @@
+"""What a loss returns beside the loss: rows, means, and state that is handed on.
+
+Haiku, Keras and Equinox hand state from call to call: an argument comes back in `aux`, changed.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import treedef_is_leaf
+
+from multitower.checks.equations import Numbering, number_values
+from multitower.functions.outputs import find_row_leaves, refuse_ragged
+from multitower.functions.tower_function import Leaves
+from multitower.models.equinox_model import is_equinox_state
+from multitower.models.model_state import as_leaf, only_first, weigh
+from multitower.towers.constants import Constant
+from multitower.towers.rows import SHARED, Split, Tower
+
+
+class Auxiliary(NamedTuple):
+    """The leaves of `aux` by number, sorted by how they are put together over towers.
+
+    Attributes:
+        by_row: laid side by side.
+        averaged: floats.
+        first: tower 0's: counters and keys of a state that is handed on, and what is the same in
+            every tower.
+    """
+
+    by_row: Leaves
+    averaged: dict[int, Any]
+    first: dict[int, Any]
+
+
+def sort_aux(
+    aux: Any,
+    aux_of: Callable[[list[Any], Tower], Any],
+    rows: Sequence[Any],
+    is_state: Callable[[Any], bool],
+    here: Tower,
+) -> Auxiliary:
+    """Sorts the leaves of `aux`.
+
+    Args:
+        aux: what the loss returned.
+        aux_of: the same for other rows in another tower.
+        rows: the rows of this tower.
+        is_state: whether a subtree of `aux` is a state that is handed on.
+        here: the tower.
+
+    Raises:
+        OutputError: a leaf that towers cannot put together; the message names it.
+    """
+    aux = jax.tree.map(jnp.asarray, aux)
+    flat, treedef = jax.tree.flatten(aux)
+    in_state = _leaves_in(aux, is_state)
+    known = in_state | _same_everywhere(flat, aux_of, rows, here)
+    is_row = find_row_leaves(lambda rows: aux_of(rows, here), rows, aux, "aux", skip=known)
+    sorted_aux = Auxiliary(Leaves({}, treedef), {}, {})
+    for number, leaf in enumerate(flat):
+        if is_row[number]:
+            sorted_aux.by_row.by_number[number] = leaf
+        elif number not in known:
+            sorted_aux.averaged[number] = leaf
+        elif jnp.issubdtype(leaf.dtype, jnp.inexact):
+            sorted_aux.averaged[number] = weigh(leaf, here, rows[0].shape[0])
+        else:
+            sorted_aux.first[number] = only_first(leaf, here)
+    return sorted_aux
+
+
+def join_aux(rows: Leaves, averaged: dict[int, Any], first: dict[int, Any]) -> Any:
+    """The tree again, from leaves that were put together over towers."""
+    leaves = {**rows.by_number, **averaged, **{n: as_leaf(leaf) for n, leaf in first.items()}}
+    return jax.tree.unflatten(rows.treedef, [leaves[n] for n in range(rows.treedef.num_leaves)])
+
+
+def refuse_ragged_means(
+    aux: Any, is_state: Callable[[Any], bool], averaged: Collection[int], ragged: tuple[int, int]
+) -> None:
+    """Refuses means over rows that do not fill the towers evenly.
+
+    Raises:
+        OutputError: a leaf of `aux` that is averaged, and no state; it is named.
+    """
+    in_state = _leaves_in(aux, is_state)
+    for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(aux)[0]):
+        if number in averaged and number not in in_state:
+            where = f"aux{jax.tree_util.keystr(path)}"
+            raise refuse_ragged(f"{where} is not per example", *ragged)
+
+
+def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
+    """The structures of arguments that may be a state, by position: trees that are shared.
+
+    Such an argument is a state if a tree of its structure comes back in `aux`. A bare array is
+    none: its structure is that of every array.
+    """
+    kinds = iter(split.kinds)
+    found: dict[int, Any] = {}
+    for number, treedef in enumerate(split.treedef.children()[0].children()):
+        every = [next(kinds) for _ in range(treedef.num_leaves)]
+        own = {kind for kind in every if not isinstance(kind, Constant)}
+        if number not in argnums and own == {SHARED} and not treedef_is_leaf(treedef):
+            found[number] = treedef
+    return found
+
+
+def subtrees_like(tree: Any, structures: Collection[Any]) -> set[Any]:
+    """Which of the structures occur in a tree."""
+    subtrees = jax.tree.leaves(tree, is_leaf=lambda sub: jax.tree.structure(sub) in structures)
+    return {jax.tree.structure(sub) for sub in subtrees} & set(structures)
+
+
+def is_state_of(structures: Collection[Any]) -> Callable[[Any], bool]:
+    """Whether a subtree has one of the structures, or is Equinox's state."""
+    known = set(structures)
+    return lambda sub: is_equinox_state(sub) or jax.tree.structure(sub) in known
+
+
+def _same_everywhere(
+    flat: Sequence[Any], aux_of: Callable[[list[Any], Tower], Any], rows: Sequence[Any], here: Tower
+) -> set[int]:
+    """The numbers of the leaves, no floats, that have one value in whatever tower of any rows.
+
+    Such as a counter that the loss closes over. One that counts rows is none: it is another one
+    where there is a row more.
+    """
+    num_rows = rows[0].shape[0]
+    numbers = {
+        number
+        for number, leaf in enumerate(flat)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.shape[:1] != (num_rows,)
+    }
+    if not numbers:
+        return numbers  # two more traces are saved
+    try:
+        programs = [
+            jax.make_jaxpr(aux_of)(
+                [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows], here
+            )
+            for size in (num_rows, num_rows + 1)
+        ]
+    except Exception:  # a row count is baked in: nothing can be said
+        return set()
+    numbering: Numbering = {}
+    these, those = (
+        number_values(program, numbering, [None] * len(program.jaxpr.invars))
+        for program in programs
+    )
+    if len(these) != len(those):
+        return set()
+    return {n for n in numbers if these[n] is not None and these[n] == those[n]}
+
+
+def _leaves_in(tree: Any, is_state: Callable[[Any], bool]) -> set[int]:
+    """The numbers of the leaves that belong to a state."""
+    found: set[int] = set()
+    number = 0
+    for sub in jax.tree.leaves(tree, is_leaf=is_state):
+        size = jax.tree.structure(sub).num_leaves
+        if is_state(sub):
+            found.update(range(number, number + size))
+        number += size
+    return found

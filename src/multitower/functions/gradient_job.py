@@ -1,0 +1,236 @@
+"""The job of value_and_grad: loss and gradients in every tower, and their means."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from multitower.engines.job import Job, Shared, TowerResult
+from multitower.errors import ArgumentError, GradientError, OutputError
+from multitower.functions.auxiliary import (
+    is_state_of,
+    join_aux,
+    refuse_ragged_means,
+    sort_aux,
+    state_structures,
+    subtrees_like,
+)
+from multitower.functions.outputs import is_per_example, refuse_ragged, row_sum
+from multitower.functions.tower_function import Leaves
+from multitower.models.model_state import Changed, enter
+from multitower.models.models import Call, call_tower, holes_in
+from multitower.towers.rows import Split, Tower, refuse_holder
+
+
+class Wanted(NamedTuple):
+    """What is differentiated.
+
+    Attributes:
+        args: the arguments, in the order of argnums.
+        weights: the weights of the modules in them, by the number of their hole.
+    """
+
+    args: tuple[Any, ...]
+    weights: dict[int, Any]
+
+
+class Finished(NamedTuple):
+    """What the towers found, put together.
+
+    Attributes:
+        value: the mean loss, or `(loss, aux)`.
+        gradients: like what was differentiated.
+        changed: what the call has changed in every module.
+    """
+
+    value: Any
+    gradients: Wanted
+    changed: list[Changed]
+
+
+class ValueAndGrad(NamedTuple):
+    """The kind of tower function that `value_and_grad` is."""
+
+    fun: Any  # a function, or an OpenFunction
+    argnums: tuple[int, ...]
+    has_aux: bool
+    in_axes: Any
+    name: str = "arguments"
+    averages: bool = True
+
+    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+        """The row axes of `(args, kwargs, rows)`."""
+        args = call.args
+        argnums = positive(self.argnums, len(args))
+        for argnum in argnums:
+            check_differentiable(args[argnum], f"argument {argnum}")
+            for hole in holes_in(args[argnum]):
+                check_differentiable(call.models[hole].weights, f"argument {argnum}")
+        given, of_rows = self.in_axes, {}
+        if isinstance(given, Mapping):  # of variables that the loss closes over
+            given, of_rows = None, dict(given)
+        if given is None:
+            given = tuple(None if i in argnums else 0 for i in range(len(args)))
+        elif isinstance(given, int):
+            given = tuple(None if i in argnums else given for i in range(len(args)))
+        if len(given) != len(args):
+            raise ArgumentError(
+                f"in_axes={self.in_axes!r} has {len(given)} entries for {len(args)} positional "
+                "arguments: give one entry each, None for the ones to differentiate."
+            )
+        for argnum in argnums:
+            if jax.tree.leaves(given[argnum]):
+                raise ArgumentError(
+                    f"in_axes={self.in_axes!r} splits argument {argnum}, which is to be "
+                    "differentiated: parameters are shared by all towers. Put None there."
+                )
+        return tuple(given), 0, of_rows
+
+    def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
+        """Gradients and means of one tower; `finish` only passes on what was put together."""
+
+        def call_of(shared: Shared, rows: list[Any], here: Tower) -> Call:
+            return Call(*split.rebuild(shared.rest, rows, here))
+
+        def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+            whole = call_of(shared, rows, here)
+            structures = self._states(split, whole, here, tower_rows)
+            is_state = is_state_of(structures.values())
+
+            def forward(
+                wanted: Wanted, rows: list[Any], here: Tower
+            ) -> tuple[Any, Any, list[Changed]]:
+                call = self._with(wanted, call_of(shared, rows, here))
+                call = _enter_states(call, structures, here)
+                output, changed = call_tower(self.fun, call, here, tower_rows)
+                return *self._loss_and_aux(output), changed
+
+            def objective(wanted: Wanted) -> tuple[Any, tuple[Any, list[Changed]]]:
+                loss, aux, changed = forward(wanted, rows, here)
+                if is_per_example(loss, tower_rows):
+                    return row_sum(loss, here) / tower_rows, (aux, changed)
+                if ragged:
+                    raise refuse_ragged("a scalar loss", *ragged)
+                return loss, (aux, changed)
+
+            wanted = self.wanted(whole)
+            (mean, (aux, changed)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
+            aux_of = lambda rows, here: forward(wanted, rows, here)[1]
+            sorted_aux = sort_aux(aux, aux_of, rows, is_state, here)
+            if ragged:
+                refuse_ragged_means(aux, is_state, sorted_aux.averaged, ragged)
+            averaged = [changes.averaged for changes in changed]
+            first = [changes.first for changes in changed]
+            return TowerResult(
+                means=(mean, gradients, sorted_aux.averaged, averaged),
+                sums=(sorted_aux.first, first),
+                rows=sorted_aux.by_row,
+            )
+
+        return Job(tower, finish=lambda state, means, sums: (means, sums))
+
+    def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        """What one tower finds, by name: what a first look is taken at."""
+        tower_rows = rows[0].shape[0]
+        call = Call(*split.rebuild(shared, rows, here))
+        call = _enter_states(call, self._states(split, call, here, tower_rows), here)
+        output, changed = call_tower(self.fun, call, here, tower_rows)
+        loss, aux = self._loss_and_aux(output)
+        return {"loss": loss, "aux": aux, "model": [changes.averaged for changes in changed]}
+
+    def result(self, finished: Any, rows: Leaves) -> Finished:
+        """What the towers found."""
+        (value, gradients, aux_averaged, averaged), (aux_first, first) = finished
+        changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
+        if self.has_aux:
+            value = (value, join_aux(rows, aux_averaged, aux_first))
+        return Finished(value, gradients, changed)
+
+    def wanted(self, call: Call) -> Wanted:
+        """What is to be differentiated of a call."""
+        args = tuple(call.args[i] for i in positive(self.argnums, len(call.args)))
+        return Wanted(args, {hole: call.models[hole].weights for hole in holes_in(args)})
+
+    def _with(self, wanted: Wanted, call: Call) -> Call:
+        args = list(call.args)
+        for argnum, value in zip(positive(self.argnums, len(args)), wanted.args, strict=True):
+            args[argnum] = value
+        models = [
+            replace(model, weights=wanted.weights.get(hole, model.weights))
+            for hole, model in enumerate(call.models)
+        ]
+        return call._replace(args=tuple(args), models=models)
+
+    def _states(self, split: Split, call: Call, here: Tower, tower_rows: int) -> dict[int, Any]:
+        """The structures of the arguments that come back in `aux`, by position."""
+        argnums = positive(self.argnums, len(call.args))
+        structures = state_structures(split, argnums) if self.has_aux else {}
+        if not structures:
+            return {}
+
+        def aux_of() -> Any:
+            return self._loss_and_aux(call_tower(self.fun, call, here, tower_rows)[0])[1]
+
+        back = subtrees_like(jax.eval_shape(aux_of), set(structures.values()))
+        return {number: treedef for number, treedef in structures.items() if treedef in back}
+
+    def _loss_and_aux(self, output: Any) -> tuple[Any, Any]:
+        if not self.has_aux:
+            return output, ()
+        if not isinstance(output, tuple) or len(output) != 2:
+            raise OutputError(
+                f"with has_aux=True the loss must return (loss, aux), and it returned "
+                f"{type(output).__name__}. Return a pair, or drop has_aux."
+            )
+        return output
+
+
+def _enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
+    """The call with the arguments that are states as one tower gets them."""
+    args = list(call.args)
+    for number in numbers:
+        args[number] = jax.tree.map(lambda leaf: enter(leaf, here), args[number])
+    return call._replace(args=tuple(args))
+
+
+def check_differentiable(tree: Any, name: str) -> None:
+    """Refuses parameters that have no gradient.
+
+    Raises:
+        GradientError: a leaf that is no float; the message names its path.
+        ArgumentError: a leaf that only holds an array.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        is_number = isinstance(leaf, int | float | complex)
+        dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
+        if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
+            refuse_holder(leaf, lambda path=path: f"{name}{jax.tree_util.keystr(path)}")
+            raise GradientError(
+                f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
+                "differentiated. Convert it with .astype(jnp.float32), or take it out of the "
+                "parameters (close over it, or pass it as another argument)."
+            )
+
+
+def positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
+    """Positions counted from the front.
+
+    Raises:
+        ArgumentError: a position that is none, or twice the same.
+    """
+    for argnum in argnums:
+        if isinstance(argnum, bool) or not isinstance(argnum, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"argnums={argnum!r}: it must be a position, such as 0, or several."
+            )
+        if not -num_args <= argnum < num_args:
+            raise ArgumentError(
+                f"argnums={argnum} needs at least {abs(argnum + (argnum >= 0))} positional "
+                f"arguments, and {num_args} were given. Pass what is differentiated by position."
+            )
+    found = tuple(argnum % num_args for argnum in argnums)
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"argnums={argnums} names an argument twice: name it once.")
+    return found

@@ -1,0 +1,162 @@
+"""What a loss may return, and how the parts of it are put together over towers."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from multitower.errors import OutputError
+from multitower.towers.rows import Tower
+
+# What train_step itself puts into the metrics.
+_RESERVED = ("loss", "tower_losses", "finite_params", "skipped")
+
+
+def is_per_example(loss: Any, tower_rows: int) -> bool:
+    """Whether a loss is a vector over rows (True) or a scalar (False).
+
+    Raises:
+        OutputError: it is neither, or not a real floating-point number.
+    """
+    if not hasattr(loss, "shape") or not hasattr(loss, "dtype"):
+        hint = " With has_aux=True it must return (loss, aux)." if loss is not None else ""
+        raise OutputError(
+            f"the loss is {type(loss).__name__}, not an array: return the loss of every example "
+            f"(shape ({tower_rows},) here) or their mean (shape ()).{hint}"
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise OutputError(
+            f"the loss has dtype {loss.dtype}: it must be a real floating-point number. Take "
+            ".real, jnp.abs(...) or .astype(jnp.float32), whichever is meant."
+        )
+    if loss.shape not in ((), (tower_rows,)):
+        raise OutputError(
+            f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
+            f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "
+            "sum or average them, e.g. loss.mean(axis=tuple(range(1, loss.ndim)))."
+        )
+    return loss.shape != ()
+
+
+def row_sum(values: jax.Array, here: Tower) -> jax.Array:
+    """The sum over a tower's real rows, on axis 0."""
+    real = jnp.arange(values.shape[0]) < here.num_rows
+    real = real.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(real, values, jnp.zeros_like(values)).sum(0)
+
+
+def find_row_leaves(
+    outputs_of: Callable[[list[Any]], Any],
+    rows: Sequence[Any],
+    outputs: Any,
+    name: str,
+    skip: Collection[int] = (),
+) -> list[bool]:
+    """Tells, for each leaf of `outputs`, whether it has one entry per row.
+
+    A shape alone cannot tell 16 rows from 16 classes, so the function is looked at with one row
+    more.
+
+    Args:
+        outputs_of: the function of the rows that returned `outputs`.
+        rows: what it was given, arrays or shapes with rows on axis 0.
+        outputs: what it returned, arrays or shapes.
+        name: what the outputs are called in messages.
+        skip: numbers of leaves that have no rows and may be anything.
+
+    Raises:
+        OutputError: a leaf that can be neither averaged nor laid side by side; it is named.
+    """
+    tower_rows = rows[0].shape[0]
+    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    more = _shapes_with_more_rows(outputs_of, rows, len(flat)) if _any_axis(flat) else None
+    verdicts: list[bool] = []
+    for number, (path, leaf) in enumerate(flat):
+        if number in skip:
+            verdicts.append(False)
+            continue
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        shape = tuple(leaf.shape)
+        grown = (tower_rows + 1, *shape[1:])
+        by_row = shape[:1] == (tower_rows,) and (more is None or more[number] == grown)
+        if not by_row and more is not None and more[number] != shape:
+            hint = _several_to_a_row(shape, more[number], tower_rows)
+            raise OutputError(
+                f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
+                f"{tower_rows + 1}: it can neither be averaged over towers nor laid side by side. "
+                "Return one entry per row on axis 0, or something whose shape does not depend on "
+                f"the rows.{hint}"
+            )
+        if not by_row and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise OutputError(
+                f"{where} has dtype {leaf.dtype} and no axis of rows: a tower's {leaf.dtype} "
+                "cannot be averaged. Return one entry per row (e.g. correct = prediction == label, "
+                "not their count), or a float that is a mean over the rows. A state that is handed "
+                "on from call to call must also be an argument, with in_axes=None."
+            )
+        verdicts.append(by_row)
+    return verdicts
+
+
+def _several_to_a_row(shape: tuple[int, ...], more: tuple[int, ...], tower_rows: int) -> str:
+    """The way out where axis 0 has as many entries for every row.
+
+    A shape cannot tell whether they lie row by row, or are parts that were concatenated, each of
+    all rows: laid side by side over towers, these would come in another order.
+    """
+    entries = more[0] - shape[0] if shape and more else 0
+    if entries < 2 or shape != (entries * tower_rows, *more[1:]):
+        return ""
+    inner = ", ".join(map(str, (entries, *shape[1:])))
+    return (
+        f" Here are {entries} entries for every row: if they lie row by row, return "
+        f".reshape(-1, {inner})."
+    )
+
+
+def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
+    """The error for a mean that would be a mean of uneven means."""
+    low = num_rows // num_towers * num_towers
+    nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
+    fewer = [number for number in range(2, num_towers) if num_rows % number == 0]
+    fitting = f", or devices={fewer[-1]} (towers={fewer[-1]}, where that is set)" if fewer else ""
+    return OutputError(
+        f"the batch has {num_rows} rows and {what}: {num_rows} rows do not fill {num_towers} "
+        "towers evenly, so the mean over towers would be wrong. Return one value per example, or "
+        f"use {nearest} rows{fitting}."
+    )
+
+
+def check_metrics(metrics: Any) -> None:
+    """Refuses metrics that are no dict, or that hide the loss.
+
+    Raises:
+        OutputError: the metrics are wrong.
+    """
+    if not isinstance(metrics, Mapping):
+        raise OutputError(
+            f"the loss returned metrics of type {type(metrics).__name__}: return (loss, metrics) "
+            "or (loss, metrics, model_state) with a dict of metrics, {} for none."
+        )
+    for name in _RESERVED:
+        if name in metrics:
+            raise OutputError(
+                f"the metrics hold an entry {name!r}: train_step adds its own under that name. "
+                f"Rename yours, e.g. '{'cross_entropy' if name == 'loss' else f'my_{name}'}'."
+            )
+
+
+def _any_axis(flat: Any) -> bool:
+    return any(leaf.ndim for _, leaf in flat)
+
+
+def _shapes_with_more_rows(
+    outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], num_leaves: int
+) -> list[tuple[int, ...]] | None:
+    more = [jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
+    try:
+        leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
+    except Exception:  # a row count is baked in: the shapes that we have must do
+        return None
+    return [tuple(leaf.shape) for leaf in leaves] if len(leaves) == num_leaves else None

@@ -1,0 +1,162 @@
+"""make_parallel: a function of batched arrays, run on every device."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from multitower.engines.job import Job, Shared, TowerResult
+from multitower.errors import ArgumentError, OutputError
+from multitower.functions.tower_function import Leaves, TowerFunction
+from multitower.hardware.devices import DeviceSpec
+from multitower.models.closures import as_function, open_function
+from multitower.models.model_state import Changed, as_leaf, only_first
+from multitower.models.models import Call, call_tower, take_call
+from multitower.towers.rows import Split, Tower, axes_of_leaves
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def make_parallel(
+    fn: Callable[_P, _R],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+) -> Callable[_P, _R]:
+    """Runs a function of batched arrays on all devices, each on its share of the rows.
+
+    The law: `make_parallel(f)(batch) == f(batch)` for every `f` that treats rows one by one, any
+    number of rows and any number of devices. Rows that do not fill the devices are filled up with
+    copies and cut off again.
+
+    Args:
+        fn: a function of pytrees of arrays; it gets whole batches, not single rows. Or a Flax NNX
+            or Equinox module that is called. Modules, and what `fn` closes over, are whole on every
+            device; what an NNX module changes in itself is handed on as by `value_and_grad`.
+        in_axes: where the rows are, as in `jax.vmap`: an int, None for arguments that every device
+            gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
+            Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole; a 0-d
+            typed key becomes another key in every tower. Flags, strings and functions are handed
+            on as they are, like static arguments of `jax.jit`.
+        out_axes: where the rows are in the results; None for a result that does not depend on the
+            rows (it is taken from the first tower).
+        devices: as for `multitower.devices`; all by default.
+        towers: cut the batch into this many towers. Called eagerly, the result then has the same
+            bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
+            `jax.lax.scan` it keeps the towers' rows and keys, and equals that up to rounding.
+
+    Returns:
+        A function with the arguments of `fn`. Its results stay on their devices, split over them
+        where the rows divide evenly.
+
+    Raises:
+        ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
+        BatchError: no rows, or row counts that differ.
+        OutputError: a result without an axis of rows.
+        DeviceError: devices that are not there.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> double = mt.make_parallel(lambda x: 2 * x)
+        >>> double(jnp.arange(5))
+        Array([0, 2, 4, 6, 8], dtype=int32)
+
+    Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
+    """
+    fn = as_function(fn)
+
+    @functools.lru_cache(maxsize=8)  # what fn closes over may change, now and then
+    def run_of(opened: Any) -> TowerFunction:
+        return TowerFunction(_Parallel(opened, in_axes, out_axes), devices, towers)
+
+    own = TowerFunction(_Parallel(fn, in_axes, out_axes), devices, towers)
+
+    @functools.wraps(fn)
+    def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        opened, closed = open_function(fn, ())
+        run = own if opened is fn else run_of(opened)
+        call = take_call(args, kwargs, closed)
+        result, changed = run.call(call)
+        call.hand_on(changed)
+        return result
+
+    return parallel
+
+
+class _Parallel(NamedTuple):
+    fn: Any  # a function, or an OpenFunction
+    in_axes: Any
+    out_axes: Any
+    name: str = "arguments"
+    averages: bool = False
+
+    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+        axes, args = self.in_axes, call.args
+        if isinstance(axes, list):
+            axes = tuple(axes)
+        if isinstance(axes, tuple) and len(axes) != len(args):
+            raise ArgumentError(
+                f"in_axes={self.in_axes!r} has {len(axes)} entries for {len(args)} positional "
+                "arguments: give one entry each, or a single int for all."
+            )
+        return axes, 0, 0
+
+    def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
+        def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+            call = Call(*split.rebuild(shared.rest, rows, here))
+            outputs, changed = call_tower(self.fn, call, here, tower_rows)
+            by_row, whole = self._sort_outputs(outputs, tower_rows)
+            first = {number: only_first(leaf, here) for number, leaf in whole.items()}
+            return TowerResult(
+                means=[changes.averaged for changes in changed],
+                sums=(first, [changes.first for changes in changed]),
+                rows=by_row,
+            )
+
+        return Job(tower, finish=lambda state, means, sums: (means, sums))
+
+    def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        call = Call(*split.rebuild(shared, rows, here))
+        return {"result": call_tower(self.fn, call, here, rows[0].shape[0])[0]}
+
+    def _sort_outputs(self, outputs: Any, tower_rows: int) -> tuple[Leaves, dict[int, Any]]:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(outputs)
+        axes = axes_of_leaves(self.out_axes, outputs, "out_axes")
+        by_row: dict[int, Any] = {}
+        whole: dict[int, Any] = {}
+        for number, ((path, leaf), axis) in enumerate(zip(flat, axes, strict=True)):
+            leaf = jnp.asarray(leaf)
+            if axis is None:
+                whole[number] = leaf
+                continue
+            if not -leaf.ndim <= axis < leaf.ndim or leaf.shape[axis] != tower_rows:
+                raise OutputError(
+                    f"result{jax.tree_util.keystr(path)} has shape {leaf.shape} for a tower of "
+                    f"{tower_rows} rows: axis {axis} does not hold one entry per row, so the "
+                    "towers cannot be put together. Return something per row and combine it "
+                    "outside, or say out_axes=None for a result that does not depend on the rows."
+                )
+            by_row[number] = jnp.moveaxis(leaf, axis, 0)
+        return Leaves(by_row, treedef), whole
+
+    def result(self, finished: Any, rows: Leaves) -> tuple[Any, list[Changed]]:
+        # Nothing comes back where there was nothing to add up.
+        averaged, (whole, first) = finished or ([], ({}, []))
+        changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
+        leaves = [
+            as_leaf(whole[number]) if number in whole else rows.by_number[number]
+            for number in range(rows.treedef.num_leaves)
+        ]
+        tree = jax.tree.unflatten(rows.treedef, leaves)
+        axes = axes_of_leaves(self.out_axes, tree, "out_axes")
+        placed = [
+            jnp.moveaxis(leaf, 0, axis) if axis else leaf
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        return jax.tree.unflatten(rows.treedef, placed), changed

@@ -1,0 +1,203 @@
+"""Configuration: what must be set before JAX starts, and threads that fit the devices.
+
+Source for the thread-pool rules: on two cores XLA's CPU collectives dead-lock when there are more
+CPU devices than threads, and XLA's CPU kernels choose their blocking by the size of the thread
+pool, so that their last bits depend on it. `configure` pins it.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from multitower.errors import ConfigurationError, MultitowerWarning
+from multitower.processes.joining import join_processes
+
+# One size for every run: bits of CPU kernels depend on it (see ARCHITECTURE.md, "Same bits").
+CPU_THREADS = 32
+_THREADS_PER_DEVICE = 2
+_DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S+\s*")
+
+
+def configure(
+    *,
+    simulated_devices: int | None = None,
+    visible_devices: str | int | Sequence[int] | None = None,
+    memory_fraction: float | None = None,
+    preallocate: bool | None = None,
+    distributed: bool = False,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Sets what must be set before JAX starts its backends.
+
+    Call it first, right after the imports: JAX starts at the first array, `jax.devices()` or
+    `jax.jit` call. Settings that are not named stay as they are; repeating the settings of a
+    process that has already started is allowed and does nothing (a notebook cell run twice).
+
+    Args:
+        simulated_devices: this many CPU devices in this process (1 or more), whatever GPUs the
+            machine has. They prove what a program means; they make nothing faster. Also sets
+            `NPROC`, the size of XLA's CPU thread pool, to 32 (or two per device, if that is
+            more): too few threads dead-lock XLA's CPU collectives, and another number can change
+            the last bits.
+        visible_devices: the GPUs that JAX may see, as `"0,1"`, `0` or `[0, 1]`.
+        memory_fraction: the share of each GPU's memory that JAX may take, in (0, 1].
+        preallocate: take that share at the start (JAX's default), or grow as needed.
+        distributed: this process is one of several, usually one a machine, that make one run: join
+            them with `jax.distributed.initialize` and wait until all have come. `simulated_devices`
+            and the other settings are those of each process. Towers then run on the devices of
+            all processes; `devices=2` and `devices="gpu:0"` mean these of every process, a list
+            of `jax.Device` what it names. Every process makes the same calls, on the same values.
+        coordinator: `"HOST:PORT"` of process 0, where JAX cannot detect a cluster; the same in
+            every process, as is `num_processes`. All three are needed, or none.
+        num_processes: how many processes there are.
+        process_id: which of them this is, from 0.
+
+    Raises:
+        ConfigurationError: JAX has already started, or a value makes no sense; or there is no
+            cluster to join.
+
+    Example:
+        >>> import multitower as mt
+        >>> mt.configure(simulated_devices=8)
+        >>> len(mt.devices())
+        8
+    """
+    _check_settings(simulated_devices, memory_fraction, preallocate)
+    settings = dict(
+        simulated_devices=simulated_devices,
+        visible_devices=_visible_list(visible_devices),
+        memory_fraction=memory_fraction,
+        preallocate=preallocate,
+        distributed=distributed or None,
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+    )
+    if not distributed and (coordinator, num_processes, process_id) != (None, None, None):
+        raise ConfigurationError(
+            f"coordinator={coordinator!r}, num_processes={num_processes!r} and "
+            f"process_id={process_id!r} are for distributed=True: add it, or leave them out."
+        )
+    wanted = {name: value for name, value in settings.items() if value is not None}
+    if _started():
+        changed = [name for name, value in wanted.items() if _applied.get(name) != value]
+        if changed:
+            raise ConfigurationError(
+                f"configure({', '.join(f'{n}={wanted[n]!r}' for n in changed)}) came too late: JAX "
+                "has already started its devices, and they cannot be changed in this process. Call "
+                "mt.configure right after the imports, before the first array, jax.devices() or "
+                "jax.jit call (in a notebook: restart the kernel first)."
+            )
+        return
+    if simulated_devices is not None:
+        _simulate(simulated_devices)
+    if distributed and not _applied.get("distributed"):
+        join_processes(coordinator, num_processes, process_id)
+    if visible_devices is not None:  # after joining: JAX then sets them too
+        jax.config.update("jax_cuda_visible_devices", settings["visible_devices"])
+        jax.config.update("jax_rocm_visible_devices", settings["visible_devices"])
+    if memory_fraction is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)
+    if preallocate is not None:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true" if preallocate else "false"
+    _applied.update(wanted)
+
+
+def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
+    """Warns, once, where a run on CPUs could not be repeated bit by bit with another `NPROC`."""
+    if found[0].platform != "cpu" or os.environ.get("NPROC") == str(CPU_THREADS):
+        return
+    _warn_once(
+        "bits",
+        f"the last bits of XLA's CPU kernels depend on the size of its thread pool, and NPROC is "
+        f"{os.environ.get('NPROC', 'not set')}: the same bits come only from processes with the "
+        f"same one. mt.configure(simulated_devices={len(found)}), before JAX starts, makes it "
+        f"{CPU_THREADS} in all of them; so does starting Python with NPROC={CPU_THREADS}.",
+    )
+
+
+def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
+    """Warns, once, where XLA's collectives could dead-lock."""
+    num_cpu = sum(one.platform == "cpu" for one in found)
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if num_cpu < 2 or threads >= _THREADS_PER_DEVICE * num_cpu:
+        return
+    _warn_once(
+        "threads",
+        f"{num_cpu} CPU devices share a pool of {threads} threads: XLA's collectives can dead-lock "
+        "('may be stuck', then an abort). Set them up with "
+        f"mt.configure(simulated_devices={num_cpu}), or start Python with NPROC={CPU_THREADS}.",
+    )
+
+
+def _warn_once(subject: str, text: str) -> None:
+    if subject not in _applied:
+        _applied[subject] = True
+        warnings.warn(text, MultitowerWarning, stacklevel=4)
+
+
+# What `configure` has set in this process: JAX cannot be asked for all of it afterwards.
+_applied: dict[str, Any] = {}
+
+
+def _check_settings(
+    simulated_devices: int | None, memory_fraction: float | None, preallocate: bool | None
+) -> None:
+    if simulated_devices is not None and (
+        isinstance(simulated_devices, bool)
+        or not isinstance(simulated_devices, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        or simulated_devices < 1
+    ):
+        raise ConfigurationError(
+            f"simulated_devices={simulated_devices!r} must be a whole number, 1 or more."
+        )
+    is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
+    if memory_fraction is not None and not (is_number and 0 < memory_fraction <= 1):
+        raise ConfigurationError(
+            f"memory_fraction={memory_fraction!r} must be above 0 and at most 1: it is a share of "
+            "each GPU's memory, 0.9 for nine tenths."
+        )
+    if not (preallocate is None or isinstance(preallocate, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f"preallocate={preallocate!r} must be True or False.")
+
+
+def _visible_list(visible: str | int | Sequence[int] | None) -> str | None:
+    if visible is None:
+        return None
+    text = visible if isinstance(visible, str) else None
+    if text is None:
+        text = str(visible) if isinstance(visible, int) else ",".join(str(i) for i in visible)
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ConfigurationError(
+            f"visible_devices={visible!r} must list GPU numbers, such as '0,1', 0 or [0, 1]."
+        )
+    return text
+
+
+def _started() -> bool:
+    # JAX refuses this update once its backends run: the one public sign that they do.
+    config: Any = jax.config  # its options have no types in JAX 0.10
+    current = config.jax_num_cpu_devices
+    probe = 1 if current != 1 else 2
+    try:
+        jax.config.update("jax_num_cpu_devices", probe)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", current)
+    return False
+
+
+def _simulate(count: int) -> None:
+    # The flag and the option contradict each other in JAX: the later word, ours, counts.
+    flags = _DEVICE_COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).strip()
+    if "XLA_FLAGS" in os.environ:
+        os.environ["XLA_FLAGS"] = flags
+    os.environ["NPROC"] = str(max(CPU_THREADS, _THREADS_PER_DEVICE * count))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)

@@ -1,0 +1,151 @@
+"""Devices: which ones this process has, by number or by name."""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+
+import jax
+
+from multitower.errors import DeviceError, MultitowerWarning
+from multitower.hardware.configuration import warn_if_threads_are_few
+
+DeviceSpec = int | str | jax.Device | Sequence[str | jax.Device]
+
+
+def devices(spec: DeviceSpec | None = None, *, soft: bool = False) -> list[jax.Device]:
+    """Lists devices of this process.
+
+    Args:
+        spec: nothing for all local accelerators, or all CPU devices where there are none; a
+            number for the first so many of those; `"gpu"`, `"cpu"`, `"gpu:1"`, `"cpu:0"` for a
+            platform or one device of it; a list of names or devices.
+        soft: soft placement: what is missing is replaced by what there is, with a warning.
+
+    Returns:
+        A list of `jax.Device`, at least one, none of them twice.
+
+    Raises:
+        DeviceError: what was asked for is not there (and not `soft`), or makes no sense.
+
+    Example:
+        >>> import multitower as mt
+        >>> [device.platform for device in mt.devices(2)]
+        ['cpu', 'cpu']
+    """
+    found = _find(spec, soft)
+    warn_if_threads_are_few(found)
+    return found
+
+
+@contextlib.contextmanager
+def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Device]:
+    """Makes one device the home of the arrays that are made inside.
+
+    Args:
+        spec: a name as for `devices`, such as `"gpu:0"`, or a `jax.Device`.
+        soft: fall back to a device that is there, with a warning.
+
+    Yields:
+        The `jax.Device`.
+
+    Raises:
+        DeviceError: the device is not there and `soft` is false.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> with mt.device("cpu:1"):
+        ...     x = jnp.zeros(3)
+        >>> x.devices()
+        {CpuDevice(id=1)}
+    """
+    chosen = devices(spec, soft=soft)[0]
+    with jax.default_device(chosen):
+        yield chosen
+
+
+def _find(spec: DeviceSpec | None, soft: bool) -> list[jax.Device]:
+    if spec is None:
+        return list(jax.local_devices())
+    if isinstance(spec, bool):
+        raise _not_devices(spec)
+    if isinstance(spec, int):
+        return _first(spec, soft)
+    if isinstance(spec, str):
+        return _named(spec, soft)
+    if isinstance(spec, jax.Device):
+        return [spec]
+    if not isinstance(spec, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _not_devices(spec)
+    found = [one for item in spec for one in _find(item, soft)]
+    if not found:
+        raise DeviceError("devices=[] is an empty list: name at least one device.")
+    unique = list(dict.fromkeys(found))
+    if len(unique) < len(found) and not soft:
+        twice = next(one for one in found if found.count(one) > 1)
+        raise DeviceError(
+            f"devices={spec!r} names {_name(twice)} twice. A device can be listed once; to run "
+            "several towers on it, raise towers= instead."
+        )
+    return unique
+
+
+def _not_devices(spec: object) -> DeviceError:
+    return DeviceError(
+        f"devices={spec!r} is neither a number of devices, a name, nor a list of them: say 2, "
+        "'gpu' or ['gpu:0', 'gpu:1']."
+    )
+
+
+def _first(count: int, soft: bool) -> list[jax.Device]:
+    everything = list(jax.local_devices())
+    if count < 1:
+        raise DeviceError(f"devices={count}: at least one device is needed.")
+    if count <= len(everything):
+        return everything[:count]
+    missing = (
+        f"devices={count} were asked for, and this process has {len(everything)}: "
+        f"{', '.join(_name(d) for d in everything)}."
+    )
+    if soft:
+        _fall_back(missing, everything)
+        return everything
+    raise DeviceError(
+        f"{missing} Ask for at most {len(everything)}, or pass soft=True to mt.devices to take "
+        f"what there is, or simulate them on the CPU: mt.configure(simulated_devices={count}) "
+        "before JAX starts."
+    )
+
+
+def _named(name: str, soft: bool) -> list[jax.Device]:
+    match = re.fullmatch(r"([a-zA-Z]+)(?::(\d+))?", name)
+    if not match:
+        raise DeviceError(f"devices={name!r} is not a device name: say 'gpu', 'gpu:0' or 'cpu:1'.")
+    platform, index = match.group(1).lower(), match.group(2)
+    try:
+        local = jax.local_devices(backend=platform)
+    except RuntimeError:
+        local = []
+    if index is None and local:
+        return list(local)
+    if index is not None and int(index) < len(local):
+        return [local[int(index)]]
+    there = list(jax.local_devices())
+    cpus = [d for d in there if d.platform == "cpu"]
+    names = ", ".join(_name(d) for d in there)
+    missing = f"there is no device {name!r} in this process; it has {names}."
+    if soft:
+        chosen = local[:1] or there[:1] if index is not None else (cpus or there)
+        _fall_back(missing, chosen)
+        return chosen
+    raise DeviceError(f"{missing} Name one of these, or pass soft=True to fall back to one.")
+
+
+def _fall_back(missing: str, chosen: Sequence[jax.Device]) -> None:
+    names = ", ".join(_name(d) for d in chosen)
+    warnings.warn(f"{missing} Using {names} instead.", MultitowerWarning, stacklevel=5)
+
+
+def _name(one: jax.Device) -> str:
+    return f"{one.platform}:{one.id}"

@@ -1,0 +1,106 @@
+"""Model state over towers: what one call hands on to the next, such as BatchNorm's averages.
+
+Every tower gets the state whole and returns its own. Floats are averaged over towers, weighted by
+real rows; everything else is tower 0's, so counters advance as they would on one device. Keys
+differ between towers while they are used, and tower 0 keeps the original: so the key that is
+handed on is that of one device too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from multitower.towers.rows import Tower, is_key, is_legacy_key
+
+
+class Changed(NamedTuple):
+    """Leaves of a state that a tower has changed, by number.
+
+    Attributes:
+        averaged: floats, times the tower's weight; they belong to a job's means.
+        first: tower 0's, zeros in the other towers; they belong to a job's sums.
+    """
+
+    averaged: dict[int, Any]
+    first: dict[int, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _KeyData:
+    """A key as numbers, which can be added up."""
+
+    data: Any
+    impl: Any = field(metadata={"static": True})
+
+
+def enter(leaf: Any, tower: Tower) -> Any:
+    """A leaf of the state as one tower gets it: keys are folded with its number, except in tower 0.
+
+    Keys are typed ones of any shape, and uint32 arrays of shape (2,): `jax.random.PRNGKey`, and the
+    seeds of Keras.
+    """
+    if is_key(leaf):
+        fold = jax.vmap(lambda key: _fold(key, tower))
+        return fold(leaf.reshape(-1)).reshape(leaf.shape)
+    return _fold(leaf, tower) if is_legacy_key(leaf) else leaf
+
+
+def sort_changes(
+    given: Sequence[Any], new: Sequence[Any], here: Tower, tower_rows: int, source: str = "mean"
+) -> Changed:
+    """What a tower hands on of the state that it was given.
+
+    Args:
+        given: the leaves that went in.
+        new: the leaves that came out, in the same order; those that are the same objects stay.
+        here: the tower.
+        tower_rows: rows of a full tower.
+        source: `"mean"`, or `"first"` to take floats from tower 0 as well.
+    """
+    changed = Changed({}, {})
+    for number, (old, leaf) in enumerate(zip(given, new, strict=True)):
+        if leaf is old:
+            continue
+        if source == "mean" and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            changed.averaged[number] = weigh(leaf, here, tower_rows)
+        else:
+            changed.first[number] = only_first(leaf, here)
+    return changed
+
+
+def weigh(leaf: Any, here: Tower, tower_rows: int) -> Any:
+    """A leaf times the tower's share of rows, for a mean over all rows."""
+    weight = here.num_rows.astype(float) / tower_rows
+    # An empty tower saw copies of rows only: whatever it found, even a NaN, does not count.
+    return jnp.where(weight > 0, leaf * weight.astype(leaf.dtype), jnp.zeros_like(leaf))
+
+
+def only_first(leaf: Any, here: Tower) -> Any:
+    """A leaf in tower 0, zeros in the others: summed over towers it is tower 0's."""
+    if is_key(leaf):
+        return _KeyData(only_first(jax.random.key_data(leaf), here), jax.random.key_impl(leaf))
+    return jnp.where(here.number == 0, leaf, jnp.zeros_like(leaf))
+
+
+def join(old: Any, changed: Changed) -> Any:
+    """The state after a call: leaves that changed in a tower, from means and sums; others stay."""
+    leaves, treedef = jax.tree.flatten(old)
+    new = {**changed.averaged, **{n: as_leaf(leaf) for n, leaf in changed.first.items()}}
+    return jax.tree.unflatten(treedef, [new.get(n, leaf) for n, leaf in enumerate(leaves)])
+
+
+def as_leaf(total: Any) -> Any:
+    """What `only_first` was given in tower 0, from its sum over towers."""
+    if isinstance(total, _KeyData):
+        return jax.random.wrap_key_data(total.data, impl=total.impl)
+    return total
+
+
+def _fold(key: jax.Array, tower: Tower) -> jax.Array:
+    # Counted from the top of uint32, far from the counters that frameworks fold into their keys.
+    folded = jax.random.fold_in(key, ~jnp.asarray(tower.number, jnp.uint32))
+    return jnp.where(tower.number == 0, key, folded)

@@ -1,0 +1,98 @@
+"""doctor: what this process sees of the machine, and whether its devices agree."""
+
+import json
+import os
+import socket
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.hardware import provenance
+from multitower.hardware.devices import devices as find_devices
+from multitower.processes.processes import are_several, lines_of_all
+from multitower.runs.exchanges import time_exchanges
+from multitower.steps.fingerprint import fingerprint
+from multitower.steps.train_step import train_step
+from multitower.towers.placement import place
+
+_ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "JAX_PLATFORMS",
+    "NPROC",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
+
+
+def examine() -> dict[str, Any]:
+    """Looks at the devices and lets them train a small model together.
+
+    Returns:
+        `devices`: for each its `name`, `kind` and, where the platform tells, `bytes_in_use` and
+        `bytes_limit` of its memory; `environment`: the variables that decide about devices, None
+        where they are not set; `host` and `versions`; `same_bits`: whether one device and all of
+        them, with the same number of towers, ended with the same bits. Of several processes,
+        which all must call this, also `processes`: for each its `host` and `devices`; and
+        `exchanges`, as `multitower.runs.exchanges.time_exchanges` returns them.
+
+    Raises:
+        DeviceError: JAX has no device.
+
+    Example:
+        >>> from multitower.runs.doctor import examine
+        >>> findings = examine()  # doctest: +SKIP
+        >>> findings["same_bits"], findings["devices"][0]["name"]  # doctest: +SKIP
+        (True, 'cpu:0')
+    """
+    found = find_devices()
+    own = {"host": socket.gethostname(), "devices": [f"{d.platform}:{d.id}" for d in found]}
+    of_all = [json.loads(one) for one in lines_of_all(json.dumps(own))]
+    several = {"processes": of_all, "exchanges": time_exchanges()} if are_several() else {}
+    towers = len(place(None, None).devices)
+    return {
+        **several,
+        "devices": [_device(one) for one in found],
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "host": provenance.host(found[0]),
+        "versions": provenance.versions(),
+        "same_bits": _trained_on(found[:1], towers) == _trained_on(None, towers),
+    }
+
+
+def _device(one: jax.Device) -> dict[str, Any]:
+    memory = one.memory_stats() or {}
+    return {
+        "name": f"{one.platform}:{one.id}",
+        "kind": one.device_kind,
+        "bytes_in_use": memory.get("bytes_in_use"),
+        "bytes_limit": memory.get("bytes_limit"),
+    }
+
+
+def _trained_on(found: list[jax.Device] | None, towers: int) -> str:
+    """The fingerprint after a few steps of a small perceptron, with random numbers in it."""
+    import optax  # noqa: PLC0415 (as everywhere: only where it is used)
+
+    def losses(params: Any, batch: Any, *, rng: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(batch["x"] @ params["in"])
+        kept = hidden * jax.random.bernoulli(rng, 0.8, hidden.shape)
+        return (kept @ params["out"] - batch["y"]) ** 2
+
+    draw = np.random.default_rng(0)
+    params = {
+        "in": draw.normal(size=(16, 64)).astype(np.float32),
+        "out": draw.normal(size=64).astype(np.float32),
+    }
+    rows = 4 * towers
+    batch = {
+        "x": draw.normal(size=(rows, 16)).astype(np.float32),
+        "y": draw.normal(size=rows).astype(np.float32),
+    }
+    step = train_step(losses, optax.adam(1e-2), devices=found, towers=towers)
+    state = step.init(params, rng=jax.random.key(0))
+    for _ in range(3):
+        state, _ = step(state, batch)
+    return fingerprint(state)

@@ -1,0 +1,150 @@
+"""The curves of a run: `metrics.jsonl` read back, and thinned so that no spike is lost."""
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multitower.errors import RunError
+
+# About as many as a chart has room for; a page with a handful of charts stays small.
+_MOST_STRETCHES = 240
+# No float32 is near it; sums and differences of such numbers are still finite.
+_LARGEST = 1e300
+
+
+class Stretch(NamedTuple):
+    """Consecutive points of a curve that are drawn as one.
+
+    Attributes:
+        first: step of the first point.
+        last: step of the last point.
+        mean: of the finite values; NaN if there is none.
+        low: the smallest finite value, or NaN.
+        high: the largest finite value, or NaN.
+        num_lost: how many values were not finite.
+    """
+
+    first: int
+    last: int
+    mean: float
+    low: float
+    high: float
+    num_lost: int
+
+    @property
+    def drawable(self) -> bool:
+        """Whether there is a finite value."""
+        return math.isfinite(self.mean)
+
+
+class Curve(NamedTuple):
+    """One metric of one phase.
+
+    Attributes:
+        stretches: in the order of steps; at least one.
+        points_per_stretch: the most points of one; 1 where every point is drawn.
+        final: the last value; None if it was not finite.
+    """
+
+    stretches: Sequence[Stretch]
+    points_per_stretch: int
+    final: float | None
+
+
+Curves = dict[str, dict[str, Curve]]
+_Point = tuple[int, float | None]
+
+
+def read_curves(path: Path) -> Curves:
+    """Reads what `multitower.training.observe.MetricsFile` wrote.
+
+    Args:
+        path: of the file; one that is not there counts as empty.
+
+    Returns:
+        Metric to phase to curve, the loss first and the speed last.
+
+    Raises:
+        RunError: the file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from multitower.runs.report_page.curves import read_curves
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"phase": "train", "step": 1, "loss": 0.5}')
+        >>> read_curves(path)["loss"]["train"].final
+        0.5
+    """
+    points: dict[str, dict[str, list[_Point]]] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                _collect(line, points)
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(
+            f"{path} cannot be read: {error}. The report draws its curves from it; move it away "
+            "for a report without curves."
+        ) from error
+    order = sorted(points, key=lambda metric: (metric != "loss", metric == "examples_per_s"))
+    return {
+        metric: {phase: thin(points[metric][phase]) for phase in sorted(points[metric], key=_rank)}
+        for metric in order
+    }
+
+
+def thin(points: Sequence[_Point], most: int = _MOST_STRETCHES) -> Curve:
+    """Joins neighbouring points until few enough are left; the extremes are kept beside the means.
+
+    Args:
+        points: step and value, in the order of steps; None for a value that was not finite.
+        most: how many stretches there may be.
+
+    Returns:
+        The curve.
+
+    Example:
+        >>> from multitower.runs.report_page.curves import thin
+        >>> thin([(1, 1.0), (2, 9.0), (3, 2.0), (4, None)], most=2).stretches[0]
+        Stretch(first=1, last=2, mean=5.0, low=1.0, high=9.0, num_lost=0)
+    """
+    count = min(most, len(points))
+    bounds = [i * len(points) // count for i in range(count + 1)]
+    stretches = [_joined(points[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    return Curve(stretches, math.ceil(len(points) / count), points[-1][1])
+
+
+def _rank(phase: str) -> bool:
+    # The few points of a test phase are drawn last, over the many of the training.
+    return phase == "test"
+
+
+def _collect(line: str, points: dict[str, dict[str, list[_Point]]]) -> None:
+    try:
+        report: dict[str, Any] = json.loads(line)
+    except ValueError:  # a killed process may leave half a line
+        return
+    phase, step = report.pop("phase"), report.pop("step")
+    for metric, value in report.items():
+        # JSON's null stands for a NaN or an infinity, which Python would also write as words.
+        finite = value is not None and abs(value) < _LARGEST
+        points.setdefault(metric, {}).setdefault(phase, []).append(
+            (step, value if finite else None)
+        )
+
+
+def _joined(points: Sequence[_Point]) -> Stretch:
+    values = [value for _, value in points if value is not None]
+    return Stretch(
+        first=points[0][0],
+        last=points[-1][0],
+        mean=sum(values) / len(values) if values else math.nan,
+        low=min(values, default=math.nan),
+        high=max(values, default=math.nan),
+        num_lost=len(points) - len(values),
+    )

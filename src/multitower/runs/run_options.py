@@ -1,0 +1,58 @@
+"""What a run may choose, apart from its recipe: where, how long, from which seed."""
+
+from dataclasses import dataclass
+
+from multitower.errors import RunError
+from multitower.towers.placement import check_towers
+
+# As many bits as both NumPy's and JAX's generators take.
+LARGEST_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run may choose.
+
+    Attributes:
+        devices: how many to use; all by default.
+        towers: how many towers, for the same bits on any number of devices; by default one per
+            device, as fast as can be.
+        steps: updates to make; by default the recipe's number.
+        global_batch: rows of one step, over all towers; by default the recipe's number.
+        shard_update: keep the optimizer's state in blocks, as for `multitower.train_step`.
+        seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
+        checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
+        evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
+        keep_best: name of the score whose best state is kept in `best`; None for none.
+        best: whether the highest (`"max"`) or the lowest (`"min"`) score is the best.
+
+    Raises:
+        RunError: a number of steps, rows or a seed that is none.
+        DeviceError: a number of towers that is none.
+    """
+
+    devices: int | None = None
+    towers: int | None = None
+    steps: int | None = None
+    global_batch: int | None = None
+    seed: int = 0
+    checkpoint_every: int = 1000
+    evaluate_every: int = 0
+    keep_best: str | None = None
+    best: str = "max"
+    shard_update: bool = False
+
+    def __post_init__(self) -> None:
+        check_towers(self.towers)
+        if self.steps is not None and self.steps < 1:
+            raise RunError(f"steps={self.steps}: a run makes at least one step.")
+        if self.global_batch is not None and self.global_batch < 1:
+            raise RunError(f"a batch of {self.global_batch} examples: a step needs at least one.")
+        if self.checkpoint_every < 1:
+            raise RunError(f"checkpoint_every={self.checkpoint_every}: it must be 1 or more.")
+        if self.evaluate_every < 0:
+            raise RunError(f"evaluate_every={self.evaluate_every}: it must be 0 or more.")
+        if self.best not in ("max", "min"):
+            raise RunError(f"best={self.best}: say max or min.")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")

@@ -1,0 +1,88 @@
+"""Samples: a few examples to look at, as the model sees them and as it answers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.data.augmentation import augment_batch
+from multitower.recipes import Recipe
+from multitower.recipes.recipe import takes
+from multitower.runs.report import Sample
+from multitower.steps.train_state import TrainState
+
+_NUM_INPUTS = 16
+_NUM_SCORED = 256
+_NUM_FIRST = 12
+_NUM_WRONG = 12
+
+
+def sample_inputs(
+    recipe: Recipe, make_batch: Callable[[int], Any]
+) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """Images of the first training batch, with all random changes: what the model sees.
+
+    Args:
+        recipe: of the run.
+        make_batch: makes a batch of so many rows, as the training gets it.
+
+    Returns:
+        uint8, shape (16, height, width, 1 or 3); None if the examples are no images.
+    """
+    batch = make_batch(_NUM_INPUTS)
+    if recipe.augment is not None:
+        batch = augment_batch(recipe.augment, batch)
+    return _pixels(batch["image"]) if _has_images(batch) else None
+
+
+def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sample]:
+    """Test examples with the model's answers: the first ones, and the first that are wrong.
+
+    Args:
+        recipe: of the run.
+        state: after it; the moving average answers, if there is one.
+        test: the recipe's test set.
+
+    Returns:
+        12 examples and up to 12 more among the first 256; none if they are no images, or the
+        recipe does not say how to predict.
+    """
+    if recipe.predict is None or not _has_images(test) or "label" not in test:
+        return []
+    rows = jax.tree.map(lambda leaf: leaf[:_NUM_SCORED], test)
+    params = state.params if state.ema_params is None else state.ema_params
+    extras = {"model_state": state.model_state} if takes(recipe.predict, "model_state") else {}
+    # On one device, from host copies: the state may be spread over all of them.
+    params, extras = jax.device_get((params, extras))
+    logits = np.asarray(jax.jit(recipe.predict)(params, rows, **extras), np.float64)
+    share = np.exp(logits - logits.max(-1, keepdims=True))
+    share /= share.sum(-1, keepdims=True)
+    predicted = logits.argmax(-1)
+    wrong = np.flatnonzero(predicted != rows["label"])
+    chosen = np.arange(min(_NUM_FIRST, len(logits)))
+    chosen = [*chosen, *wrong[wrong >= _NUM_FIRST][:_NUM_WRONG]]
+    images = _pixels(rows["image"])
+    return [
+        Sample(images[i], int(rows["label"][i]), int(predicted[i]), float(share[i, predicted[i]]))
+        for i in chosen
+    ]
+
+
+def _has_images(batch: Any) -> bool:
+    """Whether a batch is a dict with images of one or three channels."""
+    shape = np.shape(batch["image"]) if isinstance(batch, dict) and "image" in batch else ()
+    return len(shape) == 4 and shape[-1] in (1, 3)
+
+
+def _pixels(images: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Images as bytes; floats outside of 0 to 1, such as standardised ones, fill the range."""
+    images = np.asarray(images)
+    if images.dtype == np.uint8:
+        return images
+    images = images.astype(np.float32)
+    if images.min() < 0 or images.max() > 1:
+        low = images.min(axis=(1, 2, 3), keepdims=True)
+        high = images.max(axis=(1, 2, 3), keepdims=True)
+        images = (images - low) / np.maximum(high - low, 1e-6)
+    return np.round(images * 255).astype(np.uint8)

@@ -1,0 +1,120 @@
+"""Where the time of a step goes: input, host, tower programs, reduction, update.
+
+To see this, the devices must be waited for between the stages, which makes a step longer. So it is
+measured apart from the step time, and its parts add up to more than that.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import jax
+
+from multitower.engines.same_bits import TowerSums, tapped
+from multitower.proof.verification import TOWER
+from multitower.steps.train_state import TrainState
+from multitower.steps.train_step import TrainStep
+from multitower.towers.feeding import shard
+from multitower.towers.tower_rows import TowerRows
+
+PARTS = ("input_s", "host_s", "step_s", "tower_programs_s", "reduction_s", "update_s")
+
+
+def measure_split(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterator[Any],
+    *,
+    where: Mapping[str, Any],
+    num_steps: int,
+) -> tuple[TrainState, dict[str, float | None]]:
+    """Measures the parts of a step, with nothing going on beside it.
+
+    Args:
+        step: what makes the steps.
+        state: of the training; it is overwritten.
+        batches: host batches, at least `2 * num_steps + 2` of them.
+        where: `devices`, `towers` and `global_batch`, as for `multitower.shard`.
+        num_steps: how many steps the medians are taken over; one more goes before them.
+
+    Returns:
+        The state after these steps; and medians in seconds. `input_s`: a batch is made on the host
+        and copied to the devices. `host_s`: until `step()` returns (on CPUs a small program may run
+        inside it). `step_s`: until all devices are done. Of that, with a fixed number of towers:
+        `tower_programs_s` until the last one of all devices is done, `reduction_s` until all
+        devices have the sums, `update_s` for the rest (with `shard_update` the new parameters are
+        gathered in it); None in the fast mode, which is one program.
+    """
+    taken: list[dict[str, float]] = []
+    for batch, input_s in islice(_fed(batches, where), num_steps + 1):
+        began = time.perf_counter()
+        state, metrics = step(state, batch)
+        returned = time.perf_counter()
+        _wait(state, metrics)
+        step_s = time.perf_counter() - began
+        taken.append({"input_s": input_s, "host_s": returned - began, "step_s": step_s})
+    staged: list[dict[str, float]] = []
+    if where["towers"] is not None:
+        for batch, _ in islice(_fed(batches, where), num_steps + 1):
+            stages = _Stages(step.placement.num_towers)
+            began = time.perf_counter()
+            with tapped(stages.tap):
+                state, metrics = step(state, batch)
+            _wait(state, metrics)
+            staged.append(stages.split(began, time.perf_counter()))
+    return state, {name: _median(name, taken if name in taken[0] else staged) for name in PARTS}
+
+
+def _fed(batches: Iterator[Any], where: Mapping[str, Any]) -> Iterator[tuple[Any, float]]:
+    """Batches on the devices, and how long each took to get there."""
+    while True:
+        began = time.perf_counter()
+        batch = shard(next(batches), **where)
+        for leaf in jax.tree.leaves(batch):
+            # host-device sync
+            jax.block_until_ready(leaf.pieces if isinstance(leaf, TowerRows) else leaf)
+        yield batch, time.perf_counter() - began
+
+
+def _wait(state: TrainState, metrics: dict[str, jax.Array]) -> None:
+    jax.block_until_ready((state.parts() or state.fields(), metrics))  # host-device sync
+
+
+class _Stages:
+    """When the stages of one step are over; its `tap` is called after each."""
+
+    def __init__(self, num_towers: int) -> None:
+        self._num_towers = num_towers
+        self._started: list[TowerSums] = []
+        self._towers_end = self._reduction_end = 0.0
+
+    def tap(self, stage: str, place: int, sums: TowerSums) -> None:
+        """Waits for a stage when all of it has been started."""
+        if stage != TOWER:
+            jax.block_until_ready(sums)  # host-device sync
+            self._reduction_end = time.perf_counter()
+            return
+        self._started.append(sums)
+        if len(self._started) == self._num_towers:
+            # All towers are under way on all devices: waiting any earlier would make the devices
+            # wait for each other. Sums that an addition has overwritten belong to earlier towers
+            # of a device; those of its last one are still there.
+            for one in self._started:
+                kept = [leaf for leaf in jax.tree.leaves(one) if not leaf.is_deleted()]
+                jax.block_until_ready(kept)  # host-device sync
+            self._towers_end = time.perf_counter()
+
+    def split(self, began: float, ended: float) -> dict[str, float]:
+        """How long each stage took."""
+        return {
+            "tower_programs_s": self._towers_end - began,
+            "reduction_s": self._reduction_end - self._towers_end,
+            "update_s": ended - self._reduction_end,
+        }
+
+
+def _median(name: str, taken: list[dict[str, float]]) -> float | None:
+    """Over all steps but the first one."""
+    return statistics.median(one[name] for one in taken[1:]) if taken else None

@@ -1,0 +1,89 @@
+"""A cheap check that all devices still hold the same variables."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import StateError
+from multitower.processes.processes import gathered
+from multitower.steps.train_state import TrainState
+
+
+def check_replicas(state: TrainState) -> None:
+    """Compares checksums of all variables between devices; waits for the devices.
+
+    Every device adds up the bits of each of its leaves; only these sums are copied to the host.
+    Copies differ when memory or a link is faulty, or when something was written to one of them.
+
+    Args:
+        state: the state of a training step.
+
+    Raises:
+        StateError: a device holds other bits than the first one; it and the leaf are named.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import multitower as mt
+        >>> from multitower.steps.replicas import check_replicas
+        >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
+        >>> check_replicas(step.init(jnp.float32(0.0)))
+    """
+    # What is kept in blocks has no copies.
+    flat, _ = jax.tree_util.tree_flatten_with_path(state.shared())
+    blocks = [leaf.addressable_shards for _, leaf in flat]
+    devices = [shard.device for shard in blocks[0]]
+    sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]
+    on_host = [np.asarray(s) for s in sums]  # host-device sync
+    several = not flat[0][1].is_fully_addressable
+    first = gathered(on_host[0])[0] if several else on_host[0]
+    home = "the first device of process 0" if several else _name(devices[0])
+    differs = np.argwhere(np.stack(on_host) != first)
+    where = differs[0] if len(differs) else np.array([-1, -1])
+    # One process sees it, all of them raise it: the others would wait for the one that has gone.
+    for process, (i, leaf) in enumerate(gathered(where) if several else [where]):
+        if i >= 0:
+            mine = process == jax.process_index()
+            device = _name(devices[i]) if mine else f"device {i}"
+            name = f"{device} of process {process}" if several else device
+            advice = "Suspect the device; resume from a checkpoint."
+            if several:
+                advice = (
+                    "Either the processes were given other parameters, keys or rows: make them "
+                    "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
+                )
+            raise StateError(
+                f"{name} holds other bits in state{jax.tree_util.keystr(flat[leaf][0])} than "
+                f"{home}{_shown(on_host[i][leaf], first[leaf]) if mine else ''}: the "
+                f"devices no longer train the same model. {advice}"
+            )
+
+
+def _shown(mine: Any, first: Any) -> str:
+    return f" (checksums {mine:08x} and {first:08x})"
+
+
+def _name(device: jax.Device) -> str:
+    return f"{device.platform}:{device.id}"
+
+
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([_checksum(leaf) for leaf in leaves])
+
+
+def _checksum(leaf: jax.Array) -> jax.Array:
+    """The sum of all bits taken as whole numbers, modulo 2**32; the order does not matter."""
+    value: Any = leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(leaf)
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        value = jnp.stack([value.real, value.imag])
+    if value.dtype == jnp.bool_:
+        value = value.astype(jnp.uint8)
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[value.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(value, width)  # 8 bytes become two numbers
+    # Weighing by place finds leaves whose elements changed places.
+    flat = bits.reshape(-1).astype(jnp.uint32)
+    return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)

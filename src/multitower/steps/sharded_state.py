@@ -1,0 +1,215 @@
+"""A training state of which every tower keeps a block: the optimizer's state, the moving average.
+
+Parameters are whole on every device, since every tower computes with them; what only the update
+needs is kept once. Seen from outside it is the state that it would be without blocks: a checkpoint
+of one can be resumed with the other.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import ArgumentError
+from multitower.functions.tower_function import as_global, replicate
+from multitower.processes.processes import spread, whole_on_host
+from multitower.steps.train_job import wide
+from multitower.steps.train_state import Fields, TrainState
+from multitower.towers.blocks import BlockLayout
+from multitower.towers.placement import Placement
+from multitower.towers.row_gather import gather_rows
+
+if TYPE_CHECKING:
+    import optax
+
+
+class Block(NamedTuple):
+    """What one tower keeps, on its device: its block of both trees."""
+
+    opt_state: Any
+    ema_params: Any
+
+
+class Parts(NamedTuple):
+    """A state in parts.
+
+    Attributes:
+        replicas: what every local device holds whole; no optimizer state, no moving average.
+        blocks: for each local tower.
+    """
+
+    replicas: list[Fields]
+    blocks: dict[int, Block]
+
+
+class ShardedState:
+    """Takes states of one model and optimizer apart, and puts them together."""
+
+    def __init__(
+        self, optimizer: "optax.GradientTransformation", params: Any, placement: Placement
+    ) -> None:
+        self.layout = BlockLayout.of(params, placement.num_towers)
+        self._optimizer = optimizer
+        self._placement = placement
+        whole = jax.eval_shape(optimizer.init, params)
+        block = jax.eval_shape(optimizer.init, self.layout.shapes_of_block())
+        self._whole, self._treedef = jax.tree.flatten(whole)
+        # A leaf that is the same size in a block is the same in all towers, such as a count.
+        self._is_cut = [
+            _is_cut(a, b, placement.num_towers)
+            for a, b in zip(self._whole, jax.tree.leaves(block), strict=True)
+        ]
+        refuse_mixing(optimizer, params)
+
+    def fits(self, params: Any) -> bool:
+        """Whether these parameters are cut as those that this was made for."""
+        return self.layout == BlockLayout.of(params, self._placement.num_towers)
+
+    def first(self, fields: Fields, *, with_average: bool) -> Parts:
+        """The parts of a first state; its `opt_state` and `ema_params` are made here."""
+        init = jax.jit(lambda params, t: self._first(self.layout.block(params, t), with_average))
+        parts = self._parts(fields, {})
+        for replica, d in zip(parts.replicas, self._placement.local, strict=True):
+            device = self._placement.devices[d]
+            for tower in self._placement.towers_on[d]:
+                made = init(replica.params, np.int32(tower))
+                parts.blocks[tower] = jax.device_put(made, device)
+        return parts
+
+    def take_apart(self, fields: Fields) -> Parts:
+        """The parts of a state that is whole, such as one from a checkpoint."""
+        state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
+        average = jax.tree.map(whole_on_host, fields.ema_params)
+        blocks: dict[int, Block] = {}
+        for d in self._placement.local:
+            for tower in self._placement.towers_on[d]:
+                leaves = [
+                    self._cut(leaf, tower) if is_cut else leaf
+                    for leaf, is_cut in zip(state, self._is_cut, strict=True)
+                ]
+                block = Block(
+                    jax.tree.unflatten(self._treedef, leaves),
+                    jax.tree.map(lambda leaf, tower=tower: self._cut(leaf, tower), average),
+                )
+                blocks[tower] = jax.device_put(block, self._placement.devices[d])
+        return self._parts(fields, blocks)
+
+    def state(self, parts: Parts, maker: object) -> TrainState:
+        """What a user sees of these parts."""
+        return TrainState.of_parts(parts, self._join, maker, join_shared=self._join_shared)
+
+    def _join_shared(self, parts: Parts) -> Fields:
+        return as_global(parts.replicas, self._placement)
+
+    def _join(self, parts: Parts) -> Fields:
+        """The whole state, from all processes together; blocks are joined on the host.
+
+        There is room for them, where there may be none on a device.
+        """
+        fields = self._join_shared(parts)
+        towers = [parts.blocks[tower] for tower in sorted(parts.blocks)]
+        states = [jax.tree.leaves(block.opt_state) for block in towers]
+        leaves = [
+            self._joined(own, shape) if is_cut else np.asarray(own[0])
+            for own, shape, is_cut in zip(
+                zip(*states, strict=True), self._whole, self._is_cut, strict=True
+            )
+        ]
+        average = jax.tree.map(
+            lambda leaf, *own: spread(self._joined(own, leaf), self._placement.shared),
+            fields.params if towers[0].ema_params is not None else None,
+            *(block.ema_params for block in towers),
+        )
+        return fields._replace(
+            opt_state=jax.tree.unflatten(self._treedef, leaves), ema_params=average
+        )
+
+    def _joined(self, blocks: Sequence[jax.Array], shape: Any) -> np.ndarray[Any, Any]:
+        """A leaf of that shape, from the local towers' blocks of it."""
+        if self._placement.spans_processes:
+            num_elements = self._placement.num_towers * blocks[0].size
+            flat = whole_on_host(gather_rows(blocks, self._placement, num_elements))
+        else:
+            flat = np.concatenate([np.asarray(block) for block in blocks])  # host-device sync
+        return flat[: math.prod(shape.shape)].reshape(shape.shape)
+
+    def _parts(self, fields: Fields, blocks: dict[int, Block]) -> Parts:
+        rest = fields._replace(opt_state=None, ema_params=None)
+        return Parts(replicate(rest, self._placement), blocks)
+
+    def _first(self, block: Any, with_average: bool) -> Block:
+        average = jax.tree.map(wide, block) if with_average else None
+        return Block(self._optimizer.init(block), average)
+
+    def _cut(self, leaf: np.ndarray[Any, Any], tower: int) -> np.ndarray[Any, Any]:
+        size = -(-leaf.size // self._placement.num_towers)
+        block = np.zeros(size, leaf.dtype)
+        own = leaf.reshape(-1)[tower * size : (tower + 1) * size]
+        block[: own.size] = own
+        return block
+
+
+def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:
+    if whole.dtype == block.dtype and block.shape == (-(-math.prod(whole.shape) // num_towers),):
+        return True
+    if whole.shape == block.shape and whole.dtype == block.dtype:
+        return False
+    raise _mixes(
+        f"part of its state is {whole.dtype}{list(whole.shape)} for a whole parameter and "
+        f"{block.dtype}{list(block.shape)} for a block of it"
+    )
+
+
+def refuse_mixing(optimizer: "optax.GradientTransformation", params: Any) -> None:
+    """Refuses an optimizer that does not work element by element.
+
+    Two updates of a small stand-in for the parameters, of the same tree and dimensions, must come
+    out the same whether it is updated whole or in two blocks.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    draw = np.random.default_rng(0)
+
+    def small(leaf: Any) -> jax.Array:
+        shape = tuple(min(size, 3) for size in leaf.shape)
+        return jnp.asarray(draw.normal(size=shape), leaf.dtype)
+
+    stand_in = jax.tree.map(small, params)
+    gradients = [jax.tree.map(small, params) for _ in range(2)]
+    layout = BlockLayout.of(stand_in, 2)
+    wholes = _updated(optimizer, stand_in, gradients)
+    for tower in range(2):
+        own = [layout.block(tree, jnp.int32(tower)) for tree in (stand_in, *gradients)]
+        blocks = _updated(optimizer, own[0], own[1:])
+        expected = layout.block(wholes, jnp.int32(tower))
+        flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+        for (path, want), got in zip(flat, jax.tree.leaves(blocks), strict=True):
+            if not np.allclose(want, got, rtol=1e-2 if want.dtype.itemsize < 4 else 1e-4):
+                name = jax.tree_util.keystr(path)
+                raise _mixes(f"it updates params{name} otherwise when it sees a part of it")
+
+
+def _updated(optimizer: "optax.GradientTransformation", params: Any, gradients: list[Any]) -> Any:
+    """The sum of the updates."""
+    import optax  # noqa: PLC0415 (as everywhere: only where it is used)
+
+    whole = optax.with_extra_args_support(optimizer)
+    state = whole.init(params)
+    total = jax.tree.map(jnp.zeros_like, params)
+    for gradient in gradients:
+        extras = {"value": jnp.float32(1), "grad": gradient}
+        updates, state = whole.update(gradient, state, params, **extras)
+        total = jax.tree.map(jnp.add, total, updates)
+    return total
+
+
+def _mixes(why: str) -> ArgumentError:
+    return ArgumentError(
+        f"shard_update=True needs an optimizer that works element by element, and {why}. Norms "
+        "over parameters (clip_by_global_norm, lamb, lars, adafactor), masks by shape, matrix "
+        "factors and noise do not: leave shard_update out, or take them out of the optimizer."
+    )

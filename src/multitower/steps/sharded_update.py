@@ -1,0 +1,130 @@
+"""Same-bits steps in which every tower updates its own block of the parameters.
+
+The reduction leaves every device the gradients of its towers' blocks; one program, the same for
+every tower, updates a block; then every device gets all blocks. That sends as much as an all-reduce
+does, and the optimizer's state and the moving average are kept once instead of on every device.
+
+Source: ZeRO stage 1 (Rajbhandari et al. 2020); Xu et al. 2020, "Automatic Cross-Replica Sharding
+of Weight Update in Data-Parallel Training".
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines import reduction
+from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.job import Shared
+from multitower.engines.same_bits import Finished, SameBits, on_each_device, with_one_nan
+from multitower.functions.tower_function import replicate
+from multitower.steps.sharded_state import Block, Parts, ShardedState
+from multitower.steps.train_job import StepParts, finite_leaves, make_job, update
+from multitower.steps.train_state import Fields, TrainState
+from multitower.towers.placement import Placement
+from multitower.towers.rows import Parts as BatchParts
+from multitower.towers.rows import Split
+from multitower.towers.tower_rows import ready_or_cut
+
+
+class ShardedRunner:
+    """Steps whose bits do not depend on the number of devices, with a state in blocks."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        placement: Placement,
+        sharded: ShardedState,
+    ) -> None:
+        layout = sharded.layout
+        job = make_job(step, split, tower_rows, placement.num_towers, cut=layout.cut)
+        self._engine = SameBits(job, placement)
+        self._gather = reduction.make_gather(placement, layout.whole)
+        self._step = step
+        self._tower_rows = tower_rows
+        self._placement = placement
+        self._devices = [placement.devices[d] for d in placement.local]
+        self._sharded = sharded
+        self._updates: dict[Any, list[jax.stages.Compiled]] = {}
+        self._finite = jax.jit(finite_leaves)
+
+    def run(
+        self, state: TrainState, batch: BatchParts, maker: object
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Makes one update; the state is overwritten."""
+        rows = ready_or_cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
+        parts: Parts = state.parts()
+        rest = [[]] * len(parts.replicas)
+        if batch.shared:
+            rest = replicate(batch.shared, self._placement)
+        replicas = [Shared(*pair) for pair in zip(parts.replicas, rest, strict=True)]
+        finished = self._engine.run(replicas, rows)
+        state.spend()
+        scales = [self._engine.scale(i, rows) for i in range(len(self._devices))]
+        new_rows, blocks = self._update(finished, parts.blocks, scales)
+        params = self._gathered(new_rows)
+        new = [
+            fields._replace(params=own)
+            for (fields, _), own in zip(finished.results, params, strict=True)
+        ]
+        metrics = finished.results[0][1]
+        if self._step.diagnostics:
+            metrics["finite_params"] = self._finite(params[0])
+        return self._sharded.state(Parts(new, blocks), maker), metrics
+
+    def _update(
+        self, finished: Finished, blocks: dict[int, Block], scales: list[jax.Array]
+    ) -> tuple[dict[int, list[jax.Array]], dict[int, Block]]:
+        """Updates the blocks of all local towers: their new rows, and what they keep."""
+        new_rows: dict[int, list[jax.Array]] = {}
+        new_blocks: dict[int, Block] = {}
+        key = None  # the same for every tower
+        for i, d in enumerate(self._placement.local):
+            fields, metrics = finished.results[i]
+            for tower in self._placement.towers_on[d]:
+                number = self._engine.constant(i, np.int32(tower))
+                given = (fields.params, fields.step, metrics["loss"], number, scales[i])
+                arguments = (blocks[tower], finished.blocks[tower], given)
+                key = key or signature(arguments)
+                if key not in self._updates:
+                    self._updates[key] = compile_for_each(
+                        self._update_block, arguments, self._devices, donate=(0,)
+                    )
+                new_rows[tower], new_blocks[tower] = self._updates[key][i](*arguments)
+        return new_rows, new_blocks
+
+    def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block]:
+        """The update program: the same for every tower."""
+        params, step_after, loss, tower, scale = given
+        layout = self._sharded.layout
+        own = layout.block(params, tower)
+        gradients = jax.tree.map(
+            lambda total, param: (with_one_nan(total) * scale).astype(param.dtype),
+            layout.of_rows(rows),
+            own,
+        )
+        fields = Fields(step_after - 1, own, block.opt_state, block.ema_params, (), None)
+        new = update(self._step, fields, gradients, loss, ())
+        return layout.to_rows(new.params), Block(new.opt_state, new.ema_params)
+
+    def _gathered(self, rows: dict[int, list[jax.Array]]) -> list[Any]:
+        """The parameters, once per local device."""
+        most = max(len(towers) for towers in self._placement.towers_on)
+        owned = [self._placement.towers_on[d] for d in self._placement.local]
+        # A device with fewer towers sends its last row again; nobody reads it.
+        sent = [
+            [
+                self._global([rows[towers[min(slot, len(towers) - 1)]][buffer] for towers in owned])
+                for slot in range(most)
+            ]
+            for buffer in range(len(rows[owned[0][0]]))
+        ]
+        leaves, treedef = jax.tree.flatten(self._gather(sent))
+        per_device = zip(*(on_each_device(leaf, self._devices) for leaf in leaves), strict=True)
+        return [jax.tree.unflatten(treedef, own) for own in per_device]
+
+    def _global(self, blocks: list[jax.Array]) -> jax.Array:
+        shape = (blocks[0].shape[0] * len(self._placement.devices),)
+        return jax.make_array_from_single_device_arrays(shape, self._placement.split, blocks)

@@ -1,0 +1,222 @@
+"""Feeding: each tower's rows on its own device, ahead of need."""
+
+import queue
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.errors import BatchError
+from multitower.hardware.devices import DeviceSpec
+from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.placement import Placement, place
+from multitower.towers.rows import Parts, take_apart
+from multitower.towers.tower_rows import copy_to, cut, own_towers, placed_rows, size_of_towers
+
+
+def shard(
+    batch: Any,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    global_batch: int | None = None,
+) -> Any:
+    """Copies each tower's rows to its device.
+
+    Tower i gets the rows `x[i*b:(i+1)*b]`, b = rows / towers rounded up. The arrays may be changed
+    or freed afterwards: they are copied.
+
+    Of several processes, all together call it with the same batch, and each one keeps the rows of
+    its own towers. Arrays may be whole in every process, or global `jax.Array`s that lie as the
+    result would; `LazyRows` are read by each process where it needs them.
+
+    Args:
+        batch: a pytree of arrays with rows on axis 0; numbers and 0-d arrays are left alone. Or
+            `LazyRows`.
+        devices: as for `multitower.devices`.
+        towers: the number of towers, for functions that were made with the same `towers`.
+        global_batch: rows of a full batch; a smaller one fills the first towers and leaves the
+            last ones empty, so that it fits the program compiled for full ones.
+
+    Returns:
+        The same pytree. Without `towers`: `jax.Array`s split over the devices (whole on every
+        device where the rows do not divide evenly). With `towers`: `TowerRows` in place of arrays.
+
+    Raises:
+        BatchError: no rows, or row counts that differ.
+        ArgumentError: leaves that are no numbers, such as strings.
+        DeviceError: devices that are not there.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> batch = mt.shard({"x": np.arange(8.0).reshape(4, 2)}, devices=2)
+        >>> [block.data.shape for block in batch["x"].addressable_shards]
+        [(2, 2), (2, 2)]
+    """
+    placement = place(devices, towers)
+    if not isinstance(batch, LazyRows):
+        parts = take_apart(batch, 0, name="batch")
+    elif not placement.spans_processes:
+        parts = _read(batch, np.arange(batch.num_rows))
+    elif towers is None:
+        return _read_evenly(batch, placement)
+    else:
+        return _read_towers(batch, placement, global_batch)
+    if towers is None:
+        return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
+
+
+def prefetch(
+    batches: Iterable[Any],
+    size: int = 2,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    global_batch: int | None = None,
+) -> Generator[Any]:
+    """Yields sharded batches, made and copied by a thread up to `size` batches ahead.
+
+    Args:
+        batches: an iterable of what `shard` takes, such as host batches; it is read in a
+            background thread.
+        size: how many batches may wait, 1 or more.
+        devices: as for `shard`.
+        towers: as for `shard`.
+        global_batch: as for `shard`; by default the rows of the first batch.
+
+    Yields:
+        What `shard` returns for each batch, in the same order. An error of the iterable is raised
+        here, after the batches before it. Closing the iterator stops the thread.
+
+    Raises:
+        BatchError: `size` is below 1, or a batch that `shard` refuses.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> stream = ({"x": np.full((4, 2), i)} for i in range(3))
+        >>> [int(batch["x"].sum()) for batch in mt.prefetch(stream, devices=2)]
+        [0, 8, 16]
+    """
+    if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
+    place(devices, towers)  # a wrong placement is an error now, not at the first batch
+    # `with jax.enable_x64(True)` holds in the thread that says so, and rows are made in another.
+    has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    return _ahead(batches, size, devices, towers, global_batch, has_x64=has_x64)
+
+
+def _ahead(
+    batches: Iterable[Any],
+    size: int,
+    devices: DeviceSpec | None,
+    towers: int | None,
+    global_batch: int | None,
+    *,
+    has_x64: bool,
+) -> Generator[Any]:
+    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=size)
+    closed = threading.Event()
+
+    def put(item: tuple[bool, Any]) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        full = global_batch
+        try:
+            with jax.enable_x64(has_x64):
+                for batch in batches:
+                    if closed.is_set():
+                        return
+                    if full is None and towers is not None:
+                        full = _num_rows(batch)
+                    ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
+                    put((True, ready_made))
+            put((False, None))
+        except BaseException as error:  # handed to the reader, whatever it is
+            put((False, error))
+
+    thread = threading.Thread(target=work, name="multitower.prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            alive, item = ready.get()
+            if not alive:
+                if item is not None:
+                    raise item
+                return
+            yield item
+    finally:
+        closed.set()
+        thread.join(timeout=1.0)  # an iterable that blocks keeps only its own thread waiting
+
+
+def _read_towers(batch: LazyRows, placement: Placement, global_batch: int | None) -> Any:
+    """Has this process read the rows of its own towers, and no others."""
+    size = size_of_towers(batch.num_rows, placement, global_batch)
+    parts, pieces = _read_pieces(batch, size, own_towers(placement))
+    return _put_together(parts, placed_rows(pieces, placement, batch.num_rows))
+
+
+def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
+    """The same without towers; all rows, where devices cannot share them evenly."""
+    num_rows, count = batch.num_rows, len(placement.devices)
+    if num_rows % count:
+        whole = _read(batch, np.arange(num_rows))
+        return _put_together(whole, _split_evenly(whole.rows, num_rows, placement))
+    parts, pieces = _read_pieces(batch, num_rows // count, placement.local)
+    homes = [placement.devices[d] for d in placement.local]
+    arrays = [
+        jax.make_array_from_single_device_arrays(
+            (num_rows, *blocks[0].shape[1:]), placement.split, copy_to(blocks, homes)
+        )
+        for blocks in pieces
+    ]
+    return _put_together(parts, arrays)
+
+
+def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
+    parts = take_apart(batch.read(places), 0, name="batch")
+    if parts.num_rows != places.size:
+        raise BatchError(
+            f"LazyRows: {places.size} rows were asked for and {parts.num_rows} came: "
+            "read(places) returns one row for each of the places."
+        )
+    return parts
+
+
+def _read_pieces(
+    batch: LazyRows, size: int, owners: Sequence[int]
+) -> tuple[Parts, list[list[np.ndarray[Any, Any]]]]:
+    """Reads the rows of some owners, `size` each; for each array one piece an owner."""
+    places = [np.arange(owner * size, (owner + 1) * size) % batch.num_rows for owner in owners]
+    parts = _read(batch, np.concatenate(places))
+    starts = range(0, parts.num_rows, size)
+    return parts, [[leaf[start : start + size] for start in starts] for leaf in parts.rows]
+
+
+def _num_rows(batch: Any) -> int:
+    if isinstance(batch, LazyRows):
+        return batch.num_rows
+    return take_apart(batch, 0, name="batch").num_rows
+
+
+def _put_together(parts: Parts, rows: Sequence[Any]) -> Any:
+    """The batch again, with other rows."""
+    shared, split = iter(parts.shared), iter(rows)
+    leaves = [next(shared) if isinstance(k, str) else next(split) for k in parts.split.kinds]
+    return jax.tree.unflatten(parts.split.treedef, leaves)
+
+
+def _split_evenly(rows: Sequence[Any], num_rows: int, placement: Placement) -> list[jax.Array]:
+    even = num_rows % len(placement.devices) == 0
+    target = placement.split if even else placement.shared
+    return copy_to(rows, [target] * len(rows))

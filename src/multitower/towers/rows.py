@@ -1,0 +1,328 @@
+"""Rows: which leaves of the arguments are cut into towers, along which axis, how many rows.
+
+A leaf is *split* (an array with an axis of rows), *shared* (a number, a 0-d array, or an array
+whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; folded with the
+tower's index), or a *constant* (a flag, a string or a function; part of the program).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from multitower.errors import ArgumentError, BatchError
+from multitower.towers.constants import Constant, is_constant, leaves_in_lists
+from multitower.towers.lazy_rows import LazyRows
+
+SHARED = "shared"
+KEY = "key"
+
+
+class Tower(NamedTuple):
+    """What a tower program knows about itself.
+
+    Attributes:
+        number: which of all towers it is, int32, shape ().
+        num_rows: how many of its rows are real, int32, shape (); the rest are copies that fill up.
+    """
+
+    number: Any
+    num_rows: Any
+
+
+Kind = int | str | Constant
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the leaves of a tree go to the towers; hashable, so that it can be part of a cache key.
+
+    Attributes:
+        treedef: the structure of the tree.
+        kinds: for each leaf its row axis, `"shared"`, `"key"`, or the `Constant` that it is.
+    """
+
+    treedef: Any
+    kinds: tuple[Kind, ...]
+
+    def rebuild(self, shared: Sequence[Any], rows: Sequence[Any], tower: Tower) -> Any:
+        """One tower's tree, from the shared leaves and its own rows (rows on axis 0)."""
+        shared_left, rows_left = iter(shared), iter(rows)
+        leaves: list[Any] = []
+        for kind in self.kinds:
+            if isinstance(kind, Constant):
+                leaves.append(kind.value)
+            elif kind == SHARED:
+                leaves.append(next(shared_left))
+            elif kind == KEY:
+                leaves.append(jax.random.fold_in(next(shared_left), tower.number))
+            else:
+                leaf = next(rows_left)
+                leaves.append(leaf if kind == 0 else jnp.moveaxis(leaf, 0, int(kind)))
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+class Parts(NamedTuple):
+    """A tree taken apart: how, the shared leaves, the split ones (rows on axis 0), the rows."""
+
+    split: Split
+    shared: list[Any]
+    rows: list[Any]
+    num_rows: int
+
+
+def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> Parts:
+    """Sorts the leaves of a tree into shared ones and rows.
+
+    Args:
+        tree: any pytree of arrays, numbers and typed keys.
+        axes: the row axis of every leaf, None for shared; a prefix of the tree, as in `jax.vmap`.
+        name: what the tree is called in messages, such as `batch`.
+        constants: whether flags, strings and functions are taken, as parts of the program.
+
+    Returns:
+        The parts; every split leaf has its rows on axis 0.
+
+    Raises:
+        ArgumentError: a leaf that can neither be split nor shared (an object; a string, a flag).
+        BatchError: nothing to split, no rows, or row counts that differ.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    shared: list[Any] = []
+    rows: list[Any] = []
+    first, num_rows = 0, -1
+    all_axes = axes_of_leaves(axes, tree, "in_axes")
+    kinds = [
+        Constant.of(leaf)
+        if constants and is_constant(leaf)
+        else _kind(leaf, axis, lambda number=number: _where(tree, number, name))
+        for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True))
+    ]
+    _refuse_lists_for_rows(tree, kinds, all_axes, name)
+    kinds = _with_legacy_keys(kinds, leaves)
+    for number, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if isinstance(kind, Constant):
+            continue
+        if isinstance(kind, str):
+            shared.append(leaf)
+            continue
+        count = int(leaf.shape[kind])
+        if num_rows < 0:
+            first, num_rows = number, count
+        elif count != num_rows:
+            raise _rows_differ(tree, name, (first, num_rows), (number, count))
+        rows.append(leaf if kind == 0 else jnp.moveaxis(leaf, kind, 0))
+    if num_rows < 0:
+        raise BatchError(
+            f"{name} has no array to split: its leaves are numbers, 0-d arrays or shared. Pass the "
+            "rows as arrays with at least one axis (np.asarray of a list), and in_axes that is not "
+            "None for them. A loss that closes over its batch must take it as an argument, "
+            "loss_fn(params, batch), or say so: in_axes={'batch': 0}."
+        )
+    if num_rows == 0:
+        raise BatchError(
+            f"{_where(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
+            "batches."
+        )
+    return Parts(Split(treedef, tuple(kinds)), shared, rows, num_rows)
+
+
+def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Array:
+    """How many real rows the tower `index` has when `num_rows` rows fill towers from the front."""
+    return jnp.clip(num_rows - index * tower_rows, 0, tower_rows).astype(jnp.int32)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys, as `jax.random.key` makes them."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def device_dtype(leaf: Any) -> Any:
+    """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
+    if isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def is_legacy_key(leaf: Any) -> bool:
+    """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,)."""
+    return getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,)
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether a leaf stands for a value inside jit, grad, vmap or scan."""
+    return isinstance(leaf, Tracer)
+
+
+def pad_rows(leaf: Any, size: int) -> Any:
+    """Fills axis 0 up to `size` with copies of real rows, so that no tower sees invented data."""
+    num_rows = leaf.shape[0]
+    if num_rows == size:
+        return leaf
+    return leaf[np.arange(size) % num_rows]
+
+
+def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
+    """The axis of every leaf, from a prefix of the tree as in `jax.vmap`; None is an axis here.
+
+    Raises:
+        ArgumentError: no such prefix, or something else than int and None in it.
+    """
+    if isinstance(axes, int) and not isinstance(axes, bool):
+        return [axes] * jax.tree.structure(tree).num_leaves
+    # None is a leaf among the axes, and an empty branch in the tree.
+    marked = jax.tree.map(
+        lambda axis: SHARED if axis is None else axis, axes, is_leaf=lambda x: x is None
+    )
+    try:
+        found = jax.tree.leaves(jax.tree.broadcast(marked, tree))
+    except ValueError as error:
+        raise ArgumentError(
+            f"{name}={axes!r} does not fit: it must be an int, None, or a tree of these that is a "
+            f"prefix of {jax.tree.structure(tree)}, as in jax.vmap."
+        ) from error
+    for axis in found:
+        if axis != SHARED and (isinstance(axis, bool) or not isinstance(axis, int)):
+            raise ArgumentError(
+                f"{name} holds {axis!r}: use an int, or None for what is not split."
+            )
+    return [None if axis == SHARED else axis for axis in found]
+
+
+def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
+    if isinstance(leaf, jax.Array):
+        _refuse_donated(leaf, where)
+    elif isinstance(leaf, np.ndarray):
+        _refuse_what_is_no_number(leaf, where)
+    else:
+        _refuse_what_is_no_array(leaf, where)
+    ndim = getattr(leaf, "ndim", 0)
+    if axis is None:
+        return SHARED
+    if ndim == 0:
+        return KEY if is_key(leaf) else SHARED
+    if not -ndim <= axis < ndim:
+        raise ArgumentError(
+            f"{where()} has shape {tuple(leaf.shape)}: there is no axis {axis} to split. Its "
+            f"in_axes must be in [{-ndim}, {ndim - 1}], or None to share it."
+        )
+    return axis % ndim
+
+
+def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
+    """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
+
+    Where the other arrays have two rows as well it may be rows, and is cut: as a key, half of it
+    is an error of JAX, never other random numbers.
+    """
+    legacy = {
+        number
+        for number, (kind, leaf) in enumerate(zip(kinds, leaves, strict=True))
+        if kind == 0 and is_legacy_key(leaf)
+    }
+    others = [
+        leaves[number].shape[kind]
+        for number, kind in enumerate(kinds)
+        if isinstance(kind, int) and number not in legacy
+    ]
+    if not legacy or not others or others[0] == 2:
+        return kinds
+    return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
+
+
+def _refuse_lists_for_rows(
+    tree: Any, kinds: Sequence[Kind], axes: Sequence[int | None], name: str
+) -> None:
+    """Refuses labels in a list: every tower would have those of all rows."""
+    suspects = {
+        number: kind.value
+        for number, (kind, axis) in enumerate(zip(kinds, axes, strict=True))
+        if isinstance(kind, Constant) and axis is not None and not callable(kind.value)
+    }
+    wrong = sorted(suspects.keys() & leaves_in_lists(tree)) if suspects else []
+    if wrong:
+        raise ArgumentError(
+            f"{_where(tree, wrong[0], name)} is {_shown(suspects[wrong[0]])}, in a list, which "
+            "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray), and what "
+            "every tower needs whole with in_axes=None."
+        )
+
+
+def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
+    if isinstance(leaf, bool | str | bytes) or callable(leaf):
+        raise ArgumentError(
+            f"{where()} is {_shown(leaf)}, a static Python value: towers take arrays and numbers. "
+            "Close over it instead, e.g. functools.partial(fn, name=value), or pass an array."
+        )
+    if isinstance(leaf, int | float | complex | np.generic):
+        return
+    refuse_holder(leaf, where)
+    if isinstance(leaf, LazyRows):
+        raise ArgumentError(
+            f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
+            "mt.shard, with the same towers= and devices=, and the function what these return."
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise ArgumentError(
+            f"{where()} is {_shown(leaf)}: towers take arrays and numbers. Convert it with "
+            "numpy.asarray, or close over it with functools.partial."
+        )
+
+
+def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses an object that JAX's functions take as an array, and its transformations do not.
+
+    Raises:
+        ArgumentError: such as a variable of Keras.
+    """
+    if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
+        raise ArgumentError(
+            f"{where()} is a {type(leaf).__name__}, which holds an array and is none. Pass the "
+            "array: of Keras's variables [v.value for v in model.trainable_variables]."
+        )
+
+
+def _refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str]) -> None:
+    if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:
+        raise ArgumentError(
+            f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
+            "integers or floats first, or keep it out of the batch."
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{where()} is a masked array, and a device would get it without its mask. Pass "
+            ".filled(value), and the mask as an array of its own."
+        )
+
+
+def _refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
+    if not is_traced(leaf) and leaf.is_deleted():
+        raise ArgumentError(
+            f"{where()} is gone: it was donated to a jitted call (donate_argnums), which has "
+            "reused its memory. Pass the result of that call, or an array that was not donated."
+        )
+
+
+def _rows_differ(
+    tree: Any, name: str, first: tuple[int, int], other: tuple[int, int]
+) -> BatchError:
+    return BatchError(
+        f"{_where(tree, other[0], name)} has {other[1]} rows and {_where(tree, first[0], name)} "
+        f"has {first[1]}: all split arrays need the same number of rows. Mark arrays that every "
+        "tower needs whole with in_axes=None."
+    )
+
+
+def _where(tree: Any, number: int, name: str) -> str:
+    """The path of a leaf in words; only errors need it."""
+    path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
+    return name + jax.tree_util.keystr(path)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"

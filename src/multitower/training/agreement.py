@@ -1,0 +1,78 @@
+"""Agreement: one decision for all processes, made on the devices, read a step late.
+
+A signal reaches one process, or all at different moments. If each one stopped by itself, the others
+would wait for its gradients for ever. So all processes vote, after the same steps, and read the
+same result one step later: nothing waits for it. When to vote again is decided by the same vote, as
+processes do not measure the same time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from multitower.towers.placement import Placement
+
+# A signal is heard within about twice as long, or within two steps.
+VOTE_EVERY_S = 0.5
+_MOST_STEPS = 1000
+
+
+class StopVote:
+    """Whether to stop, and because of which signal.
+
+    Args:
+        caught: signals of this process; it may grow at any time.
+        placement: where the steps run.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(
+        self,
+        caught: Sequence[int],
+        placement: Placement,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._caught = caught
+        self._placement = placement
+        self._clock = clock
+        self._cast: jax.Array | None = None
+        self._cast_at = clock()
+        self._interval = 1  # steps from the last vote to the next
+        self._since = 0  # steps since the last vote
+        self._largest = None
+        if placement.spans_processes:
+            self._largest = jax.jit(lambda votes: votes.max(0), out_shardings=placement.shared)
+
+    def after_step(self) -> int | None:
+        """The signal to stop for, the same in every process; to be called once after every step."""
+        mine = self._caught[0] if self._caught else 0
+        if self._largest is None:
+            return mine or None
+        self._since += 1
+        if self._cast is not None:
+            # host-device sync, but for a program that was started before this step
+            signal, next_vote = (int(number) for number in np.asarray(self._cast))
+            self._cast = None
+            if signal:
+                return signal
+            self._interval = -next_vote
+        if self._since >= self._interval:
+            now = self._clock()
+            step_s = (now - self._cast_at) / self._since
+            steps = int(min(max(VOTE_EVERY_S / max(step_s, 1e-9), 1), _MOST_STEPS))
+            # The largest of each: any signal, and the fewest steps that a process asks for.
+            self._cast = self._largest(self._votes([mine, -steps]))
+            self._cast_at, self._since = now, 0
+        return None
+
+    def _votes(self, mine: list[int]) -> jax.Array:
+        """One vote a device."""
+        vote = np.array([mine], np.int32)
+        here = [self._placement.devices[d] for d in self._placement.local]
+        return jax.make_array_from_single_device_arrays(
+            (len(self._placement.devices), vote.size),
+            self._placement.split,
+            [jax.device_put(vote, one) for one in here],
+        )

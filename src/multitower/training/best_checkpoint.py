@@ -1,0 +1,81 @@
+"""The best state so far, judged by a score of the test phase, in a directory of its own."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from multitower.errors import RunError
+from multitower.processes.processes import of_first
+from multitower.steps.train_state import TrainState
+from multitower.training.checkpoint import Checkpoints
+
+
+class BestCheckpoint(NamedTuple):
+    """Keeps the best state so far; the one before goes when the better one is complete.
+
+    Attributes:
+        directory: where it is, usually `RUN_DIR/best`.
+        metric: name of the score that decides.
+        mode: whether the highest or the lowest score is the best.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, optax
+        >>> from pathlib import Path
+        >>> import multitower as mt
+        >>> from multitower.training.best_checkpoint import BestCheckpoint
+        >>> state = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1)).init(jnp.float32(3))
+        >>> best = BestCheckpoint(Path(tempfile.mkdtemp()), "accuracy", "max")
+        >>> best.offer(1, state, {"accuracy": 0.5}), best.offer(2, state, {"accuracy": 0.25})
+        (True, False)
+        >>> best.scores()
+        (1, {'accuracy': 0.5})
+    """
+
+    directory: Path
+    metric: str
+    mode: Literal["max", "min"]
+
+    def offer(self, step: int, state: TrainState, scores: Mapping[str, float]) -> bool:
+        """Saves a state if it is better than the one that is there; waits until it is on disk.
+
+        Args:
+            step: updates made.
+            state: what was scored.
+            scores: what was found; a NaN is never the best.
+
+        Returns:
+            Whether it was saved.
+
+        Raises:
+            RunError: the scores lack the one that decides.
+            CheckpointError: it cannot be written, or the one that is there cannot be read.
+        """
+        if self.metric not in scores:
+            raise RunError(
+                f"keep_best={self.metric!r}: the test phase has no such score. It has: "
+                f"{', '.join(sorted(scores)) or 'none'}."
+            )
+        before = self.scores()
+        if before is not None and not self._is_better(scores[self.metric], before[1][self.metric]):
+            return False
+        if math.isnan(scores[self.metric]):
+            return False
+        with Checkpoints(self.directory, keep_last=1) as checkpoints:
+            checkpoints.save(step, state, {"scores": dict(scores)})
+        return True
+
+    def scores(self) -> tuple[int, dict[str, float]] | None:
+        """The updates made and the scores of the best state so far; None if there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if not of_first(self.directory.exists()):  # process 0 may be about to make it
+            return None
+        with Checkpoints(self.directory, read_only=True) as checkpoints:
+            steps = checkpoints.steps()
+            return (steps[-1], checkpoints.about(steps[-1])["scores"]) if steps else None
+
+    def _is_better(self, new: float, old: float) -> bool:
+        return new > old if self.mode == "max" else new < old

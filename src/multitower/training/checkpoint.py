@@ -1,0 +1,328 @@
+"""Checkpoints: a training state on disk, complete or absent, written behind the training's back.
+
+Orbax writes them into a temporary directory, which gets its name when everything is there. What is
+added here is what a resume must be able to trust: every leaf by name, a fingerprint over all of
+them, so that bits lost on the disk are found, and errors of a background save that nobody can miss.
+
+Several processes save and restore all together, in a directory that all of them see: process 0
+writes, the others wait for it at the barriers of Orbax.
+"""
+
+import errno
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import CheckpointError, MultitowerWarning
+from multitower.processes.processes import are_several, is_first, of_first
+from multitower.steps.fingerprint import fingerprint
+from multitower.steps.state_leaves import check_same_leaves, leaf_like, named_leaves, on_host
+from multitower.steps.train_state import TrainState
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
+
+
+class Restored(NamedTuple):
+    """A checkpoint, read back.
+
+    Attributes:
+        step: the number under which it was saved.
+        state: the training state; give it to the step that made the pattern.
+        about: what was saved with it.
+    """
+
+    step: int
+    state: TrainState
+    about: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory; a context manager.
+
+    Args:
+        directory: where they are; made if need be.
+        keep_last: how many to keep; an older one is deleted when a newer one is complete.
+        read_only: nothing is made, deleted or cleaned up there: a run may be saving at the moment.
+
+    Raises:
+        CheckpointError: the directory cannot be made or written, or Orbax is not installed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, optax
+        >>> import multitower as mt
+        >>> from multitower.training.checkpoint import Checkpoints
+        >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=2)
+        >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
+        ...     checkpoints.save(7, step.init(jnp.float32(3.0)), {"seed": 0})
+        ...     checkpoints.wait()
+        ...     restored = checkpoints.restore(like=step.init(jnp.float32(0.0)))
+        >>> restored.step, float(restored.state.params), restored.about
+        (7, 3.0, {'seed': 0})
+
+    Source: Orbax; maxtext#5260 (an incomplete "latest" checkpoint), orbax#605 (a failed background
+    save that nobody hears of).
+    """
+
+    def __init__(
+        self, directory: str | Path, *, keep_last: int = 3, read_only: bool = False
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self._ocp = _orbax()
+        self._is_broken = False
+        self._handled = sys.exception()
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=keep_last,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            async_options=self._ocp.options.AsyncOptions(
+                # Else threads wait 20 minutes for a directory that could not be made, and with them
+                # the end of the program.
+                create_directories_asynchronously=False,
+                barrier_sync_fn=self._meet,
+            ),
+        )
+        try:
+            self._manager = self._ocp.CheckpointManager(self.directory, options=options)
+        except (OSError, ValueError) as error:
+            wanted = "read" if read_only else "written"
+            raise CheckpointError(
+                f"checkpoints cannot be {'read' if read_only else 'kept'} in {self.directory}: "
+                f"{error}. Choose a directory that can be {wanted}."
+            ) from error
+
+    def save(self, step: int, state: TrainState, about: Mapping[str, Any]) -> None:
+        """Saves a state in the background; returns when the state may be overwritten.
+
+        Args:
+            step: its number; saving a number that is there already does nothing.
+            state: what to save.
+            about: JSON values to keep with it.
+
+        Raises:
+            CheckpointError: this save, or one in the background before it, has failed.
+        """
+        self.raise_failure()
+        if step in self.steps():
+            return
+        # host-device sync: the next step overwrites the state, so it is copied first.
+        leaves = {name: on_host(leaf) for name, leaf in named_leaves(state)}
+        written = {
+            "about": dict(about),
+            "fingerprint": fingerprint(list(leaves.values())),
+            "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
+        }
+        numbered = {f"{number:05d}": leaf for number, leaf in enumerate(leaves.values())}
+        args = self._ocp.args
+        self._handled = sys.exception()
+        try:
+            self._manager.save(
+                step,
+                args=args.Composite(
+                    state=args.StandardSave(numbered), about=args.JsonSave(written)
+                ),
+            )
+        except Exception as error:  # Orbax raises what the file system, or it itself, raises
+            raise self._failed(error) from error
+
+    def steps(self) -> list[int]:
+        """The numbers of the complete checkpoints, in ascending order."""
+        return sorted(self._manager.all_steps())
+
+    def restore(
+        self, *, like: TrainState, step: int | None = None, allow_previous: bool = False
+    ) -> Restored:
+        """Reads a checkpoint back; on any number of devices.
+
+        Args:
+            like: a state of the same structure, shapes and dtypes: `step.init(params)`.
+            step: which one; the newest complete one by default.
+            allow_previous: take the one before when this one is damaged, and so on. A warning says
+                so, and the damaged ones are renamed to `damaged-<step>`: nothing is deleted.
+
+        Raises:
+            CheckpointError: there is none; it is damaged; it is of another model or optimizer.
+        """
+        self.wait()
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self.directory} has no complete checkpoint {step}; it has {steps or 'none'}."
+            )
+        if not steps:
+            raise CheckpointError(f"{self.directory} has no complete checkpoint to resume from.")
+        candidates = [s for s in reversed(steps) if step is None or s <= step]
+        failures: dict[int, str] = {}
+        for candidate in candidates if allow_previous else candidates[:1]:
+            try:
+                restored = self._read(candidate, like)
+            except _DamageError as damage:
+                failures[candidate] = f"checkpoint {candidate}: {damage}"
+                continue
+            if failures:
+                self._set_aside(list(failures))
+                warnings.warn(
+                    f"{'; '.join(failures.values())}. It goes on from checkpoint {candidate}; what "
+                    f"is damaged was renamed to {self.directory}/damaged-*.",
+                    MultitowerWarning,
+                    stacklevel=3,
+                )
+            return restored
+        others = [s for s in candidates[1:] if not allow_previous]
+        hint = (
+            f" Or allow the previous one, {others[0]} (allow_previous=True, or on the command line "
+            "--allow-previous)."
+            if others
+            else ""
+        )
+        raise CheckpointError(
+            f"{self.directory} is damaged: {'; '.join(failures.values())}. Put the files back from "
+            f"a copy.{hint}"
+        )
+
+    def about(self, step: int) -> dict[str, Any]:
+        """Reads what was saved with a state, without the state.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return self._read_json(step)["about"]
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.directory}/{step} cannot be read: {_first_line(error)}."
+            ) from error
+
+    def raise_failure(self) -> None:
+        """Raises the error of a save that has failed in the background.
+
+        Raises:
+            CheckpointError: there was one.
+        """
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Waits until everything is on disk.
+
+        Raises:
+            CheckpointError: a save has failed.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Waits, and lets the background threads go.
+
+        Raises:
+            CheckpointError: a save has failed.
+        """
+        if self._is_broken and are_several():
+            return  # it has been said, and Orbax would wait for the others, who wait for this one
+        try:
+            self.wait()
+        finally:
+            try:
+                self._manager.close()  # writes too, and says again what has failed before
+            except Exception as error:
+                raise self._failed(error) from error
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, step: int, like: TrainState) -> Restored:
+        args = self._ocp.args
+        try:
+            written = self._read_json(step)
+            named = named_leaves(like)
+            check_same_leaves(written["leaves"], named, f"{self.directory}/{step}")
+            pattern = {
+                f"{number:05d}": np.empty(shape, np.dtype(jnp.dtype(dtype)))
+                for number, (dtype, shape) in enumerate(written["leaves"].values())
+            }
+            read = self._manager.restore(
+                step, args=args.Composite(state=args.StandardRestore(pattern))
+            ).state
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a broken file makes Orbax and TensorStore raise
+            reason = f"it cannot be read ({type(error).__name__}: {_first_line(error)})"
+            raise _DamageError(reason) from error
+        leaves = [np.asarray(read[key]) for key in sorted(read)]
+        if fingerprint(leaves) != written["fingerprint"]:
+            raise _DamageError("its bits are not the ones that were saved")
+        filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
+        state = jax.tree.unflatten(jax.tree.structure(like), filled)
+        return Restored(step, state, written["about"])
+
+    def _read_json(self, step: int) -> dict[str, Any]:
+        args = self._ocp.args
+        return self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+
+    def _set_aside(self, steps: list[int]) -> None:
+        # A step that is made again must be saved again, and Orbax skips one that is there.
+        for step in steps if is_first() else ():
+            target, number = self.directory / f"damaged-{step}", 1
+            while target.exists():
+                number += 1
+                target = self.directory / f"damaged-{step}-{number}"
+            (self.directory / str(step)).rename(target)
+        of_first(0)  # nobody looks before it is done
+        self._manager.reload()
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier; but where a save has failed there is nobody to wait for.
+
+        Orbax meets the others also when it is about to raise, and they are elsewhere: all of them
+        would stand for 20 minutes.
+        """
+        error = sys.exception()
+        if error is not None and error is not self._handled:
+            raise error
+        self._ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        self._is_broken = True
+        free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
+        return CheckpointError(
+            f"a checkpoint could not be written to {self.directory}: {_first_line(error)} "
+            f"({free // 2**20} MiB are free there). The checkpoints before it are untouched. Make "
+            "room or mend the directory, and resume."
+        )
+
+
+class _DamageError(Exception):
+    """A checkpoint that is there and cannot be used."""
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp  # noqa: PLC0415 (a second to import, and optional)
+    except ImportError as error:
+        raise CheckpointError(
+            "checkpoints need Orbax: pip install 'multitower[cli]', or orbax-checkpoint."
+        ) from error
+    return ocp
+
+
+def _first_line(error: Exception) -> str:
+    # TensorStore's messages are long, and may name what is wrong with the disk anywhere in them.
+    line = next(iter(str(error).splitlines()), "")
+    causes = [os.strerror(code) for code in _DISK_ERRORS]
+    cause = next((cause for cause in causes if cause in str(error)), "")
+    shown = line[:200]
+    return f"{cause}: {shown}" if cause and cause not in shown else shown

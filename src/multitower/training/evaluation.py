@@ -1,0 +1,109 @@
+"""Evaluation: every example counts once, whatever the batches, towers and devices."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.errors import BatchError
+from multitower.functions.parallel import make_parallel
+from multitower.hardware.devices import DeviceSpec
+from multitower.processes.processes import whole_on_host
+from multitower.steps.loss_function import LossFunction
+from multitower.towers.feeding import shard
+from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.rows import take_apart
+from multitower.towers.tower_rows import on_one_device
+
+
+def evaluate(
+    metrics: Callable[..., dict[str, jax.Array]],
+    params: Any,
+    dataset: Any,
+    *,
+    global_batch: int,
+    model_state: Any = None,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+) -> dict[str, float]:
+    """The mean of each metric over all examples.
+
+    The law: it equals `{name: fsum(v) / len(v) for name, v in metrics(params, dataset).items()}`:
+    a sum over examples, never a mean of means.
+
+    Args:
+        metrics: `metrics(params, batch)` returns a dict with one number per row for each name. It
+            may also take keyword-only `model_state`, like a loss.
+        params: its first argument, whole on every device.
+        dataset: a pytree of NumPy arrays with one example per row on axis 0.
+        global_batch: rows to score at a time, 1 or more.
+        model_state: what `metrics` gets as such, if it takes it; whole on every device.
+        devices: as for `multitower.devices`.
+        towers: with it, the results have the same bits on any number of devices.
+
+    Returns:
+        For each name the mean. The sums are exact before they are rounded to float64, so that
+        they do not depend on the order of the examples.
+
+    Raises:
+        BatchError: no examples, row counts that differ, or a batch without rows.
+        OutputError: a metric that is not one number per row.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.training.evaluation import evaluate
+        >>> metrics = lambda bound, x: {"above": x > bound}
+        >>> evaluate(metrics, 7.0, np.arange(10.0), global_batch=4)
+        {'above': 0.2}
+    """
+    if global_batch < 1:
+        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    num_rows = take_apart(dataset, 0, name="data").num_rows
+    dataset = jax.tree.map(on_one_device, dataset)
+    global_batch = min(global_batch, num_rows)
+    where = tuple(devices) if isinstance(devices, list) else devices
+    try:
+        score = _scorer(metrics, where, towers)
+    except TypeError:  # an unhashable callable: nothing to remember it by
+        score = _scorer.__wrapped__(metrics, where, towers)
+    shared = (params, model_state if LossFunction.of(metrics).takes_model_state else None)
+    seen: dict[str, list[float]] = {}
+
+    def read(scores: dict[str, jax.Array], num_real: int) -> None:
+        for name, values in scores.items():
+            on_host = whole_on_host(values).astype(np.float64)  # host-device sync
+            seen.setdefault(name, []).extend(on_host[:num_real].tolist())
+
+    waiting: tuple[dict[str, jax.Array], int] | None = None
+    for start in range(0, num_rows, global_batch):
+        # The last batch is filled up with examples that were scored already, so that it fits the
+        # compiled program; `read` cuts them off.
+        places = np.arange(start, start + global_batch) % num_rows
+
+        def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
+            return jax.tree.map(lambda leaf: leaf[places[own]], dataset)
+
+        batch = LazyRows(global_batch, some)
+        scores = score(shared, shard(batch, devices=devices, towers=towers))
+        if waiting:
+            read(*waiting)  # the batch before: the devices are busy with this one meanwhile
+        waiting = (scores, min(global_batch, num_rows - start))
+    assert waiting
+    read(*waiting)
+    return {name: math.fsum(values) / num_rows for name, values in seen.items()}
+
+
+@functools.lru_cache(maxsize=16)  # an evaluation after every epoch compiles once
+def _scorer(
+    metrics: Callable[..., Any], devices: DeviceSpec | None, towers: int | None
+) -> Callable[..., dict[str, jax.Array]]:
+    takes_state = LossFunction.of(metrics).takes_model_state
+
+    def score_rows(shared: tuple[Any, Any], batch: Any) -> dict[str, jax.Array]:
+        params, model_state = shared
+        return metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
+
+    return make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)

@@ -1,0 +1,188 @@
+"""Observers: hooks that write down what a run reports, for TensorBoard and for programs."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.errors import RunError
+from multitower.processes.processes import is_first
+from multitower.training.progress import Progress
+
+
+class MetricsFile:
+    """A hook that writes one JSON object per line: phase, step and metrics.
+
+    A resumed run appends; lines of steps that are made again are dropped first, so that every
+    step of a phase has one line.
+
+    Args:
+        path: of the file, usually `RUN_DIR/metrics.jsonl`.
+
+    Raises:
+        RunError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from multitower.training.observe import MetricsFile
+        >>> from multitower.training.progress import Progress
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> with MetricsFile(path) as hook:
+        ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
+        >>> print(path.read_text().strip())
+        {"phase": "train", "step": 1, "loss": 0.5}
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Writes one line; of several processes, only the first one does."""
+        if not is_first():
+            return
+        if self._file is None:
+            self._file = self._open(progress.step)
+        # JSON has no word for a NaN or an infinity: null stands for both.
+        numbers = {k: v if math.isfinite(v) else None for k, v in progress.metrics.items()}
+        line: dict[str, Any] = {"phase": progress.phase, "step": progress.step, **numbers}
+        if progress.examples_per_s is not None:
+            line["examples_per_s"] = round(progress.examples_per_s, 1)
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Writes what is left to disk."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, first_step: int) -> Any:
+        try:
+            kept = [line for line in _whole_lines(self._path) if line["step"] < first_step]
+            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            # Line by line, so that a killed run leaves whole lines.
+            return self._path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be written: {error.strerror or error}.") from error
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventFiles:
+    """A hook that writes TensorBoard event files: scalars per phase, weights at evaluations.
+
+    Args:
+        directory: usually `RUN_DIR/events`; the phases get a directory each inside.
+        texts: what to show as text, name to Markdown, such as the configuration.
+
+    Raises:
+        RunError: tensorboardX is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from multitower.training.observe import EventFiles
+        >>> from multitower.training.progress import Progress
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> with EventFiles(directory) as hook:
+        ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
+        >>> [path.name for path in directory.iterdir()]
+        ['train']
+    """
+
+    def __init__(self, directory: str | Path, texts: Mapping[str, str] | None = None) -> None:
+        try:
+            import tensorboardX  # noqa: PLC0415 (slow to import, and optional)
+        except ImportError as error:
+            raise RunError(
+                "event files need tensorboardX: pip install 'multitower[cli]'."
+            ) from error
+        self._writer_class: Any = tensorboardX.SummaryWriter
+        self._directory = Path(directory)
+        self._texts = dict(texts or {})
+        self._writers: dict[str, Any] = {}
+
+    def __call__(self, progress: Progress) -> None:
+        """Writes one point for every metric, and what belongs to the phase; in process 0 alone."""
+        if not is_first():
+            return
+        writer = self._writer(progress)
+        for name, value in progress.metrics.items():
+            writer.add_scalar(name, value, progress.step)
+        if progress.examples_per_s is not None:
+            writer.add_scalar("examples_per_s", progress.examples_per_s, progress.step)
+        for tower, loss in enumerate(progress.tower_losses):
+            writer.add_scalar(f"tower_losses/{tower}", loss, progress.step)
+        if progress.state is not None:
+            for path, leaf in jax.tree_util.tree_flatten_with_path(progress.state.params)[0]:
+                values = np.asarray(leaf, np.float32)  # host-device sync
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                writer.add_histogram(f"params/{name}", values, progress.step)
+
+    def add_images(self, name: str, images: Any, step: int) -> None:
+        """Shows images in the train phase.
+
+        Args:
+            name: the tag.
+            images: uint8 or float in [0, 1], shape (rows, height, width, channels).
+            step: updates made.
+        """
+        if not is_first():
+            return
+        writer = self._writer(Progress("train", step, step, {}))
+        writer.add_images(name, np.asarray(images), step, dataformats="NHWC")
+        writer.flush()
+
+    def flush(self) -> None:
+        """Writes what has been told so far to disk."""
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Writes what is left to disk."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _writer(self, progress: Progress) -> Any:
+        if progress.phase not in self._writers:
+            # purge_step: points of steps that a resumed run makes again are hidden.
+            writer = self._writer_class(
+                str(self._directory / progress.phase), purge_step=progress.step
+            )
+            for name, text in self._texts.items():
+                writer.add_text(name, text, progress.step)
+            self._writers[progress.phase] = writer
+        return self._writers[progress.phase]
+
+    def __enter__(self) -> "EventFiles":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that a program can read; a killed process may leave half of one."""
+    lines: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+    return lines

@@ -1,0 +1,126 @@
+"""Progress: what a run reports after every step, read one step late, and judged."""
+
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from multitower.errors import NonFiniteError
+from multitower.steps.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a hook is told.
+
+    Attributes:
+        phase: `"train"` after a step, `"test"` after an evaluation.
+        step: updates made so far.
+        num_steps: updates to make.
+        metrics: of that step, or of the whole evaluation: means over all examples.
+        examples_per_s: mean since the first step of this process, which compiles, without test
+            phases; None before.
+        tower_losses: the mean loss of each tower's rows, in the order of towers.
+        state: what was evaluated, in the phase `"test"`; a training step's state is gone by then.
+    """
+
+    phase: Literal["train", "test"]
+    step: int
+    num_steps: int
+    metrics: Mapping[str, float]
+    examples_per_s: float | None = None
+    tower_losses: Sequence[float] = ()
+    state: TrainState | None = None
+
+
+Hook = Callable[[Progress], None]
+
+
+def flush_hooks(hooks: Sequence[Hook]) -> None:
+    """Has hooks write to disk what they hold back.
+
+    A run that goes on from a checkpoint does not report the steps before it again.
+    """
+    for hook in hooks:
+        flush: Callable[[], None] | None = getattr(hook, "flush", None)
+        if flush is not None:
+            flush()
+
+
+class MetricsReader:
+    """Brings metrics to the host, one step late, and judges them."""
+
+    def __init__(self, last: int, on_nonfinite: str, params: Any, tell: Hook) -> None:
+        self._last = last
+        self._on_nonfinite = on_nonfinite
+        self._tell = tell
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
+        self._waiting: tuple[int, Any, int] | None = None
+        self._began: float | None = None
+        self._examples = 0
+
+    def wait(self, number: int, metrics: Any, batch: Any) -> None:
+        """Notes the metrics of a step that has been started."""
+        num_rows = max(
+            (leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), default=0
+        )
+        self._waiting = (number, metrics, num_rows)
+
+    def read_waiting(self) -> None:
+        """Reads what was noted, if anything.
+
+        Raises:
+            NonFiniteError: something is not finite, and the run is to stop then.
+        """
+        if self._waiting is None:
+            return
+        number, metrics, num_rows = self._waiting
+        self._waiting = None
+        values = jax.device_get(metrics)  # host-device sync
+        rate = self._rate(num_rows)
+        tower_losses = [float(x) for x in values.pop("tower_losses")]
+        finite = values.pop("finite_params")
+        numbers = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
+        if self._on_nonfinite == "stop":
+            self._refuse_nonfinite(number, numbers["loss"], tower_losses, finite)
+        self._tell(Progress("train", number, self._last, numbers, rate, tower_losses))
+
+    @contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Leaves the time of a test phase out of the examples per second."""
+        start = time.perf_counter()
+        yield
+        if self._began is not None:
+            self._began += time.perf_counter() - start
+
+    def _rate(self, num_rows: int) -> float | None:
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now  # the first step compiles: it does not count
+            return None
+        self._examples += num_rows
+        return self._examples / (now - self._began)
+
+    def _refuse_nonfinite(
+        self, number: int, loss: float, tower_losses: Sequence[float], finite: Any
+    ) -> None:
+        if math.isfinite(loss) and all(finite):
+            return
+        facts = [f"the loss is {loss}"]
+        towers = [t for t, value in enumerate(tower_losses) if not math.isfinite(value)]
+        if towers:
+            facts.append(f"the first tower with such a loss is {towers[0]} of {len(tower_losses)}")
+        bad = [name for name, good in zip(self._names, finite, strict=True) if not good]
+        if bad:
+            facts.append(f"the first parameter that is not finite after it is {bad[0]}")
+        raise NonFiniteError(
+            f"step {number} of {self._last}: {'; '.join(facts)}. The checkpoints before it are "
+            "good. Lower the learning rate or look at that batch; on_nonfinite='skip' leaves such "
+            "steps out."
+        )

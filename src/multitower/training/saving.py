@@ -1,0 +1,44 @@
+"""When a run saves, and what it says of it."""
+
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from multitower.errors import Interrupted
+from multitower.steps.train_state import TrainState
+from multitower.training.checkpoint import Checkpoints
+
+
+class Saver:
+    """When to save, and what to say of it."""
+
+    def __init__(
+        self, checkpoints: Checkpoints | None, every: int, last: int, about: Mapping[str, Any]
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._every = every
+        self._last = last
+        self._about = about
+
+    def is_due(self, number: int) -> bool:
+        """Whether to save after this step; raises what went wrong with an earlier save."""
+        if self._checkpoints is None:
+            return False
+        self._checkpoints.raise_failure()
+        return number % self._every == 0 or number == self._last
+
+    def save(self, number: int, state: TrainState) -> None:
+        """Saves the state, if checkpoints are kept."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(number, state, self._about)
+
+    def interrupted(self, number: int, step: int) -> Interrupted:
+        """What to raise when a signal came: everything is on disk by then."""
+        text = f"{signal.Signals(number).name}: stopped after step {step} of {self._last}"
+        if self._checkpoints is None:
+            return Interrupted(f"{text}; there is no run_dir to save to.", number)
+        self._checkpoints.wait()
+        return Interrupted(
+            f"{text}, which is saved in {self._checkpoints.directory}. Resume to go on from there.",
+            number,
+        )

@@ -1,0 +1,329 @@
+"""Trainer: from a loss function to a finished, resumable run. The loop reads top to bottom."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from multitower.errors import ArgumentError, CheckpointError, RunError
+from multitower.hardware.devices import DeviceSpec
+from multitower.processes.leaving import hosts_of_all
+from multitower.steps.replicas import check_replicas
+from multitower.steps.train_job import EmaDecay
+from multitower.steps.train_state import TrainState
+from multitower.steps.train_step import TrainStep, train_step
+from multitower.towers.feeding import prefetch
+from multitower.training.agreement import StopVote
+from multitower.training.best_checkpoint import BestCheckpoint
+from multitower.training.checkpoint import Checkpoints
+from multitower.training.evaluation import evaluate
+from multitower.training.interruption import noted_signals
+from multitower.training.progress import Hook, MetricsReader, Progress, flush_hooks
+from multitower.training.saving import Saver
+from multitower.training.test_phase import TestPhase
+
+if TYPE_CHECKING:
+    import optax
+
+Batches = Callable[[int], Iterator[Any]]
+
+
+class Trainer:
+    """The whole job: steps, checkpoints, resume, signals, non-finite numbers, evaluation.
+
+    Args:
+        loss_fn: as for `multitower.train_step`.
+        optimizer: an optax optimizer; its schedules count updates.
+        run_dir: keep checkpoints in `run_dir/checkpoints`; None for none.
+        devices: as for `multitower.devices`.
+        towers: with it, a run has the same bits on any number of devices, also when it is stopped
+            and resumed on another number.
+        global_batch: rows of a full batch.
+        ema_decay: as for `multitower.train_step`.
+        model_state_from: as for `multitower.train_step`.
+        checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
+        keep_last: how many checkpoints to keep.
+        keep_best: name of a score; an evaluation that has the best one so far keeps its state in
+            `run_dir/best`, beside the checkpoints. None for none.
+        best: whether the best score is the highest, `"max"`, or the lowest, `"min"`.
+        on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
+            update of that step and goes on. Decided once for all towers.
+        check_replicas_every: steps from one comparison of the devices' variables to the next, after
+            one at the first step; and before every save. 0 for never.
+        shard_update: as for `multitower.train_step`: the optimizer's state in blocks.
+        hooks: functions that are called with a `Progress` after every step and evaluation; if one
+            has a method `flush`, it is called before a checkpoint is saved.
+
+    Raises:
+        ArgumentError: an option that makes no sense.
+        CheckpointError: `run_dir` cannot be written.
+
+    Example:
+        >>> import itertools, jax.numpy as jnp, numpy as np, optax
+        >>> import multitower as mt
+        >>> def losses(w, batch):
+        ...     return (w * batch["x"] - 3 * batch["x"]) ** 2
+        >>> def batches(first):
+        ...     for number in itertools.count(first):
+        ...         yield {"x": np.random.default_rng(number).normal(size=16).astype("f")}
+        >>> trainer = mt.Trainer(losses, optax.sgd(0.1), towers=8, global_batch=16)
+        >>> state = trainer.fit(jnp.float32(0.0), batches, steps=100)
+        >>> round(float(state.params), 3)
+        3.0
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: "optax.GradientTransformation",
+        *,
+        run_dir: str | Path | None = None,
+        devices: DeviceSpec | None = None,
+        towers: int | None = None,
+        global_batch: int | None = None,
+        ema_decay: EmaDecay | None = None,
+        model_state_from: Literal["mean", "first"] = "mean",
+        checkpoint_every: int = 1000,
+        keep_last: int = 3,
+        keep_best: str | None = None,
+        best: Literal["max", "min"] = "max",
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        check_replicas_every: int = 1000,
+        shard_update: bool = False,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        if on_nonfinite not in ("stop", "skip"):
+            raise ArgumentError(f"on_nonfinite={on_nonfinite!r}: say 'stop' or 'skip'.")
+        if best not in ("max", "min"):
+            raise ArgumentError(f"best={best!r}: say 'max' or 'min'.")
+        if keep_best is not None and run_dir is None:
+            raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
+        if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
+            raise ArgumentError(
+                f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
+                f"check_replicas_every={check_replicas_every} 0 or more."
+            )
+        if callable(hooks):
+            raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
+        self._where: dict[str, Any] = {"devices": devices, "towers": towers}
+        self._global_batch = global_batch
+        self._checkpoint_every = checkpoint_every
+        self._check_replicas_every = check_replicas_every
+        self._on_nonfinite = on_nonfinite
+        self._keep_last = keep_last
+        self._directory = None if run_dir is None else Path(run_dir) / "checkpoints"
+        self._best = None
+        if run_dir is not None and keep_best is not None:
+            self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
+        self.hooks = list(hooks)
+        self.step: TrainStep = train_step(
+            loss_fn,
+            optimizer,
+            devices=devices,
+            towers=towers,
+            global_batch=global_batch,
+            ema_decay=ema_decay,
+            model_state_from=model_state_from,
+            diagnostics=True,
+            skip_nonfinite=on_nonfinite == "skip",
+            shard_update=shard_update,
+        )
+
+    def fit(
+        self,
+        params: Any,
+        batches: Batches,
+        *,
+        steps: int,
+        model_state: Any = None,
+        rng: Any = None,
+        resume: bool = False,
+        allow_previous: bool = False,
+        about: Mapping[str, Any] | None = None,
+        evaluate: Callable[[TrainState], Any] | None = None,
+        evaluate_every: int = 0,
+    ) -> TrainState:
+        """Trains until `steps` updates are made, from the start or from the last checkpoint.
+
+        Args:
+            params: the first parameters; their values do not matter on a resume.
+            batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
+                ...; a batch must depend on its number alone, so that a resume sees the same ones.
+            steps: updates to make in all, over all sittings.
+            model_state: as for `TrainStep.init`.
+            rng: as for `TrainStep.init`.
+            resume: go on from the newest checkpoint, if there is one.
+            allow_previous: when the newest checkpoint is damaged, go on from the one before.
+            about: JSON values to keep with every checkpoint, such as the configuration.
+            evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
+            evaluate_every: steps from one test phase to the next; 0 for none.
+
+        Returns:
+            The state after the last step.
+
+        Raises:
+            NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
+            Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
+            CheckpointError: a checkpoint cannot be written or read.
+            RunError: there are checkpoints, and `resume` is false; or the batches ran out.
+        """
+        if steps < 1:
+            raise RunError(f"steps={steps}: a run makes at least one step.")
+        if not callable(batches):  # pyright: ignore[reportUnnecessaryComparison]
+            raise ArgumentError(
+                f"batches is {type(batches).__name__}: give a function, batches(first), that "
+                "returns an iterator of the batches of step first, first + 1, ...: a resumed run "
+                "does not begin at 0."
+            )
+        if self.step.placement.spans_processes:
+            hosts_of_all()  # so that the last line of a process names the host of a missing one
+        test = TestPhase(evaluate, evaluate_every)
+        state = self.step.init(params, model_state=model_state, rng=rng)
+        with self._checkpoints() as checkpoints, noted_signals() as caught:
+            first = 0
+            if checkpoints is not None and checkpoints.steps():
+                if not resume:
+                    raise RunError(
+                        f"{self._directory} holds checkpoints of steps {checkpoints.steps()}: pass "
+                        "resume=True to go on from them, or choose another run_dir."
+                    )
+                first, state, _ = checkpoints.restore(like=state, allow_previous=allow_previous)
+                if first > steps:
+                    raise RunError(
+                        f"steps={steps}, and the run in {self._directory} has made {first}: say at "
+                        "least as many, or choose another run_dir."
+                    )
+            saver = Saver(checkpoints, self._checkpoint_every, steps, about or {})
+            span = (first, steps)
+            return self._loop(
+                state, batches(first), span=span, saver=saver, test=test, caught=caught
+            )
+
+    def restore(
+        self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
+    ) -> TrainState:
+        """Reads the newest checkpoint, or the best one, without training on.
+
+        Args:
+            params: as for `fit`; the values do not matter.
+            model_state: as for `fit`.
+            rng: as for `fit`.
+            best: read what `keep_best` kept.
+
+        Returns:
+            The state after the last step that was saved, or the best one.
+
+        Raises:
+            CheckpointError: there is no run directory, no checkpoint, or it cannot be read.
+        """
+        if self._directory is None:
+            raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
+        directory = self._directory.parent / "best" if best else self._directory
+        if not directory.exists():
+            raise CheckpointError(f"{directory} is not there: no complete checkpoint yet.")
+        with Checkpoints(directory, read_only=True) as checkpoints:
+            like = self.step.init(params, model_state=model_state, rng=rng)
+            return checkpoints.restore(like=like).state
+
+    def evaluate(
+        self,
+        metrics: Callable[..., Any],
+        state: TrainState,
+        dataset: Any,
+        *,
+        global_batch: int,
+    ) -> dict[str, float]:
+        """Scores a data set with the moving average of the parameters, or the parameters.
+
+        Args:
+            metrics: `metrics(params, batch)` returns a dict with one number per row for each name;
+                it may take keyword-only `model_state`. It gets a module where the loss does.
+            state: what to score.
+            dataset: a pytree of NumPy arrays with one example per row.
+            global_batch: rows to score at a time.
+
+        Returns:
+            For each name the mean over all examples, each counted once. Hooks are told too, and
+            with `keep_best` the state is kept if it is the best so far.
+
+        Raises:
+            MultitowerError: as `multitower.training.evaluation.evaluate`.
+        """
+        average = state if state.ema_params is None else state.replace(params=state.ema_params)
+        scores = evaluate(
+            metrics,
+            self.step.model(average),
+            dataset,
+            global_batch=global_batch,
+            model_state=state.model_state,
+            **self._where,
+        )
+        number = int(state.step)  # host-device sync
+        self._tell(Progress("test", number, number, scores, state=state))
+        if self._best is not None:
+            self._best.offer(number, state, scores)
+        return scores
+
+    def _loop(
+        self,
+        state: TrainState,
+        batches: Iterator[Any],
+        *,
+        span: tuple[int, int],
+        saver: Saver,
+        test: TestPhase,
+        caught: list[int],
+    ) -> TrainState:
+        first, last = span
+        if first >= last:
+            return state
+        vote = StopVote(caught, self.step.placement)
+        reader = MetricsReader(last, self._on_nonfinite, state.params, self._tell)
+        with closing(prefetch(batches, global_batch=self._global_batch, **self._where)) as ahead:
+            for number in range(first + 1, last + 1):
+                batch = next(ahead, None)
+                if batch is None:
+                    raise RunError(
+                        f"the batches ran out after step {number - 1} of {last}: batches(first) "
+                        "must go on for as long as it is asked."
+                    )
+                state, metrics = self.step(state, batch)
+                # Metrics are read one step late: reading this step's would let the devices run
+                # dry, and reading none would let the host run ahead without bound.
+                reader.read_waiting()
+                reader.wait(number, metrics, batch)
+                stop = vote.after_step()
+                is_saved = saver.is_due(number) or stop
+                # Also after the first step: it compiles, and then nothing else does later on.
+                every = self._check_replicas_every
+                if every and (number % every == 0 or number == first + 1 or is_saved):
+                    check_replicas(state)  # host-device sync
+                if is_saved:
+                    reader.read_waiting()  # host-device sync: only a good state is saved
+                    flush_hooks(self.hooks)
+                    saver.save(number, state)
+                if test.is_due(number) and not stop:
+                    reader.read_waiting()  # host-device sync: hooks hear of the steps in order
+                    with reader.uncounted():
+                        test.run(state)
+                if stop:
+                    raise saver.interrupted(stop, number)
+        reader.read_waiting()
+        return state
+
+    @contextmanager
+    def _checkpoints(self) -> Generator[Checkpoints | None]:
+        if self._directory is None:
+            yield None
+            return
+        with Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints:
+            yield checkpoints
+
+    @property
+    def best(self) -> tuple[int, dict[str, float]] | None:
+        """Step and scores of what `keep_best` kept; None if there is none."""
+        return None if self._best is None else self._best.scores()
+
+    def _tell(self, progress: Progress) -> None:
+        for hook in self.hooks:
+            hook(progress)
