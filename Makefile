@@ -48,7 +48,7 @@ train: $(stamp)  ## the main job: train the digits recipe
 	@$(bin)/multitower train digits $(ARGS)
 
 # Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
-# (The tests of the same bits over processes do without, see tests/same_bits_program.py.)
+# (The tests of the same bits over processes do without, see tests/shared/same_bits_program.py.)
 test test-slow test-long: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
 test test-slow test-long: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 test test-slow test-long: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1

@@ -110,7 +110,7 @@ def lenet(*, small: bool) -> Any:
     import numpy as np
     from gpu_models import Model, cross_entropy
 
-    from multitower.recipes import lenet5
+    from multitower.recipes.networks import lenet5
 
     def loss(params: Any, state: Any, batch: Any) -> Any:
         return cross_entropy(lenet5.logits(params, batch["x"]), batch["y"]), state

@@ -49,7 +49,8 @@ def lenet5_step(data: dict[str, Any]) -> Take:
     import jax
     import optax
 
-    from multitower.recipes import distortions, lenet5
+    from multitower.recipes import distortions
+    from multitower.recipes.networks import lenet5
     from multitower.recipes.scores import score
 
     def loss(params: Any, batch: Any) -> Any:
@@ -73,12 +74,10 @@ def ours(data: dict[str, Any], *, distorted: bool) -> Take:
     """`make_batches` and `prefetch`; distortions as one function over the tower batches."""
     import jax
 
-    from multitower.data.augmentation import augment_batch
-    from multitower.data.data import make_batches
     from multitower.recipes.cifar10 import distort
 
-    change = mt.make_parallel(lambda batch: augment_batch(distort, batch), devices=2)
-    batches = make_batches(data, global_batch=GLOBAL_BATCH, seed=0, keyed=distorted)
+    change = mt.make_parallel(lambda batch: mt.augment_batch(distort, batch), devices=2)
+    batches = mt.make_batches(data, global_batch=GLOBAL_BATCH, seed=0, keyed=distorted)
     ahead = mt.prefetch(batches, devices=2)
 
     def take(count: int) -> None:

@@ -58,14 +58,12 @@ def p4(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     """2000 steps of the recipe cifar10 on synthetic images, a checkpoint every 500."""
     import jax
 
-    from multitower.data.augmentation import augmented
-    from multitower.data.data import make_batches
-    from multitower.recipes import find_recipe
+    from multitower.recipes.catalog import find_recipe
 
     recipe = find_recipe("cifar10", {"synthetic": "true"})
     train = recipe.data().train
     trainer = mt.Trainer(
-        augmented(recipe.loss, recipe.augment),
+        mt.augmented(recipe.loss, recipe.augment),
         recipe.make_optimizer(2000, steps_per_epoch=1562.5),
         run_dir=run_dir,
         devices=2,
@@ -77,7 +75,7 @@ def p4(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     )
 
     def batches(first: int) -> Iterator[Any]:
-        return make_batches(train, global_batch=32, seed=0, first=first, keyed=True)
+        return mt.make_batches(train, global_batch=32, seed=0, first=first, keyed=True)
 
     return lambda: trainer.fit(recipe.init(jax.random.key(0)), batches, steps=2000)
 
@@ -116,8 +114,6 @@ class Naps:
 
 def measure(name: str) -> dict[str, Any]:
     """Runs one work, and says how even it was."""
-    from multitower.training.observe import EventFiles, MetricsFile
-
     make, steps, every = WORK[name]
     ends: list[float] = []
     resident: list[int] = []
@@ -129,7 +125,10 @@ def measure(name: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        with MetricsFile(path / "metrics.jsonl") as lines, EventFiles(path / "events") as events:
+        with (
+            mt.MetricsFile(path / "metrics.jsonl") as lines,
+            mt.EventFiles(path / "events") as events,
+        ):
             fit = make(directory, [lines, events, note])
             with Naps() as naps:
                 fit()

@@ -85,7 +85,7 @@ def lenet(num_devices: int) -> Work:
     import numpy as np
     import optax
 
-    from multitower.recipes import lenet5
+    from multitower.recipes.networks import lenet5
 
     rng = np.random.default_rng(0)
 

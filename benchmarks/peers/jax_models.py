@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from works import LAYER_NORM_EPSILON, NUM_HEADS, NUM_LAYERS, Arrays
 
-from multitower.recipes import lenet5, resnet20
+from multitower.recipes.networks import lenet5, resnet20
 
 
 def unflatten(flat: Arrays) -> Any:

@@ -15,7 +15,7 @@ from protocol import Program, Task, serve
 from works import BETA_1, BETA_2, EPSILON, NUM_DEVICES, Work
 
 import multitower as mt
-from multitower.recipes import resnet20
+from multitower.recipes.networks import resnet20
 
 SPLIT, WHOLE = PartitionSpec("d"), PartitionSpec()
 

@@ -32,7 +32,7 @@ class Process:
 
     def train(self, words):
         import jax
-        from multitower.cli import main
+        from multitower.cli.main import main
 
         code = main(words)
         jax.distributed.shutdown()  # all together, before the driver kills one after the other

@@ -15,9 +15,6 @@ import jax.numpy as jnp
 import multitower as mt
 import numpy as np
 import optax
-from multitower.data.data import make_batches
-from multitower.training.checkpoint import Checkpoints
-from multitower.training.observe import EventFiles
 from sklearn.datasets import load_digits
 
 TOWERS = 4
@@ -74,13 +71,13 @@ def main(run_dir, epochs=10):
     tower_losses = {}
 
     def batches(first):  # the generator: batch number s, from `first` on
-        return make_batches(train, global_batch=GLOBAL_BATCH, seed=0, first=first)
+        return mt.make_batches(train, global_batch=GLOBAL_BATCH, seed=0, first=first)
 
     def remember(progress):  # per-tower losses, as every step reports them
         if progress.phase == "train":
             tower_losses[progress.step] = progress.tower_losses
 
-    with EventFiles(Path(run_dir) / "events", {"towers": str(TOWERS)}) as summaries:
+    with mt.EventFiles(Path(run_dir) / "events", {"towers": str(TOWERS)}) as summaries:
         trainer = mt.Trainer(
             tower_loss,
             optax.sgd(LEARNING_RATE),
@@ -103,7 +100,7 @@ def main(run_dir, epochs=10):
             )
 
     # Predictions of the saved model, restored exactly, tower by tower on all devices.
-    with Checkpoints(Path(run_dir) / "checkpoints") as saver:
+    with mt.Checkpoints(Path(run_dir) / "checkpoints") as saver:
         restored = saver.restore(like=trainer.step.init(params)).state
     predict = mt.make_parallel(
         lambda p, x: model(p, x).argmax(-1), (None, 0), devices=devices, towers=TOWERS

@@ -1,7 +1,9 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
 from multitower import testing
-from multitower.checks.parallel_check import check_parallel
+from multitower.checks.parallel import check_parallel
+from multitower.data.augmentation import augment_batch, augmented
+from multitower.data.batches import make_batch, make_batches
 from multitower.errors import (
     ArgumentError,
     BatchError,
@@ -24,11 +26,14 @@ from multitower.functions.parallel import make_parallel
 from multitower.hardware.configuration import configure
 from multitower.hardware.devices import device, devices
 from multitower.steps.fingerprint import fingerprint
-from multitower.steps.train_state import TrainState
-from multitower.steps.train_step import TrainStep, train_step
+from multitower.steps.state import TrainState
+from multitower.steps.train import TrainStep, train_step
 from multitower.towers.feeding import prefetch, shard
 from multitower.towers.lazy_rows import LazyRows
-from multitower.towers.tower_rows import TowerRows
+from multitower.towers.split import TowerRows
+from multitower.training.checkpoint import Checkpoints
+from multitower.training.evaluation import evaluate
+from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Progress
 from multitower.training.trainer import Trainer
 
@@ -36,12 +41,15 @@ __all__ = [
     "ArgumentError",
     "BatchError",
     "CheckpointError",
+    "Checkpoints",
     "ConfigurationError",
     "DataError",
     "DeviceError",
+    "EventFiles",
     "GradientError",
     "Interrupted",
     "LazyRows",
+    "MetricsFile",
     "MultitowerError",
     "MultitowerWarning",
     "NonFiniteError",
@@ -53,13 +61,18 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Trainer",
+    "augment_batch",
+    "augmented",
     "average_gradients",
     "check_parallel",
     "configure",
     "device",
     "devices",
+    "evaluate",
     "fingerprint",
     "grad",
+    "make_batch",
+    "make_batches",
     "make_parallel",
     "prefetch",
     "shard",
@@ -67,3 +80,13 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
+
+# A class says where users find it, in its repr and in a traceback: multitower.BatchError.
+for _public in [globals()[name] for name in __all__]:
+    if isinstance(_public, type):
+        _public.__module__ = "multitower"
+del _public
+
+
+def __dir__() -> list[str]:
+    return __all__

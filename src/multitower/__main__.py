@@ -2,6 +2,6 @@
 
 import sys
 
-from multitower.cli import main
+from multitower.cli.main import main
 
 sys.exit(main())

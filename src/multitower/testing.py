@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from multitower.errors import ArgumentError
 from multitower.hardware.devices import devices as find_devices
 from multitower.proof.verification import compare
-from multitower.steps.train_step import train_step
+from multitower.steps.train import train_step
 
 if TYPE_CHECKING:
     import optax

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.parallel_problems import MIXED, SAME_NUMBERS, SUM, Problem
+from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, Problem
 from multitower.checks.row_flow import Flow, Reading, read, unused_size
 from multitower.errors import MultitowerWarning
 from multitower.towers.rows import Tower, device_dtype

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from multitower.errors import RunError
 from multitower.recipes.options import convert_options
-from multitower.runs.run_options import RunOptions
+from multitower.runs.options import RunOptions
 
 
 class Config(NamedTuple):

@@ -10,7 +10,7 @@ from multitower.cli.console import say
 from multitower.cli.flags import AsJson
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.processes.processes import is_first
+from multitower.processes.together import is_first
 from multitower.runs.doctor import examine
 
 

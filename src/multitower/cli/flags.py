@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import tyro
 
 from multitower.cli.settings import SET_HELP
-from multitower.recipes import SHIPPED
+from multitower.recipes.catalog import SHIPPED
 
 WHERE = tyro.conf.create_mutex_group(required=False, title="where to run")
 

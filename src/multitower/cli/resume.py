@@ -14,10 +14,11 @@ from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.cli.train import finish, held_for_all
 from multitower.errors import RunError
-from multitower.processes.processes import is_first
-from multitower.recipes import Recipe, find_recipe
-from multitower.runs.run import RunOptions, score
-from multitower.runs.run_directory import RESULT, read_config
+from multitower.processes.together import is_first
+from multitower.recipes.catalog import find_recipe
+from multitower.recipes.definition import Recipe
+from multitower.runs.directory import RESULT, read_config
+from multitower.runs.train import RunOptions, score
 
 
 def resume(

@@ -24,13 +24,13 @@ from multitower.cli.flags import (
 )
 from multitower.cli.settings import collect_settings
 from multitower.errors import RunError
-from multitower.recipes import find_recipe
-from multitower.runs.run_directory import fresh_run_directory
-from multitower.runs.run_options import RunOptions
-from multitower.scaling.scaling import STRONG, WEAK, ScalingOptions
-from multitower.scaling.scaling import scale as measure
-from multitower.scaling.scaling_report import make_scaling_directory, write_scaling
-from multitower.scaling.scaling_words import (
+from multitower.recipes.catalog import find_recipe
+from multitower.runs.directory import fresh_run_directory
+from multitower.runs.options import RunOptions
+from multitower.scaling.measure import STRONG, WEAK, ScalingOptions
+from multitower.scaling.measure import scale as measure
+from multitower.scaling.report import make_scaling_directory, write_scaling
+from multitower.scaling.words import (
     Table,
     caution,
     losses_in_words,
@@ -131,7 +131,7 @@ def scale(
 def _find_plot() -> Callable[[Mapping[str, Any]], bytes]:
     """What draws; that it is missing should be known before the measurement."""
     try:
-        from multitower.scaling.scaling_plot import plot_scaling
+        from multitower.scaling.plot import plot_scaling
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

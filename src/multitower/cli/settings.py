@@ -8,8 +8,9 @@ from typing import Any
 from multitower.cli.config_file import read_config_file
 from multitower.cli.console import say
 from multitower.errors import RunError
-from multitower.recipes import SHIPPED, Recipe, option_names
-from multitower.recipes.recipe_file import is_file_name
+from multitower.recipes.catalog import SHIPPED, option_names
+from multitower.recipes.definition import Recipe
+from multitower.recipes.from_file import is_file_name
 
 _OPTIONS = "; ".join(
     f"{name}: {', '.join(names)}" for name in SHIPPED if (names := option_names(name))

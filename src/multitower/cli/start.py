@@ -9,7 +9,7 @@ import multitower as mt
 from multitower.cli.console import be_quiet
 from multitower.cli.together import Together, hosts_in_words, keep_stdout_clean
 from multitower.hardware.configuration import CPU_THREADS
-from multitower.processes.processes import is_first
+from multitower.processes.together import is_first
 
 _SIMULATED_BY_DEFAULT = 2
 

@@ -28,11 +28,11 @@ from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
 from multitower.processes.leaving import HEARTBEAT_S
-from multitower.processes.processes import by_first
-from multitower.recipes import SHIPPED, Recipe, find_recipe
-from multitower.recipes.recipe_file import is_file_name
-from multitower.runs.run import RunOptions, run
-from multitower.runs.run_directory import (
+from multitower.processes.together import by_first
+from multitower.recipes.catalog import SHIPPED, find_recipe
+from multitower.recipes.definition import Recipe
+from multitower.recipes.from_file import is_file_name
+from multitower.runs.directory import (
     REPORT,
     RESULT,
     fresh_run_directory,
@@ -41,6 +41,7 @@ from multitower.runs.run_directory import (
     run_found_in,
     write_config,
 )
+from multitower.runs.train import RunOptions, run
 from multitower.towers.placement import place
 
 

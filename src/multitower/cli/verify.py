@@ -18,8 +18,8 @@ from multitower.cli.flags import (
 )
 from multitower.cli.settings import collect_settings
 from multitower.proof.verification import Verification
-from multitower.recipes import find_recipe
-from multitower.runs.run_options import RunOptions
+from multitower.recipes.catalog import find_recipe
+from multitower.runs.options import RunOptions
 from multitower.runs.verify import verify as compare_runs
 
 _SHOWN = 12  # digits of a fingerprint

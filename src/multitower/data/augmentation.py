@@ -27,7 +27,7 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
 
     Returns:
         The same loss, of batches with one more entry, `"key"`, as
-        `multitower.data.data.make_batch(..., keyed=True)` makes them.
+        `multitower.make_batch(..., keyed=True)` makes them.
 
     Raises:
         KeyError: (the loss made here) a batch has no `"key"`.
@@ -35,14 +35,12 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
     Example:
         >>> import jax, numpy as np, optax
         >>> import multitower as mt
-        >>> from multitower.data.augmentation import augmented
-        >>> from multitower.data.data import make_batch
         >>> def add_noise(batch, keys):
         ...     return {"x": batch["x"] + jax.vmap(jax.random.normal)(keys)}
-        >>> loss = augmented(lambda w, batch: (w - batch["x"]) ** 2, add_noise)
+        >>> loss = mt.augmented(lambda w, batch: (w - batch["x"]) ** 2, add_noise)
         >>> step = mt.train_step(loss, optax.sgd(0.1), devices=2)
         >>> rows = {"x": np.zeros(8, np.float32)}
-        >>> batch = make_batch(rows, global_batch=4, seed=0, step=0, keyed=True)
+        >>> batch = mt.make_batch(rows, global_batch=4, seed=0, step=0, keyed=True)
         >>> state, metrics = step(step.init(1.0), batch)
         >>> int(state.step)
         1

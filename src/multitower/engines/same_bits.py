@@ -24,7 +24,7 @@ from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
-from multitower.towers.tower_rows import TowerRows
+from multitower.towers.split import TowerRows
 
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from multitower.functions.calls import TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
-from multitower.functions.tower_function import TowerFunction
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import as_function, open_function
-from multitower.models.models import fill, take_call
-from multitower.models.nnx_model import diff_state
+from multitower.models.modules import fill, take_call
+from multitower.models.nnx import diff_state
 from multitower.towers.rows import is_traced
 
 

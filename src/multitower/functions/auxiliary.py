@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
 from multitower.checks.equations import Numbering, number_values
+from multitower.functions.calls import Leaves
 from multitower.functions.outputs import find_row_leaves, refuse_ragged
-from multitower.functions.tower_function import Leaves
-from multitower.models.equinox_model import is_equinox_state
-from multitower.models.model_state import as_leaf, only_first, weigh
+from multitower.models.equinox import is_equinox_state
+from multitower.models.state import as_leaf, only_first, weigh
 from multitower.towers.constants import Constant
 from multitower.towers.rows import SHARED, Split, Tower
 

@@ -17,10 +17,10 @@ from multitower.functions.auxiliary import (
     state_structures,
     subtrees_like,
 )
+from multitower.functions.calls import Leaves
 from multitower.functions.outputs import is_per_example, refuse_ragged, row_sum
-from multitower.functions.tower_function import Leaves
-from multitower.models.model_state import Changed, enter
-from multitower.models.models import Call, call_tower, holes_in
+from multitower.models.modules import Call, call_tower, holes_in
+from multitower.models.state import Changed, enter
 from multitower.towers.rows import Split, Tower, refuse_holder
 
 

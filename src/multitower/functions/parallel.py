@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, OutputError
-from multitower.functions.tower_function import Leaves, TowerFunction
+from multitower.functions.calls import Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import as_function, open_function
-from multitower.models.model_state import Changed, as_leaf, only_first
-from multitower.models.models import Call, call_tower, take_call
+from multitower.models.modules import Call, call_tower, take_call
+from multitower.models.state import Changed, as_leaf, only_first
 from multitower.towers.rows import Split, Tower, axes_of_leaves
 
 _P = ParamSpec("_P")

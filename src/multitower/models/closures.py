@@ -22,8 +22,8 @@ import jax
 from jax.tree_util import treedef_is_leaf
 
 from multitower.errors import ArgumentError
-from multitower.models.equinox_model import is_equinox
-from multitower.models.nnx_model import is_nnx
+from multitower.models.equinox import is_equinox
+from multitower.models.nnx import is_nnx
 
 _ARRAY = "array"
 

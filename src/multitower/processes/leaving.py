@@ -17,7 +17,7 @@ from types import TracebackType
 import jax
 
 from multitower.errors import Interrupted
-from multitower.processes.processes import is_first, lines_of_all
+from multitower.processes.together import is_first, lines_of_all
 from multitower.processes.verdict import tell_hosts
 
 # A process that has not been heard of for so long is missing: JAX then ends all the others.

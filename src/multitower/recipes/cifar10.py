@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from multitower.data import datasets
-from multitower.recipes import distortions, lenet5
+from multitower.data.datasets.cifar10 import download_cifar10, read_cifar10
+from multitower.data.datasets.download import cache_directory
+from multitower.data.datasets.synthetic import make_synthetic
+from multitower.recipes import distortions
+from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.networks import lenet5
 from multitower.recipes.options import ImageOptions, check_range
-from multitower.recipes.recipe import DataSets, Recipe
 from multitower.recipes.scores import score
 
 IMAGE_SHAPE = (32, 32, 3)
@@ -93,9 +96,9 @@ def load(options: ImageOptions) -> DataSets:
         DataError: the files are missing or damaged.
     """
     if options.synthetic:
-        made = datasets.make_synthetic(IMAGE_SHAPE, num_train=50_000, num_test=10_000)
+        made = make_synthetic(IMAGE_SHAPE, num_train=50_000, num_test=10_000)
         return DataSets(*made)
-    return DataSets(*datasets.read_cifar10(options.data or datasets.cache_directory(_NAME)))
+    return DataSets(*read_cifar10(options.data or cache_directory(_NAME)))
 
 
 def download(options: ImageOptions, progress: Any = None) -> None:
@@ -103,12 +106,12 @@ def download(options: ImageOptions, progress: Any = None) -> None:
 
     Args:
         options: where to.
-        progress: as for `multitower.data.datasets.download_cifar10`.
+        progress: as for `multitower.data.datasets.cifar10.download_cifar10`.
 
     Raises:
         DataError: the download fails.
     """
-    datasets.download_cifar10(options.data or datasets.cache_directory(_NAME), progress)
+    download_cifar10(options.data or cache_directory(_NAME), progress)
 
 
 def distort(batch: dict[str, Any], keys: jax.Array) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 import jax
 import optax
 
-from multitower.recipes import cifar10, distortions, resnet20
+from multitower.recipes import cifar10, distortions
+from multitower.recipes.definition import Recipe
+from multitower.recipes.networks import resnet20
 from multitower.recipes.options import ImageOptions, check_range
-from multitower.recipes.recipe import Recipe
 from multitower.recipes.scores import score
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 import multitower as mt
-from multitower.recipes import lenet5
-from multitower.recipes.recipe import DataSets, Recipe
+from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.networks import lenet5
 from multitower.recipes.scores import score
 
 _PENALTY_RATE = 1e-4

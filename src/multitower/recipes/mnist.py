@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import optax
 
 import multitower as mt
-from multitower.data import datasets
-from multitower.recipes import conv_net, lenet5
+from multitower.data.datasets.download import cache_directory
+from multitower.data.datasets.mnist import download_mnist, read_mnist
+from multitower.data.datasets.synthetic import make_synthetic
+from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.networks import conv_net, lenet5
 from multitower.recipes.options import ImageOptions, check_range
-from multitower.recipes.recipe import DataSets, Recipe
 from multitower.recipes.scores import score
 
 IMAGE_SHAPE = (28, 28, 1)
@@ -55,11 +57,11 @@ def make_recipe(options: Options) -> Recipe:
     """
     is_lenet5 = options.model == "lenet5"
     predict = predict_lenet5 if is_lenet5 else predict_conv_net
-    directory = options.data or datasets.cache_directory(_NAME)
+    directory = options.data or cache_directory(_NAME)
     return Recipe(
         name=_NAME,
         data=lambda: load(options),
-        download=lambda progress: datasets.download_mnist(directory, progress),
+        download=lambda progress: download_mnist(directory, progress),
         init=lenet5.init if is_lenet5 else conv_net.init,
         loss=loss_lenet5 if is_lenet5 else make_loss(options.dropout_rate),
         metrics=lambda params, batch: score(predict(params, batch), batch["label"]),
@@ -83,9 +85,9 @@ def load(options: ImageOptions) -> DataSets:
         DataError: the files are missing or damaged.
     """
     if options.synthetic:
-        made = datasets.make_synthetic(IMAGE_SHAPE, num_train=60_000, num_test=10_000)
+        made = make_synthetic(IMAGE_SHAPE, num_train=60_000, num_test=10_000)
         return DataSets(*made)
-    return DataSets(*datasets.read_mnist(options.data or datasets.cache_directory(_NAME)))
+    return DataSets(*read_mnist(options.data or cache_directory(_NAME)))
 
 
 def make_loss(dropout_rate: float) -> Callable[..., Any]:

@@ -11,10 +11,10 @@ import numpy as np
 
 from multitower.hardware import provenance
 from multitower.hardware.devices import devices as find_devices
-from multitower.processes.processes import are_several, lines_of_all
+from multitower.processes.together import are_several, lines_of_all
 from multitower.runs.exchanges import time_exchanges
 from multitower.steps.fingerprint import fingerprint
-from multitower.steps.train_step import train_step
+from multitower.steps.train import train_step
 from multitower.towers.placement import place
 
 _ENVIRONMENT = (

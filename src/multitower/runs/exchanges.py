@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multitower.processes.processes import gathered, spread
+from multitower.processes.together import gathered, spread
 
 _ROUNDS = 7
 # Elements of float32: what a message costs, and what a link carries.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from multitower.runs.directory import METRICS, REPORT, write_whole
 from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves
 from multitower.runs.report_page.overview import place_in_words, show_figures, show_placement
@@ -11,7 +12,6 @@ from multitower.runs.report_page.page import make_page
 from multitower.runs.report_page.samples import Sample, show_samples
 from multitower.runs.report_page.tables import show_origin, show_settings
 from multitower.runs.report_page.wording import score
-from multitower.runs.run_directory import METRICS, REPORT, write_whole
 
 __all__ = ["Sample", "write_report"]
 

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 
 from multitower.data.augmentation import augment_batch
-from multitower.recipes import Recipe
-from multitower.recipes.recipe import takes
+from multitower.recipes.definition import Recipe, takes
 from multitower.runs.report import Sample
-from multitower.steps.train_state import TrainState
+from multitower.steps.state import TrainState
 
 _NUM_INPUTS = 16
 _NUM_SCORED = 256

@@ -7,9 +7,9 @@ from typing import Any
 
 from multitower.errors import DeviceError
 from multitower.proof.verification import Verification, compare
-from multitower.recipes import Recipe
-from multitower.runs.recipe_job import RecipeJob
-from multitower.runs.run_options import RunOptions
+from multitower.recipes.definition import Recipe
+from multitower.runs.options import RunOptions
+from multitower.runs.setup import RecipeJob
 
 _STEPS = 5
 _TOWERS = 8

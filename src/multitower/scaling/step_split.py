@@ -14,10 +14,10 @@ import jax
 
 from multitower.engines.same_bits import TowerSums, tapped
 from multitower.proof.verification import TOWER
-from multitower.steps.train_state import TrainState
-from multitower.steps.train_step import TrainStep
+from multitower.steps.state import TrainState
+from multitower.steps.train import TrainStep
 from multitower.towers.feeding import shard
-from multitower.towers.tower_rows import TowerRows
+from multitower.towers.split import TowerRows
 
 PARTS = ("input_s", "host_s", "step_s", "tower_programs_s", "reduction_s", "update_s")
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.processes.processes import whole_on_host
+from multitower.processes.together import whole_on_host
 
 
 def fingerprint(tree: Any) -> str:

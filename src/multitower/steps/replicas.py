@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
-from multitower.processes.processes import gathered
-from multitower.steps.train_state import TrainState
+from multitower.processes.together import gathered
+from multitower.steps.state import TrainState
 
 
 def check_replicas(state: TrainState) -> None:

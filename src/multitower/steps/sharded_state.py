@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import ArgumentError
-from multitower.functions.tower_function import as_global, replicate
-from multitower.processes.processes import spread, whole_on_host
-from multitower.steps.train_job import wide
-from multitower.steps.train_state import Fields, TrainState
+from multitower.functions.calls import as_global, replicate
+from multitower.processes.together import spread, whole_on_host
+from multitower.steps.job import wide
+from multitower.steps.state import Fields, TrainState
 from multitower.towers.blocks import BlockLayout
+from multitower.towers.gather import gather_rows
 from multitower.towers.placement import Placement
-from multitower.towers.row_gather import gather_rows
 
 if TYPE_CHECKING:
     import optax

@@ -17,14 +17,14 @@ from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits, on_each_device, with_one_nan
-from multitower.functions.tower_function import replicate
+from multitower.functions.calls import replicate
+from multitower.steps.job import StepParts, finite_leaves, make_job, update
 from multitower.steps.sharded_state import Block, Parts, ShardedState
-from multitower.steps.train_job import StepParts, finite_leaves, make_job, update
-from multitower.steps.train_state import Fields, TrainState
+from multitower.steps.state import Fields, TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
-from multitower.towers.tower_rows import ready_or_cut
+from multitower.towers.split import ready_or_cut
 
 
 class ShardedRunner:

@@ -13,7 +13,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import Placement, place
 from multitower.towers.rows import Parts, take_apart
-from multitower.towers.tower_rows import copy_to, cut, own_towers, placed_rows, size_of_towers
+from multitower.towers.split import copy_to, cut, own_towers, placed_rows, size_of_towers
 
 
 def shard(

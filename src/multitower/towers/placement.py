@@ -14,7 +14,7 @@ from multitower.hardware.configuration import warn_if_bits_depend_on_threads
 from multitower.hardware.devices import DeviceSpec
 from multitower.hardware.devices import devices as find_devices
 from multitower.processes.gpu_claims import claim_gpus
-from multitower.processes.processes import are_several
+from multitower.processes.together import are_several
 
 AXIS = "towers"
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from multitower.errors import BatchError, MultitowerWarning
-from multitower.processes.processes import lines_of_all
+from multitower.processes.together import lines_of_all
 from multitower.towers.placement import Placement
 from multitower.towers.rows import is_key
-from multitower.towers.tower_rows import TowerRows, sample_of
+from multitower.towers.split import TowerRows, sample_of
 
 
 def check_same_call(name: str, leaves: Sequence[Any], placement: Placement) -> None:

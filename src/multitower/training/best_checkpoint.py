@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from multitower.errors import RunError
-from multitower.processes.processes import of_first
-from multitower.steps.train_state import TrainState
+from multitower.processes.together import of_first
+from multitower.steps.state import TrainState
 from multitower.training.checkpoint import Checkpoints
 
 

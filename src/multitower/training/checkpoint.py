@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import CheckpointError, MultitowerWarning
-from multitower.processes.processes import are_several, is_first, of_first
+from multitower.processes.together import are_several, is_first, of_first
 from multitower.steps.fingerprint import fingerprint
-from multitower.steps.state_leaves import check_same_leaves, leaf_like, named_leaves, on_host
-from multitower.steps.train_state import TrainState
+from multitower.steps.leaves import check_same_leaves, leaf_like, named_leaves, on_host
+from multitower.steps.state import TrainState
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
 
@@ -58,9 +58,8 @@ class Checkpoints:
     Example:
         >>> import tempfile, jax.numpy as jnp, optax
         >>> import multitower as mt
-        >>> from multitower.training.checkpoint import Checkpoints
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=2)
-        >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:
+        >>> with mt.Checkpoints(tempfile.mkdtemp()) as checkpoints:
         ...     checkpoints.save(7, step.init(jnp.float32(3.0)), {"seed": 0})
         ...     checkpoints.wait()
         ...     restored = checkpoints.restore(like=step.init(jnp.float32(0.0)))

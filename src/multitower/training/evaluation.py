@@ -11,12 +11,12 @@ import numpy as np
 from multitower.errors import BatchError
 from multitower.functions.parallel import make_parallel
 from multitower.hardware.devices import DeviceSpec
-from multitower.processes.processes import whole_on_host
-from multitower.steps.loss_function import LossFunction
+from multitower.processes.together import whole_on_host
+from multitower.steps.loss import LossFunction
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.rows import take_apart
-from multitower.towers.tower_rows import on_one_device
+from multitower.towers.split import on_one_device
 
 
 def evaluate(
@@ -54,9 +54,9 @@ def evaluate(
 
     Example:
         >>> import numpy as np
-        >>> from multitower.training.evaluation import evaluate
+        >>> import multitower as mt
         >>> metrics = lambda bound, x: {"above": x > bound}
-        >>> evaluate(metrics, 7.0, np.arange(10.0), global_batch=4)
+        >>> mt.evaluate(metrics, 7.0, np.arange(10.0), global_batch=4)
         {'above': 0.2}
     """
     if global_batch < 1:

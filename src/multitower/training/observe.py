@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from multitower.errors import RunError
-from multitower.processes.processes import is_first
+from multitower.processes.together import is_first
 from multitower.training.progress import Progress
 
 
@@ -30,10 +30,10 @@ class MetricsFile:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from multitower.training.observe import MetricsFile
+        >>> import multitower as mt
         >>> from multitower.training.progress import Progress
         >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> with MetricsFile(path) as hook:
+        >>> with mt.MetricsFile(path) as hook:
         ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
         >>> print(path.read_text().strip())
         {"phase": "train", "step": 1, "loss": 0.5}
@@ -93,10 +93,10 @@ class EventFiles:
     Example:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from multitower.training.observe import EventFiles
+        >>> import multitower as mt
         >>> from multitower.training.progress import Progress
         >>> directory = Path(tempfile.mkdtemp())
-        >>> with EventFiles(directory) as hook:
+        >>> with mt.EventFiles(directory) as hook:
         ...     hook(Progress("train", 1, 9, {"loss": 0.5}))
         >>> [path.name for path in directory.iterdir()]
         ['train']

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multitower.errors import Interrupted
-from multitower.steps.train_state import TrainState
+from multitower.steps.state import TrainState
 from multitower.training.checkpoint import Checkpoints
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from multitower.errors import ArgumentError, CheckpointError, RunError
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
+from multitower.steps.job import EmaDecay
 from multitower.steps.replicas import check_replicas
-from multitower.steps.train_job import EmaDecay
-from multitower.steps.train_state import TrainState
-from multitower.steps.train_step import TrainStep, train_step
+from multitower.steps.state import TrainState
+from multitower.steps.train import TrainStep, train_step
 from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.best_checkpoint import BestCheckpoint
@@ -247,7 +247,7 @@ class Trainer:
             with `keep_best` the state is kept if it is the best so far.
 
         Raises:
-            MultitowerError: as `multitower.training.evaluation.evaluate`.
+            MultitowerError: as `multitower.evaluate`.
         """
         average = state if state.ema_params is None else state.replace(params=state.ema_params)
         scores = evaluate(

@@ -43,7 +43,7 @@ def read_cifar10(directory: Path) -> tuple[Images, Images]:
 
     Example:
         >>> from pathlib import Path
-        >>> from multitower.data.datasets import read_cifar10
+        >>> from multitower.data.datasets.cifar10 import read_cifar10
         >>> read_cifar10(Path("nowhere"))
         Traceback (most recent call last):
         multitower.errors.DataError: nowhere holds no CIFAR-10: ...

@@ -48,7 +48,7 @@ def cache_directory(name: str) -> Path:
         `$XDG_CACHE_HOME/multitower/<name>`, or `~/.cache/multitower/<name>`. It need not exist.
 
     Example:
-        >>> from multitower.data.datasets import cache_directory
+        >>> from multitower.data.datasets.download import cache_directory
         >>> cache_directory("mnist").name
         'mnist'
     """

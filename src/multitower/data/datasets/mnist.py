@@ -43,7 +43,7 @@ def read_mnist(directory: Path) -> tuple[Images, Images]:
 
     Example:
         >>> from pathlib import Path
-        >>> from multitower.data.datasets import read_mnist
+        >>> from multitower.data.datasets.mnist import read_mnist
         >>> read_mnist(Path("nowhere"))
         Traceback (most recent call last):
         multitower.errors.DataError: nowhere/train-images-idx3-ubyte(.gz) is not there...

@@ -29,7 +29,7 @@ def make_synthetic(
         Both: `"image"`, uint8, shape (rows, *image_shape), and `"label"`, int32, shape (rows,).
 
     Example:
-        >>> from multitower.data.datasets import make_synthetic
+        >>> from multitower.data.datasets.synthetic import make_synthetic
         >>> train, test = make_synthetic((28, 28, 1), num_train=20, num_test=5)
         >>> train["image"].shape, test["label"].shape
         ((20, 28, 28, 1), (5,))

@@ -59,7 +59,7 @@ _Point = tuple[int, float | None]
 
 
 def read_curves(path: Path) -> Curves:
-    """Reads what `multitower.training.observe.MetricsFile` wrote.
+    """Reads what `multitower.MetricsFile` wrote.
 
     Args:
         path: of the file; one that is not there counts as empty.

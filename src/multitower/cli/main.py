@@ -1,0 +1,88 @@
+"""The command line: `multitower train ...`.
+
+Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference; 2 for flags or settings
+that are wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C
+(SIGINT) and 143 with SIGTERM, after the step was finished and saved; 134 for one of several
+processes that JAX ends because another is missing.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from multitower.errors import Interrupted, MultitowerError, MultitowerWarning
+
+_MISSING = "multitower: the command line needs more packages: pip install 'multitower[cli]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: the words after `multitower`; those of the process by default.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: `--help`, or flags that cannot be understood (code 2).
+
+    Example:
+        >>> from multitower.cli.main import main
+        >>> main(["train", "nothing"])
+        2
+    """
+    try:
+        import tyro
+
+        from multitower.cli import console
+        from multitower.cli.doctor import doctor
+        from multitower.cli.local_processes import run_local_processes, split_off_processes
+        from multitower.cli.resume import evaluate, resume
+        from multitower.cli.scale import scale
+        from multitower.cli.settings import expand_flags
+        from multitower.cli.train import train
+        from multitower.cli.verify import verify
+        from multitower.processes.leaving import await_verdict_if_lost, leave_if_together
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "tyro"):
+            raise
+        print(f"{_MISSING}  ({error})", file=sys.stderr)
+        return 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MultitowerWarning)
+        warnings.showwarning = console.make_show_warning()
+        try:
+            words = sys.argv[1:] if arguments is None else arguments
+            count, words = split_off_processes(words)
+            if count is not None:
+                return run_local_processes(count, words)
+            code = tyro.extras.subcommand_cli_from_dict(
+                {
+                    "train": train,
+                    "resume": resume,
+                    "eval": evaluate,
+                    "verify": verify,
+                    "scale": scale,
+                    "doctor": doctor,
+                },
+                prog="multitower",
+                description="Data-parallel training: the same answer on any number of devices.",
+                args=expand_flags(words, {"train": train, "verify": verify, "scale": scale}),
+            )
+        except Interrupted as stop:
+            console.show_error(str(stop))
+            return 128 + stop.signal
+        except MultitowerError as error:
+            await_verdict_if_lost(error)
+            console.show_error(str(error))
+            leave_if_together(2)
+            return 2
+        except Exception as error:
+            leave_if_together(1, error)
+            raise
+        except KeyboardInterrupt:
+            console.show_error("stopped")
+            leave_if_together(130)
+            return 130
+    return code or 0

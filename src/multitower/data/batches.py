@@ -1,0 +1,181 @@
+"""Data: batch number s is a pure function of the data set, the seed, the batch size and s.
+
+That goes for the order of the examples, and for random distortions of them too.
+
+It knows nothing of devices, towers or processes, nor of the batches before: a run that resumes at
+step s asks for batch s and goes on as if it had never stopped.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.data.augmentation import KEYS
+from multitower.errors import BatchError
+from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.rows import take_apart
+from multitower.towers.split import on_one_device
+
+Distort = Callable[[Any, np.random.Generator], Any]
+
+
+def make_batch(
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int,
+    step: int,
+    distort: Distort | None = None,
+    keyed: bool = False,
+    places: np.ndarray[Any, Any] | None = None,
+) -> Any:
+    """Makes the batch of one step, or some of its rows.
+
+    The examples are shuffled anew for every epoch, and the epochs form one endless row. Batch s is
+    its places `s * global_batch` to `(s + 1) * global_batch - 1`. So every batch is full, whatever
+    the number of examples, and every example is seen equally often, give or take one.
+
+    Args:
+        dataset: a pytree of NumPy arrays with one example per row on axis 0.
+        global_batch: rows of the batch, 1 or more; it may be more than there are examples.
+        seed: of all that is drawn, 0 or more.
+        step: number of the batch; the first one is 0.
+        distort: `distort(batch, generator)` returns the batch with random changes, drawn from the
+            generator alone; it may change the arrays in place.
+        keyed: give every row a key of its own, for `multitower.augmented`; the data
+            set must be a dict. It depends on the seed, the epoch and the example alone, not on
+            where in which batch the example comes.
+        places: which rows of the batch to make, as `multitower.LazyRows` ask for them; None for
+            all. Only these are read, unless there is a `distort`, which draws for a whole batch.
+
+    Returns:
+        The same pytree, with `global_batch` rows or those at `places`, copied; if `keyed` with an
+        entry `"key"`, uint32, shape (rows, 2).
+
+    Raises:
+        BatchError: no examples, row counts that differ, a batch or step that is none, or a data
+            set that cannot be keyed.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> letters = {"letter": np.array([1, 2, 3, 4, 5])}
+        >>> for step in range(3):
+        ...     print(mt.make_batch(letters, global_batch=4, seed=0, step=step)["letter"])
+        [1 4 2 3]
+        [5 4 5 3]
+        [2 1 5 4]
+    """
+    if global_batch < 1:
+        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    if step < 0:
+        raise BatchError(f"step={step}: the first batch is number 0.")
+    num_rows = take_apart(dataset, 0, name="data").num_rows
+    epochs, positions = np.divmod(
+        np.arange(step * global_batch, (step + 1) * global_batch), num_rows
+    )
+    rows = np.empty(global_batch, np.intp)
+    keys = np.empty((global_batch, 2), np.uint32)
+    if keyed:
+        _check_has_room_for_keys(dataset)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        rows[here] = _shuffled(num_rows, seed, int(epoch))[positions[here]]
+        if keyed:
+            keys[here] = _row_keys(num_rows, seed, int(epoch))[rows[here]]
+    if places is not None and distort is None:
+        rows, keys = rows[places], keys[places]
+    batch = jax.tree.map(lambda leaf: on_one_device(leaf)[rows], dataset)
+    if keyed:
+        batch = {**batch, KEYS: keys}
+    if distort is None:
+        return batch
+    # A child of the seed: not the numbers that the epoch of the same number was shuffled with.
+    source = np.random.SeedSequence([seed, step], spawn_key=(1,))
+    batch = distort(batch, np.random.Generator(np.random.Philox(source)))
+    return batch if places is None else jax.tree.map(lambda leaf: leaf[places], batch)
+
+
+def make_batches(
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int,
+    first: int = 0,
+    distort: Distort | None = None,
+    keyed: bool = False,
+    lazy: bool = False,
+) -> Iterator[Any]:
+    """Makes the batches of all steps from one on, without end.
+
+    Args:
+        dataset: as for `make_batch`.
+        global_batch: as for `make_batch`.
+        seed: as for `make_batch`.
+        first: the step to begin with.
+        distort: as for `make_batch`.
+        keyed: as for `make_batch`.
+        lazy: make `multitower.LazyRows`, of which each process reads only the rows of its towers.
+
+    Yields:
+        `make_batch(..., step=s)` for s = first, first + 1, ...
+
+    Raises:
+        BatchError: as `make_batch`.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> batches = mt.make_batches(np.arange(10), global_batch=5, seed=0)
+        >>> epoch = [next(batches), next(batches)]
+        >>> np.sort(np.concatenate(epoch))
+        array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    """
+    dataset = jax.tree.map(on_one_device, dataset)  # once: what lies there is not copied again
+    for step in itertools.count(first):
+        make = functools.partial(
+            make_batch,
+            dataset,
+            global_batch=global_batch,
+            seed=seed,
+            step=step,
+            distort=distort,
+            keyed=keyed,
+        )
+        yield (
+            LazyRows(global_batch, lambda places, make=make: make(places=places))
+            if lazy
+            else make()
+        )
+
+
+@functools.lru_cache(maxsize=4)  # one batch after another asks for the same epoch
+def _shuffled(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    # NumPy promises the raw numbers of a bit generator for all its versions, and those of
+    # Generator.permutation for none (NEP 19). Sorting 64-bit numbers is a fair shuffle.
+    raw = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
+    order = np.argsort(raw, kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+@functools.lru_cache(maxsize=4)
+def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
+    """A key for every example of one epoch, uint32, shape (num_rows, 2)."""
+    source = np.random.SeedSequence([seed, epoch], spawn_key=(2,))
+    raw = np.random.Philox(source).random_raw(num_rows)
+    keys = np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
+    keys.setflags(write=False)
+    return keys
+
+
+def _check_has_room_for_keys(dataset: Any) -> None:
+    if not isinstance(dataset, dict) or KEYS in dataset:
+        raise BatchError(
+            f"the data set is {type(dataset).__name__}: keyed batches are dicts, and {KEYS!r} is "
+            f"the name of the keys. Pass a dict without {KEYS!r}."
+        )

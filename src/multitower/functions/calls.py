@@ -1,0 +1,233 @@
+"""A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from multitower.checks.first_look import look
+from multitower.engines import spmd
+from multitower.engines.job import Job, Shared
+from multitower.engines.same_bits import SameBits, on_each_device
+from multitower.errors import MultitowerWarning
+from multitower.hardware.devices import DeviceSpec
+from multitower.models.modules import Call
+from multitower.processes.together import spread
+from multitower.towers.gather import gather_rows
+from multitower.towers.placement import Placement, check_towers, place
+from multitower.towers.rows import Parts, Split, Tower, is_key, is_traced, take_apart
+from multitower.towers.same_call import check_same_call
+from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Leaves:
+    """Some leaves of a tree, by number, with the tree's structure as static data."""
+
+    by_number: dict[int, Any]
+    treedef: Any = field(metadata={"static": True})
+
+
+class Kind(Protocol):
+    """What tells `make_parallel` from `value_and_grad`."""
+
+    @property
+    def name(self) -> str:
+        """What the arguments are called in messages."""
+        ...
+
+    @property
+    def averages(self) -> bool:
+        """Whether results without rows are averaged over towers."""
+        ...
+
+    def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        """What the function itself gives in one tower, by name; only for a first look at it."""
+        ...
+
+    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+        """The row axes of `(args, kwargs, rows)`, None for shared; raises on wrong arguments."""
+        ...
+
+    def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
+        """The work; its rows are `Leaves`. `ragged` is (rows, towers) where some rows only fill.
+
+        The tree that was split is `(args, kwargs, rows, models, arrays)`.
+        """
+        ...
+
+    def result(self, finished: Any, rows: Leaves) -> Any:
+        """What the caller gets, from the finished sums and the joined rows."""
+        ...
+
+
+class TowerFunction:
+    """Calls `kind` on towers, eagerly or inside another transformation."""
+
+    def __init__(self, kind: Kind, devices: DeviceSpec | None, towers: int | None) -> None:
+        check_towers(towers)
+        self._kind = kind
+        self._devices = devices
+        self._towers = towers
+        self._placement = place(devices, towers) if devices is not None else None
+        self._engines: dict[Any, SameBits] = {}
+        self._looked_at: set[Split] = set()
+        self._jitted = jax.jit(self._traced, static_argnums=0)
+
+    def call(self, call: Call) -> Any:
+        """Calls the function with what the user gave."""
+        placement = self.placement()
+        # Models, and arrays that the function closes over, are whole in every tower.
+        axes = (*self._kind.axes(call), None, None)
+        tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
+        parts = take_apart(tree, axes, name=self._kind.name, constants=True)
+        result = self._call(parts, placement)
+        if parts.split not in self._looked_at:  # afterwards: an error says more than a warning
+            self._looked_at.add(parts.split)
+            self._look(parts)
+        return result
+
+    def _call(self, parts: Parts, placement: Placement) -> Any:
+        if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
+            refuse_tower_rows(parts.rows)
+            return self._traced(parts.split, parts.shared, parts.rows)
+        if not self._looked_at:
+            check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
+        if self._towers is not None:
+            return self._same_bits(parts, placement)
+        refuse_tower_rows(parts.rows)
+        even = parts.num_rows % len(placement.devices) == 0
+        shared = copy_to(parts.shared, [placement.shared] * len(parts.shared))
+        target = placement.split if even else placement.shared
+        rows = copy_to(parts.rows, [target] * len(parts.rows))
+        return self._jitted(parts.split, shared, rows)
+
+    def placement(self) -> Placement:
+        """Which device runs which towers; starts JAX at the first call, not before."""
+        if self._placement is None:
+            self._placement = place(self._devices, self._towers)
+        return self._placement
+
+    def _look(self, parts: Parts) -> None:
+        def outputs(rows: list[Any], here: Tower) -> Any:
+            # A key that is shared with in_axes=None is meant to be the same everywhere.
+            shared = [
+                jax.random.fold_in(x, here.number) if is_key(x) and not x.ndim else x
+                for x in parts.shared
+            ]
+            return self._kind.outputs(parts.split, shared, rows, here)
+
+        look(outputs, parts.rows, parts.shared, averages=self._kind.averages)
+
+    def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
+        placement = self._evenly_placed()
+        num_rows = rows[0].shape[0]
+        tower_rows = -(-num_rows // placement.num_towers)
+        ragged = _ragged(num_rows, placement.num_towers)
+        job = self._kind.job(split, tower_rows, ragged)
+        finished, joined = spmd.run(job, placement, Shared((), shared), rows, jnp.int32(num_rows))
+        if ragged:
+            joined = jax.tree.map(lambda leaf: leaf[:num_rows], joined)
+        return self._kind.result(finished, joined)
+
+    def _evenly_placed(self) -> Placement:
+        whole = self.placement()
+        placement, given = whole.divided(), len(whole.devices)
+        placement.check_all_take_part()
+        if len(placement.devices) < given:
+            warnings.warn(
+                f"towers={self._towers} inside another transformation (jax.jit and the like): all "
+                f"devices have equally many there, so that {len(placement.devices)} of {given} are "
+                f"used. Use a multiple of {given}, or call the function outside.",
+                MultitowerWarning,
+                stacklevel=2,
+            )
+        return placement
+
+    def _same_bits(self, parts: Parts, placement: Placement) -> Any:
+        tower_rows = -(-parts.num_rows // placement.num_towers)
+        rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
+        ragged = _ragged(parts.num_rows, placement.num_towers)
+        key = (parts.split, tower_rows, ragged is None)
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = SameBits(self._kind.job(parts.split, tower_rows, ragged), placement)
+        replicas = replicate(Shared((), parts.shared), placement)
+        finished = engine.run(replicas, rows)
+        self._engines[key] = engine  # only now: one that failed to compile is not kept
+        joined = join_rows(finished.rows, placement, parts.num_rows)
+        return self._kind.result(as_global(finished.results, placement), joined)
+
+
+def replicate(tree: Any, placement: Placement) -> list[Any]:
+    """Copies a tree to every local device; leaves that already lie there are not copied again.
+
+    Returns:
+        The tree, once per local device, with single-device arrays.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    devices = [placement.devices[d] for d in placement.local]
+    if placement.spans_processes:
+        per_leaf = [_local_copies(leaf, placement, devices) for leaf in leaves]
+    else:
+        copies = copy_to(leaves, [placement.shared] * len(leaves))
+        per_leaf = [on_each_device(copy, devices) for copy in copies]
+    return [
+        jax.tree.unflatten(treedef, [leaf[i] for leaf in per_leaf]) for i in range(len(devices))
+    ]
+
+
+def _local_copies(leaf: Any, placement: Placement, devices: Sequence[jax.Device]) -> list[Any]:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return on_each_device(spread(leaf, placement.shared), devices)
+    # One by one: an array of all processes has no weak type, and a Python number has.
+    return copy_to([leaf] * len(devices), devices)
+
+
+def as_global(replicas: Sequence[Any], placement: Placement) -> Any:
+    """One tree of arrays that lie whole on every device, from one tree per local device."""
+    if not replicas:
+        return None
+
+    def join(*copies: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(
+            copies[0].shape, placement.shared, list(copies)
+        )
+
+    return jax.tree.map(join, *replicas)
+
+
+def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> Any:
+    """Lays the rows of all towers side by side, without the rows that only filled up.
+
+    Rows stay on their devices if every device has equally many and all are real; otherwise they
+    are gathered on the first device, or on all of them where several processes have them.
+    """
+    pieces = [returned[tower] for tower in sorted(returned)]
+    slots = len(placement.towers_on[0])
+    even = all(len(towers) == slots for towers in placement.towers_on)
+    contiguous = list(placement.owners) == sorted(placement.owners)
+
+    def join(*towers: jax.Array) -> jax.Array:
+        stay = even and contiguous and placement.num_towers * towers[0].shape[0] == num_rows
+        if not stay and placement.spans_processes:
+            return gather_rows(towers, placement, num_rows)
+        if not stay:
+            here = jax.device_put(list(towers), placement.devices[placement.local[0]])
+            return jnp.concatenate(here)[:num_rows]
+        blocks = [
+            towers[i] if slots == 1 else jnp.concatenate(towers[i : i + slots])
+            for i in range(0, len(towers), slots)
+        ]
+        shape = (num_rows, *towers[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, placement.split, blocks)
+
+    return jax.tree.map(join, *pieces)
+
+
+def _ragged(num_rows: int, num_towers: int) -> tuple[int, int] | None:
+    return (num_rows, num_towers) if num_rows % num_towers else None

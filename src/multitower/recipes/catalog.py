@@ -1,0 +1,87 @@
+"""Recipes: whole training programs, written with the public API only, as a user would."""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import multitower as mt
+from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.from_file import is_file_name, load_recipe_file
+from multitower.recipes.options import as_json, make_options
+
+__all__ = ["SHIPPED", "DataSets", "Recipe", "find_recipe", "option_names"]
+
+# Each is a module of this package, imported only when it is asked for.
+SHIPPED = ("digits", "mnist", "cifar10", "cifar10-resnet20")
+
+
+def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
+    """Finds a recipe by its name.
+
+    Args:
+        name: one of `SHIPPED`, or the path of a Python file that defines `recipe`, or `Options`
+            (a dataclass) and `make_recipe` (a function of it).
+        settings: options of the recipe that are set, as words.
+
+    Returns:
+        The recipe. Its data are not loaded yet.
+
+    Raises:
+        RunError: there is no such recipe, or it has no such option; the message lists those there
+            are. Or the file cannot be run, or defines no recipe.
+
+    Example:
+        >>> from multitower.recipes.catalog import find_recipe
+        >>> find_recipe("digits").steps
+        500
+        >>> find_recipe("cifar10", {"synthetic": "true"}).options["synthetic"]
+        True
+    """
+    module = _module(name)
+    options = make_options(_kind(module), settings or {}, f"the recipe {name}")
+    found = module.recipe if options is None else module.make_recipe(options)
+    if not isinstance(found, Recipe):
+        raise mt.RunError(
+            f"{name} defines a recipe of type {type(found).__name__}: it must be a "
+            "Recipe, from multitower.recipes.definition."
+        )
+    return found if options is None else dataclasses.replace(found, options=as_json(options))
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """The options of a recipe.
+
+    Args:
+        name: as for `find_recipe`.
+
+    Returns:
+        Their names.
+
+    Raises:
+        RunError: there is no such recipe.
+
+    Example:
+        >>> from multitower.recipes.catalog import option_names
+        >>> option_names("digits"), option_names("cifar10")[:3]
+        ((), ('data', 'synthetic', 'lr_base'))
+    """
+    kind = _kind(_module(name))
+    return () if kind is None else tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _module(name: str) -> ModuleType:
+    if is_file_name(name):
+        return load_recipe_file(Path(name))
+    if name not in SHIPPED:
+        raise mt.RunError(
+            f"there is no recipe {name!r}. There are: {', '.join(SHIPPED)}; or name a file of "
+            "yours, FILE.py."
+        )
+    return importlib.import_module(f"multitower.recipes.{name.replace('-', '_')}")
+
+
+def _kind(module: ModuleType) -> type[Any] | None:
+    return getattr(module, "Options", None) if hasattr(module, "make_recipe") else None

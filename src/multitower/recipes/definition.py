@@ -1,0 +1,111 @@
+"""Recipe: what a training program is made of, apart from where and how long it runs."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+
+class DataSets(NamedTuple):
+    """The examples of a recipe.
+
+    Attributes:
+        train: a pytree of NumPy arrays with one row per example on axis 0.
+        test: the same, of examples that no training step sees.
+    """
+
+    train: Any
+    test: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training program: what `multitower train` needs to know about one.
+
+    Attributes:
+        name: what it is called, in results and directories.
+        data: makes the data sets. They must not depend on the seed of a run.
+        init: makes the first parameters from a typed key.
+        loss: `loss(params, batch)`, as for `multitower.train_step`: the losses of the batch's
+            rows, shape (rows,), or a pair of these and a dict of metrics. It may take keyword-only
+            `rng`, drawn from the run's seed, and `model_state`.
+        metrics: `metrics(params, batch)`, a dict with one number per row, shape (rows,), for each
+            name; a test set is scored by their means. It may take keyword-only `model_state`. The
+            parameters are the moving average, if there is one.
+        predict: `predict(params, batch)`, scores of the classes, shape (rows, classes); it may take
+            keyword-only `model_state`. With it a report shows examples, if the data sets are dicts
+            of `"image"`, shape (rows, height, width, 1 or 3), and `"label"`, integers.
+        optimizer: `optimizer(steps)` makes the optax optimizer of a run. It may take keyword-only
+            `steps_per_epoch`, a float.
+        steps: updates of a run that does not say.
+        global_batch: rows of a step, over all towers, of a run that does not say.
+        distort: `distort(batch, generator)` returns a training batch with random changes, drawn
+            from the NumPy generator alone; it may change the arrays in place. None for no changes.
+        augment: the same on the devices, as for `multitower.augmented`: the better
+            place, since the host has many devices to feed. The data sets must be dicts.
+        model_state: makes what the loss takes as `model_state`.
+        ema_decay: keep a moving average of the parameters, as for `multitower.train_step`.
+        download: `download(progress)` fetches the data set to where `data` reads it. None if there
+            is nothing to fetch.
+        options: what was set, for the record: JSON values.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
+        >>> from multitower.recipes.definition import DataSets, Recipe
+        >>> rows = {"x": np.arange(8.0, dtype=np.float32)}
+        >>> errors = lambda w, batch: (w * batch["x"] - 3 * batch["x"]) ** 2
+        >>> recipe = Recipe(
+        ...     name="line",
+        ...     data=lambda: DataSets(train=rows, test=rows),
+        ...     init=lambda key: jax.random.normal(key),
+        ...     loss=errors,
+        ...     metrics=lambda w, batch: {"loss": errors(w, batch)},
+        ...     optimizer=lambda steps: optax.adam(0.1),
+        ...     steps=100,
+        ...     global_batch=4,
+        ... )
+        >>> recipe.name
+        'line'
+    """
+
+    name: str
+    data: Callable[[], DataSets]
+    init: Callable[[jax.Array], Any]
+    loss: Callable[..., Any]
+    metrics: Callable[..., dict[str, jax.Array]]
+    optimizer: Callable[..., optax.GradientTransformation]
+    steps: int
+    global_batch: int
+    predict: Callable[..., jax.Array] | None = None
+    distort: Callable[[Any, np.random.Generator], Any] | None = None
+    augment: Callable[[Any, jax.Array], Any] | None = None
+    model_state: Callable[[], Any] | None = None
+    ema_decay: float | Callable[[jax.Array], Any] | None = None
+    download: Callable[[Any], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def make_optimizer(self, steps: int, *, steps_per_epoch: float) -> optax.GradientTransformation:
+        """Makes the optimizer of a run.
+
+        Args:
+            steps: updates of the whole run.
+            steps_per_epoch: updates in which every example is seen once.
+
+        Returns:
+            What `optimizer` makes of as much of this as it takes.
+        """
+        by_epoch = takes(self.optimizer, "steps_per_epoch")
+        return self.optimizer(steps, **({"steps_per_epoch": steps_per_epoch} if by_epoch else {}))
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function of a recipe takes an extra, as a keyword-only argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+        return False
+    return name in parameters and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY

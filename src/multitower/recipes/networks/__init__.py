@@ -1,0 +1,1 @@
+"""The networks of the recipes in plain JAX: a tree of parameters and a function of it."""

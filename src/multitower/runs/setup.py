@@ -1,0 +1,122 @@
+"""A recipe that is set up: its trainer, its data, its first state."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from multitower.data.augmentation import augmented
+from multitower.data.batches import make_batch, make_batches
+from multitower.hardware import provenance
+from multitower.processes.together import are_several
+from multitower.recipes.definition import DataSets, Recipe, takes
+from multitower.runs.options import LARGEST_SEED, RunOptions
+from multitower.steps.state import TrainState
+from multitower.towers.placement import Placement
+from multitower.towers.rows import take_apart
+from multitower.training.trainer import Trainer
+
+# Without gradients so many batches fit where one did: fewer round trips.
+_TEST_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class RecipeJob:
+    """A recipe that is set up: its trainer, its data, and the rows of a step."""
+
+    recipe: Recipe
+    options: RunOptions
+    trainer: Trainer
+    data: DataSets
+    global_batch: int
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, options: RunOptions, directory: Path | None, keep_best: bool = True
+    ) -> "RecipeJob":
+        """Sets a recipe up; `directory` is where its trainer saves, None for nowhere."""
+        steps = options.steps or recipe.steps
+        global_batch = options.global_batch or recipe.global_batch
+        data = recipe.data()
+        num_examples = take_apart(data.train, 0, name="data").num_rows
+        trainer = Trainer(
+            recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
+            recipe.make_optimizer(steps, steps_per_epoch=num_examples / global_batch),
+            run_dir=directory,
+            devices=options.devices,
+            towers=options.towers,
+            global_batch=global_batch,
+            ema_decay=recipe.ema_decay,
+            checkpoint_every=options.checkpoint_every,
+            keep_best=options.keep_best if keep_best else None,
+            shard_update=options.shard_update,
+            best="min" if options.best == "min" else "max",
+        )
+        return cls(recipe, options, trainer, data, global_batch)
+
+    def batches(self, first: int) -> Iterator[Any]:
+        """The training batches from number `first` on."""
+        return make_batches(
+            self.data.train,
+            global_batch=self.global_batch,
+            first=first,
+            lazy=are_several(),
+            **self._order(),
+        )
+
+    def first_batch(self, num_rows: int) -> Any:
+        """The first rows of the first batch."""
+        return make_batch(self.data.train, global_batch=num_rows, step=0, **self._order())
+
+    def _order(self) -> dict[str, Any]:
+        keyed = self.recipe.augment is not None
+        return {"seed": self.options.seed, "distort": self.recipe.distort, "keyed": keyed}
+
+    def first_state(self) -> dict[str, Any]:
+        """What a run begins with."""
+        recipe, key = self.recipe, jax.random.key(self.options.seed)
+        # No key that `init` gets by splitting is this one: no split has so many parts.
+        rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
+        model_state = None if recipe.model_state is None else recipe.model_state()
+        return {"params": recipe.init(key), "model_state": model_state, "rng": rng}
+
+    def test(self, state: TrainState) -> dict[str, float]:
+        """Scores a state on the test set."""
+        return self.trainer.evaluate(
+            self.recipe.metrics,
+            state,
+            self.data.test,
+            global_batch=_TEST_BATCHES * self.global_batch,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What a result says of the run that does not come out of it."""
+        placement = self.trainer.step.placement
+        facts: dict[str, Any] = {
+            "recipe": self.recipe.name,
+            "options": dict(self.recipe.options),
+            "seed": self.options.seed,
+            "batch_size": self.global_batch,
+            "towers": placement.num_towers,
+            "devices": len(placement.devices),
+            "placement": placement_by_name(placement),
+            "same_bits": self.options.towers is not None,
+            "versions": provenance.versions(),
+            "host": provenance.host(placement.devices[0]),
+        }
+        if are_several():
+            facts["processes"] = jax.process_count()
+        if (best := self.trainer.best) is not None:
+            step, scores = best
+            facts["best"] = {"step": step, **scores}
+        return facts
+
+
+def placement_by_name(placement: Placement) -> dict[str, list[int]]:
+    """The towers of each device."""
+    return {
+        f"{device.platform}:{device.id}": list(towers)
+        for device, towers in zip(placement.devices, placement.towers_on, strict=True)
+    }

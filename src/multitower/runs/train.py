@@ -1,0 +1,167 @@
+"""One run of a recipe: train, score on the test set, and say what came out."""
+
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from multitower.processes.together import is_first, of_first
+from multitower.recipes.definition import Recipe
+from multitower.runs.directory import EVENTS, METRICS, write_result
+from multitower.runs.options import RunOptions
+from multitower.runs.report import write_report
+from multitower.runs.samples import sample_inputs, sample_predictions
+from multitower.runs.setup import RecipeJob, placement_by_name
+from multitower.steps.fingerprint import fingerprint
+from multitower.steps.state import TrainState
+from multitower.towers.rows import take_apart
+from multitower.training.observe import EventFiles, MetricsFile
+from multitower.training.progress import Hook, Progress
+
+__all__ = ["RunOptions", "run", "score"]
+
+
+def run(
+    recipe: Recipe,
+    options: RunOptions,
+    watch: Hook = lambda progress: None,
+    *,
+    directory: Path | None = None,
+    resume: bool = False,
+    allow_previous: bool = False,
+) -> dict[str, Any]:
+    """Trains a recipe and scores it on its test set.
+
+    Args:
+        recipe: what to train.
+        options: where, how long, from which seed.
+        watch: called after every step, one step late, so that the devices are never kept waiting,
+            and after every test phase but the last.
+        directory: where to keep checkpoints, `metrics.jsonl` and TensorBoard's `events`, and to
+            write `result.json` and `report.html` at the end; None for none of them.
+        resume: go on from the newest checkpoint there, if there is one.
+        allow_previous: when that one is damaged, go on from the one before.
+
+    Returns:
+        What goes to `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps`,
+        `batch_size` (rows of one step over all towers); `test_loss`, `test_accuracy` and so on,
+        the recipe's metrics over all test examples; `fingerprint` of the whole training state;
+        `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
+        fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
+        first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
+        `versions` and `host`; of several processes `processes`, how many; with `keep_best`,
+        `best`: the step and the scores of the best state.
+
+    Raises:
+        NonFiniteError: the loss or a parameter is no longer finite.
+        Interrupted: SIGTERM or SIGINT came; the step was finished and, with a directory, saved.
+        MultitowerError: what `Trainer.fit` and `Trainer.evaluate` raise.
+
+    Example:
+        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.runs.train import RunOptions, run
+        >>> result = run(find_recipe("digits"), RunOptions(steps=2, global_batch=16, devices=2))
+        >>> result["steps"], result["towers"], 0 <= result["test_accuracy"] <= 1
+        (2, 2, True)
+    """
+    began = time.perf_counter()
+    job = RecipeJob.of(recipe, options, directory)
+    steps = options.steps or recipe.steps
+    rate: float | None = None
+    tested: dict[int, dict[str, float]] = {}
+
+    def note(progress: Progress) -> None:
+        nonlocal rate
+        if progress.phase == "train":
+            rate = progress.examples_per_s
+        if progress.phase == "train" or progress.step < steps:
+            watch(progress)
+
+    def test(state: TrainState) -> None:
+        tested[int(state.step)] = job.test(state)
+
+    with _observers(directory, job, resume) as observers:
+        job.trainer.hooks.extend([note, *observers])
+        state = job.trainer.fit(
+            batches=job.batches,
+            steps=steps,
+            resume=resume,
+            allow_previous=allow_previous,
+            evaluate=test,
+            evaluate_every=options.evaluate_every,
+            **job.first_state(),
+        )
+        if steps not in tested:
+            test(state)
+    result = {
+        **job.facts(),
+        "steps": steps,
+        **{f"test_{name}": value for name, value in tested[steps].items()},
+        "fingerprint": fingerprint(state),
+        "examples_per_s": rate,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    if directory is not None and is_first():
+        write_result(directory, result)
+        config = {"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)}
+        samples = sample_predictions(recipe, state, job.data.test)
+        write_report(
+            directory,
+            config=config,
+            result=result,
+            placement=list(placement_by_name(job.trainer.step.placement).items()),
+            samples=samples,
+        )
+    of_first(0)  # nobody leaves, and is missed by the others, before all is written
+    return result
+
+
+def score(
+    recipe: Recipe, options: RunOptions, directory: Path, *, best: bool = False
+) -> dict[str, Any]:
+    """Scores the newest checkpoint of a run on the recipe's test set, once more or elsewhere.
+
+    Args:
+        recipe: of the run.
+        options: of the run; `devices` may be others.
+        directory: of the run.
+        best: score the best state that the run has kept instead.
+
+    Returns:
+        `recipe`, `step` (updates made), `test_loss` and so on, `fingerprint` of the state, and
+        `examples`, how many were counted.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        MultitowerError: what `Trainer.evaluate` raises.
+    """
+    job = RecipeJob.of(recipe, options, directory, keep_best=False)
+    state = job.trainer.restore(**job.first_state(), best=best)
+    return {
+        "recipe": recipe.name,
+        "step": int(state.step),
+        **{f"test_{name}": value for name, value in job.test(state).items()},
+        "fingerprint": fingerprint(state),
+        "examples": take_apart(job.data.test, 0, name="data").num_rows,
+    }
+
+
+@contextmanager
+def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generator[list[Hook]]:
+    """What writes down what the run reports."""
+    if directory is None or not is_first():  # of several processes one writes
+        yield []
+        return
+    options = {**job.recipe.options, **asdict(job.options)}
+    text = json.dumps({"recipe": job.recipe.name, **options}, indent=2)
+    with (
+        MetricsFile(directory / METRICS) as lines,
+        EventFiles(directory / EVENTS, {"configuration": f"```\n{text}\n```"}) as events,
+    ):
+        images = None if resume else sample_inputs(job.recipe, job.first_batch)
+        if images is not None:
+            events.add_images("inputs", images, 0)
+        yield [lines, events]

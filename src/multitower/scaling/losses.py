@@ -1,0 +1,76 @@
+"""The loss curve on every number of devices: a faster run of something else is no gain."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_RELATIVE = 1e-3
+_ABSOLUTE = 1e-6  # a loss this near to zero is all rounding
+# Rounding grows from step to step, in the end as large as the loss: only the first ones say much.
+_FEW_STEPS = 10
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """What came out.
+
+    Attributes:
+        same: whether all curves are the same; None if they were not compared.
+        rule: what "the same" means; or why nothing was compared.
+        steps: how many steps were compared.
+        largest_difference: relative, over all that was compared; None if nothing was.
+        differences: a sentence for each curve that differs, about its first step that does.
+    """
+
+    same: bool | None
+    rule: str
+    steps: int
+    largest_difference: float | None
+    differences: tuple[str, ...]
+
+
+def compare_losses(curves: Mapping[int, Sequence[float]], *, exact: bool) -> LossCheck:
+    """Compares the losses of the same steps on several numbers of devices with those on the fewest.
+
+    Args:
+        curves: for each number of devices, the loss of every step.
+        exact: whether all bits must agree; otherwise the first 10 steps, to 0.1 percent.
+
+    Returns:
+        Whether they agree, and where not.
+
+    Example:
+        >>> from multitower.scaling.losses import compare_losses
+        >>> check = compare_losses({1: [0.7, 0.6], 2: [0.7, 0.5]}, exact=False)
+        >>> print(check.differences[0])
+        step 2: the loss is 0.6 on 1 device and 0.5 on 2 devices
+    """
+    if len(curves) < 2:
+        return LossCheck(None, "one number of devices: there is nothing to compare", 0, None, ())
+    fewest = min(curves)
+    steps = len(curves[fewest]) if exact else min(_FEW_STEPS, len(curves[fewest]))
+    largest = 0.0
+    differences: list[str] = []
+    for count, curve in curves.items():
+        pairs = list(zip(curves[fewest][:steps], curve[:steps], strict=True))
+        largest = max(largest, *(_relative(a, b) for a, b in pairs))
+        found = next((i for i, pair in enumerate(pairs) if not _agree(*pair, exact=exact)), None)
+        if found is not None:
+            a, b = pairs[found]
+            differences.append(
+                f"step {found + 1}: the loss is {a!r} on {_devices(fewest)} and {b!r} on "
+                f"{_devices(count)}"
+            )
+    rule = "the same bits" if exact else f"within rounding ({_RELATIVE:g} of the loss)"
+    return LossCheck(not differences, rule, steps, largest, tuple(differences))
+
+
+def _agree(a: float, b: float, *, exact: bool) -> bool:
+    return a == b if exact else abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + _ABSOLUTE
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'' if count == 1 else 's'}"

@@ -1,0 +1,233 @@
+"""scaling: what more devices give, everything else equal; and is the result still the same?
+
+The numbers of devices take turns in short blocks, in an order that rotates, because the speed of a
+machine drifts. What is compared are ratios within one round of turns.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from multitower.errors import DeviceError, RunError
+from multitower.recipes.definition import Recipe, takes
+from multitower.runs.options import RunOptions
+from multitower.scaling.fit import check_enough, fit_step_times, held_out
+from multitower.scaling.losses import LossCheck, compare_losses
+from multitower.scaling.run import LEAD_STEPS, ScalingRun
+
+STRONG, WEAK = "strong", "weak"
+
+_Key = tuple[int, int]  # devices, rows of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions:
+    """How to measure.
+
+    Attributes:
+        kinds: `"strong"`, the global batch is fixed, and `"weak"`, the tower batch is; by default
+            both, or strong alone with a fixed number of towers.
+        steps: measured steps of one turn.
+        rounds: turns of each number of devices, after one that compiles.
+        predict: predict the step time on so many devices; None for none.
+
+    Raises:
+        RunError: a number below 1.
+    """
+
+    kinds: tuple[str, ...] = ()
+    steps: int = 10
+    rounds: int = 7
+    predict: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rounds", "predict"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RunError(f"{name}={value}: it must be 1 or more.")
+
+    def kinds_on(self, devices: Sequence[int], towers: int | None) -> tuple[str, ...]:
+        """What is to be measured on these numbers of devices.
+
+        Raises:
+            DeviceError: fewer towers than devices.
+            RunError: weak scaling with a fixed number of towers, or too few points to predict.
+        """
+        if towers is not None and WEAK in self.kinds:
+            raise RunError(
+                f"weak scaling with {towers} towers: with a fixed number of towers the program is "
+                "the same on any number of devices, so that no more rows can come with more "
+                "devices. Leave --towers out for weak scaling, or say --strong."
+            )
+        if towers is not None and towers < max(devices):
+            raise DeviceError(
+                f"{towers} towers cannot fill {max(devices)} devices: use at most {towers} "
+                f"devices, or --towers {max(devices)}."
+            )
+        kinds = self.kinds or ((STRONG, WEAK) if towers is None else (STRONG,))
+        if self.predict is not None:
+            check_enough(len(set(devices)) if STRONG in kinds else 0)
+        return kinds
+
+
+def scale(
+    recipe: Recipe,
+    options: RunOptions,
+    devices: Sequence[int],
+    how: ScalingOptions | None = None,
+) -> dict[str, Any]:
+    """Measures a recipe's steps on several numbers of devices.
+
+    Args:
+        recipe: what to train.
+        options: of the runs; with `towers` the mode that gives the same bits is measured, and else
+            the fast one. `global_batch` is that of strong scaling, and of the fewest devices.
+        devices: how many, for each run.
+        how: what is measured, and how often.
+
+    Returns:
+        What goes to `scale.json`: `strong` and `weak`, lists with one entry per number of devices
+        or None; `losses`, whether the loss curve is the same on all of them; `prediction` or None;
+        `simulated`, whether the devices share the cores of one machine, so that no speed-up can be
+        read off; and what was measured, with which software, on which machine. An entry has
+        `devices`, `batch_size` (rows of a step), `step_s` (median and quartiles over the rounds,
+        and `turns`), `examples_per_s`; `speedup` of the examples per second against the fewest
+        devices and `efficiency`, its share of the ideal (medians and quartiles of the ratios within
+        a round); `recompilations` in measured turns; `memory` and `split`, as `PeakMemory` and
+        `measure_split`. What is not known is None.
+
+    Raises:
+        DeviceError: fewer towers than devices.
+        RunError: weak scaling with a fixed number of towers, or too few points for a prediction.
+        MultitowerError: what the recipe's steps raise.
+
+    Example:
+        >>> from multitower.recipes.catalog import find_recipe
+        >>> from multitower.runs.options import RunOptions
+        >>> from multitower.scaling.measure import ScalingOptions, scale
+        >>> how = ScalingOptions(kinds=("strong",), steps=1, rounds=1)
+        >>> found = scale(find_recipe("digits"), RunOptions(global_batch=16), [1], how)
+        >>> found["strong"][0]["devices"], found["strong"][0]["recompilations"]
+        (1, 0)
+    """
+    how = how or ScalingOptions()
+    counts = sorted(set(devices))
+    kinds = how.kinds_on(counts, options.towers)
+    batch = options.global_batch or recipe.global_batch
+    keys = {
+        kind: [(count, _rows(kind, batch, count, counts[0])) for count in counts] for kind in kinds
+    }
+    runs = _measure(recipe, options, sorted({key for many in keys.values() for key in many}), how)
+    splits = {key: run.split(how.steps) for key, run in runs.items()}
+    tables = {
+        kind: [_entry(runs, key, many[0], splits[key]) for key in many]
+        for kind, many in keys.items()
+    }
+    curves = {key[0]: runs[key].losses for key in keys.get(STRONG, [])}
+    facts = next(iter(runs.values())).facts()
+    return {
+        **{name: facts[name] for name in ("recipe", "options", "seed", "versions", "host")},
+        "devices": counts,
+        "towers": options.towers,
+        "shard_update": options.shard_update,
+        "batch_size": batch,
+        "steps": how.steps,
+        "lead_steps": LEAD_STEPS,
+        "rounds": how.rounds,
+        "simulated": facts["host"]["platform"] == "cpu" and counts[-1] > 1,
+        STRONG: tables.get(STRONG),
+        WEAK: tables.get(WEAK),
+        "losses": asdict(_check_losses(recipe, options, curves)),
+        "prediction": _predict(tables.get(STRONG, []), how.predict),
+    }
+
+
+def _rows(kind: str, batch: int, count: int, fewest: int) -> int:
+    """Rows of a step: in weak scaling as many more as there are more devices."""
+    return batch if kind == STRONG or count == fewest else -(-batch // fewest) * count
+
+
+def _measure(
+    recipe: Recipe, options: RunOptions, keys: Sequence[_Key], how: ScalingOptions
+) -> dict[_Key, ScalingRun]:
+    """Lets all runs take turns."""
+    recipe = replace(recipe, data=functools.cache(recipe.data))  # read once for all runs
+    # The optimizer's schedules end where the measurement does.
+    options = replace(options, steps=(how.rounds + 1) * (LEAD_STEPS + how.steps))
+    runs: dict[_Key, ScalingRun] = {}
+    # The most devices first: each of them holds the least, so that more is seen of the next one's
+    # peak of memory.
+    for count, rows in reversed(keys):
+        run = ScalingRun(recipe, replace(options, devices=count, global_batch=rows))
+        run.warm_up(how.steps)
+        runs[count, rows] = run
+    for number in range(how.rounds):
+        turn = number % len(keys)
+        for key in [*keys[turn:], *keys[:turn]]:
+            runs[key].take_turn(how.steps)
+    return runs
+
+
+def _entry(
+    runs: Mapping[_Key, ScalingRun], key: _Key, base: _Key, split: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One line of a table, against the run on the fewest devices."""
+    run = runs[key]
+    assert run.peak is not None
+    times = _quartiles(run.turns_s)
+    rate, base_rate = (one[1] / np.array(runs[one].turns_s) for one in (key, base))
+    speedups = rate / base_rate
+    return {
+        "devices": key[0],
+        "batch_size": key[1],
+        "step_s": {**times, "turns": run.turns_s},
+        "examples_per_s": key[1] / times["median"],
+        "speedup": _quartiles(speedups),
+        "efficiency": _quartiles(speedups * base[0] / key[0]),
+        "recompilations": run.num_recompilations,
+        "memory": {
+            "peak_bytes": run.peak.largest_bytes(),
+            "per_device_bytes": list(run.peak.per_device_bytes),
+            "source": run.peak.source,
+        },
+        "split": dict(split),
+    }
+
+
+def _quartiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
+    low, middle, high = (float(one) for one in np.percentile(values, [25, 50, 75]))
+    return {"median": middle, "lower_quartile": low, "upper_quartile": high}
+
+
+def _check_losses(
+    recipe: Recipe, options: RunOptions, curves: Mapping[int, Sequence[float]]
+) -> LossCheck:
+    reason = None
+    if not curves:
+        reason = "weak scaling trains on other batches with every number of devices"
+    elif options.towers is None and takes(recipe.loss, "rng"):
+        reason = "the loss draws random numbers, other ones in each tower; --towers T fixes them"
+    elif options.towers is None and recipe.model_state is not None:
+        reason = "the model state depends on the rows of each tower; --towers T fixes them"
+    if reason is not None:
+        return LossCheck(None, reason, 0, None, ())
+    return compare_losses(curves, exact=options.towers is not None)
+
+
+def _predict(strong: Sequence[Mapping[str, Any]], count: int | None) -> dict[str, Any] | None:
+    """What the measured points say of another number of devices."""
+    if count is None:
+        return None
+    measured = {entry["devices"]: entry["step_s"]["median"] for entry in strong}
+    fit = fit_step_times(measured)
+    fewest = min(measured)
+    return {
+        "devices": count,
+        "step_s": fit.step_s(count),
+        "speedup": measured[fewest] / fit.step_s(count),
+        "fit": fit._asdict(),
+        "held_out": [one._asdict() for one in held_out(measured)],
+    }

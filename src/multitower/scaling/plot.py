@@ -1,0 +1,94 @@
+"""The speed-up and the efficiency against the number of devices, as a picture."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
+    FixedLocator,
+    FormatStrFormatter,
+    NullLocator,
+    PercentFormatter,
+    ScalarFormatter,
+)
+
+# Colours that colour-blind people tell apart, and marks for those who see none.
+_STYLES = {
+    "strong": {"color": "#1f5fc4", "marker": "o", "label": "strong (global batch fixed)"},
+    "weak": {"color": "#b8500b", "marker": "s", "label": "weak (tower batch fixed)"},
+}
+
+
+def plot_scaling(result: Mapping[str, Any]) -> bytes:
+    """Draws a scaling measurement; the bars are quartiles.
+
+    Args:
+        result: of `multitower.scaling.measure.scale`.
+
+    Returns:
+        A PNG file.
+    """
+    figure = Figure(figsize=(9.6, 4.4), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)  # no display, and no state outside of this function
+    left, right = figure.subplots(1, 2)
+    counts: list[int] = result["devices"]
+    for kind, style in _STYLES.items():
+        if result[kind]:
+            _draw(left, result[kind], "speedup", style)
+            _draw(right, result[kind], "efficiency", style)
+    ideal = {"color": "#6b7078", "linestyle": "--", "linewidth": 1.2, "zorder": 1}
+    left.plot(counts, [count / counts[0] for count in counts], label="ideal", **ideal)
+    right.plot(counts, [1.0 for _ in counts], label="ideal", **ideal)
+    against = f"{counts[0]} device{'' if counts[0] == 1 else 's'}"
+    left.set_title(f"examples/s, against {against}", fontsize=12)
+    right.set_title("efficiency, share of the ideal", fontsize=12)
+    right.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axes in (left, right):
+        _dress(axes, counts)
+    left.set_yscale("log", base=2)  # so that the ideal is a straight line
+    left.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    right.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=11)
+    figure.suptitle(_title(result), fontsize=13, fontweight="bold")
+    file = io.BytesIO()
+    canvas.print_png(file, metadata={"Software": None})
+    return file.getvalue()
+
+
+def _draw(
+    axes: Axes, entries: Sequence[Mapping[str, Any]], name: str, style: Mapping[str, Any]
+) -> None:
+    middle = [entry[name]["median"] for entry in entries]
+    below = [entry[name]["median"] - entry[name]["lower_quartile"] for entry in entries]
+    above = [entry[name]["upper_quartile"] - entry[name]["median"] for entry in entries]
+    axes.errorbar(
+        [entry["devices"] for entry in entries],
+        middle,
+        yerr=(below, above),
+        linewidth=2,
+        markersize=7,
+        capsize=4,
+        **style,
+    )
+
+
+def _dress(axes: Axes, counts: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(list(counts)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("devices", fontsize=12)
+    axes.tick_params(labelsize=11)
+    axes.grid(axis="y", color="#e0e0db")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    mode = "" if result["towers"] is None else f", {result['towers']} towers"
+    if result["simulated"]:
+        return f"{result['recipe']}{mode}: simulated devices: no speed-up can be read off"
+    return f"{result['recipe']}{mode} on {result['host']['device_kind']}"

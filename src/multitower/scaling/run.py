@@ -1,0 +1,116 @@
+"""One number of devices in a scaling measurement: a training that goes on in turns."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.errors import NonFiniteError
+from multitower.hardware.compilations import counted_compilations
+from multitower.hardware.devices import devices
+from multitower.hardware.memory import MemoryWatch, PeakMemory
+from multitower.recipes.definition import Recipe
+from multitower.runs.options import RunOptions
+from multitower.runs.setup import RecipeJob
+from multitower.scaling.step_split import measure_split
+from multitower.towers.feeding import prefetch
+
+# The first steps of a turn are not counted: the pipeline of batches made ahead is filled, and what
+# the others have left in the caches goes.
+LEAD_STEPS = 3
+
+
+class ScalingRun:
+    """A training of a recipe that stands still while others have their turn.
+
+    It goes on as `Trainer.fit` does: batches are made ahead by a thread, and the loss is read one
+    step late, so that the devices always have work.
+
+    Args:
+        recipe: what to train.
+        options: of the run, with the number of devices.
+
+    Attributes:
+        losses: of all steps so far.
+        turns_s: the time of a step in each measured turn.
+        num_recompilations: programs that were compiled in measured turns.
+        peak: the memory that the first turn took.
+    """
+
+    def __init__(self, recipe: Recipe, options: RunOptions) -> None:
+        assert options.devices is not None
+        self._memory = MemoryWatch(devices(options.devices))
+        self._job = RecipeJob.of(recipe, options, None, keep_best=False)
+        self._where: dict[str, Any] = {
+            "devices": options.devices,
+            "towers": options.towers,
+            "global_batch": self._job.global_batch,
+        }
+        self._state = self._job.trainer.step.init(**self._job.first_state())
+        self.losses: list[float] = []
+        self.turns_s: list[float] = []
+        self.num_recompilations = 0
+        self.peak: PeakMemory | None = None
+
+    def warm_up(self, num_steps: int) -> None:
+        """Makes a turn that is not measured: it compiles."""
+        self._train(LEAD_STEPS + num_steps, self._memory.look)
+        self.peak = self._memory.peak()
+
+    def take_turn(self, num_steps: int) -> None:
+        """Makes a turn, and measures the last `num_steps` steps of it."""
+        with counted_compilations() as compiled:
+            ends = self._train(LEAD_STEPS + num_steps, lambda: None)
+        self.num_recompilations += len(compiled)
+        self.turns_s.append((ends[-1] - ends[LEAD_STEPS - 1]) / num_steps)
+
+    def split(self, num_steps: int) -> dict[str, float | None]:
+        """Where the time of a step goes; the steps made for it leave no losses."""
+        self._state, parts = measure_split(
+            self._job.trainer.step,
+            self._state,
+            self._job.batches(len(self.losses)),
+            where=self._where,
+            num_steps=num_steps,
+        )
+        return parts
+
+    def facts(self) -> dict[str, Any]:
+        """The recipe, the software and the machine."""
+        return self._job.facts()
+
+    def _train(self, num_steps: int, look: Callable[[], None]) -> list[float]:
+        """Makes steps; returns when each was seen to be over."""
+        ends: list[float] = []
+
+        def read(metrics: dict[str, jax.Array]) -> None:
+            self.losses.append(_finite(metrics["loss"], len(self.losses) + 1))
+            ends.append(time.perf_counter())
+
+        waiting: dict[str, jax.Array] | None = None
+        batches = islice(self._job.batches(len(self.losses)), num_steps)
+        with closing(prefetch(batches, **self._where)) as ahead:
+            for batch in ahead:
+                self._state, metrics = self._job.trainer.step(self._state, batch)
+                if waiting is not None:
+                    read(waiting)
+                look()
+                waiting = metrics
+        assert waiting is not None
+        read(waiting)
+        return ends
+
+
+def _finite(loss: jax.Array, step: int) -> float:
+    value = float(np.asarray(loss))  # host-device sync
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"step {step}: the loss is {value}. A scaling measurement is a training that works: "
+            "lower the learning rate, or make fewer steps."
+        )
+    return value

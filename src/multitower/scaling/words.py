@@ -1,0 +1,196 @@
+"""A scaling measurement as tables and sentences, for the terminal and for a page."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from multitower.hardware.memory import ARRAYS
+from multitower.runs.report_page.wording import ABSENT, counted, number
+
+_TITLES = {"strong": "Strong scaling", "weak": "Weak scaling"}
+_SPEED_HEADS = (
+    "devices",
+    "examples a step",
+    "ms a step",
+    "examples/s",
+    "speed-up",
+    "efficiency",
+    "recompiled",
+)
+_PARTS = {
+    "input_s": "input",
+    "host_s": "host",
+    "step_s": "step",
+    "tower_programs_s": "tower programs",
+    "reduction_s": "reduction",
+    "update_s": "update",
+}
+
+
+class Table(NamedTuple):
+    """A table of words.
+
+    Attributes:
+        title: of the table.
+        heads: of its columns.
+        rows: its cells; the first one of a row is its heading.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def speed_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Shows how fast a step is on every number of devices, for each kind of scaling.
+
+    Args:
+        result: of `multitower.scaling.measure.scale`.
+
+    Returns:
+        One table for each kind that was measured.
+    """
+    return [
+        Table(
+            _title(kind, result),
+            (*_SPEED_HEADS, _memory_head(result[kind])),
+            [_speed_row(entry) for entry in result[kind]],
+        )
+        for kind in _TITLES
+        if result[kind]
+    ]
+
+
+def split_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Shows where the time of a step goes, in milliseconds; as `speed_tables`."""
+    heads = ("devices", *_PARTS.values())
+    return [
+        Table(
+            f"{_TITLES[kind]}: ms in the parts of a step, seen one by one",
+            heads,
+            [
+                (str(entry["devices"]), *(_ms(entry["split"][part]) for part in _PARTS))
+                for entry in result[kind]
+            ],
+        )
+        for kind in _TITLES
+        if result[kind]
+    ]
+
+
+def split_in_words(result: Mapping[str, Any]) -> str:
+    """Says what the parts of a step are."""
+    text = (
+        "input: a batch is made on the host and copied to the devices (a training does that ahead "
+        "of need); host: until step() returns, and on CPUs small programs may run inside it; step: "
+        "until all devices are done."
+    )
+    if result["towers"] is None:
+        return f"{text} Without --towers a step is one program; with --towers T its parts are seen."
+    return f"{text} Tower programs, reduction and update are waited for, which makes them longer."
+
+
+def caution(result: Mapping[str, Any]) -> str | None:
+    """Says that no speed-up can be read off simulated devices; None where one can.
+
+    Example:
+        >>> from multitower.scaling.words import caution
+        >>> print(caution({"simulated": True, "host": {"cpu_cores": 2}}))
+        Simulated devices: no speed-up can be read off, as they share the 2 cores of one machine.
+    """
+    if not result["simulated"]:
+        return None
+    cores = result["host"].get("cpu_cores")
+    shared = f"the {counted(int(cores), 'core')}" if cores else "the cores"
+    return f"Simulated devices: no speed-up can be read off, as they share {shared} of one machine."
+
+
+def losses_in_words(result: Mapping[str, Any]) -> str:
+    """Says whether the loss curve is the same on every number of devices."""
+    check = result["losses"]
+    if check["same"] is None:
+        return f"Loss curves were not compared: {check['rule']}."
+    if not check["same"]:
+        return f"Loss curves DIFFER, and should be equal, {check['rule']}."
+    counts = ", ".join(map(str, result["devices"]))
+    largest = check["largest_difference"]
+    seen = f" (the largest difference is {largest:.1e})" if largest else ""
+    return (
+        f"The loss curve is the same on {counts} devices, {check['rule']}, over "
+        f"{counted(check['steps'], 'step')}{seen}."
+    )
+
+
+def prediction_in_words(result: Mapping[str, Any]) -> str | None:
+    """Says what the fit predicts, and how far off it was on points that it had not seen."""
+    prediction = result["prediction"]
+    if prediction is None:
+        return None
+    fit = prediction["fit"]
+    told = [_held_out(one) for one in prediction["held_out"]]
+    of = "simulated device" if result["simulated"] else "device"
+    return (
+        f"{counted(prediction['devices'], of)} would take {_ms(prediction['step_s'])} ms a step, "
+        f"speed-up {prediction['speedup']:.2f}, by a fit of compute {_ms(fit['compute_s'])} ms / D "
+        f"+ transfer {_ms(fit['transfer_s'])} ms * 2 (D - 1) / D + latency "
+        f"{_ms(fit['latency_s'])} ms * ({fit['rounds']}). "
+        f"Each point predicted from the others: {'; '.join(told)}."
+    )
+
+
+def _held_out(one: Mapping[str, Any]) -> str:
+    return (
+        f"{counted(one['devices'], 'device')} {_ms(one['predicted_s'])} ms instead of "
+        f"{_ms(one['measured_s'])} ms ({100 * one['error']:+.0f} %)"
+    )
+
+
+def _title(kind: str, result: Mapping[str, Any]) -> str:
+    entries: Sequence[Mapping[str, Any]] = result[kind]
+    if kind == "weak":
+        each = entries[0]["batch_size"] / entries[0]["devices"]
+        return f"{_TITLES[kind]}: {number(each)} examples a step on every device"
+    towers = result["towers"]
+    mode = "one tower per device" if towers is None else f"the same {counted(towers, 'tower')}"
+    sharded = ", update sharded" if result["shard_update"] else ""
+    each = counted(entries[0]["batch_size"], "example")
+    return f"{_TITLES[kind]}: {each} a step, {mode}{sharded}"
+
+
+def _speed_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(entry["devices"]),
+        f"{entry['batch_size']:,}",
+        _spread({name: 1e3 * entry["step_s"][name] for name in entry["speedup"]}, "{:.4g}"),
+        number(round(entry["examples_per_s"], 1)),
+        _spread(entry["speedup"], "{:.2f}"),
+        f"{100 * entry['efficiency']['median']:.0f} %",
+        str(entry["recompilations"]),
+        _memory(entry["memory"]),
+    )
+
+
+def _spread(values: Mapping[str, float], form: str) -> str:
+    """Median and quartiles."""
+    low, high = form.format(values["lower_quartile"]), form.format(values["upper_quartile"])
+    return f"{form.format(values['median'])} ({low} to {high})"
+
+
+def _memory_head(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Arrays are not all: programs need memory, too."""
+    arrays = any(entry["memory"]["source"] == ARRAYS for entry in entries)
+    return "peak of arrays" if arrays else "peak memory"
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Of the device that held the most."""
+    size = memory["peak_bytes"]
+    if size is None:
+        return ABSENT
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"
+
+
+def _ms(seconds: float | None) -> str:
+    return ABSENT if seconds is None else f"{1e3 * seconds:.3g}"

@@ -1,0 +1,64 @@
+"""The leaves of a training state by name: to the host, and back into a state of the same kind."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import CheckpointError
+from multitower.steps.state import TrainState
+from multitower.towers.rows import is_key
+
+
+def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
+    """The leaves of a state with their paths, in canonical order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+
+
+def on_host(leaf: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copies a leaf to the host; of a typed key its data."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
+    return np.array(data.addressable_shards[0].data, copy=True)
+
+
+def leaf_like(leaf: np.ndarray[Any, Any], old: Any) -> Any:
+    """Makes of a leaf on the host what `old` is: an array there or on a device, or a typed key."""
+    if isinstance(old, np.ndarray):
+        return leaf
+    if is_key(old):
+        return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
+    return jnp.asarray(leaf)
+
+
+def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], where: str) -> None:
+    """Refuses a checkpoint whose leaves are not those of the state to fill.
+
+    Args:
+        written: for each name the dtype's name and the shape.
+        named: the leaves of the state.
+        where: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: a leaf is missing, of another dtype or of another shape.
+    """
+    wanted = dict(named)
+    for name in [*wanted, *written]:
+        if name not in wanted or name not in written:
+            holder = "the model" if name in wanted else "the checkpoint"
+            raise CheckpointError(
+                f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
+                "optimizer. Resume with the ones that it was made with."
+            )
+        leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
+        dtype, shape = written[name]
+        if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
+            raise CheckpointError(
+                f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
+                f"{leaf.dtype.name}{list(leaf.shape)} in the model: it was saved with another one."
+            )

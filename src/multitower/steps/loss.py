@@ -1,0 +1,142 @@
+"""The loss of a training step: which extras it takes, and what it returns."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import ArgumentError, OutputError
+from multitower.functions.outputs import check_metrics
+from multitower.models.modules import Model
+from multitower.towers.rows import is_key
+
+
+class LossOutput(NamedTuple):
+    """A loss function's result, with nothing left out."""
+
+    loss: Any
+    metrics: Any
+    model_state: Any
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """A user's loss, called with what it asks for.
+
+    Attributes:
+        fn: `fn(params, batch)`, optionally with keyword-only `rng` and `model_state`.
+        takes_rng: it wants the tower's key.
+        takes_model_state: it wants the model state, and returns a new one.
+        model: how to make the module that it takes, if it takes an NNX or Equinox module in place
+            of parameters; without weights and state.
+    """
+
+    fn: Callable[..., Any]
+    takes_rng: bool
+    takes_model_state: bool
+    model: Model | None = None
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> "LossFunction":
+        """Reads from the signature what the loss takes.
+
+        Raises:
+            ArgumentError: `fn` is no function.
+        """
+        if not callable(fn):
+            raise ArgumentError(
+                f"the loss is {fn!r}: train_step takes a function loss_fn(params, batch)."
+            )
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError):  # some builtins and C functions tell nothing
+            return cls(fn, takes_rng=False, takes_model_state=False)
+        names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        return cls(fn, "rng" in names, "model_state" in names)
+
+    def check_extras(self, model_state: Any, rng: Any) -> None:
+        """Refuses extras that are missing or not wanted.
+
+        Raises:
+            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+        """
+        given = {"rng": (rng, self.takes_rng), "model_state": (model_state, self.takes_model_state)}
+        examples = {"rng": "jax.random.key(0)", "model_state": "{...}"}
+        for name, (value, wanted) in given.items():
+            if wanted and value is None:
+                raise ArgumentError(
+                    f"the loss takes {name}, and init got none: "
+                    f"step.init(params, {name}={examples[name]})."
+                )
+            if value is not None and not wanted:
+                raise ArgumentError(
+                    f"init got {name}, and the loss does not take it: add it as keyword-only "
+                    f"argument, loss_fn(params, batch, *, {name})."
+                )
+        if rng is not None and not (is_key(rng) and rng.ndim == 0):
+            raise ArgumentError(
+                f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
+                "A legacy key becomes one with jax.random.wrap_key_data(key)."
+            )
+
+    def of_model(self, model: Model) -> "LossFunction":
+        """This loss for parameters that are the weights of a module."""
+        # On the host: arrays that never change become constants of the compiled programs.
+        fixed = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), model.fixed)
+        return replace(self, model=replace(model, weights=(), fixed=fixed, state=()))
+
+    @property
+    def keeps_model_state(self) -> bool:
+        """Whether the model state is the module's own, which the loss changes in place."""
+        return self.model is not None and self.model.how.changes_in_place
+
+    def build(self, params: Any, model_state: Any) -> Any:
+        """The first argument of the loss: the parameters, or a module made of them."""
+        if self.model is None:
+            return params
+        return self._model(params, model_state).build()
+
+    def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any) -> LossOutput:
+        """Calls the loss.
+
+        Raises:
+            OutputError: it returned something else than it should.
+        """
+        extras: dict[str, Any] = {}
+        if self.takes_rng:
+            extras["rng"] = rng
+        if self.takes_model_state:
+            extras["model_state"] = model_state
+        first = self.build(params, model_state)
+        output = self._complete(self.fn(first, batch, **extras), model_state)
+        if self.keeps_model_state:
+            state = self._model(params, model_state).state_after(first)
+            output = output._replace(model_state=state)
+        return output
+
+    def _model(self, params: Any, model_state: Any) -> Model:
+        assert self.model is not None
+        state = model_state if self.keeps_model_state else []
+        fixed = jax.tree.map(jnp.asarray, self.model.fixed)
+        return replace(self.model, weights=params, fixed=fixed, state=state)
+
+    def _complete(self, output: Any, model_state: Any) -> LossOutput:
+        given: list[Any] = list(output) if isinstance(output, tuple) else [output]
+        if self.takes_model_state and len(given) != 3:
+            raise OutputError(
+                f"the loss takes model_state, so it must return (loss, metrics, model_state); it "
+                f"returned {len(given)} value(s). Return {{}} for no metrics."
+            )
+        if not self.takes_model_state and len(given) not in (1, 2):
+            raise OutputError(
+                f"the loss returned {len(given)} values: return loss or (loss, metrics); to hand "
+                "on model state, take it as keyword-only argument: loss_fn(params, batch, *, "
+                "model_state)."
+            )
+        metrics = given[1] if len(given) > 1 else {}
+        check_metrics(metrics)
+        return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)

@@ -1,0 +1,97 @@
+"""One training step in either way: one program over all devices, or the same bits."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.engines import spmd
+from multitower.engines.job import Shared
+from multitower.engines.same_bits import SameBits
+from multitower.functions.calls import as_global, replicate
+from multitower.steps.job import StepParts, make_job
+from multitower.steps.state import Fields, TrainState
+from multitower.towers.placement import Placement
+from multitower.towers.rows import Parts, Split, pad_rows
+from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
+
+Metrics = dict[str, jax.Array]
+
+
+class SameBitsRunner:
+    """Steps whose bits do not depend on the number of devices."""
+
+    def __init__(
+        self, step: StepParts, split: Split, tower_rows: int, placement: Placement
+    ) -> None:
+        self._engine = SameBits(make_job(step, split, tower_rows, placement.num_towers), placement)
+        self._tower_rows = tower_rows
+        self._placement = placement
+
+    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes one update; the state is overwritten."""
+        rows = ready_or_cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
+        fields = state.parts() or replicate(state.fields(), self._placement)
+        rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
+        replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
+        finished = self._engine.run(replicas, rows).results
+        state.spend()
+        replicas = [fields for fields, _ in finished]
+        new = TrainState.of_parts(replicas, lambda each: as_global(each, self._placement), maker)
+        return new, finished[0][1]
+
+
+class FastRunner:
+    """Steps as one program over all devices, equal to one device up to rounding."""
+
+    def __init__(
+        self, step: StepParts, split: Split, tower_rows: int, placement: Placement
+    ) -> None:
+        job = make_job(step, split, tower_rows, placement.num_towers)
+        self._size = tower_rows * placement.num_towers
+        self._placement = placement
+        self._counts: dict[int, jax.Array] = {}
+
+        def run(fields: Fields, rest: Any, rows: list[Any], num_rows: jax.Array) -> Any:
+            return spmd.run(job, placement, Shared(fields, rest), rows, num_rows)[0]
+
+        self._run = jax.jit(run, donate_argnums=0)
+
+    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes one update; the state is overwritten."""
+        refuse_tower_rows(parts.rows)
+        rows = [self._whole(leaf) for leaf in parts.rows]
+        rest = copy_to(parts.shared, [self._placement.shared] * len(parts.shared))
+        num_rows = self._count(parts.num_rows)
+        fields, metrics = self._run(state.fields(), rest, rows, num_rows)
+        state.spend()
+        return TrainState(fields, maker), metrics
+
+    def _whole(self, leaf: Any) -> jax.Array:
+        """The rows filled up and split over the devices."""
+        leaf = pad_rows(leaf, self._size)
+        if isinstance(leaf, jax.Array) and leaf.sharding == self._placement.split:
+            return leaf
+        return copy_to([leaf], [self._placement.split])[0]
+
+    def _count(self, num_rows: int) -> jax.Array:
+        """A number of rows on every device, copied there once."""
+        if num_rows not in self._counts:
+            self._counts[num_rows] = copy_to([np.int32(num_rows)], [self._placement.shared])[0]
+        return self._counts[num_rows]
+
+
+def on_all_devices(fields: Fields, placement: Placement) -> Fields:
+    """Copies of a state's leaves, whole on every device; the originals are never overwritten."""
+    leaves, treedef = jax.tree.flatten(fields)
+    fresh = [_fresh(leaf) for leaf in leaves]
+    return jax.tree.unflatten(treedef, copy_to(fresh, [placement.shared] * len(fresh)))
+
+
+def _fresh(leaf: Any) -> jax.Array:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.array(jax.random.key_data(leaf), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
+    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -1,0 +1,328 @@
+"""train_step: one update of a whole training state, on all devices."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from multitower.errors import ArgumentError, BatchError, StateError
+from multitower.functions.gradient_job import check_differentiable
+from multitower.functions.outputs import refuse_ragged
+from multitower.hardware.devices import DeviceSpec
+from multitower.models.modules import is_model, take_model
+from multitower.steps.job import EmaDecay, StepParts, averaged_output, wide
+from multitower.steps.loss import LossFunction
+from multitower.steps.replicas import check_replicas
+from multitower.steps.runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
+from multitower.steps.sharded_state import ShardedState
+from multitower.steps.sharded_update import ShardedRunner
+from multitower.steps.state import Fields, TrainState
+from multitower.towers.placement import Placement, check_towers, place
+from multitower.towers.rows import Parts, is_traced, take_apart
+from multitower.towers.same_call import check_same_call
+from multitower.towers.split import TowerRows
+
+if TYPE_CHECKING:
+    import optax
+
+Runner = FastRunner | SameBitsRunner | ShardedRunner
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: "optax.GradientTransformation",
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    ema_decay: EmaDecay | None = None,
+    model_state_from: Literal["mean", "first"] = "mean",
+    global_batch: int | None = None,
+    diagnostics: bool = False,
+    skip_nonfinite: bool = False,
+    shard_update: bool = False,
+) -> "TrainStep":
+    """Makes a training step that runs on all devices and means the same as on one.
+
+    One step is: each tower computes the loss of its rows and the gradients; both are averaged over
+    all real rows; the optimizer makes one update. The equivalent one-device step is
+    `optimizer.update(jax.grad(lambda p: loss_fn(p, batch).mean())(params), ...)`.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)`, where params is what `init` was given, such as a Flax NNX
+            or Equinox module; it may also take keyword-only `rng` (this tower's key for this step)
+            and `model_state`, in which keys are other ones in every tower. It returns `loss`,
+            `(loss, metrics)`, or with model state `(loss, metrics, model_state)`. The loss has
+            shape (rows,), the better contract, or (), the mean over the rows. Metrics are a dict;
+            those with one entry per row are averaged over all real rows, other floats over towers.
+        optimizer: an optax optimizer. Its schedules count updates, whatever the devices.
+        devices: as for `multitower.devices`; all by default.
+        towers: the number of towers. With it, everything has the same bits on any number of
+            devices, from 1 to `towers`; without it there is one tower per device, as fast as
+            can be, and equal up to rounding.
+        ema_decay: keep a moving average of the parameters: a decay, or a function of the number
+            of updates made (int32, this one included) that returns it.
+        model_state_from: floats of the model state are averaged over towers, weighted by rows
+            (`"mean"`), or taken from tower 0 (`"first"`). Other dtypes come from tower 0.
+        global_batch: rows of a full batch. By default those of the first batch. Say it when a run
+            may begin with a smaller one (a resume), so that the same program is compiled.
+        diagnostics: add `"tower_losses"`, float32, shape (towers,), the mean loss of each tower's
+            rows (0 for a tower without rows), and `"finite_params"`, bool, one for each parameter
+            leaf: whether all of it is finite after the update.
+        skip_nonfinite: make no update where the loss or a new parameter is not finite, decided
+            once for all towers. The step is counted all the same; `"skipped"` is then 1.
+        shard_update: every tower keeps and updates a block of the optimizer's state and of the
+            moving average, instead of all of both on every device: the same traffic, the same bits
+            on any number of devices, less memory. It needs `towers` and an optimizer that works
+            element by element (sgd, adam, adamw, lion, ...; no norms over parameters). Seen from
+            outside the state is whole: `opt_state` is then NumPy arrays, joined on the host when
+            somebody looks at it. Of several processes all must look, as at the moving average.
+
+    Returns:
+        A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
+
+    Raises:
+        ArgumentError: a loss or an optimizer that is none, or options that exclude each other.
+        DeviceError: devices or towers that are not there.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> import multitower as mt
+        >>> def losses(params, batch):
+        ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
+        >>> step = mt.train_step(losses, optax.sgd(0.1), towers=8)
+        >>> state = step.init({"w": jnp.zeros(3)})
+        >>> batch = {"x": np.ones((24, 3), np.float32), "y": np.ones(24, np.float32)}
+        >>> state, metrics = step(state, batch)
+        >>> float(metrics["loss"]), int(state.step)
+        (1.0, 1)
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ArgumentError(
+            f"the optimizer is {optimizer!r}: train_step takes an optax optimizer, such as "
+            "optax.adam(1e-3)."
+        )
+    if model_state_from not in ("mean", "first"):
+        raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
+    _check_numbers(ema_decay, global_batch)
+    check_towers(towers)
+    if shard_update and (towers is None or skip_nonfinite):
+        raise ArgumentError(
+            "shard_update=True needs towers=, one block for each, and cannot take back a block's "
+            "update, as skip_nonfinite would: "
+            + ("leave skip_nonfinite out." if towers else "say how many, such as towers=8.")
+        )
+    loss = LossFunction.of(loss_fn)
+    step = StepParts(loss, optimizer, ema_decay, model_state_from, diagnostics, skip_nonfinite)
+    return TrainStep(step, devices, towers, global_batch, shard_update)
+
+
+class TrainStep:
+    """A training step on towers; made by `train_step`. Call it as `step(state, batch)`."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        devices: DeviceSpec | None,
+        towers: int | None,
+        global_batch: int | None,
+        shard_update: bool,
+    ) -> None:
+        self._step = step
+        self._devices = devices
+        self._towers = towers
+        self._global_batch = global_batch
+        self._placement = place(devices, towers) if devices is not None else None
+        self._shard_update = shard_update
+        self._sharded: ShardedState | None = None
+        self._averaged: dict[Any, str | None] = {}
+        self._runners: dict[Any, Runner] = {}
+        self._has_run = False
+
+    @property
+    def placement(self) -> Placement:
+        """Which device runs which towers; asking starts JAX."""
+        if self._placement is None:
+            self._placement = place(self._devices, self._towers)
+        return self._placement
+
+    def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """Makes the first state. What is given is copied, never overwritten.
+
+        Args:
+            params: a pytree of float arrays; or a Flax NNX or Equinox module, which the loss then
+                takes as its first argument. `state.params` are the module's weights, and
+                `step.model(state)` is the module. The other Variables of an NNX module, which the
+                loss may change in place, are `state.model_state`.
+            model_state: what the loss takes as `model_state`: a pytree of arrays.
+            rng: what the loss's `rng` is drawn from: a typed key, shape ().
+
+        Returns:
+            A `TrainState` on all devices, with `step` 0.
+
+        Raises:
+            GradientError: a parameter that is no float; the message names its path.
+            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+        """
+        self._step.loss.check_extras(model_state, rng)
+        if is_model(params):
+            params, model_state = self._take(params, model_state)
+        check_differentiable(params, "params")
+        if self._shard_update:
+            fields = Fields(np.int32(0), params, None, None, model_state, rng)
+            return self._adopt_blocks(fields, first=True)
+        ema = jax.tree.map(wide, params) if self._step.ema_decay is not None else None
+        opt_state = self._step.optimizer.init(params)
+        return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
+
+    def model(self, state: TrainState) -> Any:
+        """What `init` was given as `params`, with the values of a state.
+
+        Args:
+            state: a state of this step. For a moving average give
+                `state.replace(params=state.ema_params)`.
+
+        Returns:
+            The parameters; or the NNX or Equinox module. Like the state, it can be used until the
+            next step overwrites the state.
+        """
+        return self._step.loss.build(state.params, state.model_state)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Makes one update.
+
+        Args:
+            state: from `init` or from the step before; it is overwritten.
+            batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
+
+        Returns:
+            The new state, and the metrics: `"loss"` and those of the loss function, each a mean
+            over all real rows, float32, on the first device. Nothing waits for the devices.
+
+        Raises:
+            StateError: the state is none, or has been overwritten; at the first call, other
+                processes have other variables.
+            BatchError: no rows, row counts that differ, or more rows than a full batch; at the
+                first call, other processes pass other shapes or have other towers.
+            ArgumentError: batch leaves that are no numbers.
+            OutputError: the loss returned something that it must not.
+        """
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StateError(
+                f"step(state, batch) got {type(state).__name__} as state: make one with "
+                "state = step.init(params)."
+            )
+        parts = take_apart(batch, 0, name="batch")
+        _refuse_tracers(state, parts, self)
+        if state.maker is not self:
+            state = self._adopt(state.fields())
+        global_batch = self._global_batch or self._full_batch(parts)
+        if not self._has_run and self.placement.spans_processes:
+            given = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
+            check_same_call("batch", given, self.placement)
+            check_replicas(state)  # host-device sync
+        result = self._runner(state, parts, global_batch).run(state, parts, self)
+        self._has_run = True
+        self._global_batch = global_batch  # only now: a batch that failed is no measure
+        return result
+
+    def _take(self, module: Any, model_state: Any) -> tuple[Any, Any]:
+        """Parameters and model state of a module; the loss is told how to put it together."""
+        model = take_model(module)
+        loss = self._step.loss
+        if model.how.changes_in_place and loss.takes_model_state:
+            raise ArgumentError(
+                f"the loss takes model_state, and a {type(module).__name__} keeps its own: write "
+                "loss_fn(model, batch), and let the model change in it."
+            )
+        if loss.model is None or loss.model.how != model.how or model.fixed:
+            self._step = replace(self._step, loss=loss.of_model(model))
+            self._runners.clear()
+            self._averaged.clear()
+        return model.weights, model.state if model.how.changes_in_place else model_state
+
+    def _adopt(self, fields: Fields) -> TrainState:
+        if self._shard_update:
+            return self._adopt_blocks(fields, first=False)
+        return TrainState(on_all_devices(fields, self.placement), self)
+
+    def _adopt_blocks(self, fields: Fields, *, first: bool) -> TrainState:
+        rest = fields._replace(opt_state=None, ema_params=None)
+        whole = on_all_devices(rest, self.placement)
+        if self._sharded is None or not self._sharded.fits(whole.params):
+            self._sharded = ShardedState(self._step.optimizer, whole.params, self.placement)
+            self._runners.clear()
+        if first:
+            with_average = self._step.ema_decay is not None
+            parts = self._sharded.first(whole, with_average=with_average)
+        else:
+            kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
+            parts = self._sharded.take_apart(kept)
+        return self._sharded.state(parts, self)
+
+    def _full_batch(self, parts: Parts) -> int:
+        """Rows of a full batch, if this is one."""
+        first = parts.rows[0]
+        if isinstance(first, TowerRows):
+            return first.tower_rows * first.placement.num_towers
+        return parts.num_rows
+
+    def _runner(self, state: TrainState, parts: Parts, global_batch: int) -> "Runner":
+        """What runs this batch: the same for every batch that fits the full one."""
+        num_towers = self.placement.num_towers
+        tower_rows = -(-global_batch // num_towers)
+        averaged = self._averaged_output(state, parts, tower_rows)
+        if averaged is not None:  # a mean over a tower: every row of every tower must be real
+            if parts.num_rows % num_towers:
+                raise refuse_ragged(averaged, parts.num_rows, num_towers)
+            tower_rows = parts.num_rows // num_towers
+        elif parts.num_rows > tower_rows * num_towers:
+            raise BatchError(
+                f"the batch has {parts.num_rows} rows, and this step was made for at most "
+                f"{global_batch}: global_batch=, or else the rows of its first batch. Pass "
+                f"train_step(global_batch={parts.num_rows}), or the largest batch there will be."
+            )
+        key = (parts.split, tower_rows)
+        if key not in self._runners:
+            given = (self._step, parts.split, tower_rows, self.placement)
+            if self._sharded is not None:
+                self._runners[key] = ShardedRunner(*given, self._sharded)
+            else:
+                make = FastRunner if self._towers is None else SameBitsRunner
+                self._runners[key] = make(*given)
+        return self._runners[key]
+
+    def _averaged_output(self, state: TrainState, parts: Parts, tower_rows: int) -> str | None:
+        """Names what the loss averages itself, or None if all it returns is per example."""
+        key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
+        if key not in self._averaged:
+            self._averaged[key] = averaged_output(self._step, parts, state.shared(), tower_rows)
+        return self._averaged[key]
+
+
+def _check_numbers(ema_decay: Any, global_batch: Any) -> None:
+    is_number = isinstance(ema_decay, int | float) and not isinstance(ema_decay, bool)
+    if not (ema_decay is None or callable(ema_decay) or (is_number and 0 <= ema_decay <= 1)):
+        raise ArgumentError(
+            f"ema_decay={ema_decay!r}: it must be a number from 0 to 1, such as 0.999, or a "
+            "function of the number of updates that returns one."
+        )
+    is_count = isinstance(global_batch, int) and not isinstance(global_batch, bool)
+    if not (global_batch is None or (is_count and global_batch >= 1)):
+        raise ArgumentError(
+            f"global_batch={global_batch!r}: it must be a whole number, 1 or more: the rows of a "
+            "full batch."
+        )
+
+
+def _refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
+    leaves = [*parts.rows, *parts.shared]
+    if state.maker is not maker:
+        leaves += jax.tree.leaves(state)
+    if any(is_traced(leaf) for leaf in leaves):
+        raise ArgumentError(
+            "step(state, batch) was called inside jax.jit, jax.lax.scan or the like. It is "
+            "compiled already and runs on all devices by itself: call it directly. Inside another "
+            "transformation use mt.value_and_grad and the optimizer's own update."
+        )

@@ -1,0 +1,232 @@
+"""Tower rows: an array cut into towers, each one's rows on its own device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import ArgumentError, BatchError
+from multitower.processes.together import spans_processes, spread
+from multitower.towers.placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class TowerRows:
+    """One array of a batch, cut into towers: what `shard(..., towers=T)` puts in its place.
+
+    Attributes:
+        pieces: for each tower that this process runs, its rows on its device; None for others.
+        placement: which device runs which tower.
+        num_rows: real rows; the rows beyond fill the last towers up.
+        sample: some of the bits that were cut, where several processes have them; else nothing.
+    """
+
+    pieces: tuple[jax.Array | None, ...]
+    placement: Placement
+    num_rows: int
+    sample: bytes = b""
+
+    @property
+    def tower_rows(self) -> int:
+        """Rows that every tower holds, filling included."""
+        return next(piece for piece in self.pieces if piece is not None).shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that was cut."""
+        piece = next(piece for piece in self.pieces if piece is not None)
+        return (self.num_rows, *piece.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype on the devices."""
+        return next(piece for piece in self.pieces if piece is not None).dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """The real rows, copied back to the host."""
+        joined = np.concatenate([np.asarray(piece) for piece in self._all_pieces()])
+        return joined[: self.num_rows].astype(dtype or self.dtype)
+
+    def whole(self) -> jax.Array:
+        """The real rows, on the device of the first tower.
+
+        Raises:
+            BatchError: some of them are in other processes.
+        """
+        home = self.placement.devices[self.placement.owners[0]]
+        return jnp.concatenate(jax.device_put(self._all_pieces(), home))[: self.num_rows]
+
+    def _all_pieces(self) -> list[jax.Array]:
+        if any(piece is None for piece in self.pieces):
+            raise BatchError(
+                f"a batch that was sharded for towers={self.placement.num_towers} over several "
+                "processes: none of them has all of its rows. Pass it to a function with the same "
+                "towers=, devices= and rows (global_batch=), or shard it anew."
+            )
+        return [piece for piece in self.pieces if piece is not None]
+
+
+def cut(
+    rows: Sequence[Any], num_rows: int, placement: Placement, global_batch: int | None = None
+) -> list[TowerRows]:
+    """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
+
+    Raises:
+        BatchError: more rows than `global_batch`, or an array of all processes that lies otherwise.
+    """
+    tower_rows = size_of_towers(num_rows, placement, global_batch)
+    rows = [leaf.whole() if isinstance(leaf, TowerRows) else leaf for leaf in rows]
+    starts = [tower * tower_rows for tower in own_towers(placement)]
+    pieces = [_pieces(leaf, starts, tower_rows) for leaf in rows]
+    placed = placed_rows(pieces, placement, num_rows)
+    if not placement.spans_processes:
+        return placed
+    return [
+        replace(towers, sample=sample_of(leaf)) if isinstance(leaf, np.ndarray) else towers
+        for towers, leaf in zip(placed, rows, strict=True)
+    ]
+
+
+def sample_of(leaf: Any) -> bytes:
+    """The bits of three rows of an array, or of a number."""
+    if not np.ndim(leaf) or not np.size(leaf):
+        return np.asarray(leaf).tobytes()
+    last = leaf.shape[0] - 1
+    return b"".join(np.asarray(leaf[row]).tobytes() for row in (0, last // 2, last))
+
+
+def own_towers(placement: Placement) -> list[int]:
+    """The towers of this process, in ascending order."""
+    return [tower for tower, d in enumerate(placement.owners) if d in placement.local]
+
+
+def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None) -> int:
+    """Rows that every tower holds; `global_batch` as for `cut`."""
+    size = num_rows if global_batch is None else global_batch
+    if num_rows > size:
+        raise BatchError(
+            f"the batch has {num_rows} rows and global_batch is {size}: the step is compiled for "
+            f"at most that many. Pass global_batch={num_rows} or the largest batch there will be."
+        )
+    return -(-size // placement.num_towers)
+
+
+def placed_rows(
+    pieces: Sequence[Sequence[Any]], placement: Placement, num_rows: int
+) -> list[TowerRows]:
+    """Copies the pieces of each array, one for each tower of this process, to their devices."""
+    own = own_towers(placement)
+    homes = [placement.devices[placement.owners[tower]] for tower in own]
+    flat = [piece for of_leaf in pieces for piece in of_leaf]
+    placed = iter(copy_to(flat, homes * len(pieces)))
+    result: list[TowerRows] = []
+    for _ in pieces:
+        there = {tower: next(placed) for tower in own}
+        towers = tuple(there.get(tower) for tower in range(placement.num_towers))
+        result.append(TowerRows(towers, placement, num_rows))
+    return result
+
+
+def ready_or_cut(
+    rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
+) -> list[TowerRows]:
+    """The rows as `TowerRows` of `tower_rows` each; what is cut like that already is not copied."""
+    ready = [
+        leaf
+        for leaf in rows
+        if isinstance(leaf, TowerRows)
+        and leaf.tower_rows == tower_rows
+        and leaf.placement == placement
+    ]
+    if len(ready) == len(rows):
+        return ready
+    return cut(rows, num_rows, placement, tower_rows * placement.num_towers)
+
+
+def refuse_tower_rows(rows: Sequence[Any]) -> None:
+    """Refuses rows that were cut into towers, where there are none.
+
+    Raises:
+        ArgumentError: a batch from `shard(..., towers=T)`.
+    """
+    for leaf in rows:
+        if isinstance(leaf, TowerRows):
+            raise ArgumentError(
+                f"this batch was sharded for towers={leaf.placement.num_towers}, and the function "
+                "that gets it has no towers (or is traced by jax.jit and the like): pass the same "
+                "towers= to both, or shard without towers."
+            )
+
+
+def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
+    """Copies leaves to devices or shardings; a `jax.Array` that lies there is not copied again.
+
+    Host memory is copied before this returns. JAX would read it later, in the background
+    (`may_alias=False` too), while the caller's loader already writes the next batch there.
+    """
+    own = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    if any(spans_processes(target) for target in targets):
+        return [spread(leaf, target) for leaf, target in zip(own, targets, strict=True)]
+    return jax.device_put(own, list(targets)) if own else []
+
+
+def _pieces(leaf: Any, starts: Sequence[int], size: int) -> list[Any]:
+    """Rows start .. start+size-1 for each start, with copies of real rows where there are no more.
+
+    Raises:
+        BatchError: some of them are neither on one device nor all in this process.
+    """
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        found = [_piece_of_block(leaf, start, size) for start in starts]
+        missing = [start for start, piece in zip(starts, found, strict=True) if piece is None]
+        if not missing:
+            return found
+        if not leaf.is_fully_addressable:
+            raise BatchError(
+                f"an array of all processes, shape {leaf.shape}, with {leaf.sharding}: rows "
+                f"{missing[0]} to {missing[0] + size - 1} go to a tower of process "
+                f"{jax.process_index()}, and none of its devices has all of them. Make the batch "
+                "with mt.shard(..., towers=), from LazyRows or from arrays that every process has "
+                "whole."
+            )
+        leaf = on_one_device(leaf)
+    return [_piece(leaf, start, size) for start in starts]
+
+
+def on_one_device(leaf: Any) -> Any:
+    """A leaf that may be indexed anyhow; of several processes one that they have whole already.
+
+    Of an array on several devices XLA may add up what each one has, and -0.0 + 0.0 is 0.0.
+    """
+    if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+        return leaf
+    if leaf.is_fully_replicated:
+        return leaf.addressable_shards[0].data
+    if leaf.is_fully_addressable:
+        return jax.device_put(leaf, leaf.addressable_shards[0].device)
+    return leaf
+
+
+def _piece(leaf: Any, start: int, size: int) -> Any:
+    num_rows = leaf.shape[0]
+    if start + size <= num_rows:
+        return leaf[start : start + size]
+    return leaf[np.arange(start, start + size) % num_rows]
+
+
+def _piece_of_block(leaf: jax.Array, start: int, size: int) -> Any:
+    """The same from a block that has all of the rows; None if there is none in this process."""
+    for block in leaf.addressable_shards:
+        first, end, _ = block.index[0].indices(leaf.shape[0])
+        is_whole = block.data.shape[1:] == leaf.shape[1:]
+        if is_whole and first <= start and (start + size <= end or (first, end) == (0, len(leaf))):
+            return _piece(block.data, start - first, size)
+    return None

@@ -1,0 +1,232 @@
+"""The command line: every flag does what it says, every mistake is one clear line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import multitower as mt
+from circle_run import CIRCLE
+from multitower.cli.main import main
+
+KEYS = {
+    "recipe", "options", "seed", "steps", "batch_size", "test_accuracy", "test_loss", "fingerprint",
+    "towers", "devices", "placement", "same_bits", "examples_per_s", "seconds", "versions",
+    "host",
+}  # fmt: skip
+QUICK = ["--steps", "2", "--batch-size", "16"]
+
+
+def train(run_dir, *flags):
+    """`multitower train digits` in this process, which simulates eight devices."""
+    code = main(["train", "digits", *QUICK, "--run-dir", str(run_dir), *flags])
+    assert code == 0
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def in_new_process(*words, **settings):
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-m", "multitower", *words],
+        env={**environment, "JAX_PLATFORMS": "cpu", **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_a_run_leaves_a_result_with_all_keys(tmp_path, capsys):
+    result = train(tmp_path, "--devices", "2", "--seed", "4")
+    assert set(result) == KEYS
+    assert (result["recipe"], result["steps"], result["batch_size"]) == ("digits", 2, 16)
+    assert (result["seed"], result["devices"], result["towers"]) == (4, 2, 2)
+    assert len(result["fingerprint"]) == 64
+    # A whole number of the 359 test images: none twice, none left out.
+    assert (359 * result["test_accuracy"]) == pytest.approx(round(359 * result["test_accuracy"]))
+    wanted = {"python", "jax", "jaxlib", "numpy", "optax", "multitower"}
+    assert set(result["versions"]) == wanted
+    assert (result["host"]["platform"], result["host"]["NPROC"]) == ("cpu", "32")
+    shown = capsys.readouterr().out
+    assert "training digits on 2 CPU devices" in shown
+    assert "step 2/2  loss" in shown
+    assert "accuracy" in shown
+    assert "examples/s" in shown
+    assert f"wrote {tmp_path / 'result.json'}" in shown
+
+
+def test_towers_and_simulate(tmp_path, capsys):
+    words = [CIRCLE, "--steps", "2", "--simulate", "8", "--towers", "3"]
+    assert main(["train", *words, "--run-dir", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["devices"], result["towers"], result["same_bits"]) == (3, 3, True)
+    captured = capsys.readouterr()
+    assert "8 simulated CPU devices" in captured.out
+    # The library's warnings are one line too.
+    assert captured.err.startswith("multitower: towers=3 keep 3 of 8 devices busy")
+    assert captured.err.count("\n") == 1
+
+
+def test_without_a_run_directory_there_is_a_new_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits", *QUICK, "--devices", "1"]) == 0
+    (result,) = tmp_path.glob("runs/digits-*/result.json")
+    assert json.loads(result.read_text())["devices"] == 1
+
+
+def test_a_result_is_replaced_only_by_force(tmp_path, capsys):
+    (tmp_path / "result.json").write_text("{}")
+    assert main(["train", "digits", *QUICK, "--run-dir", str(tmp_path)]) == 2
+    assert (tmp_path / "result.json").read_text() == "{}"
+    assert "--force" in capsys.readouterr().err
+    assert set(train(tmp_path, "--devices", "1", "--force")) == KEYS
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for: this is a terminal
+    train(tmp_path, "--devices", "1")
+    shown = capsys.readouterr().out
+    assert "━" in shown
+    assert "2/2" in shown
+
+
+def test_help_reads_well(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in (
+        "RECIPE What to train: digits, mnist, cifar10, cifar10-resnet20, or a file of yours, F",
+        "--devices N", "--simulate N", "--towers T", "--steps N", "--batch-size N", "--seed N",
+        "--run-dir DIR", "--force", "--data DIR", "--synthetic", "--download", "--set NAME=VALUE",
+        "cifar10: data, synthetic, lr_base,",
+        "(default: all accelerators, or else two simulated devices)",
+    ):  # fmt: skip
+        assert flag in shown
+    assert "None" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "mnits"], "there is no recipe 'mnits'. There are: digits, mnist, cifar10, "),
+        (["train", "digits", "--data", "."], "digits has no option 'data'. It has none."),
+        (["train", "digits", "--download"], "digits has nothing to download"),
+        (["train", "cifar10", "--data", "/nowhere", "--synthetic"], "both synthetic images and"),
+        (["train", "cifar10", "--set", "lr=1"], "no option 'lr'. There are: data=None"),
+        (["train", "cifar10", "--set", "lr_base"], "--set lr_base: say NAME=VALUE"),
+        (
+            ["train", "cifar10", "--set", "reg_rate=x"],
+            "reg_rate=x: this option of the r",
+        ),
+        (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
+        (["train", "digits", "--steps", "0"], "steps=0: a run makes at least one step."),
+        (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
+        (["train", "digits", "--seed", "-1"], "seed=-1 is out of range"),
+        (["train", "digits", "--towers", "0"], "towers=0 must be a whole number"),
+        (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
+        (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
+        (["train", "digits", "--simulate", "0"], "simulated_devices=0 must be a whole number"),
+        (["train", "digits", "--simulate", "5"], "came too late"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(words, message, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("multitower: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["fly"],
+        ["train", "digits", "--stepz", "3"],
+        ["train", "digits", "--steps", "many"],
+        ["train", "digits", "--devices", "1", "--simulate", "2"],
+    ],
+)
+def test_words_that_are_no_command_are_code_2(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train", "digits"]) == 2
+    assert "pip install 'multitower[cli]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys, tmp_path):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multitower.cli.train.run", stopped)
+    assert main(["train", "digits", "--devices", "1", "--run-dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "multitower: stopped\n"
+
+
+def test_errors_are_not_wrapped_and_not_marked_up(monkeypatch, capsys):
+    def refuse(*_):
+        raise mt.RunError("[bold]batch['x'][/bold] " + "long " * 60)
+
+    monkeypatch.setattr("multitower.cli.train.find_recipe", refuse)
+    assert main(["train", "digits"]) == 2
+    error = capsys.readouterr().err
+    assert "[bold]batch['x'][/bold]" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_with_only_a_cpu_it_simulates_two_devices_and_says_so(tmp_path):
+    done = in_new_process("train", "digits", *QUICK, "--run-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "2 simulated CPU devices, as there is no accelerator" in done.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["devices"], result["host"]["NPROC"]) == (2, "32")
+
+
+def test_devices_counts_what_there_is():
+    done = in_new_process("train", "digits", "--devices", "2")
+    assert done.returncode == 2
+    assert "--devices 2: this machine has cpu:0. Use --devices 1, or simulate" in done.stderr
+
+
+def test_devices_that_cannot_start_are_no_traceback():
+    done = in_new_process("train", "digits", JAX_PLATFORMS="nonsense")
+    assert done.returncode == 2
+    assert "multitower: JAX cannot start its devices: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_number_of_cpu_devices_that_the_user_has_set_counts(tmp_path):
+    words = ["train", "digits", *QUICK, "--run-dir", str(tmp_path)]
+    done = in_new_process(*words, JAX_NUM_CPU_DEVICES="3")
+    assert done.returncode == 0, done.stderr
+    assert "training digits on 3 CPU devices\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_same_bits_on_any_number_of_devices(tmp_path):
+    fingerprints = set()
+    for flags in (["--devices", "1"], ["--simulate", "8"]):
+        where = tmp_path / "-".join(["run", *flags])
+        words = ["--towers", "8", "--steps", "12", "--run-dir", str(where)]
+        done = in_new_process("train", "digits", *words, *flags)
+        assert done.returncode == 0, done.stderr
+        fingerprints.add(json.loads((where / "result.json").read_text())["fingerprint"])
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+def test_the_main_job_reaches_its_accuracy(tmp_path, seed):
+    where = ["--seed", str(seed), "--run-dir", str(tmp_path)]
+    done = in_new_process("train", "digits", *where)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["test_accuracy"] >= 0.98

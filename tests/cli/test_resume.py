@@ -1,0 +1,110 @@
+"""multitower resume: a stopped run goes on, elsewhere, as if it had not stopped."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import places
+from multitower.cli.main import main
+from processes import clean_environment
+
+# Compiled in a moment.
+CIRCLE = str(places.CIRCLE)
+FLAGS = ["train", CIRCLE, "--towers", "3", "--steps", "1000", "--batch-size", "12"]
+
+
+def result_of(directory):
+    return json.loads((directory / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
+    # The lie (law L4), as a user would see it: another fingerprint, another accuracy.
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main([*FLAGS, "--devices", "1", "--run-dir", str(whole)]) == 0
+    words = [*FLAGS, "--simulate", "2", "--run-dir", str(stopped), "--checkpoint-every", "50"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "multitower", *words],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(stopped.glob("checkpoints/*/about")):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert "Resume to go on from there" in told
+    assert not (stopped / "result.json").exists()
+    assert main(["resume", str(stopped), "--devices", "3"]) == 0
+    same = ("fingerprint", "test_accuracy", "test_loss", "steps", "towers")
+    assert [result_of(stopped)[k] for k in same] == [result_of(whole)[k] for k in same]
+    capsys.readouterr()
+    assert main(["eval", str(stopped), "--devices", "2"]) == 0
+    scored = json.loads(capsys.readouterr().out)
+    assert (scored["step"], scored["examples"]) == (1000, 400)
+    assert [scored[k] for k in same[:3]] == [result_of(whole)[k] for k in same[:3]]
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "is not the directory of a run" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"recipe": "digits", "options": {}}')
+    (tmp_path / "result.json").write_text("{}")
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "is finished" in capsys.readouterr().err
+    (tmp_path / "result.json").unlink()
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["train", "digits", "--run-dir", str(tmp_path)]) == 2
+    assert "multitower resume" in capsys.readouterr().err
+
+
+def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
+    """What a cluster does: the same command again. Lies: a fresh start, a finished run redone."""
+    run_dir = tmp_path / "run"
+    command = ["train", CIRCLE, "--steps", "6", "--batch-size", "12", "--towers", "2"]
+    command += ["--checkpoint-every", "2", "--run-dir", str(run_dir), "--resume", "auto"]
+    assert main([*command, "--devices", "1"]) == 0
+    assert "training circle" in capsys.readouterr().out
+    whole = result_of(run_dir)["fingerprint"]
+
+    assert main(command) == 0
+    assert "is finished" in capsys.readouterr().out
+
+    (run_dir / "result.json").unlink()  # as if killed after step 4
+    shutil.rmtree(run_dir / "checkpoints" / "6")
+    assert main([*command, "--devices", "2"]) == 0
+    assert "resuming circle" in capsys.readouterr().out
+    assert result_of(run_dir)["fingerprint"] == whole
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+
+    (run_dir / "result.json").unlink()  # killed before the first checkpoint
+    shutil.rmtree(run_dir / "checkpoints")
+    assert main([*command, "--devices", "2"]) == 0
+    assert result_of(run_dir)["fingerprint"] == whole
+
+
+def test_resume_auto_refuses_another_run(tmp_path, capsys):
+    """Lie: a changed learning rate or batch that is silently the old one."""
+    command = ["train", CIRCLE, "--steps", "1", "--batch-size", "2", "--devices", "1"]
+    here = ["--run-dir", str(tmp_path), "--resume", "auto"]
+    assert main([*command, *here]) == 0
+    capsys.readouterr()
+    assert main([*command, *here, "--seed", "1"]) == 2
+    assert "holds another run: there seed is 0, and here 1" in capsys.readouterr().err
+    assert main([*command, *here, "--force"]) == 2
+    assert "leave --force out" in capsys.readouterr().err
+    assert main([*command, "--resume", "auto"]) == 2
+    assert "must be named" in capsys.readouterr().err

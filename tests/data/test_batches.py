@@ -1,0 +1,136 @@
+"""L5: batch number s is a pure function of the data, the seed, the batch size and s."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import multitower as mt
+from multitower.data.batches import make_batch, make_batches
+
+sizes = {"num_rows": st.integers(1, 30), "global_batch": st.integers(1, 40)}
+draws = {"seed": st.integers(0, 2**32 - 1), "step": st.integers(0, 50)}
+
+
+def noisy(batch, generator):
+    batch["x"] += generator.random(len(batch["x"]))
+    return batch
+
+
+def rows(num_rows):
+    return {"x": np.arange(float(num_rows)), "y": np.arange(2 * num_rows).reshape(-1, 2)}
+
+
+@given(**sizes, **draws)
+def test_a_resumed_stream_goes_on_with_the_same_batches(num_rows, global_batch, seed, step):
+    data = rows(num_rows)
+    options = {"global_batch": global_batch, "seed": seed, "distort": noisy}
+    never_stopped = next(itertools.islice(make_batches(data, **options), step, None))
+    # Asked for other batches in between, in another order: nothing is remembered.
+    make_batch(data, **options, step=step + 7)
+    resumed = next(make_batches(data, **options, first=step))
+    assert mt.fingerprint(never_stopped) == mt.fingerprint(resumed)
+    assert mt.fingerprint(data) == mt.fingerprint(rows(num_rows)), "the data set was changed"
+
+
+@given(**sizes, seed=draws["seed"])
+def test_every_epoch_holds_every_example_once(num_rows, global_batch, seed):
+    batches = make_batches(rows(num_rows), global_batch=global_batch, seed=seed)
+    first = list(itertools.islice(batches, -(-3 * num_rows // global_batch)))
+    assert {len(batch["x"]) for batch in first} == {global_batch}
+    seen = np.concatenate([batch["x"] for batch in first])[: 3 * num_rows]
+    for epoch in seen.reshape(3, num_rows):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_rows))
+
+
+@given(**sizes, **draws)
+def test_leaves_stay_side_by_side(num_rows, global_batch, seed, step):
+    batch = make_batch(rows(num_rows), global_batch=global_batch, seed=seed, step=step)
+    np.testing.assert_array_equal(batch["y"][:, 0], 2 * batch["x"])
+
+
+def test_epochs_and_seeds_differ():
+    orders = {
+        tuple(make_batch(np.arange(50), global_batch=50, seed=seed, step=epoch))
+        for seed in range(4)
+        for epoch in range(4)
+    }
+    assert len(orders) == 16
+
+
+def test_the_order_is_the_same_for_ever():
+    # The very numbers: a change of NumPy or of this code that draws others would break resumes.
+    batch = make_batch(np.arange(10), global_batch=12, seed=7, step=3)
+    assert batch.tolist() == [2, 8, 3, 5, 4, 3, 7, 6, 5, 9, 1, 2]
+
+
+def test_distortions_differ_from_step_to_step_and_from_seed_to_seed():
+    data = {"x": np.zeros(4)}
+    drawn = {
+        tuple(make_batch(data, global_batch=4, seed=s, step=step, distort=noisy)["x"])
+        for s in range(3)
+        for step in range(3)
+    }
+    assert len(drawn) == 9
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (np.zeros(3), {"global_batch": 0}, "global_batch=0"),
+        (np.zeros(3), {"step": -1}, "step=-1"),
+        (np.zeros((0, 2)), {}, "zero rows"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, {}, r"data\['y'\] has 4 rows and data\['x'\] has 3"),
+    ],
+)
+def test_bad_batches_are_errors(data, options, message):
+    with pytest.raises(mt.BatchError, match=message):
+        make_batch(data, **{"global_batch": 2, "seed": 0, "step": 0, **options})
+
+
+@given(num_rows=st.integers(1, 30), seed=draws["seed"], epoch=st.integers(0, 5))
+def test_a_key_belongs_to_an_example_and_an_epoch(num_rows, seed, epoch):
+    # The lie: distortions that change with the batch size, or when a run is cut otherwise.
+    def keys_of_epoch(global_batch):
+        first, last = num_rows * epoch, num_rows * (epoch + 1)
+        seen = {}
+        for step in range(first // global_batch, -(-last // global_batch)):
+            batch = make_batch(
+                rows(num_rows), global_batch=global_batch, seed=seed, step=step, keyed=True
+            )
+            for place, (x, key) in enumerate(zip(batch["x"], batch["key"], strict=True)):
+                if first <= step * global_batch + place < last:
+                    seen[float(x)] = tuple(key.tolist())
+        return seen
+
+    one, other = keys_of_epoch(1), keys_of_epoch(7)
+    assert one == other
+    assert len(set(one.values())) == num_rows
+
+
+def test_keys_differ_from_epoch_to_epoch_and_seed_to_seed():
+    keys = {
+        tuple(key.tolist())
+        for seed in range(3)
+        for epoch in range(3)
+        for key in make_batch(rows(9), global_batch=9, seed=seed, step=epoch, keyed=True)["key"]
+    }
+    assert len(keys) == 81
+
+
+def test_keys_are_the_same_for_ever():
+    batch = make_batch(rows(4), global_batch=3, seed=7, step=1, keyed=True)
+    assert (batch["key"].dtype, batch["key"].shape) == (np.uint32, (3, 2))
+    assert batch["key"].tolist() == [
+        [3508744645, 4018348921],
+        [2773626213, 3291459073],
+        [148422759, 471130662],
+    ]
+
+
+@pytest.mark.parametrize("data", [np.zeros(3), {"key": np.zeros(3)}])
+def test_data_without_room_for_keys_are_an_error(data):
+    with pytest.raises(mt.BatchError, match="Pass a dict without 'key'"):
+        make_batch(data, global_batch=2, seed=0, step=0, keyed=True)

@@ -1,0 +1,176 @@
+"""Several processes: everything is as in one process (laws L1, L2, L3, L7), in real processes.
+
+The lies: bits that depend on how many processes share the devices; a gradient or a score of this
+process's rows alone; rows that fill up and are counted; a result that only process 0 can read.
+"""
+
+import json
+import socket
+
+import jax
+import numpy as np
+import pytest
+
+import layout_program
+import multitower as mt
+from places import PROGRAMS
+from processes import run_processes
+
+PROGRAM = str(PROGRAMS / "layout_program.py")
+
+
+def together(num_processes, num_devices, *whats, timeout_s=120):
+    """What process 0 of PROCESSES, with DEVICES each, finds."""
+    return json.loads(
+        run_processes(PROGRAM, num_processes, str(num_devices), *whats, timeout_s=timeout_s)
+    )
+
+
+@pytest.fixture(scope="module")
+def on_two_processes():
+    return together(2, 1, *layout_program.WHATS)
+
+
+def test_law_l3_same_bits_on_two_processes(on_two_processes):
+    assert on_two_processes["same_bits"] == layout_program.same_bits(devices=2)
+
+
+def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):
+    params, loss = layout_program.fast()
+    np.testing.assert_allclose(on_two_processes["fast"][0], params, rtol=1e-5)
+    assert on_two_processes["fast"][1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_laws_l1_l2_l7_on_two_processes(on_two_processes):
+    found, expected = on_two_processes["functions"], layout_program.functions(devices=2)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name.startswith("evaluate"):
+            assert found[name] == value == {"x": 100.0}
+        elif name.startswith("rows") or "None" in name:
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+        else:
+            assert found[name] == value, name
+
+
+def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes):
+    """Process 0 of 2 has towers 0 to 3 of 8, and the first of 2 devices."""
+    read, params, scored = on_two_processes["own_rows"]
+    first = list(range(16))
+    assert read[:2] == [first, [*range(13), 0, 1, 2]]  # the 13 rows fill three towers, and one more
+    assert read[2] == first
+    assert read[3] == list(range(13))  # which one tower a device cannot share evenly
+    assert scored == [*range(12), *range(24, 36)]
+    _, expected, _ = layout_program.own_rows(devices=2)
+    assert params[0] == expected[0]
+    np.testing.assert_allclose(params[1], expected[1], rtol=1e-5)
+
+
+def test_arrays_of_all_processes_are_arguments(on_two_processes):
+    found = dict(on_two_processes["global_arrays"])
+    assert "none of its devices has all of them" in found.pop("error")
+    assert "none of them has all of its rows" in found.pop("other towers")
+    expected = layout_program.global_arrays(devices=2)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
+
+
+def test_law_l3_with_blocks_of_the_optimizers_state_on_two_processes(on_two_processes):
+    """Lie: a state in which each process sees its own blocks alone."""
+    assert on_two_processes["sharded"] == layout_program.sharded(devices=2)
+
+
+def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes):
+    """Lie: rows that are gathered as a sum of what each device has of them: -0.0 + 0.0 is 0.0."""
+    assert on_two_processes["negative_zeros"] == layout_program.negative_zeros(devices=2)
+
+
+def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
+    """Lies: rows that nobody trains on, as with a DistributedSampler; two models in one run."""
+    found = on_two_processes["unlike"]
+    assert "process 1 passes other values than process 0" in found["a part of the batch"]
+    assert "process 0 passes float32[24, 6], float32[24]" in found["fewer rows"]
+    assert "and process 1 float32[16, 6], float32[16]" in found["fewer rows"]
+    assert "state.params['in'] than the first device of process 0" in found["parameters"]
+    assert "5 towers" in found["towers"]
+    assert "process 1 passes other values" in found["an argument"]
+    assert found["alike"] == ""
+
+
+@pytest.fixture(scope="module")
+def on_eight_devices():
+    return {"same_bits": layout_program.same_bits(), "sharded": layout_program.sharded()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 4), (4, 2), (8, 1), (2, 2), (3, 1)], ids=str)
+def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
+    whats = list(on_eight_devices) if layout in [(2, 4), (3, 1)] else ["same_bits"]
+    found = together(*layout, *whats, timeout_s=300)
+    assert found == {what: on_eight_devices[what] for what in whats}
+
+
+# ---------------------------------------------------------------- joining, before JAX starts
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"coordinator": "a:1"}, "are for distributed=True"),
+        ({"distributed": True, "num_processes": 2}, "all three are needed, or none"),
+        (
+            {"distributed": True, "coordinator": "a", "num_processes": 2, "process_id": 0},
+            "must be HOST:PORT",
+        ),
+        (
+            {"distributed": True, "coordinator": "a:1", "num_processes": 2, "process_id": 2},
+            "numbered 0 to N-1",
+        ),
+    ],
+)
+def test_configure_refuses_half_a_cluster(given, message, monkeypatch):
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+    with pytest.raises(mt.ConfigurationError, match=message):
+        mt.configure(**given)
+
+
+def test_configure_says_when_no_cluster_is_found(monkeypatch):
+    """Lie: one process that trains alone although the user asked for a cluster."""
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+
+    def initialize(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr("jax.distributed.initialize", initialize)
+    # It would take pytest's stderr.
+    monkeypatch.setattr("multitower.processes.joining.start_verdict", lambda _: None)
+    with pytest.raises(mt.ConfigurationError, match=r"--coordinator HOST:PORT --num-processes N"):
+        mt.configure(distributed=True)
+
+
+def test_configure_joins_too_late():
+    jax.devices()  # JAX has started, whichever test this worker begins with
+    with pytest.raises(mt.ConfigurationError, match="came too late"):
+        mt.configure(distributed=True)
+
+
+def test_another_run_listens_at_the_coordinator(monkeypatch):
+    """Lie: JAX listens beside it, and one run's process joins the other's."""
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.processes.joining.FREE_S", 0)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        here = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(mt.ConfigurationError, match="Another run has that port"):
+            mt.configure(distributed=True, coordinator=here, num_processes=2, process_id=0)
+
+
+def test_nobody_answers_at_the_coordinator(monkeypatch):
+    """Lie: JAX's abort without an exception, after five minutes."""
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)
+    monkeypatch.setattr("multitower.processes.joining.JOIN_S", 0)
+    with pytest.raises(mt.ConfigurationError, match="has not answered"):
+        mt.configure(distributed=True, coordinator="127.0.0.1:1", num_processes=2, process_id=1)

@@ -1,0 +1,284 @@
+"""The documentation: its code runs, what it names is there, it builds, and it needs no network."""
+
+import ast
+import functools
+import html
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import zlib
+from html.parser import HTMLParser
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import multitower as mt
+from places import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
+
+# A fence of three or more backticks, perhaps indented, to the same one again.
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+) ?(?P<kind>[^`\n]*)\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+# Ours runs. What is only shown, the code of others above all, says so.
+OURS = re.compile(r'python(?: title="[^"]+")?')
+SHOWN = re.compile(r'\{ \.python \.foreign title="[^"]+" \}')
+OTHERS = {"diff", "sh", "text", "toml"}
+
+# What users import apart from `multitower` itself.
+SUBMODULES = (
+    "data.datasets.cifar10",
+    "data.datasets.mnist",
+    "data.datasets.synthetic",
+    "recipes.catalog",
+    "recipes.definition",
+    "runs.train",
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page; `line` is the number of its first line of code."""
+
+    kind: str
+    line: int
+    code: str
+
+
+@functools.cache
+def blocks(page):
+    text = PAGES[page].read_text(encoding="utf-8")
+    return [
+        Block(
+            match["kind"].strip(),
+            text.count("\n", 0, match.start("code")) + 1,
+            textwrap.dedent(match["code"]),
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+def blocks_of(kind):
+    """All blocks of one kind, with their pages."""
+    return [
+        (page, block)
+        for page in PAGES
+        for block in blocks(page)
+        if re.fullmatch(kind, block.kind)
+    ]  # fmt: skip
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+# ---------------------------------------------------------------- the code
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in blocks_of(OURS)))
+def test_the_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
+    """Lie: code that does not run, a claim that its own assertion refutes, a made-up output."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        if OURS.fullmatch(block.kind):
+            # With so many empty lines before it, a traceback names the line of the page.
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, str(PAGES[page]), "exec"), namespace)
+    printed = words(capsys.readouterr().out)
+    for block in blocks(page):
+        if block.kind == "text":
+            assert words(block.code) in printed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_known_kind(page):
+    """Lie: a block that nobody runs because of a slip in its first line."""
+    found = blocks(page)
+    for block in found:
+        known = block.kind in OTHERS or OURS.fullmatch(block.kind) or SHOWN.fullmatch(block.kind)
+        assert known, f"{page}, line {block.line}: {block.kind!r}"
+    assert len(re.findall(r"^ *```", PAGES[page].read_text(), re.MULTILINE)) == 2 * len(found)
+
+
+@pytest.mark.parametrize(("page", "block"), blocks_of(SHOWN))
+def test_code_that_is_only_shown_can_be_read_by_python(page, block):
+    """Lie: the program of another library, with a mistake that it would not have there."""
+    ast.parse(block.code, filename=page)
+
+
+def test_the_first_thing_is_a_diff_of_two_lines_and_both_sides_agree():
+    """Lie: "two lines" that are three, or that change the answer."""
+    diff = blocks("index.md")[0]
+    assert diff.kind == "diff"
+    lines = diff.code.splitlines()
+    assert [line[0] for line in lines if line[:1] in ("+", "-")] == ["+", "-", "+"]
+    answers = []
+    for side in "-+":
+        code = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", side))
+        namespace = {}
+        exec(compile(code, f"index.md, side {side}", "exec"), namespace)
+        w, x = np.ones(3, np.float32), np.linspace(-1, 1, 13, dtype=np.float32)
+        opt_state = namespace["optimizer"].init(w)
+        for _ in range(2):
+            w, opt_state, loss = namespace["train"](w, opt_state, x, 5 * x**2 + 3)
+        answers.append([loss, *w])
+    np.testing.assert_allclose(answers[0], answers[1], rtol=1e-5)
+
+
+# ---------------------------------------------------------------- what is named is there
+
+
+@functools.cache
+def help_of(command):
+    """What `multitower COMMAND --help` prints, in a process that runs already."""
+    import contextlib
+    import io
+
+    from multitower.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("page", "block"), blocks_of("sh"))
+def test_commands_are_there(page, block):
+    """Lie: a command that does not know the flag that the page tells to pass."""
+    from multitower.recipes.catalog import find_recipe
+
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in block.code.splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "make":
+            assert arguments[0] in targets, line
+        if program == "multitower":
+            flags = [word for word in arguments if word.startswith("--")]
+            assert all(re.search(rf"{flag}\b", help_of(arguments[0])) for flag in flags), line
+            settings = [arguments[i + 1] for i, word in enumerate(arguments) if word == "--set"]
+            if settings:
+                find_recipe(arguments[1], dict(pair.split("=") for pair in settings))
+
+
+def test_settings_files_are_understood(tmp_path):
+    """Lie: a TOML file with a name that there is not."""
+    from multitower.cli.config_file import read_config_file
+    from multitower.recipes.catalog import find_recipe
+
+    for _, block in blocks_of("toml"):
+        path = tmp_path / "settings.toml"
+        path.write_text(block.code)
+        config = read_config_file(path)
+        find_recipe(config.recipe, config.settings)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_knows_this_machine_or_an_index(page):
+    """Lie: a path that only the writer has; a place to install from that may be gone."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    assert not re.search(r"/(tmp|home|root|work|Users)/|pypi|index-url|devpi", text)
+    for path in re.findall(r"\b(?:ARCHITECTURE\.md|(?:benchmarks|examples)/[\w/.]+\w)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_costs_are_those_of_the_readme():
+    """Lie: a number that nobody measured, or that was true once."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.* ms \|.*\|$", PAGES["index.md"].read_text(), re.MULTILINE)
+    assert len(rows) >= 3
+    for row in rows:
+        assert row in readme
+
+
+# ---------------------------------------------------------------- the reference, and the site
+
+
+def public_names():
+    """Everything that the reference must have, name to thing."""
+    names = {f"multitower.{name}": getattr(mt, name) for name in mt.__all__}
+    for submodule in SUBMODULES:
+        module = importlib.import_module(f"multitower.{submodule}")
+        for name, thing in vars(module).items():
+            own = callable(thing) and thing.__module__ == module.__name__
+            if own and not name.startswith("_"):
+                names[f"multitower.{submodule}.{name}"] = thing
+    return names
+
+
+def test_every_public_name_has_a_place_in_the_reference():
+    """Lie: "every public name" without the new one. (A second look for Pythons without MkDocs.)"""
+    pages = "".join(PAGES[page].read_text() for page in PAGES if page.startswith("reference/"))
+    directives = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    assert not set(public_names()) - directives
+
+
+class Loads(HTMLParser):
+    """Collects what a browser fetches by itself for a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.urls = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag != "a":
+            kept = tag == "link" and found.get("rel") in {"canonical", "prev", "next"}
+            self.urls += [] if kept else [found.get("src"), found.get("href"), found.get("srcset")]
+        self.urls += re.findall(r"url\(([^)]*)\)", found.get("style") or "")
+
+
+def check_nothing_from_outside(site):
+    for path in site.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        outside = [u for u in Loads(text).urls if u and re.match(r"['\"]?(\w+:)?//", u)]
+        assert not outside, (path, outside)
+        # Material's script fetches a diagram library, and facts about a repository, for these.
+        assert 'class="mermaid"' not in text
+        assert 'data-md-component="source"' not in text
+    for path in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", path.read_text()), path
+
+
+def check_every_public_name_is_there(site):
+    _, _, _, _, packed = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    places = dict(re.findall(r"^(\S+) py:\S+ \S+ (\S+) ", zlib.decompress(packed).decode(), re.M))
+    for name, thing in public_names().items():
+        path, anchor = places[name].replace("$", name).split("#")
+        page = (site / path / "index.html").read_text(encoding="utf-8")
+        assert f'id="{anchor}"' in page, name
+        first_line = (inspect.getdoc(thing) or "").partition("\n")[0].replace("`", "")
+        text = html.unescape(re.sub(r"<[^>]*>", "", page))
+        assert len(first_line) > 10, name
+        assert words(first_line) in words(text), name
+
+
+def test_the_site_builds_complete_and_needs_nothing_from_outside(tmp_path):
+    """Lies: a broken link, a public name that is left out, a page that calls home.
+
+    One test, because the site is built once for all of this.
+    """
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("MkDocs is not installed")
+    build = subprocess.run(
+        # Not with --quiet: a warning that is not written does not count as one.
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    check_nothing_from_outside(tmp_path)
+    check_every_public_name_is_there(tmp_path)
+    assert str(ROOT) not in "".join(path.read_text() for path in tmp_path.rglob("*.html"))

@@ -1,0 +1,87 @@
+"""Recipes in files: a user's own works like a shipped one, and says what is wrong where it is."""
+
+import json
+import re
+
+import pytest
+
+import multitower as mt
+from multitower.cli.main import main
+from multitower.recipes.catalog import find_recipe, option_names
+from multitower.runs.train import RunOptions, run
+from places import CIRCLE
+
+EXAMPLE = CIRCLE
+
+WITH_OPTIONS = """
+import dataclasses, helper_beside
+from multitower.recipes import digits
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    steps: int = helper_beside.STEPS
+
+def make_recipe(options):
+    return dataclasses.replace(digits.recipe, name="mine", steps=options.steps)
+"""
+
+
+def test_the_example_learns_and_is_short():
+    assert len(EXAMPLE.read_text().splitlines()) <= 42
+    result = run(find_recipe(str(EXAMPLE)), RunOptions(devices=3, towers=4))
+    assert result["recipe"] == "circle"
+    assert result["test_accuracy"] > 0.95
+
+
+def test_the_command_line_takes_a_file(tmp_path, capsys):
+    where = ["--run-dir", str(tmp_path), "--devices", "1", "--steps", "2"]
+    assert main(["train", str(EXAMPLE), *where]) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["recipe"] == "circle"
+    assert json.loads((tmp_path / "config.json").read_text())["recipe"] == str(EXAMPLE)
+    assert "training circle on 1 CPU device" in capsys.readouterr().out
+
+
+def test_a_file_may_have_options_and_modules_beside_it(tmp_path):
+    (tmp_path / "mine.py").write_text(WITH_OPTIONS)
+    (tmp_path / "helper_beside.py").write_text("STEPS = 7")
+    assert find_recipe(str(tmp_path / "mine.py")).steps == 7
+    found = find_recipe(str(tmp_path / "mine.py"), {"steps": "9"})
+    assert (found.name, found.steps, found.options) == ("mine", 9, {"steps": 9})
+    assert option_names(str(tmp_path / "mine.py")) == ("steps",)
+    with pytest.raises(mt.RunError, match=r"no option 'rate'. There are: steps=7"):
+        find_recipe(str(tmp_path / "mine.py"), {"rate": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "mine.py defines no recipe. End it with: recipe = Recipe("),
+        (
+            "recipe = {'name': 'x'}",
+            "recipe of type dict: it must be a Recipe, from multitower.recipes.definition",
+        ),
+        ("\n\nrecipe = 1 / 0", "mine.py, line 3: ZeroDivisionError: division by zero"),
+        ("\ndef recipe(:", "mine.py, line 2: SyntaxError"),
+        ("import no_such_module", "mine.py, line 1: ModuleNotFoundError: No module named"),
+        ("from multitower.recipes import Recipe\nrecipe = Recipe(name='x')", "line 2: TypeError"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_place(tmp_path, capsys, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    assert main(["train", str(tmp_path / "mine.py")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["none.py", "some/where", "./digits"])
+def test_a_missing_file_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(mt.RunError, match=re.escape(f"there is no file {tmp_path / name}")):
+        find_recipe(name)
+
+
+def test_a_file_that_is_no_python_is_an_error(tmp_path):
+    (tmp_path / "recipe.txt").touch()
+    with pytest.raises(mt.RunError, match=r"its name must end in \.py"):
+        find_recipe(str(tmp_path / "recipe.txt"))

@@ -1,0 +1,73 @@
+"""Options of recipes: every word means what it says, or is an error that lists what there is."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+import multitower as mt
+from multitower.recipes.catalog import SHIPPED, find_recipe, option_names
+from multitower.recipes.options import as_json, make_options
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    rate: Annotated[float, "learning rate"] = 0.5
+    count: int = 3
+    wide: bool = False
+    where: Path | None = None
+    word: str = "a"
+    maybe: float | None = None
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "value"),
+    [
+        ("rate", "1e-3", 1e-3),
+        ("rate", "2", 2.0),
+        ("count", "-7", -7),
+        ("wide", "true", True),
+        ("wide", "No", False),
+        ("where", "/x/y", Path("/x/y")),
+        ("where", "none", None),
+        ("word", "true", "true"),
+        ("maybe", "None", None),
+        ("maybe", "4", 4.0),
+    ],
+)
+def test_words_become_values(name, word, value):
+    found = getattr(make_options(Options, {name: word}, "mine"), name)
+    assert found == value
+    assert type(found) is type(value) or isinstance(value, Path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": "fast"}, "rate=fast: this option of mine is a number"),
+        ({"count": "1.5"}, "count=1.5: this option of mine is a whole number"),
+        ({"wide": "2"}, "wide=2: this option of mine is true or false"),
+        ({"maybe": "x"}, "maybe=x: this option of mine is a number or none"),
+        ({"rat": "1"}, r"no option 'rat'. There are: rate=0.5 \(learning rate\); count=3; wide="),
+    ],
+)
+def test_words_that_do_not_fit_are_errors(settings, message):
+    with pytest.raises(mt.RunError, match=message):
+        make_options(Options, settings, "mine")
+
+
+def test_a_recipe_without_options_has_none():
+    assert make_options(None, {}, "mine") is None
+    assert as_json(None) == {}
+    with pytest.raises(mt.RunError, match=r"has no option 'x'. It has none"):
+        make_options(None, {"x": "1"}, "mine")
+
+
+def test_options_are_told_as_json():
+    assert as_json(Options(where=Path("/x")))["where"] == "/x"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_recipe_tells_what_was_set(name):
+    assert set(find_recipe(name).options) == set(option_names(name))

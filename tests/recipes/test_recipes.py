@@ -1,0 +1,170 @@
+"""The recipes: their models against independent ones, their data against what they promise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multitower as mt
+from multitower.recipes import digits
+from multitower.recipes.catalog import SHIPPED, find_recipe
+from multitower.recipes.definition import Recipe
+from multitower.recipes.networks import layers, lenet5
+
+
+@pytest.fixture(scope="module")
+def digits_data():
+    return digits.load()
+
+
+def numpy_lenet5(params, images):
+    """LeNet-5 in float64, written as loops over the filter's places."""
+    layers = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def convolve(x, layer, border):
+        x = np.pad(x, ((0, 0), (border, border), (border, border), (0, 0)))
+        height, width = x.shape[1] - 4, x.shape[2] - 4
+        sums = sum(
+            x[:, i : i + height, j : j + width] @ layer["w"][i, j]
+            for i in range(5)
+            for j in range(5)
+        )
+        return np.maximum(sums + layer["b"], 0)
+
+    def pool(x):
+        return np.stack([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]).max(axis=0)
+
+    x = pool(convolve(np.asarray(images, np.float64), layers["conv1"], 2))
+    x = pool(convolve(x, layers["conv2"], 0))
+    x = x.reshape(len(x), -1)
+    x = np.maximum(x @ layers["dense1"]["w"] + layers["dense1"]["b"], 0)
+    x = np.maximum(x @ layers["dense2"]["w"] + layers["dense2"]["b"], 0)
+    return x @ layers["dense3"]["w"] + layers["dense3"]["b"]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_lenet5_is_the_lenet5_of_the_book(channels):
+    rng = np.random.default_rng(0)
+    params = lenet5.init(jax.random.key(0), channels)
+    # Biases that matter: at zero, a bias added in the wrong place would not be seen.
+    params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape), params)
+    images = rng.normal(size=(4, 28, 28, channels)).astype(np.float32)
+    expected = numpy_lenet5(params, images)
+    # float32 sums of up to 400 products
+    np.testing.assert_allclose(lenet5.logits(params, images), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lenet5_has_61706_parameters():
+    params = lenet5.init(jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 61706
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+def test_the_weight_penalty_leaves_biases_alone():
+    params = lenet5.init(jax.random.key(0))
+    with_biases = {name: {**layer, "b": layer["b"] + 9} for name, layer in params.items()}
+    expected = sum(np.sum(np.square(np.float64(layer["w"]))) for layer in params.values()) / 2
+    assert float(lenet5.weight_penalty(with_biases)) == pytest.approx(expected, rel=1e-5)
+
+
+def reduce_window(x):
+    window = (1, 2, 2, 1)
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+
+
+def test_max_pool_and_its_gradient_are_those_of_reduce_window():
+    # A permutation: no two pixels are equal, so there is one right gradient.
+    x = jax.random.permutation(jax.random.key(0), 3 * 8 * 6 * 5).astype(jnp.float32)
+    x = x.reshape(3, 8, 6, 5) - 300
+    weights = jax.random.normal(jax.random.key(1), (3, 4, 3, 5))
+    np.testing.assert_array_equal(layers.max_pool(x), reduce_window(x))
+    ours = jax.grad(lambda x: jnp.sum(weights * layers.max_pool(x)))(x)
+    theirs = jax.grad(lambda x: jnp.sum(weights * reduce_window(x)))(x)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_equal_pixels_share_one_gradient():
+    gradient = jax.grad(lambda x: layers.max_pool(x).sum())(jnp.ones((1, 2, 2, 1)))
+    np.testing.assert_array_equal(gradient, jnp.full((1, 2, 2, 1), 0.25))
+
+
+def test_digits_are_all_there_once(digits_data):
+    from sklearn.datasets import load_digits
+
+    train, test = digits_data
+    assert (len(train["label"]), len(test["label"])) == (1438, 359)
+    for part in digits_data:
+        assert part["image"].shape == (len(part["label"]), 28, 28, 1)
+        assert (part["image"].dtype, part["label"].dtype) == (np.float32, np.int32)
+        assert (part["image"].min(), part["image"].max()) == (0.0, 1.0)
+    np.testing.assert_array_equal(test["label"], load_digits().target[4::5])
+    together = np.bincount(train["label"]) + np.bincount(test["label"])
+    np.testing.assert_array_equal(together, np.bincount(load_digits().target))
+
+
+@settings(max_examples=5, deadline=None)  # each size compiles jax.image.resize
+@given(old=st.integers(2, 9), factor=st.floats(1, 4))
+def test_enlarging_is_bilinear(old, factor):
+    size = int(old * factor)
+    images = np.random.default_rng(old).random((2, old, old), np.float32)
+    expected = jax.image.resize(images, (2, size, size), "bilinear", antialias=False)
+    np.testing.assert_allclose(digits.enlarge(images, size), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shifts_move_whole_images_by_at_most_two_pixels(digits_data):
+    batch = {name: array[:200] for name, array in digits_data.train.items()}
+    moved = digits.shift(batch, np.random.default_rng(0))
+    np.testing.assert_array_equal(moved["label"], batch["label"])
+    padded = np.pad(batch["image"], ((0, 0), (2, 2), (2, 2), (0, 0)))
+    candidates = np.stack(
+        [padded[:, i : i + 28, j : j + 28] for i in range(5) for j in range(5)], axis=1
+    )
+    hits = (candidates == moved["image"][:, None]).all(axis=(2, 3, 4))
+    assert hits.any(axis=1).all()
+    assert hits.any(axis=0).all(), "some of the 25 shifts never happen"
+
+
+def test_the_loss_holds_the_penalty_once_per_example(digits_data):
+    params = lenet5.init(jax.random.key(0))
+    batch = {name: array[:3] for name, array in digits_data.test.items()}
+    losses, _ = digits.loss(params, batch)
+    penalty = 1e-4 * lenet5.weight_penalty(params)
+    expected = digits.metrics(params, batch)["loss"] + penalty
+    assert losses.shape == (3,)
+    np.testing.assert_array_equal(losses, expected)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_goes_by_its_name(name):
+    found = find_recipe(name)
+    assert isinstance(found, Recipe)
+    assert found.name == name
+
+
+def test_an_unknown_recipe_is_an_error_that_lists_those_there_are():
+    with pytest.raises(mt.RunError, match=r"no recipe 'mnits'\. There are: digits, mnist, "):
+        find_recipe("mnits")
+
+
+def test_without_scikit_learn_digits_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(mt.RunError, match=r"pip install 'multitower\[cli\]'"):
+        digits.load()
+
+
+def test_a_convolution_and_its_gradients_are_xlas():
+    # The lie: a faster gradient of another function.
+    draw = np.random.default_rng(0)
+    images = draw.normal(size=(3, 9, 8, 2)).astype(np.float32)
+    weights = draw.normal(size=(5, 3, 2, 4)).astype(np.float32)
+    gradient = draw.normal(size=(3, 5, 6, 4)).astype(np.float32)
+
+    def gradients(fn):
+        value, back = jax.vjp(fn, images, weights)
+        return (value, *back(gradient))
+
+    plain = gradients(lambda x, w: layers.convolve(x, w, "VALID"))
+    for ours, theirs in zip(gradients(layers.convolve_valid), plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)

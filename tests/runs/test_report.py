@@ -1,0 +1,392 @@
+"""report.html: one harmless file that shows all that happened, whatever a run is called."""
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import multitower as mt
+from multitower.runs.report import Sample, write_report
+from multitower.runs.report_page.charts import draw_charts
+from multitower.runs.report_page.curves import read_curves, thin
+from multitower.runs.report_page.png import encode_png
+from multitower.runs.report_page.scales import for_metric, for_steps, linear, logarithmic
+
+CONFIG = {
+    "recipe": "digits",
+    "settings": {"width": 16},
+    "options": {"devices": None, "towers": 8, "steps": 3, "global_batch": None, "best": "max"},
+}
+RESULT = {
+    "recipe": "digits",
+    "options": {"width": 16, "path": "/a/b"},
+    "steps": 3,
+    "batch_size": 64,
+    "test_accuracy": 0.98765,
+    "test_loss": 0.0447,
+    "best": {"step": 2, "accuracy": 0.99},
+    "fingerprint": "9dfee0b2",
+    "towers": 8,
+    "devices": 2,
+    "same_bits": True,
+    "examples_per_s": 2152.3,
+    "seconds": 19.4,
+    "versions": {"jax": "0.10.2"},
+    "host": {"cpu_cores": 2, "platform": "cpu", "device_kind": "cpu"},
+}
+PLACEMENT = [("cpu:0", range(4)), ("cpu:1", range(4, 8))]
+VOID = {"meta", "img", "link", "br", "wbr", "hr", "input"}
+
+
+class Outline(HTMLParser):
+    """The tags of a page; refuses one that is closed twice, never, or in the wrong place."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(page)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(set(names)) == len(names), (tag, attrs)
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> too many"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self):
+        return "".join(self.texts)
+
+
+def line(step, phase="train", **metrics):
+    return {"phase": phase, "step": step, **metrics}
+
+
+def make_page(directory, lines=(), *, config=CONFIG, result=RESULT, samples=()):
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+    (directory / "metrics.jsonl").write_text(text)
+    path = write_report(
+        directory, config=config, result=result, placement=PLACEMENT, samples=samples
+    )
+    assert path == directory / "report.html"
+    return path.read_text(encoding="utf-8")
+
+
+def three_lines():
+    train = [line(s, loss=1 / s, accuracy=s / 4, examples_per_s=9.0 * s) for s in (1, 2, 3)]
+    return [*train, line(3, "test", loss=0.5, accuracy=0.5)]
+
+
+def sample(label=3, predicted=5, probability=0.75, channels=1):
+    return Sample(np.full((4, 6, channels), 7, np.uint8), label, predicted, probability)
+
+
+# ---------------------------------------------------------------- one file, harmless
+
+
+def test_trap_a_report_that_loads_something_from_elsewhere(tmp_path):
+    # The lie: "one file", and a font, a script or an image that is missing without a network.
+    page = make_page(tmp_path, three_lines(), samples=[sample()])
+    for outside in ("http:", "https:", "//", "@import", "url(", "<script", "<link", "<iframe"):
+        assert outside not in page.replace("image/png;base64", ""), outside
+    for tag, attributes in Outline(page).tags:
+        assert attributes.get("src", "data:").startswith("data:"), tag
+        assert "href" not in attributes
+        assert not [name for name in attributes if name.startswith("on")], tag
+
+
+HOSTILE = "<script>alert('x')</script>\"'&<img src=//evil onerror=x>"
+
+
+def test_trap_a_recipe_whose_name_is_a_script(tmp_path):
+    # The lie: names and paths are text. They come from users, and from other people's recipes.
+    config = {"recipe": HOSTILE, "settings": {HOSTILE: HOSTILE}, "options": {HOSTILE: [HOSTILE]}}
+    host = {"platform": HOSTILE, "device_kind": HOSTILE, HOSTILE: HOSTILE}
+    versions = {HOSTILE: HOSTILE}
+    bad = {"recipe": HOSTILE, "options": {HOSTILE: HOSTILE}, "fingerprint": HOSTILE}
+    result = {**RESULT, **bad, "test_" + HOSTILE: 1.0, "best": {HOSTILE: 1.0}}
+    result |= {"host": host, "versions": versions}
+    lines = [line(1, loss=1.0, **{HOSTILE: 2.0}), line(2, HOSTILE, loss=None)]
+    lines += [line(s, HOSTILE, loss=1.0) for s in range(3, 999)]
+    page = make_page(tmp_path, lines, config=config, result=result)
+    write_report(tmp_path, config=config, result=result, placement=[(HOSTILE, [0])])
+    for one in (page, (tmp_path / "report.html").read_text(encoding="utf-8")):
+        outline = Outline(one)
+        assert not [tag for tag, _ in outline.tags if tag in ("script", "img")]
+        assert not [tag for tag, attributes in outline.tags if "onerror" in str(attributes.keys())]
+        assert HOSTILE in outline.text
+
+
+def test_a_path_that_is_no_text_does_not_cost_the_report(tmp_path):
+    config = {**CONFIG, "recipe": os.fsdecode(b"/tmp/\xff.py")}
+    assert "\\udcff.py" in make_page(tmp_path, config=config)
+
+
+def test_what_cannot_be_written_leaves_the_old_report_alone(tmp_path, monkeypatch):
+    # The lie: half a page, where there was a whole one.
+    old = make_page(tmp_path, three_lines())
+
+    def refuse(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multitower.runs.directory.os.replace", refuse)
+    with pytest.raises(mt.RunError, match=r"report\.html cannot be written: No space left"):
+        make_page(tmp_path, result={**RESULT, "recipe": "another"})
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == old
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_the_page_tells_what_happened(tmp_path):
+    page = make_page(tmp_path, three_lines(), samples=[sample()])
+    outline = Outline(page)
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == [
+        "Curves",
+        "Sample predictions",
+        "Devices and towers",
+        "Settings",
+        "Software and machine",
+    ]
+    for told in ("98.77 %", "2,152", "19.4 s", "9dfee0b2", "/a/b", "0.10.2"):
+        assert told in outline.text, told
+    assert "Best test phase: step 2, accuracy 99 %." in outline.text
+    assert "3 steps, 8 towers on 2 simulated CPU devices" in outline.text
+    assert "64 examples is cut into 8 towers of 8 examples" in outline.text
+    assert ("html", {"lang": "en"}) in outline.tags
+
+
+def test_what_was_asked_for_stands_beside_what_was_used(tmp_path):
+    # The lie: an option "best" that shows the result of that name.
+    page = make_page(tmp_path)
+    rows = re.findall(r'<th scope="row">(.*?)</th><td[^>]*>([^<]*)</td><td>([^<]*)</td>', page)
+    assert {option: found for option, *found in rows} == {
+        "recipe": ["digits", "digits"],
+        "devices": ["not set", "2"],
+        "towers": ["8", "8"],
+        "steps": ["3", "3"],
+        "global batch": ["not set", "64"],
+        "best": ["max", "max"],
+    }
+
+
+def test_every_device_shows_its_towers(tmp_path):
+    page = make_page(tmp_path)
+    rows = re.findall(r'<th scope="row">(cpu:\d)</th><td><ol class="chips">(.*?)</ol>', page)
+    found = {device: re.findall(r"<li>(\d+)</li>", chips) for device, chips in rows}
+    assert found == {"cpu:0": ["0", "1", "2", "3"], "cpu:1": ["4", "5", "6", "7"]}
+
+
+def test_trap_simulated_devices_taken_for_a_speed_up(tmp_path):
+    # The lie: "2152 examples/s on 2 devices", which are two threads of one CPU.
+    warning = "say nothing about the speed-up"
+    assert warning in Outline(make_page(tmp_path)).text
+    gpu = {**RESULT, "host": {"platform": "gpu", "device_kind": "NVIDIA H100"}}
+    outline = Outline(make_page(tmp_path, result=gpu))
+    assert "speed-up" not in outline.text
+    assert "2 GPUs (NVIDIA H100)" in outline.text
+
+
+def test_a_run_without_fixed_towers_does_not_promise_its_bits(tmp_path):
+    promise = "The same on any number of devices"
+    assert promise in make_page(tmp_path)
+    assert promise not in make_page(tmp_path, result={**RESULT, "same_bits": False})
+
+
+# ---------------------------------------------------------------- samples
+
+
+def test_every_sample_shows_its_label_its_prediction_and_whether_it_is_right(tmp_path):
+    samples = [sample(3, 5, 0.75), sample(2, 2, 0.5, channels=3), sample(1, 0, float("nan"))]
+    page = make_page(tmp_path, samples=samples)
+    outline = Outline(page)
+    images = [attributes for tag, attributes in outline.tags if tag == "img"]
+    assert [one["alt"] for one in images] == [
+        f"Test example {i}, label {label}" for i, label in ((1, 3), (2, 2), (3, 1))
+    ]
+    items = [re.sub(r"<.*?>|\s+", " ", item) for item in re.findall(r"(?s)<img.*?</li>", page)]
+    words = [" ".join(item.split()) for item in items]
+    assert words == [
+        "✗ wrong predicted 5 label 3 75 %",
+        "✓ right predicted 2 label 2 50 %",
+        "✗ wrong predicted 0 label 1 \N{EN DASH}",
+    ]
+
+
+def test_without_samples_there_is_no_section_of_them(tmp_path):
+    assert "Sample predictions" not in make_page(tmp_path)
+
+
+def test_an_image_of_another_kind_is_named(tmp_path):
+    bad = sample()._replace(image=np.zeros((4, 4), np.float32))
+    with pytest.raises(mt.RunError, match=r"samples\[1\].image is float32 of shape \(4, 4\)"):
+        make_page(tmp_path, samples=[sample(), bad])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_png_has_the_pixels_of_its_image(tmp_path, channels):
+    # Against a decoder that is not ours.
+    pillow = pytest.importorskip("PIL.Image")
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, channels), np.uint8)
+    (tmp_path / "x.png").write_bytes(encode_png(image))
+    with pillow.open(tmp_path / "x.png") as decoded:
+        np.testing.assert_array_equal(np.asarray(decoded).reshape(image.shape), image)
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_trap_a_spike_that_thinning_hides(tmp_path):
+    # The lie: a smooth curve, of a run in which one step in twenty thousand exploded.
+    spike, num_steps = 12_345, 20_000
+    lines = [
+        line(s, loss=50.0 if s == spike else 1 + 0.1 * (s % 7), accuracy=0.5, examples_per_s=5e3)
+        for s in range(1, num_steps + 1)
+    ]
+    page = make_page(tmp_path, lines, samples=[sample()] * 24)
+    assert len(page.encode()) < 500_000
+    assert "highest 50 at step 12,334 to 12,416" in page
+    band = re.search(r'<path class="band train" d="(.*?)"', page).group(1)
+    points = [tuple(map(int, point.split())) for point in re.findall(r"\d+ \d+", band)]
+    assert len(points) < 1_000
+    top = min(y for _, y in points)
+    assert top == 0  # 50 is the top of the axis
+    assert {x for x, y in points if y == top} & set(range(2460, 2480))  # 12345 of 20000, in 4000
+    Outline(page)
+
+
+def test_every_point_of_a_short_run_is_drawn():
+    curve = thin([(s, float(s)) for s in range(1, 241)])
+    assert curve.points_per_stretch == 1
+    assert [s.mean for s in curve.stretches] == list(range(1, 241))
+
+
+def test_the_pointer_finds_every_point_once(tmp_path):
+    # The lie: a tooltip that lacks its point, or has its neighbour's.
+    train = [line(s, loss=float(s)) for s in range(1, 1001)]
+    page = make_page(tmp_path, [*train, line(1000, "test", loss=7.0)])
+    titles = re.findall(r"<title>(step .*?)</title>", page, re.DOTALL)
+    assert len(titles) == 240
+    assert all(title.count("train") == 1 for title in titles)
+    assert titles[0] == "step 1 to 4\ntrain 2.5 (1 to 4)"
+    assert [title for title in titles if "test" in title] == titles[-1:]
+
+
+def test_values_that_are_not_finite_are_a_gap_and_a_mark(tmp_path):
+    losses = [3.0, 2.0, None, 1.0, 0.5]
+    page = make_page(tmp_path, [line(s, loss=x) for s, x in enumerate(losses, 1)])
+    drawn = re.search(r'<path class="line train" d="(M.*?)"', page).group(1)
+    assert drawn.count("M") == 2
+    assert '<path class="lost"' in page
+    assert "1 value not finite" in Outline(page).text
+
+
+def test_a_metric_without_any_finite_value_still_has_a_chart(tmp_path):
+    page = make_page(tmp_path, [line(1, loss=None), line(2, loss=None)])
+    assert "loss over 2 steps. train: no finite value." in page
+    Outline(page)
+
+
+def test_an_empty_file_and_none_at_all_give_a_report_without_curves(tmp_path):
+    assert "has written no metrics" in make_page(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    path = write_report(tmp_path, config=CONFIG, result={"recipe": "digits"}, placement=[])
+    assert "has written no metrics" in path.read_text(encoding="utf-8")
+
+
+def test_a_single_step_is_a_dot(tmp_path):
+    result = {**RESULT, "steps": 1, "examples_per_s": None}
+    page = make_page(tmp_path, [line(1, loss=2.0)], result=result)
+    assert re.search(r'<path class="dots train" d="M4000 \d+h0"', page)
+    Outline(page)
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(line(1, loss=2.0)) + '\n{"phase": "tra')
+    assert len(read_curves(path)["loss"]["train"].stretches) == 1
+
+
+def test_metrics_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(mt.RunError, match=r"metrics\.jsonl cannot be read"):
+        read_curves(tmp_path / "metrics.jsonl")
+
+
+def test_the_few_points_of_the_test_phase_are_drawn_over_the_training(tmp_path):
+    page = make_page(tmp_path, [line(1, "test", loss=1.0), line(1, loss=2.0), line(2, loss=1.0)])
+    assert page.index('class="line train"') < page.index('class="line test"')
+
+
+def test_the_loss_comes_first_and_every_metric_has_a_chart():
+    one = {"train": thin([(1, 0.5), (2, 0.25)])}
+    html = draw_charts({"loss": one, "top_5_accuracy": one, "examples_per_s": one})
+    assert re.findall("<h3>(.*?)</h3>", html) == ["loss", "top 5 accuracy", "examples per second"]
+    labels = [
+        attributes["aria-label"]
+        for tag, attributes in Outline(html).tags
+        if attributes.get("role") == "img"
+    ]
+    assert labels[0].startswith("loss over 2 steps. train: from 0.5 to 0.25, lowest 0.25 at step 2")
+
+
+# ---------------------------------------------------------------- axes
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0, 1),
+        (0.17, 1),
+        (-3, 7),
+        (5, 5),
+        (0, 0),
+        (-2, -2),
+        (1e-9, 3e-9),
+        (0, 1e300),
+        (1e9, 1e9 + 1),
+    ],
+)
+def test_an_axis_holds_its_values_and_a_few_round_marks(low, high):
+    axis = linear(low, high)
+    assert axis.low <= low <= high <= axis.high
+    assert 2 <= len(axis.ticks) <= 8
+    assert 0 <= axis.place(low) <= axis.place(high) <= 1
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.03, 2.4), (1e-7, 3), (1, 20), (1e-250, 1e250)])
+def test_a_logarithmic_axis_holds_its_values_and_a_few_powers(low, high):
+    axis = logarithmic(low, high)
+    assert axis.low <= low <= high <= axis.high
+    assert 2 <= len(axis.ticks) <= 12
+
+
+def test_a_loss_that_falls_far_is_drawn_as_ratios_and_a_zero_is_not():
+    assert for_metric("loss", 0.01, 2).logarithmic
+    assert not for_metric("loss", 0.0, 2).logarithmic
+    assert not for_metric("accuracy", 0.01, 1).logarithmic
+    assert for_metric("examples_per_s", 900, 1000).low == 0
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 7, 12, 200, 23_450, 10_000_000])
+def test_steps_are_whole_numbers(last):
+    labels = [label for _, label in for_steps(last).ticks]
+    assert len(labels) == len(set(labels)) <= 7
+    assert not any("." in label for label in labels)

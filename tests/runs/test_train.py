@@ -1,0 +1,143 @@
+"""A run: the same bits on any number of devices, numbers that mean what they say."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.recipes.definition import DataSets, Recipe
+from multitower.runs.train import RunOptions, run, score
+
+TRUE = np.array([1.0, -2.0, 3.0], np.float32)
+
+
+def load():
+    inputs = np.random.default_rng(0).normal(size=(90, 3)).astype(np.float32)
+    data = {"x": inputs, "y": inputs @ TRUE}
+    return DataSets({k: v[:70] for k, v in data.items()}, {k: v[70:] for k, v in data.items()})
+
+
+def metrics(params, batch):
+    error = batch["x"] @ params - batch["y"]
+    return {"loss": error**2, "accuracy": (jnp.abs(error) < 0.1).astype(jnp.float32)}
+
+
+def loss(params, batch):
+    scores = metrics(params, batch)
+    return scores["loss"], {"accuracy": scores["accuracy"]}
+
+
+def noisy(batch, generator):
+    return {**batch, "x": batch["x"] + generator.normal(0, 1e-3, batch["x"].shape).astype("f4")}
+
+
+LINE = Recipe(
+    name="line",
+    data=load,
+    init=lambda key: jax.random.normal(key, (3,)),
+    loss=loss,
+    metrics=metrics,
+    optimizer=lambda steps: optax.adam(optax.cosine_decay_schedule(0.3, steps)),
+    steps=200,
+    global_batch=16,
+    distort=noisy,
+)
+
+
+def test_a_recipe_learns_with_its_own_numbers():
+    result = run(LINE, RunOptions(devices=2))
+    assert (result["recipe"], result["steps"], result["batch_size"]) == ("line", 200, 16)
+    assert (result["towers"], result["devices"], result["same_bits"]) == (2, 2, False)
+    assert result["test_accuracy"] == 1.0
+    assert result["test_loss"] < 1e-3
+    assert result["examples_per_s"] > 0
+    assert result["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_with_towers_the_fingerprint_does_not_depend_on_the_devices():
+    # 22 rows do not fill 8 towers evenly, and 8 towers not 3 devices.
+    options = RunOptions(towers=8, steps=5, global_batch=22, seed=3)
+    results = [run(LINE, dataclasses.replace(options, devices=n)) for n in (1, 2, 3, 8)]
+    same = ("fingerprint", "test_loss", "test_accuracy", "towers", "same_bits")
+    assert len({tuple(result[key] for key in same) for result in results}) == 1
+    assert [result["devices"] for result in results] == [1, 2, 3, 8]
+
+
+def test_the_fingerprint_is_that_of_the_whole_state_of_a_loop_by_hand():
+    from multitower.data.batches import make_batch
+
+    options = RunOptions(devices=2, towers=2, steps=3, seed=5)
+    step = mt.train_step(loss, LINE.optimizer(3), devices=2, towers=2)
+    state = step.init(LINE.init(jax.random.key(5)))
+    for number in range(3):
+        rows = {"global_batch": 16, "seed": 5, "step": number, "distort": noisy}
+        state, _ = step(state, make_batch(load().train, **rows))
+    assert run(LINE, options)["fingerprint"] == mt.fingerprint(state)
+
+
+def test_another_seed_is_another_run():
+    results = [run(LINE, RunOptions(devices=1, steps=1, seed=seed)) for seed in (0, 1, 2**32 - 1)]
+    assert len({result["fingerprint"] for result in results}) == 3
+
+
+def test_every_step_is_reported_once_and_in_order():
+    seen = []
+    run(LINE, RunOptions(devices=2, steps=4), seen.append)
+    assert [(now.step, now.num_steps) for now in seen] == [(n, 4) for n in (1, 2, 3, 4)]
+    assert all(set(now.metrics) == {"loss", "accuracy"} for now in seen)
+    assert seen[0].examples_per_s is None
+    assert all(now.examples_per_s > 0 for now in seen[1:])
+
+
+def test_one_step_has_no_rate():
+    # The lie: a rate that is mostly the compiler's time.
+    assert run(LINE, RunOptions(devices=1, steps=1))["examples_per_s"] is None
+
+
+def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
+    # Two test phases in one run, and the last one only once.
+    seen = []
+    options = RunOptions(devices=2, towers=4, steps=4, evaluate_every=2, keep_best="accuracy")
+    result = run(LINE, options, seen.append, directory=tmp_path)
+    assert [(now.phase, now.step) for now in seen] == [
+        ("train", 1), ("train", 2), ("test", 2), ("train", 3), ("train", 4),
+    ]  # fmt: skip
+    names = {"best", "checkpoints", "events", "metrics.jsonl", "report.html", "result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert result["placement"] == {"cpu:0": [0, 1], "cpu:1": [2, 3]}
+    assert set(result["best"]) == {"step", "loss", "accuracy"}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["phase"] == "test"] == [2, 4]
+    scored = score(LINE, options, tmp_path, best=True)
+    assert scored["step"] == result["best"]["step"]
+    assert scored["test_accuracy"] == result["best"]["accuracy"]
+
+
+def test_a_run_that_diverges_stops_and_says_where():
+    wild = dataclasses.replace(LINE, optimizer=lambda steps: optax.sgd(1e18))
+    with pytest.raises(mt.NonFiniteError, match=r"step [2-6] of 200: the loss is (nan|inf)"):
+        run(wild, RunOptions(devices=1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"steps": 0}, mt.RunError, "steps=0"),
+        ({"global_batch": 0}, mt.RunError, "batch of 0 examples"),
+        ({"seed": -1}, mt.RunError, "seed=-1"),
+        ({"seed": 2**32}, mt.RunError, "use 0 to 4294967295"),
+        ({"evaluate_every": -1}, mt.RunError, "evaluate_every=-1"),
+        ({"best": "highest"}, mt.RunError, "say max or min"),
+        ({"towers": 0}, mt.DeviceError, "towers=0"),
+    ],
+)
+def test_options_that_make_no_sense_are_errors_before_anything_starts(wrong, error, message):
+    with pytest.raises(error, match=message):
+        RunOptions(**wrong)

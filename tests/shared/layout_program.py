@@ -1,0 +1,261 @@
+"""One process of several: `python layout_program.py PORT PROCESSES PROCESS DEVICES WHAT...`
+
+Every process simulates DEVICES devices. Process 0 prints JSON: for each WHAT what it found. With
+PORT 0 the process is alone and joins nobody.
+"""
+
+import json
+import sys
+import warnings
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import multitower as mt
+from multitower.processes.together import whole_on_host
+from multitower.training.evaluation import evaluate
+
+jax.config.update("jax_enable_compilation_cache", False)
+
+TOWERS = 8
+COLUMNS, HIDDEN = 6, 5
+
+
+def losses(params, batch, *, rng, model_state):
+    """Dropout, statistics of the rows, a loss of each row."""
+    x = jnp.tanh(batch["x"] @ params["in"])
+    kept = jax.random.bernoulli(rng, 0.8, x.shape)
+    mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
+    new = {"mean": mean, "updates": model_state["updates"] + 1}
+    error = (jnp.where(kept, x - mean, 0) @ params["out"] - batch["y"]) ** 2
+    return error, {"absolute": jnp.sqrt(error)}, new
+
+
+def batch(number, rows):
+    draw = np.random.default_rng(number)
+    x = draw.normal(size=(rows, COLUMNS)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+def first_params():
+    draw = np.random.default_rng(99)
+    return {
+        "in": draw.normal(size=(COLUMNS, HIDDEN)).astype(np.float32),
+        "out": draw.normal(size=HIDDEN).astype(np.float32),
+    }
+
+
+def same_bits(devices=None):
+    """Everything after three steps, the last one with so few rows that towers stay empty."""
+    step = mt.train_step(losses, optax.adam(1e-2), towers=TOWERS, ema_decay=0.9, devices=devices)
+    statistics = {"mean": np.zeros(HIDDEN, np.float32), "updates": np.int32(0)}
+    state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+    state, metrics = step(state, batch(0, 32))
+    history = [metrics]
+    ahead = [batch(1, 32), batch(2, 13)]
+    for rows in mt.prefetch(ahead, towers=TOWERS, global_batch=32, devices=devices):
+        state, metrics = step(state, rows)
+        history.append(metrics)
+    return mt.fingerprint((state, history))
+
+
+def fast():
+    """The parameters in full: they are equal to rounding, as many towers as devices."""
+    step = mt.train_step(lambda w, rows: (rows["x"] @ w - rows["y"]) ** 2, optax.adam(1e-2))
+    state = step.init(np.zeros(COLUMNS, np.float32))
+    for number, rows in enumerate((32, 32, 13)):
+        state, metrics = step(state, batch(number, rows))
+    return [np.asarray(state.params).tolist(), float(metrics["loss"])]
+
+
+def functions(devices=None):
+    """make_parallel, value_and_grad and evaluate on rows that fill the towers and that do not."""
+    found = {}
+    params = first_params()
+    for towers in (None, TOWERS):
+        where = {"devices": devices, "towers": towers}
+        double = mt.make_parallel(lambda x: jnp.sin(x) * 2, **where)
+        gradient = mt.grad(lambda p, x: jnp.tanh(x @ p["in"]).sum(1), **where)
+        for rows in (32, 13):
+            x = batch(5, rows)["x"]
+            found[f"rows {rows} {towers}"] = whole_on_host(double(x)).tolist()
+            found[f"gradient {rows} {towers}"] = np.asarray(gradient(params, x)["in"]).tolist()
+        found[f"evaluate {towers}"] = evaluate(
+            lambda w, x: {"x": x * w}, 2.0, np.arange(101.0), global_batch=24, **where
+        )
+    return found
+
+
+def per_row(params, rows):
+    return (jnp.tanh(rows["x"] @ params["in"]) @ params["out"] - rows["y"]) ** 2
+
+
+def sharded(devices=None):
+    """All bits of a state in blocks, before and after it was whole; and what one may see alone."""
+    options = {"towers": TOWERS, "ema_decay": 0.9, "devices": devices}
+    step = mt.train_step(per_row, optax.adamw(1e-2), shard_update=True, **options)
+    whole = mt.train_step(per_row, optax.adamw(1e-2), **options)
+    state, _ = step(step.init(first_params()), batch(0, 32))
+    seen = None
+    if jax.process_index() == 0:  # of several processes; nothing is sent for the parameters
+        seen = float(state.params["out"].addressable_shards[0].data[0])
+    state, _ = step(state, batch(1, 13))
+    found = [mt.fingerprint(state)]
+    state, _ = whole(state, batch(2, 32))  # from blocks to a state without, and back
+    state, _ = step(state, batch(3, 32))
+    return [seen, *found, mt.fingerprint(state)]
+
+
+def own_rows(devices=None):
+    """The same steps from rows that are read where they are needed, and which ones were read."""
+    read, seen = [], []
+
+    def lazily(number, rows):
+        def some(places):
+            read.append(places.tolist())
+            return {name: leaf[places] for name, leaf in batch(number, rows).items()}
+
+        return mt.LazyRows(rows, some)
+
+    for towers in (TOWERS, None):
+        step = mt.train_step(
+            lambda w, rows: (rows["x"] @ w - rows["y"]) ** 2,
+            optax.adam(1e-2),
+            towers=towers,
+            devices=devices,
+        )
+        state = step.init(np.zeros(COLUMNS, np.float32))
+        ahead = mt.prefetch([lazily(0, 32), lazily(1, 13)], towers=towers, devices=devices)
+        for rows in ahead:
+            state, _ = step(state, rows)
+        seen.append(np.asarray(state.params).tolist())
+    evaluate(Table.score, 2.0, Table(), global_batch=24, towers=TOWERS, devices=devices)
+    return [read, seen, sorted(Table.read)]
+
+
+class Table:
+    """A data set that notes which of its 48 rows are read."""
+
+    read: ClassVar[set] = set()
+    shape, ndim, dtype = (48,), 1, np.dtype(np.float32)
+
+    def __getitem__(self, places):
+        Table.read.update(places.tolist())
+        return np.float32(places)
+
+    @staticmethod
+    def score(w, x):
+        return {"x": x * w}
+
+
+def global_arrays(devices=None):
+    """Arrays of all processes as arguments: what one call returns is fed to the next."""
+    x = batch(5, 32)["x"]
+    found = {}
+    for towers in (None, TOWERS):
+        where = {"devices": devices, "towers": towers}
+        double = mt.make_parallel(lambda x: jnp.sin(x) * 2, **where)
+        found[str(towers)] = whole_on_host(double(double(x))).tolist()
+        sharded = next(mt.prefetch([double(x)], **where))
+        found[f"ahead {towers}"] = whole_on_host(double(sharded)).tolist()
+    evenly = mt.shard(np.float32(range(96)), devices=devices)
+    try:
+        mt.shard(evenly, towers=2, global_batch=128, devices=devices)  # 64 rows a tower, 48 here
+    except mt.BatchError as error:
+        found["error"] = str(error)
+    cut = mt.shard(x, towers=TOWERS, devices=devices)
+    try:
+        mt.make_parallel(jnp.sin, towers=2 * TOWERS, devices=devices)(cut)
+    except mt.BatchError as error:
+        found["other towers"] = str(error)
+    return found
+
+
+def negative_zeros(devices=None):
+    """All bits of rows and of a state in blocks that are -0.0, which a sum would make 0.0.
+
+    And the dtype of 16-bit rows times a Python number, which adapts to them.
+    """
+    found = {}
+    zeros = -np.zeros(24, np.float32)
+    for towers in (5, TOWERS):  # 5 divide neither the rows nor the devices
+        where = {"towers": towers, "devices": devices}
+        negate = mt.make_parallel(lambda x: -jnp.abs(x), **where)
+        gradient = mt.value_and_grad(lambda w, x: (w * x, {"x": x}), has_aux=True, **where)
+        for rows in (24, 13):
+            found[f"rows {rows} {towers}"] = mt.fingerprint(negate(zeros[:rows]))
+            found[f"aux {rows} {towers}"] = mt.fingerprint(gradient(np.float32(1), zeros[:rows]))
+        times = mt.make_parallel(lambda x, s: x * s, in_axes=(0, None), **where)
+        found[f"number {towers}"] = mt.fingerprint(times(zeros.astype(jnp.bfloat16), 0.1))
+    optimizer = optax.MultiSteps(optax.adam(1e-2), 2)
+    step = mt.train_step(
+        lambda w, x: -jnp.abs(w * x).sum(1), optimizer, towers=5, shard_update=True, devices=devices
+    )
+    state, _ = step(step.init(np.ones(7, np.float32)), np.zeros((24, 7), np.float32))
+    return found | {"state": mt.fingerprint(state)}
+
+
+def unlike(devices=None):
+    """What is said where the second process passes something else than the first one."""
+    here = jax.process_index()
+
+    def said(rows, params=None, towers=4):
+        step = mt.train_step(per_row, optax.sgd(0.1), towers=towers, devices=devices)
+        with warnings.catch_warnings(record=True) as told:
+            try:
+                step(step.init(params or first_params()), rows)
+            except mt.MultitowerError as error:
+                return str(error)
+        return "".join(str(one.message) for one in told)
+
+    def part(start, size):
+        return {name: leaf[start : start + size] for name, leaf in batch(0, 48).items()}
+
+    other = {name: leaf + here for name, leaf in first_params().items()}
+    found = {
+        "a part of the batch": said(part(24 * here, 24)),
+        "fewer rows": said(part(0, 24 - 8 * here)),
+        "parameters": said(part(0, 24), other),
+        "towers": said(part(0, 24), towers=4 + here),
+        "alike": said(part(0, 24)),
+    }
+    with warnings.catch_warnings(record=True) as told:
+        add = mt.make_parallel(
+            lambda x, y, empty: x + y, towers=4, devices=devices, in_axes=(0, None, None)
+        )
+        add(np.ones(8), np.float32(here), np.zeros((0, 3)))
+    return found | {"an argument": "".join(str(one.message) for one in told)}
+
+
+WHATS = {
+    "same_bits": same_bits,
+    "fast": fast,
+    "functions": functions,
+    "sharded": sharded,
+    "own_rows": own_rows,
+    "global_arrays": global_arrays,
+    "negative_zeros": negative_zeros,
+    "unlike": unlike,
+}
+
+
+def main(port, num_processes, process, num_devices, *whats):
+    together = {}
+    if port != "0":
+        together = dict(
+            distributed=True,
+            coordinator=f"127.0.0.1:{port}",
+            num_processes=int(num_processes),
+            process_id=int(process),
+        )
+    mt.configure(simulated_devices=int(num_devices), **together)
+    found = {what: WHATS[what]() for what in whats}
+    if process == "0":
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

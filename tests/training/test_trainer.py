@@ -1,0 +1,262 @@
+"""Trainer: a run that stops anywhere goes on as if it had not; what is not finite is named."""
+
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.data.batches import make_batches
+from multitower.steps.replicas import check_replicas
+
+RNG = np.random.default_rng(0)
+DATA = {
+    "x": RNG.normal(size=(100, 5)).astype(np.float32),
+    "y": RNG.normal(size=100).astype(np.float32),
+}
+PARAMS = {"w": jnp.zeros(5)}
+
+
+def losses(params, batch):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def batches(first):
+    return make_batches(DATA, global_batch=32, seed=0, first=first)
+
+
+def make_trainer(num_devices, **options):
+    return mt.Trainer(
+        losses,
+        optax.adam(0.01),
+        towers=4,
+        devices=num_devices,
+        global_batch=32,
+        ema_decay=0.9,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The fingerprint of 60 steps that nobody stopped."""
+    return mt.fingerprint(make_trainer(2).fit(PARAMS, batches, steps=60))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, number, undisturbed):
+    # The lie (law L4): a stopped run that resumes elsewhere, on other devices.
+    seen = []
+
+    def stop_at_20(progress):
+        seen.append(progress.step)
+        if progress.step == 20:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(mt.Interrupted, match=r"stopped after step 21 of 60, which is saved in"):
+        make_trainer(4, run_dir=tmp_path, hooks=[stop_at_20]).fit(PARAMS, batches, steps=60)
+    assert signal.getsignal(number) == before
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[stop_at_20])
+    state = trainer.fit(PARAMS, batches, steps=60, resume=True)
+    assert mt.fingerprint(state) == undisturbed
+    assert seen == list(range(1, 61))  # every step told once
+
+
+def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
+    make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2)
+    with pytest.raises(mt.RunError, match=r"holds checkpoints of steps \[2\]: pass resume=True"):
+        make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=4)
+    state = make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2, resume=True)
+    assert int(state.step) == 2  # nothing is left to do, and nothing is done
+
+
+def poisoned(first):
+    """The batches with an infinite number in row 9, tower 1, of step 7."""
+    for number, batch in enumerate(batches(first), start=first + 1):
+        if number == 7:
+            batch["x"][9] = np.inf
+        yield batch
+
+
+def test_stop_names_step_tower_and_parameter_and_keeps_the_good_checkpoint(tmp_path):
+    # The lie (law L9, lightning#5243): one tower's NaN goes unnoticed, or is saved.
+    trainer = make_trainer(3, run_dir=tmp_path, checkpoint_every=1)
+    named = r"step 7 of 20: .* tower .* is 1 of 4; .*params\['w'\]"
+    with pytest.raises(mt.NonFiniteError, match=named):
+        trainer.fit(PARAMS, poisoned, steps=20)
+    state = make_trainer(2, run_dir=tmp_path).fit(PARAMS, batches, steps=8, resume=True)
+    assert mt.fingerprint(state) == mt.fingerprint(make_trainer(1).fit(PARAMS, batches, steps=8))
+
+
+def test_skip_leaves_the_step_out_for_all_towers():
+    # The lie: towers that decide apart drift apart; or the optimizer counts the skipped step.
+    prints = []
+    for num_devices in (1, 4):
+        skipped = []
+
+        def note(progress, skipped=skipped):
+            skipped.extend([progress.step] * bool(progress.metrics["skipped"]))
+
+        trainer = make_trainer(num_devices, on_nonfinite="skip", hooks=[note])
+        state = trainer.fit(PARAMS, poisoned, steps=12)
+        assert skipped == [7]
+        assert int(state.step) == 12
+        assert int(state.opt_state[0].count) == 11
+        assert np.isfinite(state.params["w"]).all()
+        prints.append(mt.fingerprint(state))
+    assert prints[0] == prints[1]
+
+
+def test_hooks_hear_of_towers_and_evaluations():
+    told = []
+    trainer = make_trainer(2, hooks=[told.append])
+    state = trainer.fit(PARAMS, batches, steps=3)
+    batch = next(batches(0))
+    first = told[0]
+    np.testing.assert_allclose(
+        first.tower_losses, (batch["y"] ** 2).reshape(4, 8).mean(1), rtol=1e-5
+    )
+    assert first.metrics["loss"] == pytest.approx(np.mean(batch["y"] ** 2), rel=1e-5)
+    scores = trainer.evaluate(lambda p, b: {"loss": losses(p, b)}, state, DATA, global_batch=33)
+    assert (told[-1].phase, told[-1].step, told[-1].metrics) == ("test", 3, scores)
+    average = DATA["x"] @ np.asarray(state.ema_params["w"])
+    assert scores["loss"] == pytest.approx(np.mean((average - DATA["y"]) ** 2), rel=1e-5)
+
+
+def test_batches_that_run_out_are_an_error():
+    def three(first):
+        return (batch for batch, _ in zip(batches(first), range(3), strict=False))
+
+    with pytest.raises(mt.RunError, match="ran out after step 3 of 5"):
+        make_trainer(1).fit(PARAMS, three, steps=5)
+    with pytest.raises(mt.ArgumentError, match=r"batches is list: give a function, batches.first"):
+        make_trainer(1).fit(PARAMS, [DATA], steps=5)
+
+
+def test_fewer_steps_than_the_run_has_made(tmp_path):
+    """Lie: a finished run of a checkpoint that is of another one."""
+    make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)
+    with pytest.raises(mt.RunError, match=r"steps=2, and the run in .* has made 3"):
+        make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_nonfinite": "ignore"}, "say 'stop' or 'skip'"),
+        ({"checkpoint_every": 0}, "must be 1 or more"),
+        ({"keep_last": 0}, "must be 1 or more"),
+        ({"hooks": print}, "give a list of them"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(mt.ArgumentError, match=message):
+        make_trainer(1, **options)
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_a_device_with_other_bits_is_named(towers):
+    # The lie: replicas that drift apart unnoticed.
+    step = mt.train_step(losses, optax.adam(0.01), towers=towers, devices=4)
+    state, _ = step(step.init(PARAMS), next(batches(0)))
+    check_replicas(state)
+    shards = [np.array(shard.data) for shard in state.params["w"].addressable_shards]
+    shards[2][3] = np.nextafter(shards[2][3], np.float32(9))
+    devices = [shard.device for shard in state.params["w"].addressable_shards]
+    arrays = [jax.device_put(s, d) for s, d in zip(shards, devices, strict=True)]
+    like = state.params["w"]
+    broken = jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
+    with pytest.raises(mt.StateError, match=r"cpu:2 holds .* state\.params\['w'\] than cpu:0"):
+        check_replicas(state.replace(params={"w": broken}))
+
+
+def scores(params, batch):
+    return {"loss": losses(params, batch)}
+
+
+def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
+    # The lies: a test phase that changes what is trained; "best" that is merely the last.
+    told = []
+    trainer = make_trainer(
+        2,
+        run_dir=tmp_path,
+        keep_best="loss",
+        best="min",
+        hooks=[lambda progress: told.append((progress.phase, progress.step))],
+    )
+    # One test set after another is harder: so the first of them has the best score.
+    tests = iter([{"x": DATA["x"], "y": DATA["y"] + far} for far in (5.0, 0.0, 9.0)])
+    states = []
+
+    def evaluate(state):
+        states.append(mt.fingerprint(state))
+        trainer.evaluate(scores, state, next(tests), global_batch=64)
+
+    state = trainer.fit(PARAMS, batches, steps=60, evaluate=evaluate, evaluate_every=20)
+    assert mt.fingerprint(state) == undisturbed
+    assert [step for phase, step in told if phase == "test"] == [20, 40, 60]
+    assert told.index(("test", 20)) == told.index(("train", 20)) + 1
+    assert trainer.best is not None
+    assert trainer.best[0] == 40
+    assert mt.fingerprint(trainer.restore(PARAMS, best=True)) == states[1]
+    assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
+
+
+def test_the_rate_of_training_does_not_count_test_phases():
+    # The lie: a run that gets slower the more often it is tested.
+    rates = []
+    trainer = make_trainer(1, hooks=[lambda progress: rates.append(progress.examples_per_s)])
+    trainer.fit(PARAMS, batches, steps=40, evaluate=lambda _: time.sleep(0.5), evaluate_every=20)
+    assert rates[-1] > 0.1 * rates[18]  # a fiftieth, if it counted them
+
+
+def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
+    # The lie: a killed run whose curves lack the steps before the checkpoint that it resumes from.
+    class Hook:
+        def __init__(self):
+            self.last, self.flushed = 0, []
+
+        def __call__(self, progress):
+            self.last = progress.step
+
+        def flush(self):
+            saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+            assert str(self.last) not in saved
+            self.flushed.append(self.last)
+
+    hook = Hook()
+    make_trainer(1, run_dir=tmp_path, checkpoint_every=2, hooks=[hook]).fit(
+        PARAMS, batches, steps=5
+    )
+    assert hook.flushed == [2, 4, 5]
+
+
+def test_what_keep_best_needs_is_said(tmp_path):
+    with pytest.raises(mt.ArgumentError, match="needs a run_dir"):
+        make_trainer(1, keep_best="loss")
+    with pytest.raises(mt.ArgumentError, match="say 'max' or 'min'"):
+        make_trainer(1, best="highest")
+    trainer = make_trainer(1, run_dir=tmp_path, keep_best="f1")
+    with pytest.raises(mt.ArgumentError, match="pass evaluate="):
+        trainer.fit(PARAMS, batches, steps=1, evaluate_every=1)
+    state = trainer.fit(PARAMS, batches, steps=1)
+    with pytest.raises(mt.RunError, match="has no such score"):
+        trainer.evaluate(scores, state, DATA, global_batch=64)
+
+
+def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undisturbed):
+    make_trainer(1, run_dir=tmp_path, checkpoint_every=20).fit(PARAMS, batches, steps=40)
+    (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()
+    with pytest.raises(mt.CheckpointError, match="--allow-previous"):
+        make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=60, resume=True)
+    with pytest.warns(mt.MultitowerWarning, match="goes on from checkpoint 20"):
+        state = make_trainer(1, run_dir=tmp_path).fit(
+            PARAMS, batches, steps=60, resume=True, allow_previous=True
+        )
+    assert mt.fingerprint(state) == undisturbed
