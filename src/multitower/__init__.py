@@ -81,11 +81,15 @@ __all__ = [
     "value_and_grad",
 ]
 
-# A class says where users find it, in its repr and in a traceback: multitower.BatchError.
-for _public in [globals()[name] for name in __all__]:
-    if isinstance(_public, type):
-        _public.__module__ = "multitower"
-del _public
+
+def _name_classes() -> None:
+    """Lets a class say where users find it: a traceback ends with multitower.BatchError."""
+    for name in __all__:
+        if isinstance(globals()[name], type):
+            globals()[name].__module__ = "multitower"
+
+
+_name_classes()
 
 
 def __dir__() -> list[str]:

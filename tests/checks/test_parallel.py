@@ -173,7 +173,7 @@ def test_a_wrong_program_is_named_with_its_line(fn, kind, output, place):
         assert problem.where is None
     else:
         assert problem.where is not None
-        assert "test_parallel_check.py:" in problem.where
+        assert "test_parallel.py:" in problem.where
         assert re.search(place, problem.where), problem.where
     with pytest.raises(mt.OutputError, match="cannot be cut into towers as it is"):
         check.raise_if_wrong()

@@ -36,14 +36,16 @@ SHOWN = re.compile(r'\{ \.python \.foreign title="[^"]+" \}')
 OTHERS = {"diff", "sh", "text", "toml"}
 
 # What users import apart from `multitower` itself.
-SUBMODULES = (
-    "data.datasets.cifar10",
-    "data.datasets.mnist",
-    "data.datasets.synthetic",
-    "recipes.catalog",
-    "recipes.definition",
-    "runs.train",
-)
+ELSEWHERE = {
+    "data.datasets.cifar10": ("download_cifar10", "read_cifar10"),
+    "data.datasets.download": ("cache_directory",),
+    "data.datasets.mnist": ("download_mnist", "read_mnist"),
+    "data.datasets.synthetic": ("make_synthetic",),
+    "recipes.catalog": ("find_recipe", "option_names"),
+    "recipes.definition": ("DataSets", "Recipe"),
+    "runs.options": ("RunOptions",),
+    "runs.train": ("run", "score"),
+}
 
 
 class Block(NamedTuple):
@@ -205,12 +207,9 @@ def test_costs_are_those_of_the_readme():
 def public_names():
     """Everything that the reference must have, name to thing."""
     names = {f"multitower.{name}": getattr(mt, name) for name in mt.__all__}
-    for submodule in SUBMODULES:
-        module = importlib.import_module(f"multitower.{submodule}")
-        for name, thing in vars(module).items():
-            own = callable(thing) and thing.__module__ == module.__name__
-            if own and not name.startswith("_"):
-                names[f"multitower.{submodule}.{name}"] = thing
+    for place, own in ELSEWHERE.items():
+        module = importlib.import_module(f"multitower.{place}")
+        names |= {f"multitower.{place}.{name}": getattr(module, name) for name in own}
     return names
 
 

@@ -8,7 +8,8 @@ import pytest
 import multitower as mt
 from multitower.cli.main import main
 from multitower.recipes.catalog import find_recipe, option_names
-from multitower.runs.train import RunOptions, run
+from multitower.runs.options import RunOptions
+from multitower.runs.train import run
 from places import CIRCLE
 
 EXAMPLE = CIRCLE
@@ -63,7 +64,10 @@ def test_a_file_may_have_options_and_modules_beside_it(tmp_path):
         ("\n\nrecipe = 1 / 0", "mine.py, line 3: ZeroDivisionError: division by zero"),
         ("\ndef recipe(:", "mine.py, line 2: SyntaxError"),
         ("import no_such_module", "mine.py, line 1: ModuleNotFoundError: No module named"),
-        ("from multitower.recipes import Recipe\nrecipe = Recipe(name='x')", "line 2: TypeError"),
+        (
+            "from multitower.recipes.definition import Recipe\nrecipe = Recipe(name='x')",
+            "line 2: TypeError",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_with_its_place(tmp_path, capsys, text, message):

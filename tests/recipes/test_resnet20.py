@@ -13,7 +13,8 @@ from multitower.data.datasets.synthetic import make_synthetic
 from multitower.recipes import cifar10_resnet20
 from multitower.recipes.definition import DataSets
 from multitower.recipes.networks import resnet20
-from multitower.runs.train import RunOptions, run
+from multitower.runs.options import RunOptions
+from multitower.runs.train import run
 
 SMALL = {"num_blocks": 1, "width": 4}
 

@@ -11,7 +11,8 @@ import pytest
 
 import multitower as mt
 from multitower.recipes.definition import DataSets, Recipe
-from multitower.runs.train import RunOptions, run, score
+from multitower.runs.options import RunOptions
+from multitower.runs.train import run, score
 
 TRUE = np.array([1.0, -2.0, 3.0], np.float32)
 

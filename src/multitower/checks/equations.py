@@ -11,7 +11,7 @@ from jax.extend import core
 
 from multitower.towers.rows import is_key, is_traced
 
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parents[1])  # the whole package
 
 _LOOPS = ("scan", "while", "cond")
 # Enough for the numbers that a loss is divided by.

@@ -18,7 +18,8 @@ from multitower.processes.together import is_first
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import RESULT, read_config
-from multitower.runs.train import RunOptions, score
+from multitower.runs.options import RunOptions
+from multitower.runs.train import score
 
 
 def resume(

@@ -41,7 +41,8 @@ from multitower.runs.directory import (
     run_found_in,
     write_config,
 )
-from multitower.runs.train import RunOptions, run
+from multitower.runs.options import RunOptions
+from multitower.runs.train import run
 from multitower.towers.placement import place
 
 

@@ -65,6 +65,17 @@ def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
 
     Raises:
         KeyError: the batch has no `"key"`.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import multitower as mt
+        >>> def jitter(batch, keys):
+        ...     noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
+        ...     return {"x": batch["x"] + noise}
+        >>> rows = {"x": np.zeros((8, 2), np.float32)}
+        >>> batch = mt.make_batch(rows, global_batch=4, seed=0, step=0, keyed=True)
+        >>> mt.augment_batch(jitter, batch)["x"].shape
+        (4, 2)
     """
     examples = dict(batch)
     keys = jax.random.wrap_key_data(examples.pop(KEYS), impl=_GENERATOR)

@@ -8,11 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import multitower as mt
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name, load_recipe_file
 from multitower.recipes.options import as_json, make_options
-
-__all__ = ["SHIPPED", "DataSets", "Recipe", "find_recipe", "option_names"]
 
 # Each is a module of this package, imported only when it is asked for.
 SHIPPED = ("digits", "mnist", "cifar10", "cifar10-resnet20")

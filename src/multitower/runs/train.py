@@ -21,8 +21,6 @@ from multitower.towers.rows import take_apart
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Hook, Progress
 
-__all__ = ["RunOptions", "run", "score"]
-
 
 def run(
     recipe: Recipe,
@@ -62,7 +60,8 @@ def run(
 
     Example:
         >>> from multitower.recipes.catalog import find_recipe
-        >>> from multitower.runs.train import RunOptions, run
+        >>> from multitower.runs.options import RunOptions
+        >>> from multitower.runs.train import run
         >>> result = run(find_recipe("digits"), RunOptions(steps=2, global_batch=16, devices=2))
         >>> result["steps"], result["towers"], 0 <= result["test_accuracy"] <= 1
         (2, 2, True)

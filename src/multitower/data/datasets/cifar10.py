@@ -46,7 +46,7 @@ def read_cifar10(directory: Path) -> tuple[Images, Images]:
         >>> from multitower.data.datasets.cifar10 import read_cifar10
         >>> read_cifar10(Path("nowhere"))
         Traceback (most recent call last):
-        multitower.errors.DataError: nowhere holds no CIFAR-10: ...
+        multitower.DataError: nowhere holds no CIFAR-10: ...
 
     Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images".
     """

@@ -39,7 +39,7 @@ def read_pickled_dict(content: bytes, where: str) -> dict[str, Any]:
         {'labels': array([0, 1, 2], dtype=uint8)}
         >>> read_pickled_dict(pickle.dumps(print), "here")
         Traceback (most recent call last):
-        multitower.errors.DataError: here asks for builtins.print: ...
+        multitower.DataError: here asks for builtins.print: ...
     """
     unpickler = _Unpickler(io.BytesIO(content), where)
     try:
