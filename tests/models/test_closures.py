@@ -1,5 +1,7 @@
 """What a loss closes over: arrays, keys, and things that may change unseen."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +156,221 @@ def test_names_that_the_loss_does_not_close_over():
     run = mt.grad(lambda w: (w * x).mean(), in_axes={"y": 0})
     with pytest.raises(mt.ArgumentError, match=r"names 'y', and the function closes over x\. Name"):
         run(1.0)
+
+
+# ---------------------------------------------------------------- never stale, never needless
+
+
+class Settings:
+    scale = 2.0
+
+
+class Namespace:
+    def __init__(self, **held):
+        self.__dict__.update(held)
+
+
+settings, table, bias = Namespace(scale=2.0), {"scale": 2.0}, jnp.float32(1)
+
+
+def helper(x):
+    return x * factor
+
+
+def outer_helper(x):
+    return helper(x)
+
+
+def inner_lambda():
+    def loss(w, x):
+        return jax.tree.map(lambda y: y * factor, w * x)
+
+    return loss
+
+
+def through_helpers():
+    return lambda w, x: outer_helper(w * x)
+
+
+def class_attribute():
+    return lambda w, x: w * x * Settings.scale
+
+
+def attribute_of_an_object():
+    return lambda w, x: w * x * settings.scale
+
+
+def entry_of_a_dict():
+    return lambda w, x: w * x * table["scale"]
+
+
+def object_in_the_closure():
+    own = settings
+    return lambda w, x: w * x * own.scale
+
+
+def bound_method():
+    class Model(Namespace):
+        def loss(self, w, x):
+            return w * x * settings.scale
+
+    return Model().loss
+
+
+def partial_of_a_helper():
+    return functools.partial(lambda scale, w, x: w * x * settings.scale, None)
+
+
+@pytest.mark.parametrize(
+    "make_loss",
+    [
+        inner_lambda,
+        through_helpers,
+        class_attribute,
+        attribute_of_an_object,
+        entry_of_a_dict,
+        object_in_the_closure,
+        bound_method,
+        partial_of_a_helper,
+    ],
+)
+def test_what_changed_is_seen_by_a_function_made_anew(make_loss, monkeypatch):
+    """Lie: the program of another value, where jax.jit of the same function has the new one."""
+    run = lambda: float(mt.value_and_grad(make_loss(), towers=2, devices=2)(1.0, X)[0])
+    assert run() == 7.0
+    monkeypatch.setitem(globals(), "factor", 3.0)
+    monkeypatch.setattr(Settings, "scale", 3.0)
+    monkeypatch.setattr(settings, "scale", 3.0)
+    monkeypatch.setitem(table, "scale", 3.0)
+    assert run() == 10.5
+
+
+traced = []
+
+
+def of_a_global_lambda(scale):
+    return eval("lambda w, x: (traced.append(1), w * x * factor)[1]", globals())
+
+
+def of_a_partial(scale):
+    return functools.partial(lambda scale, w, x: (traced.append(1), w * x * scale)[1], scale)
+
+
+def of_a_keyword_partial(scale):
+    return functools.partial(lambda w, x, scale: (traced.append(1), w * x * scale)[1], scale=scale)
+
+
+def of_a_float(scale):
+    return lambda w, x: (traced.append(1), w * x * scale)[1]
+
+
+def of_a_numpy_array(scale):
+    array = np.full(3, scale)
+    return lambda w, x: (traced.append(1), w * x * array.sum())[1]
+
+
+def of_settings(scale):
+    return lambda w, x: (traced.append(1), w * x * settings.scale)[1]
+
+
+def of_a_global_array(scale):
+    globals()["bias"] = jnp.float32(scale)
+    return lambda w, x: (traced.append(1), w * x * bias)[1]
+
+
+@pytest.mark.parametrize(
+    "make_loss",
+    [
+        of_a_global_lambda,
+        of_a_partial,
+        of_a_keyword_partial,
+        of_a_float,
+        of_a_numpy_array,
+        of_settings,
+        of_a_global_array,
+    ],
+)
+@pytest.mark.parametrize("of", ["value_and_grad", "make_parallel", "evaluate"])
+@pytest.mark.parametrize("towers", [None, 2])
+def test_other_values_need_no_other_program(make_loss, of, towers):
+    """Lie: a compilation at every step, because the function is made anew at every step."""
+
+    def run(scale):
+        fun, where = make_loss(scale), {"devices": 2, "towers": towers}
+        if of == "value_and_grad":
+            return mt.value_and_grad(fun, **where)(1.0, X)[0]
+        if of == "make_parallel":
+            return mt.make_parallel(fun, in_axes=(None, 0), **where)(1.0, X).mean()
+        metrics = lambda w, x: {"score": fun(w, x)}
+        return mt.evaluate(metrics, 1.0, X, global_batch=8, **where)["score"]
+
+    found, counts = [], []
+    for scale in (2.0, 3.0, 4.0):
+        found.append(float(run(scale)))
+        counts.append(len(traced))
+    assert counts == counts[:1] * 3
+    times = {of_a_global_lambda: 0, of_settings: 0, of_a_numpy_array: 3}.get(make_loss, 1)
+    assert found == [X.mean() * (times * scale or 2.0) for scale in (2.0, 3.0, 4.0)]
+
+
+def test_numbers_that_decide_are_numbers():
+    """Lie: JAX's error for a float that the loss compares, or an array that NumPy gets."""
+
+    def make_loss(scale, array):
+        def loss(w, x):
+            if scale > 2:
+                return w * x * scale
+            return w * x * float(np.cumsum(array)[-1])
+
+        return loss
+
+    run = lambda *held: mt.value_and_grad(make_loss(*held), devices=2)(1.0, X)[0]
+    assert [run(3.0, X), run(1.0, np.ones(2)), run(1.0, np.ones(4))] == [10.5, 7.0, 14.0]
+
+
+def test_an_error_of_the_users_is_the_users():
+    def loss(w, x, scale=2.0):
+        return w.nothing * x * scale
+
+    with pytest.raises(AttributeError, match="nothing"):
+        mt.grad(loss, devices=2)(1.0, X)
+
+
+def test_a_variable_that_the_loss_counts_in():
+    calls = 0
+
+    def loss(w, x):
+        nonlocal calls
+        calls += 1
+        return w * x
+
+    mt.grad(loss, devices=2)(1.0, X)
+    assert calls
+
+
+def test_a_program_made_again_is_of_the_function_that_is_called():
+    """Lie: other shapes are traced with the closure that another function has had."""
+
+    def make(times):
+        def loss(w, x):
+            return w * x * times
+
+        def set_times(new):
+            nonlocal times
+            times = new
+
+        return loss, set_times
+
+    first, set_first = make(1)
+    mt.value_and_grad(first, devices=2)(1.0, X)
+    set_first(5)
+    second, _ = make(1)
+    assert mt.value_and_grad(second, devices=2)(1.0, X[:4])[0] == 1.5
+
+
+def test_a_global_batch_is_named():
+    """Lie: advice that leads to the next error."""
+    globals()["batch"] = X
+    loss = eval("lambda w: w * batch", globals())
+    value, gradient = mt.value_and_grad(loss, in_axes={"batch": 0}, devices=2)(2.0)
+    assert (value, gradient) == (7.0, 3.5)

@@ -2,15 +2,15 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from multitower.functions.calls import TowerFunction
+from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.closures import as_function, open_function
-from multitower.models.modules import fill, take_call
+from multitower.models.closures import Contents, as_function, call_opened
+from multitower.models.modules import Call, fill, take_call
 from multitower.models.nnx import diff_state
 from multitower.towers.rows import is_traced
 
@@ -89,18 +89,20 @@ def value_and_grad(
     positions, filters = _positions([argnums] if single else argnums)
     names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
     where = tuple(devices) if isinstance(devices, list) else devices
-    options = (positions, has_aux, _Axes.of(in_axes), where, towers)
+    options = (positions, has_aux, Axes.of(in_axes), where, towers)
     own = _tower_function(fun, *options)  # refuses wrong options right away
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        opened, closed = open_function(fun, names)
-        try:
-            kind, run = _remembered(opened, *options)
-        except TypeError:  # unhashable: nothing to remember it by
-            kind, run = own if opened is fun else _tower_function(opened, *options)
-        call = take_call(args, kwargs, closed, filters)
-        finished: Finished = run.call(call)
+        def run_opened(opened: Any, closed: Contents) -> tuple[ValueAndGrad, Call, Finished]:
+            try:
+                kind, run = _remembered(opened, *options)
+            except TypeError:  # unhashable: nothing to remember it by
+                kind, run = own if opened is fun else _tower_function(opened, *options)
+            call = take_call(args, kwargs, closed, filters)
+            return kind, call, run.call(call)
+
+        kind, call, finished = call_opened(fun, names, run_opened)
         call.hand_on(finished.changed)
         wanted = kind.wanted(call)
         gradients = jax.tree.map(_at_home, finished.gradients, wanted)
@@ -157,28 +159,15 @@ def _positions(argnums: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, Any]]
     return tuple(n for n, _ in found), {n: wanted for n, wanted in found if wanted is not None}
 
 
-class _Axes(NamedTuple):
-    """A tree of axes, hashable; None is a leaf."""
-
-    treedef: Any
-    leaves: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, tree: Any) -> "_Axes":
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-        return cls(treedef, tuple(leaves))
-
-
 def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
     fun: Any,
     argnums: tuple[int, ...],
     has_aux: bool,
-    in_axes: _Axes,
+    in_axes: Axes,
     devices: DeviceSpec | None,
     towers: int | None,
 ) -> tuple[ValueAndGrad, TowerFunction]:
-    axes = jax.tree.unflatten(in_axes.treedef, in_axes.leaves)
-    kind = ValueAndGrad(fun, argnums, has_aux, axes)
+    kind = ValueAndGrad(fun, argnums, has_aux, in_axes.tree)
     return kind, TowerFunction(kind, devices, towers)
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,24 @@ class Leaves:
 
     by_number: dict[int, Any]
     treedef: Any = field(metadata={"static": True})
+
+
+class Axes(NamedTuple):
+    """A tree of axes, hashable; None is a leaf."""
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> "Axes":
+        """Of a tree of axes."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        return cls(treedef, tuple(leaves))
+
+    @property
+    def tree(self) -> Any:
+        """The tree of axes again."""
+        return jax.tree.unflatten(self.treedef, self.leaves)
 
 
 class Kind(Protocol):

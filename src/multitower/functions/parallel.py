@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, OutputError
-from multitower.functions.calls import Leaves, TowerFunction
+from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.closures import as_function, open_function
+from multitower.models.closures import Contents, as_function, call_opened
 from multitower.models.modules import Call, call_tower, take_call
 from multitower.models.state import Changed, as_leaf, only_first
 from multitower.towers.rows import Split, Tower, axes_of_leaves
@@ -70,23 +70,35 @@ def make_parallel(
     Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
     """
     fn = as_function(fn)
-
-    @functools.lru_cache(maxsize=8)  # what fn closes over may change, now and then
-    def run_of(opened: Any) -> TowerFunction:
-        return TowerFunction(_Parallel(opened, in_axes, out_axes), devices, towers)
-
-    own = TowerFunction(_Parallel(fn, in_axes, out_axes), devices, towers)
+    where = tuple(devices) if isinstance(devices, list) else devices
+    options = (Axes.of(in_axes), Axes.of(out_axes), where, towers)
+    own = _tower_function(fn, *options)  # refuses wrong options right away
 
     @functools.wraps(fn)
     def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        opened, closed = open_function(fn, ())
-        run = own if opened is fn else run_of(opened)
-        call = take_call(args, kwargs, closed)
-        result, changed = run.call(call)
+        def run_opened(opened: Any, closed: Contents) -> tuple[Call, Any]:
+            try:
+                run = own if opened is fn else _remembered(opened, *options)
+            except TypeError:  # unhashable: nothing to remember it by
+                run = _tower_function(opened, *options)
+            call = take_call(args, kwargs, closed)
+            return call, run.call(call)
+
+        call, (result, changed) = call_opened(fn, (), run_opened)
         call.hand_on(changed)
         return result
 
     return parallel
+
+
+def _tower_function(
+    fn: Any, in_axes: Axes, out_axes: Axes, devices: DeviceSpec | None, towers: int | None
+) -> TowerFunction:
+    return TowerFunction(_Parallel(fn, in_axes.tree, out_axes.tree), devices, towers)
+
+
+# A loop may make the function anew at every turn: it must not compile anew.
+_remembered = functools.lru_cache(maxsize=128)(_tower_function)
 
 
 class _Parallel(NamedTuple):

@@ -1,0 +1,268 @@
+"""What a function uses besides its arguments and its closure: globals, helpers, class attributes.
+
+`jax.jit` traces a function that was made anew, and so sees a global or a helper that has changed.
+Here functions with the same code share a compiled program, so that a loop which defines its loss
+anew does not compile anew: that is right only if all that they use is the same. Where that cannot
+be told there is an error, and such a function shares its program with no other.
+"""
+
+import builtins
+import functools
+import inspect
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.models.bytecode import Names
+
+# NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
+_LARGE_BYTES = 2**20
+# So many values are looked at for one function; more are too many to compare.
+_MANY = 5000
+_NO_CONTENT = ("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__slots__")
+_INSTALLED = tuple(
+    {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(__file__).parents[1]), "<frozen"}
+)
+
+
+class UnknownDependencyError(Exception):
+    """What a function uses cannot be compared with what another one uses."""
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What a function uses; equal to another one's if both use the same.
+
+    Attributes:
+        key: all of it, hashable: values, or the identity of what can change and its content.
+        alive: what is known by its identity, kept so that nothing else can have it.
+    """
+
+    key: Any
+    alive: tuple[Any, ...] = field(compare=False, repr=False)
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether it is equal to another one only if both are the same for good."""
+    if isinstance(leaf, types.MethodType):
+        return is_value(leaf.__self__)
+    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType | jax.stages.Wrapped):
+        return True
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return type(leaf).__hash__ is not object.__hash__
+
+
+def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dependencies:
+    """What a function uses besides its arguments, its closure and the globals called `without`.
+
+    Looked at once for each function object: as by `jax.jit`, a function that was seen before is
+    taken to be what it was.
+
+    Raises:
+        UnknownDependencyError: it uses something that cannot be compared.
+    """
+    known = _SEEN.get(fun)
+    if known is None:
+        try:
+            known = _look(fun, frozenset(without))
+        except UnknownDependencyError as error:
+            known = error
+        _SEEN[fun] = known
+    if isinstance(known, UnknownDependencyError):
+        raise known
+    return known
+
+
+def content_of(value: Any) -> Dependencies:
+    """A value that a function closes over, such as a namespace of settings, and what is in it.
+
+    Raises:
+        UnknownDependencyError: it cannot be compared.
+    """
+    reader = _Reader(frozenset())
+    key = reader.content(value)
+    return Dependencies(key, tuple(reader.alive))
+
+
+_SEEN: weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
+    reader = _Reader(Names.of(fun.__code__).written)
+    used = () if is_installed(fun) else reader.globals_of(fun, without)
+    key = (
+        tuple(reader.content(one) for one in fun.__defaults__ or ()),
+        tuple((name, reader.content(one)) for name, one in (fun.__kwdefaults__ or {}).items()),
+        tuple(used),
+    )
+    return Dependencies(key, tuple(reader.alive))
+
+
+class _Reader:
+    """Turns values into hashable descriptions of them."""
+
+    def __init__(self, written: frozenset[str]) -> None:
+        self.alive: list[Any] = []
+        self._written = written
+        self._numbers: dict[int, int] = {}  # of what can contain itself
+
+    def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
+        for chain in Names.of(fun.__code__).chains:
+            name, *attributes = chain
+            if name in without:
+                continue
+            if name in fun.__globals__:
+                yield chain, self._at(fun.__globals__[name], attributes)
+            else:
+                yield chain, self._same(getattr(builtins, name, None))
+
+    def content(self, value: Any) -> Any:
+        """A description that is equal for what does the same, now and later.
+
+        Raises:
+            UnknownDependencyError: there is none.
+        """
+        if value is None or isinstance(value, bool | int | str | bytes):
+            return type(value), value
+        if isinstance(value, float | complex | np.generic):
+            return type(value), repr(value)  # 0.0 and -0.0 are equal
+        fixed = isinstance(value, jax.Array | types.BuiltinFunctionType | jax.stages.Wrapped)
+        if fixed or is_installed(value):
+            # A framework's method may be around one of the user's.
+            wrapped = None if fixed else getattr(value, "__wrapped__", None)
+            return self._same(value) if wrapped is None else (id(value), self.content(wrapped))
+        if id(value) in self._numbers:
+            return "again", self._numbers[id(value)]
+        self._numbers[id(value)] = len(self._numbers)
+        self.alive.append(value)
+        if len(self._numbers) > _MANY:
+            raise UnknownDependencyError
+        for kind, describe in _DESCRIPTIONS:
+            if isinstance(value, kind):
+                return describe(self, value)
+        return self._same(value) if is_value(value) else self._instance(value)
+
+    def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(self.content(one) for one in held)
+
+    def class_(self, cls: type) -> Any:
+        return "class", id(cls), tuple(self._members(cls))
+
+    def _at(self, value: Any, attributes: list[str]) -> Any:
+        """What is reached by attributes: `config.scale` alone, and not all that config has."""
+        for number, name in enumerate(attributes):
+            is_open = isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__")
+            if not is_open or is_installed(value):
+                break
+            found = inspect.getattr_static(value, name, _MISSING)
+            if found is _MISSING or hasattr(type(found), "__get__"):
+                # A method or a property may use all of its object.
+                owner = value if not isinstance(value, types.ModuleType) else found
+                return tuple(attributes[: number + 1]), self.content(owner)
+            value = found
+        return self.content(value)
+
+    def function(self, fun: types.FunctionType) -> Any:
+        cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
+        defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
+        outer = self._written
+        self._written = outer | Names.of(fun.__code__).written
+        used = tuple(self.globals_of(fun))
+        self._written = outer
+        # By its identity too: where its program is traced again, that is this function.
+        return "function", id(fun), fun.__code__, defaults, cells, used
+
+    def _cell(self, cell: types.CellType) -> Any:
+        try:
+            return self.content(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            raise UnknownDependencyError from None
+
+    def _members(self, cls: type) -> Iterator[Any]:
+        for one in cls.__mro__:
+            if one is not object and not is_installed(one):
+                for name, member in vars(one).items():
+                    if name not in _NO_CONTENT and name not in self._written:
+                        yield name, self._member(member)
+
+    def _member(self, member: Any) -> Any:
+        # Descriptors of dataclasses, slots and frameworks belong to the class.
+        known = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
+        if hasattr(type(member), "__get__") and not known:
+            return self._same(member)
+        return self.content(member)
+
+    def _instance(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType) or not hasattr(value, "__dict__"):
+            raise UnknownDependencyError
+        held = {k: v for k, v in vars(value).items() if k not in self._written}
+        inside = tuple((name, self.content(one)) for name, one in held.items())
+        return "object", id(value), self.content(type(value)), inside
+
+    def array(self, value: np.ndarray[Any, Any]) -> Any:
+        if value.nbytes > _LARGE_BYTES or value.dtype.hasobject:
+            raise UnknownDependencyError
+        return "array", id(value), value.shape, value.dtype.str, value.tobytes()
+
+    def _same(self, value: Any) -> Any:
+        """Known by itself: by value where it has one, else by identity."""
+        self.alive.append(value)
+        try:
+            hash(value)
+        except TypeError:
+            return type(value), id(value)
+        return (type(value), value) if is_value(value) else (type(value), id(value))
+
+
+_MISSING = object()
+
+# Of what may hold other things. What can change is known by its identity too.
+_DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
+    (types.FunctionType, _Reader.function),
+    (type, _Reader.class_),
+    (types.MethodType, lambda read, it: ("method", read.all_of((it.__func__, it.__self__)))),
+    (staticmethod, lambda read, it: ("static", read.content(it.__func__))),
+    (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
+    (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),
+    (functools.partial, lambda read, it: ("partial", read.all_of((it.func, it.args, it.keywords)))),
+    (tuple, lambda read, it: (type(it), read.all_of(it))),
+    (list, lambda read, it: (type(it), id(it), read.all_of(it))),
+    (dict, lambda read, it: (type(it), id(it), read.all_of(it), read.all_of(it.values()))),
+    (np.ndarray, _Reader.array),
+)
+
+
+def is_installed(value: Any) -> bool:
+    """Whether it belongs to Python, to this library or to another one, and so stays what it is."""
+    if isinstance(value, types.FunctionType):
+        return _is_installed_file(value.__code__.co_filename)
+    if isinstance(value, types.ModuleType):
+        is_builtin = value.__name__ in sys.builtin_module_names
+        return is_builtin or _is_installed_file(getattr(value, "__file__", None))
+    if isinstance(value, type):
+        if value.__module__ in sys.builtin_module_names:
+            return True
+        module = sys.modules.get(value.__module__)
+        return _is_installed_file(getattr(module, "__file__", None))
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed_file(file: str | None) -> bool:
+    """A notebook and a terminal are no files."""
+    places = ("/site-packages/", "/dist-packages/")
+    return file is not None and (file.startswith(_INSTALLED) or any(p in file for p in places))

@@ -1,0 +1,257 @@
+"""A function taken apart: its code, what it uses, and the arrays that it closes over."""
+
+import functools
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import treedef_is_leaf
+
+from multitower.models.bytecode import Names
+from multitower.models.dependencies import (
+    UnknownDependencyError,
+    content_of,
+    dependencies_of,
+    is_installed,
+    is_value,
+)
+from multitower.models.equinox import is_equinox
+from multitower.models.nnx import is_nnx
+from multitower.towers.rows import is_key, is_legacy_key, is_traced
+
+_ARRAY = "array"
+
+
+def of_partial(fun: "functools.partial[Any]") -> Callable[..., Any]:
+    """A partial as a function that closes over its arguments."""
+    inner, first = fun.func, fun.args
+    names, values = tuple(fun.keywords), tuple(fun.keywords.values())
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*first, *args, **{**dict(zip(names, values, strict=True)), **kwargs})
+
+    return call
+
+
+@dataclass(frozen=True)
+class OpenFunction:
+    """A function without its contents. Two are equal if they do the same with the same contents.
+
+    Attributes:
+        key: what it does, hashable: its code and what it uses besides the contents; or the function
+            itself, if that cannot be told.
+        cells: the variables that it closes over.
+        globals_: globals that are NNX modules, arrays or rows, by name.
+        bare: code, globals, defaults and keyword defaults.
+    """
+
+    key: tuple[Any, ...]
+    cells: tuple["_Cell", ...]
+    globals_: tuple[tuple[str, "_Cell"], ...]
+    bare: tuple[types.CodeType, dict[str, Any], Any, Any] = field(compare=False, repr=False)
+
+    def close(self, left: "Left") -> Callable[..., Any]:
+        """The function, around the next of these contents."""
+        code, scope, defaults, keyword_defaults = self.bare
+        cells = tuple(cell.close(left) for cell in self.cells)
+        if self.globals_:
+            taken = {name: cell.close(left).cell_contents for name, cell in self.globals_}
+            scope = {**scope, **taken}
+        fun = types.FunctionType(code, scope, code.co_name, defaults, cells)
+        fun.__kwdefaults__ = keyword_defaults
+        return fun
+
+
+class Left(NamedTuple):
+    """What is still to be put in, in the order in which it was taken out."""
+
+    arrays: Iterator[Any]
+    modules: list[Any]
+    rows: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What one variable of a closure holds.
+
+    Attributes:
+        rows: its name, if it holds rows.
+        treedef: the structure of the tree that it is.
+        leaves: `_ARRAY`, a `_Module`, an OpenFunction, or a `_Leaf`.
+        original: the variable, if the function may want to write into it.
+    """
+
+    rows: str | None
+    treedef: Any
+    leaves: tuple[Any, ...]
+    original: types.CellType | None = field(default=None, compare=False)
+
+    def close(self, left: Left) -> types.CellType:
+        if self.original is not None:
+            return self.original
+        if self.rows is not None:
+            return types.CellType(left.rows[self.rows])
+        leaves = [_close_leaf(leaf, left) for leaf in self.leaves]
+        return types.CellType(jax.tree.unflatten(self.treedef, leaves))
+
+
+@dataclass(frozen=True)
+class _Module:
+    """Stands for an NNX module: the same one, wherever it is closed over."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Anything else: equal if it can be told to be the same for good, or if it is the same object.
+
+    Attributes:
+        key: type and value (1, 1.0 and True are equal), or the identity, perhaps with its content.
+        value: what it is; kept alive, so that no other object can have its identity.
+    """
+
+    key: Any
+    value: Any = field(compare=False)
+
+
+def _close_leaf(leaf: Any, left: Left) -> Any:
+    if leaf is _ARRAY:
+        return next(left.arrays)
+    if isinstance(leaf, _Module):
+        return left.modules[leaf.number]
+    return leaf.close(left) if isinstance(leaf, OpenFunction) else leaf.value
+
+
+class Opener:
+    """Collects the contents on its way through closures."""
+
+    def __init__(self, names: Collection[str], values: bool) -> None:
+        self.arrays: list[Any] = []
+        self.modules: list[Any] = []
+        self.rows: dict[str, Any] = {}
+        self._names = names
+        self._values = values
+        self._way: list[Any] = []
+        self._num_taken = 0  # in all, the same thing in two places counted twice
+        self._may_change = False
+
+    def open(self, fun: types.FunctionType) -> OpenFunction:
+        """Takes the contents out of a function."""
+        outer, self._may_change = self._may_change, False
+        self._way.append(fun)
+        code = fun.__code__
+        variables = zip(code.co_freevars, fun.__closure__ or (), strict=True)
+        rebound = Names.of(code).rebound
+        cells = tuple(self._open_cell(name, cell, name in rebound) for name, cell in variables)
+        globals_ = tuple(self._open_globals(fun))
+        self._way.pop()
+        key: tuple[Any, ...] = (_leaf(fun),)
+        if not self._may_change:
+            try:
+                key = (code, dependencies_of(fun, without=[name for name, _ in globals_]))
+            except UnknownDependencyError:
+                self._may_change = True
+        self._may_change |= outer
+        bare = code, fun.__globals__, fun.__defaults__, fun.__kwdefaults__
+        return OpenFunction(key, cells, globals_, bare)
+
+    def inside(self, fun: Any) -> Any:
+        """What `jax.jit` was given, if rows are looked for: it hides a closure."""
+        is_jitted = bool(self._names) and isinstance(fun, jax.stages.Wrapped)
+        return getattr(fun, "__wrapped__", fun) if is_jitted else fun
+
+    def _open_globals(self, fun: types.FunctionType) -> Iterator[tuple[str, _Cell]]:
+        """Those that are rows, modules or arrays. The function gets a copy of its globals then."""
+        names = Names.of(fun.__code__)
+        if names.stores_globals:
+            return
+        for name in dict.fromkeys(chain[0] for chain in names.chains):
+            value = fun.__globals__.get(name)
+            is_named = name in self._names and name in fun.__globals__
+            if is_named or is_nnx(value) or self._is_taken(value, jax.Array):
+                yield name, self._open_cell(name, types.CellType(value))
+
+    def _module(self, module: Any) -> _Module:
+        self._num_taken += 1
+        for number, known in enumerate(self.modules):
+            if known is module:
+                return _Module(number)
+        self.modules.append(module)
+        return _Module(len(self.modules) - 1)
+
+    def _open_cell(self, name: str, cell: types.CellType, is_rebound: bool = False) -> _Cell:
+        try:
+            held = None if is_rebound else cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            is_rebound, held = True, None
+        if is_rebound:
+            self._may_change = True
+            return _Cell(None, None, (), cell)
+        if name in self._names and self.rows.setdefault(name, held) is held:
+            self._num_taken += 1
+            return _Cell(name, None, ())
+        before = self._num_taken
+        leaves, treedef = jax.tree.flatten(held, is_leaf=is_nnx)
+        arrays: Any = jax.Array | np.ndarray
+        if _is_record(held, leaves):
+            arrays |= int | float
+        elif isinstance(held, float | np.floating | tuple) and _is_users(self._way[-1]):
+            arrays |= float | np.floating
+        opened = tuple(self._open_leaf(leaf, arrays) for leaf in leaves)
+        is_leaf = bool(leaves) and treedef_is_leaf(treedef)
+        if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
+            return _Cell(None, treedef, opened)
+        # A list or dict without arrays stays itself: the function may want to write into it.
+        self._may_change = True
+        return _Cell(None, None, (_leaf(held),), cell)
+
+    def _open_leaf(self, leaf: Any, arrays: Any) -> Any:
+        if isinstance(leaf, functools.partial):
+            leaf = of_partial(leaf)
+        leaf = self.inside(leaf)
+        if is_nnx(leaf):
+            return self._module(leaf)
+        if self._is_taken(leaf, arrays):
+            self._num_taken += 1
+            self.arrays.append(leaf)
+            return _ARRAY
+        is_function = isinstance(leaf, types.FunctionType)
+        if is_function and leaf not in self._way:
+            return self.open(leaf)
+        if not is_value(leaf):
+            try:
+                if not is_function:  # one that calls itself would keep its old contents
+                    return _Leaf((type(leaf), content_of(leaf)), leaf)
+            except UnknownDependencyError:
+                pass
+            self._may_change = True
+        return _leaf(leaf)
+
+    def _is_taken(self, leaf: Any, arrays: Any) -> bool:
+        if not isinstance(leaf, arrays) or isinstance(leaf, bool):
+            return False
+        if isinstance(leaf, np.ndarray | np.generic):
+            # No key is a NumPy array, and one that looks like a key would be taken for one.
+            return not self._values and leaf.dtype.kind in "biufc" and not is_legacy_key(leaf)
+        return not self._values or is_traced(leaf) or is_key(leaf) or is_legacy_key(leaf)
+
+
+def _is_users(fun: types.FunctionType) -> bool:
+    """Not of a library, whose functions may well ask whether a number is a float."""
+    return fun.__code__.co_filename == __file__ or not is_installed(fun)  # here: a partial
+
+
+def _leaf(value: Any) -> _Leaf:
+    if isinstance(value, float | complex):
+        return _Leaf((type(value), repr(value)), value)  # 0.0 and -0.0 are equal
+    return _Leaf((type(value), value if is_value(value) else id(value)), value)
+
+
+def _is_record(held: Any, leaves: list[Any]) -> bool:
+    """Whether numbers in a tree are data, as the step of Flax's TrainState, and no settings."""
+    is_class = not isinstance(held, tuple | list | dict) and not is_equinox(held)
+    return is_class and any(isinstance(leaf, jax.Array) for leaf in leaves)
