@@ -15,8 +15,8 @@ import numpy as np
 
 from multitower.errors import ArgumentError
 from multitower.functions.calls import as_global, replicate
+from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
-from multitower.steps.job import wide
 from multitower.steps.state import Fields, TrainState
 from multitower.towers.blocks import BlockLayout
 from multitower.towers.gather import gather_rows

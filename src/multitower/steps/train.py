@@ -9,10 +9,10 @@ import numpy as np
 
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
-from multitower.functions.outputs import refuse_ragged
+from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
-from multitower.steps.job import EmaDecay, StepParts, averaged_output, wide
+from multitower.steps.job import EmaDecay, StepParts, averaged_output
 from multitower.steps.loss import LossFunction
 from multitower.steps.replicas import check_replicas
 from multitower.steps.runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
