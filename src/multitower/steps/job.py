@@ -19,8 +19,8 @@ from multitower.functions.outputs import (
     wide,
 )
 from multitower.models.state import Changed, enter, join, sort_changes
+from multitower.steps.fields import Fields
 from multitower.steps.loss import LossFunction, LossOutput
-from multitower.steps.state import Fields
 from multitower.towers.rows import Parts, Split, Tower, device_dtype
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits, on_each_device, with_one_nan
 from multitower.functions.calls import replicate
+from multitower.steps.fields import Fields
 from multitower.steps.job import StepParts, finite_leaves, make_job, update
 from multitower.steps.sharded_state import Block, Parts, ShardedState
-from multitower.steps.state import Fields, TrainState
+from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
