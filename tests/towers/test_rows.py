@@ -40,7 +40,9 @@ def test_a_tree_taken_apart_and_rebuilt_for_a_tower():
     parts = take_apart(tree, axes, name="batch")
     assert parts.num_rows == 3
     assert len(parts.shared) == 3
-    back = parts.split.rebuild(parts.shared, parts.rows, Tower(np.int32(4), np.int32(3)))
+    back = parts.split.rebuild(
+        parts.shared, parts.rows, Tower(np.int32(4), np.int32(3), np.int32(19))
+    )
     np.testing.assert_array_equal(back["rows"], tree["rows"])
     assert back["whole"] is tree["whole"]
     assert back["number"] == 3
@@ -66,7 +68,9 @@ def test_a_legacy_key_among_rows():
     """Lie: it is cut in two, or rows that look like it are taken for a key."""
     key = jax.random.PRNGKey(0)
     parts = take_apart((key, np.ones((3, 2))), 0, name="batch")
-    back, _ = parts.split.rebuild(parts.shared, parts.rows, Tower(np.int32(4), np.int32(3)))
+    back, _ = parts.split.rebuild(
+        parts.shared, parts.rows, Tower(np.int32(4), np.int32(3), np.int32(19))
+    )
     np.testing.assert_array_equal(back, jax.random.fold_in(key, 4))
     assert take_apart(key, 0, name="batch").num_rows == 2
     assert take_apart((key, np.ones(2)), 0, name="batch").split.kinds == (0, 0)

@@ -43,7 +43,7 @@ def look(
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
-        return outputs(rows, Tower(number, jnp.int32(num_rows)))
+        return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(2 * num_rows)))
 
     try:
         program, tree = jax.make_jaxpr(run, return_shape=True)(shapes, jnp.int32(0))

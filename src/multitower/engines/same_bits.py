@@ -129,7 +129,7 @@ class SameBits:
             for i, total in enumerate(totals):
                 tap("reduction", i, total)
         finished = [
-            finish(replicas[i].state, totals[i].packed, self.scale(i, rows))
+            finish(replicas[i].state, totals[i].packed, self._scale(i, rows))
             for i, finish in enumerate(programs.finish)
         ]
         blocks = {tower: rows for total in totals for tower, rows in total.blocks.items()}
@@ -140,7 +140,8 @@ class SameBits:
     ) -> tuple[TowerSums, Any]:
         tower_rows = rows[0].tower_rows
         num_real = min(max(rows[0].num_rows - tower * tower_rows, 0), tower_rows)
-        here = Tower(self.constant(i, np.int32(tower)), self.constant(i, np.int32(num_real)))
+        counts = (tower, num_real, rows[0].num_rows)
+        here = Tower(*(self.constant(i, np.int32(count)) for count in counts))
         return programs.tower[i](shared, [leaf.pieces[tower] for leaf in rows], here)
 
     def _reduced(self, stacks: list[list[TowerSums]]) -> list[TowerSums]:
@@ -178,7 +179,7 @@ class SameBits:
             )
         return arrays
 
-    def scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
+    def _scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
         """What turns sums into means, a scalar on local device i."""
         return self.constant(i, _SCALE(rows[0].tower_rows / rows[0].num_rows))
 
@@ -209,7 +210,9 @@ class SameBits:
             means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
             return job.finish(state, means, sums)
 
-        towers = compile_for_each(tower, (shared, pieces, Tower(scalar, scalar)), self._devices)
+        towers = compile_for_each(
+            tower, (shared, pieces, Tower(scalar, scalar, scalar)), self._devices
+        )
         sums: TowerSums = towers[0].out_info[0]
         if not sums.packed.buffers:
             return _Programs(towers, [], [])

@@ -43,7 +43,7 @@ def run(
         first = lax.axis_index(AXIS) * slots
 
         def one(index: jax.Array, rows: list[Any]) -> TowerResult:
-            tower = Tower(index, real_rows(index, tower_rows, num_rows))
+            tower = Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
             return _without_mesh(job.tower, shared, rows, tower)
 
         result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)

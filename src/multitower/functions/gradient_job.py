@@ -18,7 +18,7 @@ from multitower.functions.auxiliary import (
     subtrees_like,
 )
 from multitower.functions.calls import Leaves
-from multitower.functions.outputs import is_per_example, refuse_ragged, row_sum
+from multitower.functions.outputs import is_per_example, refuse_ragged, share_of_mean
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
 from multitower.towers.rows import Split, Tower, refuse_holder
@@ -89,7 +89,7 @@ class ValueAndGrad(NamedTuple):
         return tuple(given), 0, of_rows
 
     def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
-        """Gradients and means of one tower; `finish` only passes on what was put together."""
+        """What one tower finds; `finish` only passes on what was put together."""
 
         def call_of(shared: Shared, rows: list[Any], here: Tower) -> Call:
             return Call(*split.rebuild(shared.rest, rows, here))
@@ -109,14 +109,13 @@ class ValueAndGrad(NamedTuple):
 
             def objective(wanted: Wanted) -> tuple[Any, tuple[Any, list[Changed]]]:
                 loss, aux, changed = forward(wanted, rows, here)
-                if is_per_example(loss, tower_rows):
-                    return row_sum(loss, here) / tower_rows, (aux, changed)
-                if ragged:
+                if not is_per_example(loss, tower_rows) and ragged:
                     raise refuse_ragged("a scalar loss", *ragged)
-                return loss, (aux, changed)
+                share = share_of_mean(loss, here, tower_rows)
+                return share.astype(loss.dtype), (aux, changed)
 
             wanted = self.wanted(whole)
-            (mean, (aux, changed)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
+            (share, (aux, changed)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
             aux_of = lambda rows, here: forward(wanted, rows, here)[1]
             sorted_aux = sort_aux(aux, aux_of, rows, is_state, here)
             if ragged:
@@ -124,8 +123,8 @@ class ValueAndGrad(NamedTuple):
             averaged = [changes.averaged for changes in changed]
             first = [changes.first for changes in changed]
             return TowerResult(
-                means=(mean, gradients, sorted_aux.averaged, averaged),
-                sums=(sorted_aux.first, first),
+                means=(sorted_aux.averaged, averaged),
+                sums=(share, gradients, sorted_aux.first, first),
                 rows=sorted_aux.by_row,
             )
 
@@ -142,7 +141,7 @@ class ValueAndGrad(NamedTuple):
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """What the towers found."""
-        (value, gradients, aux_averaged, averaged), (aux_first, first) = finished
+        (aux_averaged, averaged), (value, gradients, aux_first, first) = finished
         changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
         if self.has_aux:
             value = (value, join_aux(rows, aux_averaged, aux_first))

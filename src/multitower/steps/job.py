@@ -11,10 +11,16 @@ from multitower.checks.first_look import look
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import OutputError
 from multitower.functions.calls import Leaves
-from multitower.functions.outputs import find_row_leaves, is_per_example, row_sum
+from multitower.functions.outputs import (
+    find_row_leaves,
+    is_per_example,
+    row_sum,
+    share_of_mean,
+    wide,
+)
 from multitower.models.state import Changed, enter, join, sort_changes
+from multitower.steps.fields import Fields
 from multitower.steps.loss import LossFunction, LossOutput
-from multitower.steps.state import Fields
 from multitower.towers.rows import Parts, Split, Tower, device_dtype
 
 if TYPE_CHECKING:
@@ -38,7 +44,6 @@ class StepParts:
 class Means(NamedTuple):
     """What a tower hands on to be averaged."""
 
-    gradients: Any
     metrics: Any
     model_state: Any
 
@@ -46,6 +51,7 @@ class Means(NamedTuple):
 class Sums(NamedTuple):
     """What a tower hands on to be added up."""
 
+    gradients: Any
     metrics: Leaves
     num_rows: jax.Array
     model_state: Any
@@ -72,10 +78,8 @@ def make_job(
 
         def objective(params: Any) -> tuple[Any, LossOutput]:
             output = forward(params, shared, rows, here)
-            loss = wide(output.loss)
-            by_row = is_per_example(output.loss, tower_rows)
-            mean = row_sum(loss, here) / tower_rows if by_row else loss
-            return mean, output._replace(loss=loss)
+            share = share_of_mean(output.loss, here, tower_rows)
+            return share, output._replace(loss=wide(output.loss))
 
         (_, output), gradients = jax.value_and_grad(objective, has_aux=True)(fields.params)
 
@@ -87,8 +91,9 @@ def make_job(
         counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
         changed: Changed = output.model_state
         return TowerResult(
-            means=Means(() if cut else gradients, averaged, changed.averaged),
+            means=Means(averaged, changed.averaged),
             sums=Sums(
+                () if cut else gradients,
                 counted,
                 # A float, for the company of the sums; exact up to 2**24 rows.
                 here.num_rows.astype(float),
@@ -109,7 +114,7 @@ def make_job(
             if step.diagnostics:
                 metrics["tower_losses"] = sums.tower_losses
             return fields._replace(step=fields.step + 1, model_state=model_state), metrics
-        new = update(step, fields, means.gradients, metrics["loss"], model_state)
+        new = update(step, fields, sums.gradients, metrics["loss"], model_state)
         if not (step.diagnostics or step.skip_nonfinite):
             return new, metrics
         finite = finite_leaves(new.params)
@@ -134,7 +139,7 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
     forward = _forward(step, parts.split, tower_rows)
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
     shared = Shared(fields, parts.shared)
-    here = Tower(jnp.int32(0), jnp.int32(tower_rows))
+    here = Tower(jnp.int32(0), jnp.int32(tower_rows), jnp.int32(tower_rows))
 
     def run(rows: list[Any]) -> LossOutput:
         return forward(fields.params, shared, rows, here)
@@ -183,12 +188,6 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         return output._replace(model_state=changed)
 
     return forward
-
-
-def wide(value: Any) -> jax.Array:
-    """At least float32, in which sums of many rows are right."""
-    value = jnp.asarray(value)
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
 
 
 def _sort_metrics(

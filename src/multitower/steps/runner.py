@@ -10,8 +10,10 @@ from multitower.engines import spmd
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
 from multitower.functions.calls import as_global, replicate
+from multitower.steps.changes import Changes, with_changes
+from multitower.steps.fields import Fields
 from multitower.steps.job import StepParts, make_job
-from multitower.steps.state import Fields, TrainState
+from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Split, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
@@ -82,8 +84,21 @@ class FastRunner:
         return self._counts[num_rows]
 
 
-def on_all_devices(fields: Fields, placement: Placement) -> Fields:
-    """Copies of a state's leaves, whole on every device; the originals are never overwritten."""
+def take_changes(
+    state: TrainState, changes: Changes, placement: Placement, maker: object
+) -> TrainState:
+    """The state with what a user has written into it; other leaves are not copied."""
+    parts = state.parts()
+    if parts is None:
+        placed = {name: on_all_devices(leaves, placement) for name, leaves in changes.items()}
+        return TrainState(with_changes(state.fields(), placed), maker)
+    copies = replicate(dict(changes), placement)
+    parts = [with_changes(*pair) for pair in zip(parts, copies, strict=True)]
+    return TrainState.of_parts(parts, lambda each: as_global(each, placement), maker)
+
+
+def on_all_devices(fields: Any, placement: Placement) -> Any:
+    """Copies of a tree's leaves, whole on every device; the originals are never overwritten."""
     leaves, treedef = jax.tree.flatten(fields)
     fresh = [_fresh(leaf) for leaf in leaves]
     return jax.tree.unflatten(treedef, copy_to(fresh, [placement.shared] * len(fresh)))

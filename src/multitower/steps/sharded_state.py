@@ -15,9 +15,11 @@ import numpy as np
 
 from multitower.errors import ArgumentError
 from multitower.functions.calls import as_global, replicate
+from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
-from multitower.steps.job import wide
-from multitower.steps.state import Fields, TrainState
+from multitower.steps.changes import Changes, with_changes
+from multitower.steps.fields import Fields
+from multitower.steps.state import TrainState
 from multitower.towers.blocks import BlockLayout
 from multitower.towers.gather import gather_rows
 from multitower.towers.placement import Placement
@@ -97,6 +99,29 @@ class ShardedState:
                 blocks[tower] = jax.device_put(block, self._placement.devices[d])
         return self._parts(fields, blocks)
 
+    def take_changes(self, parts: Parts, changes: Changes) -> Parts:
+        """The parts with what a user has written into the state."""
+        whole = {name: leaves for name, leaves in changes.items() if name not in Block._fields}
+        copies = replicate(whole, self._placement)
+        replicas = [with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
+        own = {name: leaves for name, leaves in changes.items() if name in Block._fields}
+        on_host = jax.tree.map(whole_on_host, own)
+        blocks = {
+            tower: self._block_with(block, on_host, tower) for tower, block in parts.blocks.items()
+        }
+        return Parts(replicas, blocks)
+
+    def _block_with(self, block: Block, changes: Changes, tower: int) -> Block:
+        for name, by_number in changes.items():
+            leaves, treedef = jax.tree.flatten(getattr(block, name))
+            for number, leaf in by_number.items():
+                is_cut = name != "opt_state" or self._is_cut[number]
+                (home,) = leaves[number].devices()
+                new = self._cut(leaf, tower) if is_cut else leaf
+                leaves[number] = jax.device_put(new, home)
+            block = block._replace(**{name: jax.tree.unflatten(treedef, leaves)})
+        return block
+
     def state(self, parts: Parts, maker: object) -> TrainState:
         """What a user sees of these parts."""
         return TrainState.of_parts(parts, self._join, maker, join_shared=self._join_shared)
@@ -134,7 +159,9 @@ class ShardedState:
             flat = whole_on_host(gather_rows(blocks, self._placement, num_elements))
         else:
             flat = np.concatenate([np.asarray(block) for block in blocks])  # host-device sync
-        return flat[: math.prod(shape.shape)].reshape(shape.shape)
+        whole = flat[: math.prod(shape.shape)].reshape(shape.shape)
+        whole.flags.writeable = False  # nobody would read what is written into it
+        return whole
 
     def _parts(self, fields: Fields, blocks: dict[int, Block]) -> Parts:
         rest = fields._replace(opt_state=None, ema_params=None)

@@ -18,9 +18,10 @@ from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits, on_each_device, with_one_nan
 from multitower.functions.calls import replicate
+from multitower.steps.fields import Fields
 from multitower.steps.job import StepParts, finite_leaves, make_job, update
 from multitower.steps.sharded_state import Block, Parts, ShardedState
-from multitower.steps.state import Fields, TrainState
+from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
@@ -62,8 +63,7 @@ class ShardedRunner:
         replicas = [Shared(*pair) for pair in zip(parts.replicas, rest, strict=True)]
         finished = self._engine.run(replicas, rows)
         state.spend()
-        scales = [self._engine.scale(i, rows) for i in range(len(self._devices))]
-        new_rows, blocks = self._update(finished, parts.blocks, scales)
+        new_rows, blocks = self._update(finished, parts.blocks)
         params = self._gathered(new_rows)
         new = [
             fields._replace(params=own)
@@ -75,7 +75,7 @@ class ShardedRunner:
         return self._sharded.state(Parts(new, blocks), maker), metrics
 
     def _update(
-        self, finished: Finished, blocks: dict[int, Block], scales: list[jax.Array]
+        self, finished: Finished, blocks: dict[int, Block]
     ) -> tuple[dict[int, list[jax.Array]], dict[int, Block]]:
         """Updates the blocks of all local towers: their new rows, and what they keep."""
         new_rows: dict[int, list[jax.Array]] = {}
@@ -85,7 +85,7 @@ class ShardedRunner:
             fields, metrics = finished.results[i]
             for tower in self._placement.towers_on[d]:
                 number = self._engine.constant(i, np.int32(tower))
-                given = (fields.params, fields.step, metrics["loss"], number, scales[i])
+                given = (fields.params, fields.step, metrics["loss"], number)
                 arguments = (blocks[tower], finished.blocks[tower], given)
                 key = key or signature(arguments)
                 if key not in self._updates:
@@ -97,11 +97,11 @@ class ShardedRunner:
 
     def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block]:
         """The update program: the same for every tower."""
-        params, step_after, loss, tower, scale = given
+        params, step_after, loss, tower = given
         layout = self._sharded.layout
         own = layout.block(params, tower)
         gradients = jax.tree.map(
-            lambda total, param: (with_one_nan(total) * scale).astype(param.dtype),
+            lambda total, param: with_one_nan(total).astype(param.dtype),
             layout.of_rows(rows),
             own,
         )

@@ -1,22 +1,13 @@
 """TrainState: everything that one update changes, whole on every device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from multitower.errors import StateError
-
-
-class Fields(NamedTuple):
-    """The contents of a training state, as a plain pytree."""
-
-    step: Any
-    params: Any
-    opt_state: Any
-    ema_params: Any
-    model_state: Any
-    rng: Any
+from multitower.steps.changes import Changes, Shown
+from multitower.steps.fields import Fields
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -25,6 +16,8 @@ class TrainState:
 
     Its arrays lie whole on every device. A step overwrites the state that it is given: keep the
     state that it returns. To keep an older one, copy it (`jax.tree.map(jnp.copy, state)`).
+    Values may be changed in place before a step, as in
+    `state.opt_state.hyperparams["learning_rate"] = 0.01`; shapes and the tree stay.
 
     Attributes:
         step: number of updates made, int32, shape ().
@@ -49,7 +42,16 @@ class TrainState:
 
     # A same-bits step works on one copy per device. The arrays that span all devices, which a
     # user sees, are made of those copies when somebody looks: that costs the host 8 us a leaf.
-    __slots__ = ("_fields", "_join", "_join_shared", "_parts", "_shared", "_spent", "maker")
+    __slots__ = (
+        "_fields",
+        "_join",
+        "_join_shared",
+        "_parts",
+        "_shared",
+        "_shown",
+        "_spent",
+        "maker",
+    )
 
     def __init__(self, fields: Fields | None, maker: object = None) -> None:
         self._fields = fields
@@ -58,6 +60,7 @@ class TrainState:
         self._join: Callable[[Any], Fields] | None = None
         self._join_shared: Callable[[Any], Fields] | None = None
         self._spent = False
+        self._shown: dict[str, Shown] = {}
         self.maker = maker
 
     @classmethod
@@ -86,32 +89,32 @@ class TrainState:
     @property
     def step(self) -> jax.Array:
         """Number of updates made, int32, shape ()."""
-        return self.shared().step
+        return self._show("step", self.shared())
 
     @property
     def params(self) -> Any:
         """The parameters."""
-        return self.shared().params
+        return self._show("params", self.shared())
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state."""
-        return self.fields().opt_state
+        return self._show("opt_state", self.fields())
 
     @property
     def ema_params(self) -> Any:
         """The moving average of the parameters, or None."""
-        return self.fields().ema_params
+        return self._show("ema_params", self.fields())
 
     @property
     def model_state(self) -> Any:
         """What the loss hands on from step to step, or None."""
-        return self.shared().model_state
+        return self._show("model_state", self.shared())
 
     @property
     def rng(self) -> Any:
         """The key of the whole run, or None."""
-        return self.shared().rng
+        return self._show("rng", self.shared())
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some attributes changed, as `dataclasses.replace` would do it."""
@@ -122,7 +125,11 @@ class TrainState:
         self._check_not_spent()
         if self._fields is None:
             assert self._join is not None
-            self._fields = self._join(self._parts)
+            joined = self._join(self._parts)
+            if self._shared is not None:  # what somebody has seen, and perhaps changed, stays
+                seen = self._shared._asdict()
+                joined = joined._replace(**{n: v for n, v in seen.items() if v is not None})
+            self._fields = joined
         return self._fields
 
     def shared(self) -> Fields:
@@ -141,6 +148,26 @@ class TrainState:
         """What `of_parts` was given, or None."""
         self._check_not_spent()
         return self._parts
+
+    def changes(self) -> Changes:
+        """What somebody has written into the containers that the attributes are.
+
+        Raises:
+            StateError: it does not fit.
+        """
+        fields = self._fields or self._shared
+        found = {
+            name: shown.changed_leaves(getattr(fields, name), name)
+            for name, shown in self._shown.items()
+        }
+        return {name: leaves for name, leaves in found.items() if leaves}
+
+    def _show(self, name: str, fields: Fields) -> Any:
+        """An attribute, remembered as it is: a step looks for changes only in what was shown."""
+        value = getattr(fields, name)
+        if name not in self._shown:
+            self._shown[name] = Shown.of(value)
+        return value
 
     def spend(self) -> None:
         """Marks the state as overwritten."""

@@ -9,16 +9,23 @@ import numpy as np
 
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
-from multitower.functions.outputs import refuse_ragged
+from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
-from multitower.steps.job import EmaDecay, StepParts, averaged_output, wide
+from multitower.steps.fields import Fields
+from multitower.steps.job import EmaDecay, StepParts, averaged_output
 from multitower.steps.loss import LossFunction
 from multitower.steps.replicas import check_replicas
-from multitower.steps.runner import FastRunner, Metrics, SameBitsRunner, on_all_devices
+from multitower.steps.runner import (
+    FastRunner,
+    Metrics,
+    SameBitsRunner,
+    on_all_devices,
+    take_changes,
+)
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.state import Fields, TrainState
+from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import Parts, is_traced, take_apart
 from multitower.towers.same_call import check_same_call
@@ -217,12 +224,14 @@ class TrainStep:
         _refuse_tracers(state, parts, self)
         if state.maker is not self:
             state = self._adopt(state.fields())
+        given, state = state, self._with_changes(state)
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
-            given = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
-            check_same_call("batch", given, self.placement)
+            passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
+            check_same_call("batch", passed, self.placement)
             check_replicas(state)  # host-device sync
         result = self._runner(state, parts, global_batch).run(state, parts, self)
+        given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed is no measure
         return result
@@ -241,6 +250,16 @@ class TrainStep:
             self._runners.clear()
             self._averaged.clear()
         return model.weights, model.state if model.how.changes_in_place else model_state
+
+    def _with_changes(self, state: TrainState) -> TrainState:
+        """The state with what somebody has written into it since the step before."""
+        changes = state.changes()
+        if not changes:
+            return state
+        if self._sharded is not None:
+            parts = self._sharded.take_changes(state.parts(), changes)
+            return self._sharded.state(parts, self)
+        return take_changes(state, changes, self.placement, self)
 
     def _adopt(self, fields: Fields) -> TrainState:
         if self._shard_update:

@@ -28,10 +28,12 @@ class Tower(NamedTuple):
     Attributes:
         number: which of all towers it is, int32, shape ().
         num_rows: how many of its rows are real, int32, shape (); the rest are copies that fill up.
+        all_rows: how many real rows all towers have, int32, shape ().
     """
 
     number: Any
     num_rows: Any
+    all_rows: Any
 
 
 Kind = int | str | Constant

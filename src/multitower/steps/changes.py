@@ -1,0 +1,98 @@
+"""Changes: what a user has written into a state since its maker made it.
+
+A state's containers are the user's own dicts: `state.opt_state.hyperparams["learning_rate"] = 0.0`
+is the idiom of `optax.inject_hyperparams`. A step goes on with parts that are not these containers,
+so what was put into them is found by identity, and put into the parts too.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import StateError
+from multitower.steps.fields import Fields
+from multitower.towers.rows import is_key
+
+# For each attribute of a state the new leaves by number.
+Changes = Mapping[str, Mapping[int, Any]]
+
+
+class Shown(NamedTuple):
+    """An attribute as somebody got to see it."""
+
+    leaves: list[Any]
+    treedef: Any
+
+    @classmethod
+    def of(cls, value: Any) -> "Shown":
+        """Remembers a value's leaves."""
+        return cls(*jax.tree.flatten(value))
+
+    def changed_leaves(self, value: Any, name: str) -> dict[int, Any]:
+        """The leaves that are others now, each with the dtype that it had.
+
+        Raises:
+            StateError: another structure, or a leaf of another shape or kind.
+        """
+        leaves, treedef = jax.tree.flatten(value)
+        if treedef != self.treedef:
+            raise StateError(
+                f"state.{name} has another structure than the step left it with: values can be "
+                "changed in place, the tree cannot. For another model make a new state with "
+                f"step.init.\nbefore: {self.treedef}\nnow: {treedef}"
+            )
+        changed = [
+            n for n, (a, b) in enumerate(zip(self.leaves, leaves, strict=True)) if a is not b
+        ]
+        if not changed:
+            return {}
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
+        return {
+            n: _like(self.leaves[n], leaves[n], f"state.{name}{jax.tree_util.keystr(paths[n])}")
+            for n in changed
+        }
+
+
+def with_changes(fields: Fields, changes: Changes) -> Fields:
+    """The fields with other leaves."""
+    new: dict[str, Any] = {}
+    for name, by_number in changes.items():
+        leaves, treedef = jax.tree.flatten(getattr(fields, name))
+        leaves = [by_number.get(number, leaf) for number, leaf in enumerate(leaves)]
+        new[name] = jax.tree.unflatten(treedef, leaves)
+    return fields._replace(**new)
+
+
+def _like(old: Any, new: Any, where: str) -> jax.Array:
+    """A copy of a new leaf in the old one's dtype, so that the compiled program fits it."""
+    if is_key(old) or is_key(new):
+        if not (is_key(old) and is_key(new) and (old.shape, old.dtype) == (new.shape, new.dtype)):
+            raise StateError(
+                f"{where} is {_kind(new)} now and was {_kind(old)}: keep shape and kind."
+            )
+        data = jnp.array(jax.random.key_data(new), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    is_number = isinstance(new, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    fits = is_number and np.shape(new) == old.shape
+    if not fits or not _casts(jnp.result_type(new), old.dtype):
+        raise StateError(
+            f"{where} is {_kind(new)} now, and the step left {_kind(old)} there: a new value must "
+            "have the same shape, and a dtype that fits."
+        )
+    return jnp.array(new, dtype=old.dtype, copy=True)
+
+
+def _casts(new: Any, old: Any) -> bool:
+    """Whether a value keeps its kind: a float may become another float, never an integer."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    rank = [next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x, kind)) for x in (new, old)]
+    return rank[0] <= rank[1]
+
+
+def _kind(leaf: Any) -> str:
+    if hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"{leaf!r:.40} ({type(leaf).__name__})"

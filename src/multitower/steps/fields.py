@@ -1,0 +1,14 @@
+"""Fields: the contents of a training state, as a plain pytree."""
+
+from typing import Any, NamedTuple
+
+
+class Fields(NamedTuple):
+    """The contents of a training state, as a plain pytree."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    ema_params: Any
+    model_state: Any
+    rng: Any

@@ -1,0 +1,175 @@
+"""What a user writes into a state is what the next step starts from, in every way to run.
+
+The lie: a value that is read back and not used, because a step goes on with its own copies.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+WAYS = {
+    "fast": {},
+    "same bits": {"towers": 4},
+    "shard_update": {"towers": 4, "shard_update": True},
+}
+every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+ROWS = np.random.default_rng(0).normal(size=(3, 8, 5)).astype(np.float32)
+
+
+def losses(params, x, *, model_state):
+    loss = (x @ params["w"] + params["b"]) ** 2
+    return loss, {}, {"seen": model_state["seen"] + 1.0}
+
+
+def make(options, **more):
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    step = mt.train_step(losses, optimizer, devices=2, ema_decay=0.5, **options, **more)
+    params = {"w": np.arange(5, dtype=np.float32), "b": np.float32(1)}
+    return step, step.init(params, model_state={"seen": jnp.float32(0)})
+
+
+def numpy_steps(changes, num_steps):
+    """SGD with momentum in float64; `changes` are called before the steps."""
+    p = {"w": np.arange(5.0), "b": 1.0, "lr": 0.1, "tw": np.zeros(5), "tb": 0.0}
+    for number in range(num_steps):
+        changes.get(number, lambda p: None)(p)
+        x = ROWS[number % 3].astype(float)
+        wrong = 2 * (x @ p["w"] + p["b"])
+        p["tw"] = 0.9 * p["tw"] + (wrong[:, None] * x).mean(0)
+        p["tb"] = 0.9 * p["tb"] + wrong.mean()
+        p["w"], p["b"] = p["w"] - p["lr"] * p["tw"], p["b"] - p["lr"] * p["tb"]
+    return p
+
+
+def train(step, state, changes, num_steps):
+    for number in range(num_steps):
+        changes.get(number, lambda state: None)(state)
+        state, _ = step(state, ROWS[number % 3])
+    return state
+
+
+@every_way
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("rate", [0.0, np.float64(0.01), jnp.float32(0.01)], ids=str)
+def test_a_learning_rate(options, when, rate):
+    def change(state):
+        state.opt_state.hyperparams["learning_rate"] = rate
+
+    step, state = make(options)
+    state = train(step, state, {when: change}, 4)
+    expected = numpy_steps({when: lambda p: p.update(lr=float(rate))}, 4)
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(state.params["b"], expected["b"], rtol=2e-5, atol=1e-6)
+    assert float(state.opt_state.hyperparams["learning_rate"]) == pytest.approx(float(rate))
+
+
+@every_way
+def test_parameters_averages_and_model_state(options):
+    new = np.linspace(-1, 1, 5).astype(np.float32)
+
+    def change(state):
+        state.params["w"] = new
+        state.ema_params["b"] = jnp.float32(7)
+        state.model_state["seen"] = 10
+
+    step, state = make(options)
+    state = train(step, state, {1: change}, 2)
+    expected = numpy_steps({1: lambda p: p.update(w=new)}, 2)
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(state.ema_params["b"], (7 + expected["b"]) / 2, rtol=2e-5, atol=1e-6)
+    assert float(state.model_state["seen"]) == 11
+    for leaf in (state.params["w"], state.model_state["seen"]):
+        assert leaf.is_fully_replicated
+        assert leaf.sharding.device_set == set(mt.devices(2))
+
+
+@every_way
+def test_what_is_looked_at_later_does_not_hide_it(options):
+    """Lie: a look at the optimizer's state makes the parameters anew."""
+
+    def change(state):
+        state.params["w"] = np.zeros(5, np.float32)
+        assert state.opt_state is not None
+        np.testing.assert_array_equal(state.params["w"], np.zeros(5))
+
+    step, state = make(options)
+    state = train(step, state, {1: change}, 2)
+    expected = numpy_steps({1: lambda p: p.update(w=np.zeros(5))}, 2)
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=2e-5, atol=1e-6)
+
+
+@every_way
+def test_nothing_is_compiled_anew_and_the_old_state_is_spent(options):
+    compiled = []
+
+    def listen(name, duration, **_):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    def change(state):
+        state.opt_state.hyperparams["learning_rate"] = 0.05
+
+    step, state = make(options)
+    state = train(step, state, {0: change, 1: change}, 3)  # what copies a leaf is compiled too
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        change(state)
+        new, _ = step(state, ROWS[0])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
+    assert int(new.step) == 4
+    with pytest.raises(mt.StateError, match="overwritten"):
+        step(state, ROWS[0])
+
+
+def test_the_same_bits_on_any_number_of_devices():
+    def change(state):
+        state.opt_state.hyperparams["learning_rate"] = 0.05
+        state.params["w"] = np.ones(5, np.float32)
+
+    for sharded in (False, True):
+        found = []
+        for devices in (1, 3, 4):
+            step = mt.train_step(
+                losses, optax.inject_hyperparams(optax.adam)(0.1), devices=devices, towers=4,
+                shard_update=sharded,
+            )  # fmt: skip
+            params = {"w": np.zeros(5, np.float32), "b": np.float32(1)}
+            state = step.init(params, model_state={"seen": jnp.float32(0)})
+            found.append(mt.fingerprint(train(step, state, {0: change, 2: change}, 3)))
+        assert len(set(found)) == 1
+
+
+@every_way
+def test_what_does_not_fit_is_refused_and_the_state_stays(options):
+    step, state = make(options)
+    state, _ = step(state, ROWS[0])
+    for value, message in [
+        (np.zeros(3, np.float32), r"state.params\['w'\] is float32\[3\].*float32\[5\]"),
+        (np.zeros(5, np.complex64), r"state.params\['w'\] is complex64"),
+        ("high", r"state.params\['w'\] is 'high'"),
+    ]:
+        state.params["w"] = value
+        with pytest.raises(mt.StateError, match=message):
+            step(state, ROWS[1])
+    state.params["w"] = np.zeros(5, np.float32)
+    state.params["more"] = np.zeros(5, np.float32)
+    with pytest.raises(mt.StateError, match=r"state.params has another structure"):
+        step(state, ROWS[1])
+    del state.params["more"]
+    state, _ = step(state, ROWS[1])
+    assert int(state.step) == 2
+
+
+def test_the_joined_optimizer_state_cannot_be_written_to_in_place():
+    """Lie: an assignment into the host's copy of the blocks, which nobody reads."""
+    step, state = make(WAYS["shard_update"])
+    state, _ = step(state, ROWS[0])
+    for leaf in jax.tree.leaves(state.opt_state):
+        with pytest.raises(ValueError, match="read-only"):
+            leaf[...] = 0
