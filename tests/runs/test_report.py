@@ -1,19 +1,25 @@
 """report.html: one harmless file that shows all that happened, whatever a run is called."""
 
+import base64
+import io
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import multitower as mt
+from multitower.recipes.catalog import find_recipe
 from multitower.runs.report import Sample, write_report
 from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves, thin
-from multitower.runs.report_page.png import encode_png
 from multitower.runs.report_page.scales import for_metric, for_steps, linear, logarithmic
+from multitower.runs.train import RunOptions, run
+from processes import run_python
 
 CONFIG = {
     "recipe": "digits",
@@ -90,6 +96,31 @@ def make_page(directory, lines=(), *, config=CONFIG, result=RESULT, samples=()):
 def three_lines():
     train = [line(s, loss=1 / s, accuracy=s / 4, examples_per_s=9.0 * s) for s in (1, 2, 3)]
     return [*train, line(3, "test", loss=0.5, accuracy=0.5)]
+
+
+def pictures(page):
+    """The drawings of the charts: for each metric one for cards of each width."""
+    return re.findall(r'<svg class="(?:medium|narrow|wide)".*?</svg>', page, re.DOTALL)
+
+
+def points(picture, kind):
+    found = re.search(f'<path class="{kind}" d="(.*?)"', picture).group(1)
+    return [tuple(map(float, xy.split())) for xy in re.findall(r"[\d.]+ [\d.]+", found)]
+
+
+def columns(picture):
+    """Where the labels of the steps stand: the middle of a text is at its x."""
+    return {
+        label: float(x)
+        for x, label in re.findall(r'<text class="across" x="(.*?)" y=".*?">(.*?)</text>', picture)
+    }
+
+
+def heights(picture):
+    """Where the labels of the values stand: at lines of the grid, in the same order."""
+    lines = re.findall(r'<path class="grid" d="M [\d.]+ ([\d.]+) ', picture)
+    labels = re.findall(r'<text class="up".*?>(.*?)</text>', picture)
+    return {label: float(y) for y, label in zip(lines, labels, strict=True)}
 
 
 def sample(label=3, predicted=5, probability=0.75, channels=1):
@@ -241,12 +272,12 @@ def test_an_image_of_another_kind_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_png_has_the_pixels_of_its_image(tmp_path, channels):
-    # Against a decoder that is not ours.
-    pillow = pytest.importorskip("PIL.Image")
+def test_a_sample_has_the_pixels_of_its_image(tmp_path, channels):
+    # The lie: an image that is not what the model saw: turned, cut, with its colours swapped.
     image = np.random.default_rng(0).integers(0, 256, (5, 7, channels), np.uint8)
-    (tmp_path / "x.png").write_bytes(encode_png(image))
-    with pillow.open(tmp_path / "x.png") as decoded:
+    page = make_page(tmp_path, samples=[sample()._replace(image=image)])
+    source = re.search(r'src="data:image/png;base64,(.*?)"', page).group(1)
+    with Image.open(io.BytesIO(base64.b64decode(source))) as decoded:
         np.testing.assert_array_equal(np.asarray(decoded).reshape(image.shape), image)
 
 
@@ -263,12 +294,14 @@ def test_trap_a_spike_that_thinning_hides(tmp_path):
     page = make_page(tmp_path, lines, samples=[sample()] * 24)
     assert len(page.encode()) < 500_000
     assert "highest 50 at step 12,334 to 12,416" in page
-    band = re.search(r'<path class="band train" d="(.*?)"', page).group(1)
-    points = [tuple(map(int, point.split())) for point in re.findall(r"\d+ \d+", band)]
-    assert len(points) < 1_000
-    top = min(y for _, y in points)
-    assert top == 0  # 50 is the top of the axis
-    assert {x for x, y in points if y == top} & set(range(2460, 2480))  # 12345 of 20000, in 4000
+    for picture in pictures(page)[:3]:  # the three drawings of the loss
+        band = points(picture, "band train")
+        assert len(band) < 1_000
+        top = min(y for _, y in band)
+        assert top == pytest.approx(heights(picture)["50"], abs=0.1)  # the top of the axis
+        places = columns(picture)
+        at = places["0"] + (places["20k"] - places["0"]) * spike / num_steps
+        assert min(abs(x - at) for x, y in band if y == top) < 3
     Outline(page)
 
 
@@ -276,6 +309,14 @@ def test_every_point_of_a_short_run_is_drawn():
     curve = thin([(s, float(s)) for s in range(1, 241)])
     assert curve.points_per_stretch == 1
     assert [s.mean for s in curve.stretches] == list(range(1, 241))
+    for picture in pictures(draw_charts({"speed": {"train": curve}})):
+        line = points(picture, "line train")
+        assert len(line) == 240
+        across, up = columns(picture), heights(picture)
+        step = (across["200"] - across["0"]) / 200
+        assert [(x - across["0"]) / step for x, _ in line] == pytest.approx(range(1, 241), abs=0.1)
+        height = (up["200"] - up["0"]) / 200
+        assert [(y - up["0"]) / height for _, y in line] == pytest.approx(range(1, 241), abs=0.1)
 
 
 def test_the_pointer_finds_every_point_once(tmp_path):
@@ -292,9 +333,11 @@ def test_the_pointer_finds_every_point_once(tmp_path):
 def test_values_that_are_not_finite_are_a_gap_and_a_mark(tmp_path):
     losses = [3.0, 2.0, None, 1.0, 0.5]
     page = make_page(tmp_path, [line(s, loss=x) for s, x in enumerate(losses, 1)])
-    drawn = re.search(r'<path class="line train" d="(M.*?)"', page).group(1)
-    assert drawn.count("M") == 2
-    assert '<path class="lost"' in page
+    for picture in pictures(page):
+        drawn = re.search(r'<path class="line train" d="(M.*?)"', picture).group(1)
+        assert drawn.count("M") == 2
+        assert len(points(picture, "line train")) == 4
+        assert len(points(picture, "lost")) == 2
     assert "1 value not finite" in Outline(page).text
 
 
@@ -314,7 +357,11 @@ def test_an_empty_file_and_none_at_all_give_a_report_without_curves(tmp_path):
 def test_a_single_step_is_a_dot(tmp_path):
     result = {**RESULT, "steps": 1, "examples_per_s": None}
     page = make_page(tmp_path, [line(1, loss=2.0)], result=result)
-    assert re.search(r'<path class="dots train" d="M4000 \d+h0"', page)
+    for picture in pictures(page):
+        one, again = points(picture, "dots train")
+        assert one == again  # a line without length, with round ends
+        assert one[0] == columns(picture)["1"]
+        assert one[1] == pytest.approx(heights(picture)["2"], abs=0.1)
     Outline(page)
 
 
@@ -350,6 +397,17 @@ def test_the_loss_comes_first_and_every_metric_has_a_chart():
 # ---------------------------------------------------------------- axes
 
 
+def is_drawn(low, high):
+    """Whether both ends lie within the drawing, the low one not above the high one."""
+    curve = thin([(1, low), (2, high)])
+    for picture in pictures(draw_charts({"loss": {"train": curve}})):
+        height = float(re.search(r'viewBox="0 0 \d+ (\d+)"', picture).group(1))
+        (_, first), (_, last) = points(picture, "line train")
+        if not 0 <= last <= first <= height:
+            return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("low", "high"),
     [
@@ -368,7 +426,9 @@ def test_an_axis_holds_its_values_and_a_few_round_marks(low, high):
     axis = linear(low, high)
     assert axis.low <= low <= high <= axis.high
     assert 2 <= len(axis.ticks) <= 8
-    assert 0 <= axis.place(low) <= axis.place(high) <= 1
+    labels = [label for _, label in axis.ticks]
+    assert len(set(labels)) == len(labels)
+    assert is_drawn(low, high)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.03, 2.4), (1e-7, 3), (1, 20), (1e-250, 1e250)])
@@ -376,6 +436,7 @@ def test_a_logarithmic_axis_holds_its_values_and_a_few_powers(low, high):
     axis = logarithmic(low, high)
     assert axis.low <= low <= high <= axis.high
     assert 2 <= len(axis.ticks) <= 12
+    assert is_drawn(low, high)
 
 
 def test_a_loss_that_falls_far_is_drawn_as_ratios_and_a_zero_is_not():
@@ -390,3 +451,28 @@ def test_steps_are_whole_numbers(last):
     labels = [label for _, label in for_steps(last).ticks]
     assert len(labels) == len(set(labels)) <= 7
     assert not any("." in label for label in labels)
+
+
+# ---------------------------------------------------------------- what draws
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2", "PIL"])
+def test_a_library_that_is_missing_is_named_before_the_training(tmp_path, monkeypatch, library):
+    for name in [one for one in sys.modules if one.startswith("multitower.runs.report")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [one for one in sys.modules if one.split(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    said = rf"the report of a run needs {library}, .*pip install 'multitower\[cli\]'"
+    with pytest.raises(mt.RunError, match=said):
+        run(find_recipe("digits"), RunOptions(steps=1), directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_imports_what_draws_only_where_it_draws():
+    # The lie: --help and --version that wait for matplotlib.
+    found = run_python(
+        "-c",
+        "import sys, multitower.cli.train, multitower.cli.scale;"
+        "print([n for n in ('matplotlib', 'jinja2', 'PIL') if n in sys.modules])",
+    )
+    assert found.strip() == "[]"

@@ -384,7 +384,8 @@ def test_force_and_json_and_one_number_of_devices(tmp_path, capsys):
 
 
 def test_without_matplotlib_it_says_so_at_once(monkeypatch, tmp_path, capsys):
-    monkeypatch.delitem(sys.modules, "multitower.scaling.plot", raising=False)
+    for module in ("multitower.scaling.report", "multitower.scaling.plot"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     assert main(["scale", FILE, "--devices", "1", "--run-dir", str(tmp_path / "new")]) == 2

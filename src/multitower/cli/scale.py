@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +23,13 @@ from multitower.cli.flags import (
     switch,
 )
 from multitower.cli.settings import collect_settings
-from multitower.errors import RunError
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.directory import fresh_run_directory
+from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
+from multitower.scaling.directory import make_scaling_directory
 from multitower.scaling.measure import STRONG, WEAK, ScalingOptions
 from multitower.scaling.measure import scale as measure
-from multitower.scaling.report import make_scaling_directory, write_scaling
 from multitower.scaling.words import (
     Table,
     caution,
@@ -102,7 +102,8 @@ def scale(
     )
     kinds = tuple(kind for kind, asked in ((STRONG, strong), (WEAK, weak)) if asked)
     how = ScalingOptions(kinds=kinds, steps=steps, rounds=rounds, predict=predict)
-    plot = _find_plot()
+    with drawing_libraries("multitower scale"):
+        from multitower.scaling.report import write_scaling
     counts, where = start_counts(devices, simulate)
     how.kinds_on(counts, towers)  # mistakes are said before anything is made
     directory = (
@@ -117,7 +118,7 @@ def scale(
     more = {"rounds": rounds, "predict": predict, "batch-size": batch_size, "seed": seed}
     switches = (*kinds, "shard-update") if shard_update else kinds
     result["command"] = _command(recipe, switches, {**where_flag, **more}, settings)
-    written = write_scaling(directory, result, plot(result))
+    written = write_scaling(directory, result)
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -126,20 +127,6 @@ def scale(
     for difference in result["losses"]["differences"]:
         show_error(difference)
     return 1 if result["losses"]["differences"] else 0
-
-
-def _find_plot() -> Callable[[Mapping[str, Any]], bytes]:
-    """What draws; that it is missing should be known before the measurement."""
-    try:
-        from multitower.scaling.plot import plot_scaling
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise RunError(
-            "multitower scale draws with matplotlib, which is not installed: "
-            "pip install 'multitower[cli]'."
-        ) from error
-    return plot_scaling
 
 
 def _command(

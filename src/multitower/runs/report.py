@@ -1,17 +1,22 @@
 """`report.html`: a run on one page, in one file that needs no other and no network."""
 
+import base64
+import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from multitower.errors import RunError
 from multitower.runs.directory import METRICS, REPORT, write_whole
 from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves
-from multitower.runs.report_page.overview import place_in_words, show_figures, show_placement
-from multitower.runs.report_page.page import make_page
-from multitower.runs.report_page.samples import Sample, show_samples
-from multitower.runs.report_page.tables import show_origin, show_settings
-from multitower.runs.report_page.wording import score
+from multitower.runs.report_page.overview import describe
+from multitower.runs.report_page.page import render
+from multitower.runs.samples import Sample
 
 __all__ = ["Sample", "write_report"]
 
@@ -56,24 +61,36 @@ def write_report(
         ...     "98 %" in path.read_text(encoding="utf-8")
         True
     """
-    curves = read_curves(directory / METRICS)
-    sections = {
-        "Curves": f'<div class="charts">{draw_charts(curves)}</div>',
-        "Sample predictions": show_samples(samples) if samples else "",
-        "Devices and towers": show_placement(placement, result),
-        "Settings": f'<div class="tables">{show_settings(config, result)}</div>',
-        "Software and machine": f'<div class="tables">{show_origin(result)}</div>',
-    }
-    recipe = str(result.get("recipe", "run"))
-    accuracy = result.get("test_accuracy")
-    scored = "" if accuracy is None else f": {score('test_accuracy', accuracy)} test accuracy"
-    page = make_page(
-        title=f"{recipe}{scored}",
-        kind="run",
-        heading=recipe,
-        summary=place_in_words(result),
-        lead=show_figures(result),
-        sections=sections,
-        footer="All numbers are in result.json, config.json and metrics.jsonl beside this file.",
+    page = render(
+        "run.html",
+        result=result,
+        charts=draw_charts(read_curves(directory / METRICS)),
+        samples=[_shown(number, sample) for number, sample in enumerate(samples)],
+        placement=placement,
+        **describe(result, config),
     )
     return write_whole(directory / REPORT, page)
+
+
+def _shown(number: int, sample: Sample) -> dict[str, Any]:
+    share = sample.probability if math.isfinite(sample.probability) else 0.0
+    return {
+        **sample._asdict(),
+        "right": sample.label == sample.predicted,
+        "width": f"{100 * share:.1f}",
+        "source": _source(number, sample.image),
+    }
+
+
+def _source(number: int, image: np.ndarray[Any, Any]) -> str:
+    """An image as the address of a PNG that is written out there."""
+    fits = image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] in (1, 3)
+    if not fits or 0 in image.shape:
+        raise RunError(
+            f"samples[{number}].image is {image.dtype} of shape {image.shape}: it must be uint8 of "
+            "shape (height, width, 1) for grey or (height, width, 3) for RGB. For floats from 0 to "
+            "1 say (255 * image).round().astype('uint8')."
+        )
+    file = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")

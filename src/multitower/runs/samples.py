@@ -1,20 +1,35 @@
 """Samples: a few examples to look at, as the model sees them and as it answers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from multitower.data.augmentation import augment_batch
 from multitower.recipes.definition import Recipe, takes
-from multitower.runs.report import Sample
 from multitower.steps.state import TrainState
 
 _NUM_INPUTS = 16
 _NUM_SCORED = 256
 _NUM_FIRST = 12
 _NUM_WRONG = 12
+
+
+class Sample(NamedTuple):
+    """One test example.
+
+    Attributes:
+        image: uint8, shape (height, width, 1 or 3).
+        label: the right class.
+        predicted: the class that the model finds the most probable.
+        probability: that the model gives to it, 0 to 1.
+    """
+
+    image: np.ndarray[Any, Any]
+    label: int
+    predicted: int
+    probability: float
 
 
 def sample_inputs(

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 from multitower.processes.together import is_first, of_first
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, write_result
+from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
-from multitower.runs.report import write_report
 from multitower.runs.samples import sample_inputs, sample_predictions
 from multitower.runs.setup import RecipeJob, placement_by_name
 from multitower.steps.fingerprint import fingerprint
@@ -67,6 +67,7 @@ def run(
         (2, 2, True)
     """
     began = time.perf_counter()
+    write_report = None if directory is None else _find_write_report()
     job = RecipeJob.of(recipe, options, directory)
     steps = options.steps or recipe.steps
     rate: float | None = None
@@ -103,16 +104,14 @@ def run(
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
     }
-    if directory is not None and is_first():
+    if directory is not None and write_report is not None and is_first():
         write_result(directory, result)
-        config = {"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)}
-        samples = sample_predictions(recipe, state, job.data.test)
         write_report(
             directory,
-            config=config,
+            config={"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)},
             result=result,
             placement=list(placement_by_name(job.trainer.step.placement).items()),
-            samples=samples,
+            samples=sample_predictions(recipe, state, job.data.test),
         )
     of_first(0)  # nobody leaves, and is missed by the others, before all is written
     return result
@@ -146,6 +145,12 @@ def score(
         "fingerprint": fingerprint(state),
         "examples": take_apart(job.data.test, 0, name="data").num_rows,
     }
+
+
+def _find_write_report() -> Callable[..., Path]:
+    with drawing_libraries("the report of a run"):
+        from multitower.runs.report import write_report  # noqa: PLC0415 (slow, and optional)
+    return write_report
 
 
 @contextmanager

@@ -2,17 +2,15 @@
 
 import base64
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multitower.errors import RunError
 from multitower.runs.directory import write_whole
-from multitower.runs.report_page.page import make_page
-from multitower.runs.report_page.tables import show_origin, show_table
-from multitower.runs.report_page.wording import escape
+from multitower.runs.report_page.page import render
+from multitower.scaling.directory import NUMBERS, PAGE, PICTURE
+from multitower.scaling.plot import plot_scaling
 from multitower.scaling.words import (
-    Table,
     caution,
     losses_in_words,
     prediction_in_words,
@@ -21,57 +19,13 @@ from multitower.scaling.words import (
     split_tables,
 )
 
-NUMBERS = "scale.json"
-PICTURE = "scale.png"
-PAGE = "scale.html"
 
-
-def make_scaling_directory(path: Path, *, overwrite: bool = False) -> Path:
-    """Makes the directory of a measurement, before it begins; a run may be there already.
-
-    Args:
-        path: where; it may exist.
-        overwrite: whether a measurement that is there already may be thrown away.
-
-    Returns:
-        The path.
-
-    Raises:
-        RunError: there is a measurement already, or the directory cannot be made.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from multitower.scaling.report import make_scaling_directory
-        >>> with tempfile.TemporaryDirectory() as here:
-        ...     make_scaling_directory(Path(here) / "first").name
-        'first'
-    """
-    old = path / NUMBERS
-    if old.exists() and not overwrite:
-        raise RunError(
-            f"{old} holds another measurement. Name another directory, or say --force to replace "
-            "it."
-        )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        for name in (NUMBERS, PICTURE, PAGE):
-            (path / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"the directory {path} cannot be used: {error.strerror or error}. Name another one."
-        ) from error
-    write_whole(old, "{}\n").unlink()  # a directory that cannot be written is an error now
-    return path
-
-
-def write_scaling(directory: Path, result: Mapping[str, Any], picture: bytes) -> list[Path]:
-    """Writes the numbers, the picture and a page with both, each whole or not at all.
+def write_scaling(directory: Path, result: Mapping[str, Any]) -> list[Path]:
+    """Writes the numbers, a picture and a page with both, each whole or not at all.
 
     Args:
         directory: where.
         result: of `multitower.scaling.measure.scale`; if it has a `"command"`, the page shows that.
-        picture: a PNG file.
 
     Returns:
         The paths of the three files.
@@ -80,6 +34,7 @@ def write_scaling(directory: Path, result: Mapping[str, Any], picture: bytes) ->
         RunError: a file cannot be written.
     """
     numbers = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    picture = plot_scaling(result)
     contents = {PICTURE: picture, PAGE: _page(result, picture), NUMBERS: numbers}
     for name, content in contents.items():  # the numbers last: they say that all is there
         write_whole(directory / name, content)
@@ -87,40 +42,23 @@ def write_scaling(directory: Path, result: Mapping[str, Any], picture: bytes) ->
 
 
 def _page(result: Mapping[str, Any], picture: bytes) -> str:
-    counts = ", ".join(map(str, result["devices"]))
-    noun = "simulated devices" if result["simulated"] else "devices"
-    prediction = prediction_in_words(result)
-    encoded = base64.b64encode(picture).decode("ascii")
-    image = (
-        '<figure class="card scaling"><img alt="Speed-up and efficiency against the number of '
-        f'devices; the numbers are in the tables below" src="data:image/png;base64,{encoded}">'
-        "</figure>"
-    )
-    warning = caution(result)
-    return make_page(
-        title=f"{result['recipe']}: scaling",
-        kind="scaling",
-        heading=str(result["recipe"]),
-        summary=f"The same steps on {counts} {noun} ({result['host']['device_kind']})",
-        lead="" if warning is None else f'<p class="callout">{escape(warning)}</p>',
-        sections={
-            "Speed-up": image + _tables(speed_tables(result)),
-            "Loss curve": "".join(f"<p>{escape(line)}</p>" for line in _losses(result)),
-            "Where the time goes": f"<p>{escape(split_in_words(result))}</p>"
-            + _tables(split_tables(result)),
-            "Prediction": "" if prediction is None else f"<p>{escape(prediction)}</p>",
-            "Measurement": f'<div class="tables">{show_table(*_settings(result))}</div>',
-            "Software and machine": f'<div class="tables">{show_origin(result)}</div>',
-        },
-        footer=f"All numbers are in {NUMBERS}, the picture is in {PICTURE} beside this file.",
+    return render(
+        "scaling.html",
+        beside=Path(__file__),
+        result=result,
+        picture=base64.b64encode(picture).decode("ascii"),
+        caution=caution(result),
+        speed=speed_tables(result),
+        losses=[losses_in_words(result), *result["losses"]["differences"]],
+        split=split_in_words(result),
+        parts=split_tables(result),
+        prediction=prediction_in_words(result),
+        settings=_settings(result),
+        files=(NUMBERS, PICTURE),
     )
 
 
-def _losses(result: Mapping[str, Any]) -> list[str]:
-    return [losses_in_words(result), *result["losses"]["differences"]]
-
-
-def _settings(result: Mapping[str, Any]) -> Table:
+def _settings(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     named = {
         "command": result.get("command"),
         "turns of every number of devices": result["rounds"],
@@ -129,10 +67,4 @@ def _settings(result: Mapping[str, Any]) -> Table:
         "seed": result["seed"],
         **{f"recipe: {name}": value for name, value in result["options"].items()},
     }
-    rows = [(name, str(value)) for name, value in named.items() if value is not None]
-    return Table("How it was measured", ("setting", "value"), rows)
-
-
-def _tables(tables: Iterable[Table]) -> str:
-    shown = "\n".join(show_table(*table) for table in tables)
-    return f'<div class="stack">{shown}</div>'
+    return [(name, str(value)) for name, value in named.items() if value is not None]

@@ -1,19 +1,44 @@
-"""Charts: the curves of one metric as a figure with an SVG that keeps its letters at any width."""
+"""Charts: matplotlib places what is drawn, the style sheet gives it its looks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import io
+import re
+from collections.abc import Iterator, Mapping
 from itertools import groupby
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from multitower.runs.report_page.curves import Curve, Curves, Stretch
+from multitower.runs.report_page.page import render
 from multitower.runs.report_page.scales import Scale, for_metric, for_steps
-from multitower.runs.report_page.wording import counted, escape, is_share, name, score
+from multitower.runs.report_page.wording import counted, is_share, name, score
 
-# Lines are drawn on a square of so many units, which the browser stretches over the plot.
-_SIZE = 4000
 # Up to so many points of a phase are also shown as dots; more would be a band of their own.
 _MOST_DOTS = 60
+_GAP = float("nan")
+_WHOLE = 4000  # the width of a chart in whole numbers, for the strips that the pointer finds
 
 
-def draw_charts(curves: Curves) -> str:
+class _Layout(NamedTuple):
+    """A drawing of a chart in units of about a pixel; the style sheet shows the one that fits."""
+
+    name: str
+    width: int
+    height: int
+    left: int = 50
+    right: int = 14
+    top: int = 10
+    bottom: int = 46
+
+
+_LAYOUTS = (_Layout("medium", 490, 290), _Layout("narrow", 300, 280), _Layout("wide", 1030, 290))
+
+
+def draw_charts(curves: Curves) -> Markup:
     """Draws one chart per metric, all with the same axis of steps.
 
     Args:
@@ -28,79 +53,130 @@ def draw_charts(curves: Curves) -> str:
         >>> "loss over 2 steps" in draw_charts({"loss": {"train": thin([(1, 2.0), (2, 1.0)])}})
         True
     """
-    if not curves:
-        return "<p>The run has written no metrics.</p>"
-    last = max(curve.stretches[-1].last for phases in curves.values() for curve in phases.values())
-    return "\n".join(_figure(metric, phases, for_steps(last)) for metric, phases in curves.items())
+    steps = [curve.stretches[-1].last for phases in curves.values() for curve in phases.values()]
+    across = for_steps(max(steps, default=1))
+    return render("charts.html", charts=[_chart(*one, across) for one in curves.items()])
 
 
-def _figure(metric: str, phases: Mapping[str, Curve], across: Scale) -> str:
-    stretches = [s for curve in phases.values() for s in curve.stretches if s.drawable]
-    if stretches:
-        low, high = min(s.low for s in stretches), max(s.high for s in stretches)
-        up = for_metric(metric, low, high, percent=is_share(metric) and 0 <= low <= high <= 1)
-    else:
-        up = for_metric(metric, 0.0, 1.0)
-    scale = "<small>log scale</small>" if up.logarithmic else ""
-    return f"""<figure class="card">
-<figcaption><h3>{escape(name(metric))}</h3>{scale}</figcaption>
-<div class="plot">{_picture(metric, phases, across, up)}</div>
-<ul class="legend">{"".join(_legend(metric, phase, phases[phase]) for phase in phases)}</ul>
-{_note(metric, phases)}</figure>"""
+def _chart(metric: str, phases: Mapping[str, Curve], across: Scale) -> dict[str, Any]:
+    """What the template fills in."""
+    drawn = [s for curve in phases.values() for s in curve.stretches if s.drawable]
+    low, high = min((s.low for s in drawn), default=0.0), max((s.high for s in drawn), default=1.0)
+    up = for_metric(metric, low, high, percent=is_share(metric) and 0 <= low <= high <= 1)
+    return {
+        "metric": metric,
+        "logarithmic": up.logarithmic,
+        "words": _in_words(metric, phases, across),
+        "pictures": [_picture(phases, across, up, one) for one in _LAYOUTS],
+        "insets": {one.name: _inset(one) for one in _LAYOUTS},
+        "strips": list(_strips(metric, phases, across)),
+        "whole": _WHOLE,
+        "phases": [_legend(metric, phase, phases[phase]) for phase in phases],
+    }
 
 
-def _picture(metric: str, phases: Mapping[str, Curve], across: Scale, up: Scale) -> str:
-    """The SVG: marks at percentages of its size, and inside it the stretched square of lines."""
-    rows = ((_percent(1 - up.place(value)), label) for value, label in up.ticks)
-    columns = ((_percent(across.place(value)), label) for value, label in across.ticks)
-    marks = [
-        f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-        f'<text class="up" x="-10" y="{y}" dy="0.35em">{label}</text>'
-        for y, label in rows
-    ] + [f'<text class="across" x="{x}" y="100%" dy="1.7em">{label}</text>' for x, label in columns]
-    marks.append('<text class="across" x="50%" y="100%" dy="3.2em">step</text>')
-    lines = [_lines(phase, curve, across, up) for phase, curve in phases.items()]
-    return (
-        f'<svg role="img" aria-label="{escape(_in_words(metric, phases, across))}">'
-        f"{''.join(marks)}"
-        f'<svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none">'
-        f"{''.join(lines)}{_readings(metric, phases, across)}</svg></svg>"
+# ---------------------------------------------------------------- the drawing
+
+
+def _picture(phases: Mapping[str, Curve], across: Scale, up: Scale, layout: _Layout) -> Markup:
+    """An SVG of shapes with classes."""
+    width, height = layout.width, layout.height
+    box = (
+        layout.left / width,
+        layout.bottom / height,
+        1 - (layout.left + layout.right) / width,
+        1 - (layout.top + layout.bottom) / height,
+    )
+    file = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "path.simplify": False}):
+        figure = Figure(figsize=(width / 72, height / 72))
+        axes = figure.add_axes(box)
+        _draw_axes(axes, across, up)
+        for phase, curve in phases.items():
+            _draw_curve(axes, "test" if phase == "test" else "train", curve)
+        figure.savefig(file, format="svg")
+    shapes = Markup("").join(_shapes(file.getvalue()))
+    return Markup('<svg class="{}" viewBox="0 0 {} {}">{}</svg>').format(
+        layout.name, width, height, shapes
     )
 
 
-def _lines(phase: str, curve: Curve, across: Scale, up: Scale) -> str:
+def _draw_axes(axes: Axes, across: Scale, up: Scale) -> None:
+    if up.logarithmic:
+        axes.set_yscale("log")
+    axes.set_xlim(across.low, across.high)
+    axes.set_ylim(up.low, up.high)
+    axes.set_xticks(*zip(*across.ticks, strict=True))
+    axes.set_yticks(*zip(*up.ticks, strict=True))
+    axes.set_yticks([], minor=True)
+    axes.set_xlabel("step", fontsize=13, labelpad=6, gid="across")
+    axes.tick_params(length=0, pad=9, labelsize=13)
+    axes.grid(axis="y")
+    for artist in axes.get_ygridlines():
+        artist.set_gid("grid")
+    for labels, kind in ((axes.get_xticklabels(), "across"), (axes.get_yticklabels(), "up")):
+        for label in labels:
+            label.set_gid(kind)
+
+
+def _draw_curve(axes: Axes, kind: str, curve: Curve) -> None:
     """A phase: where values were lost, the band of extremes, the line of means, its dots."""
-    kind = _kind(phase)
-    lost = "".join(f"M{_x(s, across)} 0V{_SIZE}" for s in curve.stretches if s.num_lost)
-    drawn = [f'<path class="lost" d="{lost}"/>'] if lost else []
+    lost = [s for s in curve.stretches if s.num_lost]
+    if lost:
+        steps = [step for s in lost for step in (s.middle, s.middle, _GAP)]
+        axes.plot(steps, [0, 1, _GAP] * len(lost), transform=axes.get_xaxis_transform(), gid="lost")
     runs = [
         list(run) for drawable, run in groupby(curve.stretches, lambda s: s.drawable) if drawable
     ]
     if curve.points_per_stretch > 1:
-        band = "".join(_band(run, across, up) for run in runs)
-        drawn.append(f'<path class="band {kind}" d="{band}"/>')
-    means = ([(_x(s, across), _y(s.mean, up)) for s in run] for run in runs)
-    line = "".join(_path(points) for points in means)
-    drawn.append(f'<path class="line {kind}" d="{line}"/>')
-    # A line without length has round ends: a dot, round however the square is stretched.
+        for run in runs:
+            # A stretch has a width: its extremes fill it, so that no spike at an end is cut off.
+            ends = [(end, s) for s in run for end in (s.first, s.last)]
+            high, low = [(x, s.high) for x, s in ends], [(x, s.low) for x, s in reversed(ends)]
+            axes.fill(*zip(*high, *low, strict=True), gid=f"band {kind}")
+    points = [point for run in runs for point in (*((s.middle, s.mean) for s in run), (_GAP, _GAP))]
+    if points:
+        axes.plot(*zip(*points, strict=True), gid=f"line {kind}")
     alone = [run[0] for run in runs if len(run) == 1]
-    dotted = [s for run in runs for s in run] if len(curve.stretches) <= _MOST_DOTS else alone
-    dots = "".join(f"M{_x(s, across)} {_y(s.mean, up)}h0" for s in dotted)
-    drawn.append(f'<path class="dots {kind}" d="{dots}"/>' if dots else "")
-    return "".join(drawn)
+    dotted = [s for s in curve.stretches if s.drawable and len(curve.stretches) <= _MOST_DOTS]
+    # A line without length has round ends: a dot.
+    dots = [end for s in dotted or alone for end in ((s.middle, s.mean),) * 2 + ((_GAP, _GAP),)]
+    if dots:
+        axes.plot(*zip(*dots, strict=True), gid=f"dots {kind}")
 
 
-def _band(run: Sequence[Stretch], across: Scale, up: Scale) -> str:
-    # A stretch has a width: its extremes fill it, so that a spike at either end is not cut off.
-    there = [(_at(end, across), _y(s.high, up)) for s in run for end in (s.first, s.last)]
-    back = [(_at(end, across), _y(s.low, up)) for s in run for end in (s.first, s.last)]
-    return _path([*there, *reversed(back)]) + "Z"
+def _shapes(svg: bytes) -> Iterator[Markup]:
+    """What was named when it was drawn: its place alone, with the name as its class."""
+    for group in ElementTree.fromstring(svg).iterfind(".//{*}g"):
+        kind = group.get("id", "")
+        if re.search(r"_\d+$", kind):
+            continue  # matplotlib's own names
+        for shape in group.iterfind("./{*}path"):
+            path = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.5g}", shape.get("d", ""))
+            yield Markup('<path class="{}" d="{}"/>').format(kind, " ".join(path.split()))
+        for shape in group.iterfind("./{*}text"):
+            x, y = (float(shape.get(axis, 0)) for axis in "xy")
+            yield Markup('<text class="{}" x="{:.5g}" y="{:.5g}">{}</text>').format(
+                kind, x, y, shape.text
+            )
 
 
-def _readings(metric: str, phases: Mapping[str, Curve], across: Scale) -> str:
+# ---------------------------------------------------------------- the words
+
+
+def _inset(layout: _Layout) -> str:
+    """Where the axes lie in the drawing, as CSS says it."""
+    return (
+        f"{100 * layout.top / layout.height:.4g}% {100 * layout.right / layout.width:.4g}% "
+        f"{100 * layout.bottom / layout.height:.4g}% {100 * layout.left / layout.width:.4g}%"
+    )
+
+
+def _strips(
+    metric: str, phases: Mapping[str, Curve], across: Scale
+) -> Iterator[tuple[int, int, str]]:
     """What the pointer finds: one upright strip per point, with its numbers as a tooltip."""
     stretches = max((curve.stretches for curve in phases.values()), key=len)
-    strips: list[str] = []
     begin = 0.0
     for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
         end = across.high if following is None else (stretch.last + following.first) / 2
@@ -108,14 +184,11 @@ def _readings(metric: str, phases: Mapping[str, Curve], across: Scale) -> str:
             f"{phase} {_reading(metric, one)}"
             for phase, curve in phases.items()
             for one in curve.stretches
-            if begin < _middle(one) <= end
+            if begin < one.middle <= end
         ]
-        title = escape("\n".join([f"step {_steps(stretch)}", *told]))
-        left, right = _at(begin, across), _at(end, across)
-        place = f'x="{left}" width="{right - left}" height="{_SIZE}"'
-        strips.append(f"<rect {place}><title>{title}</title></rect>")
+        left, right = (round(_WHOLE * step / across.high) for step in (begin, end))
+        yield left, right - left, "\n".join([f"step {_steps(stretch)}", *told])
         begin = end
-    return f'<g class="readings">{"".join(strips)}</g>'
 
 
 def _reading(metric: str, stretch: Stretch) -> str:
@@ -125,29 +198,14 @@ def _reading(metric: str, stretch: Stretch) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def _legend(metric: str, phase: str, curve: Curve) -> str:
-    kind = _kind(phase)
-    dots = f'<path class="dots {kind}" d="M14 6h0"/>' if kind == "test" else ""
-    swatch = f'<svg aria-hidden="true"><path class="line {kind}" d="M2 6H26"/>{dots}</svg>'
-    final = "not finite" if curve.final is None else score(metric, curve.final)
-    num_lost = sum(stretch.num_lost for stretch in curve.stretches)
-    lost = f"✗ {escape(phase)}: {counted(num_lost, 'value')} not finite"
-    warning = f'<li class="lost">{lost}</li>' if num_lost else ""
-    return f"<li>{swatch}{escape(phase)}, last <b>{final}</b></li>{warning}"
-
-
-def _note(metric: str, phases: Mapping[str, Curve]) -> str:
-    """What else one must know to read the chart."""
-    notes: list[str] = []
-    if metric == "examples_per_s":
-        notes.append("Mean since the first step of the process, which compiles and is left out.")
-    notes += [
-        f"{phase.capitalize()}: means of up to {curve.points_per_stretch:,} points, in a band from "
-        "the lowest to the highest."
-        for phase, curve in phases.items()
-        if curve.points_per_stretch > 1
-    ]
-    return f'<p class="note">{escape(" ".join(notes))}</p>\n' if notes else ""
+def _legend(metric: str, phase: str, curve: Curve) -> dict[str, Any]:
+    return {
+        "name": phase,
+        "kind": "test" if phase == "test" else "train",
+        "final": "not finite" if curve.final is None else score(metric, curve.final),
+        "num_lost": sum(stretch.num_lost for stretch in curve.stretches),
+        "points": curve.points_per_stretch,
+    }
 
 
 def _in_words(metric: str, phases: Mapping[str, Curve], across: Scale) -> str:
@@ -165,35 +223,6 @@ def _in_words(metric: str, phases: Mapping[str, Curve], across: Scale) -> str:
             f"highest {score(metric, highest.high)} at step {_steps(highest)}."
         )
     return " ".join(parts)
-
-
-def _kind(phase: str) -> str:
-    """The class of a phase in the style sheet."""
-    return "test" if phase == "test" else "train"
-
-
-def _path(points: Iterable[tuple[int, int]]) -> str:
-    return "M" + "L".join(f"{x} {y}" for x, y in points)
-
-
-def _x(stretch: Stretch, across: Scale) -> int:
-    return _at(_middle(stretch), across)
-
-
-def _middle(stretch: Stretch) -> float:
-    return (stretch.first + stretch.last) / 2
-
-
-def _at(step: float, across: Scale) -> int:
-    return round(_SIZE * across.place(step))
-
-
-def _y(value: float, up: Scale) -> int:
-    return round(_SIZE * (1 - up.place(value)))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.5g}%"
 
 
 def _steps(stretch: Stretch) -> str:

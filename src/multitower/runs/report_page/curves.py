@@ -39,6 +39,11 @@ class Stretch(NamedTuple):
         """Whether there is a finite value."""
         return math.isfinite(self.mean)
 
+    @property
+    def middle(self) -> float:
+        """Where the mean is drawn."""
+        return (self.first + self.last) / 2
+
 
 class Curve(NamedTuple):
     """One metric of one phase.

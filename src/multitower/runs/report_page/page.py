@@ -1,75 +1,64 @@
-"""The page around the sections of a report: one file that needs no other and no network."""
+"""The page of a report: templates filled in, to one file that needs no other and no network."""
 
-import time
+import re
 from collections.abc import Mapping
-from importlib import resources
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
-from multitower.runs.report_page.wording import escape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from multitower.runs.report_page import wording
 
 
-def make_page(
-    *,
-    title: str,
-    kind: str,
-    heading: str,
-    summary: str,
-    lead: str,
-    sections: Mapping[str, str],
-    footer: str,
-) -> str:
-    """Makes a whole page.
+def render(template: str, beside: Path | None = None, **values: Any) -> Markup:
+    """Fills a template in. Text is escaped; what a template makes is HTML.
 
     Args:
-        title: of the browser's window.
-        kind: what the page is about, in a few words.
-        heading: the name of what it is about.
-        summary: the line below.
-        lead: HTML before the first section.
-        sections: heading and HTML of each; one without HTML is left out.
-        footer: where the numbers are.
+        template: its name.
+        beside: a file in whose directory it lies, if that is not this one.
+        **values: what the template names.
 
     Returns:
         HTML.
 
     Example:
-        >>> from multitower.runs.report_page.page import make_page
-        >>> page = make_page(
-        ...     title="a", kind="b", heading="<c>", summary="d", lead="", sections={}, footer="e"
-        ... )
+        >>> from multitower.runs.report_page.page import render
+        >>> page = render("page.html", result={"recipe": "<c>"})
         >>> "<h1>&lt;c&gt;</h1>" in page
         True
     """
-    style = resources.files("multitower.runs.report_page").joinpath("style.css").read_text("utf-8")
-    now = time.time()
-    moment = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
-    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-    body = "\n".join(
-        f"<section>\n<h2>{escape(name)}</h2>\n{content}\n</section>"
-        for name, content in sections.items()
-        if content
+    here = Path(__file__)
+    environment = Environment(
+        loader=FileSystemLoader([path.parent for path in (here, beside or here)]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)} | multitower</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<p class="eyebrow">multitower {escape(kind)}, <time datetime="{moment}">{date}</time></p>
-<h1>{escape(heading)}</h1>
-<p class="summary">{escape(summary)}</p>
-</header>
-<main>
-{lead}
-{body}
-</main>
-<footer>
-<p>{escape(footer)}</p>
-</footer>
-</body>
-</html>
-"""
+    environment.filters.update(_FILTERS)
+    now = datetime.now().astimezone()
+    return Markup(environment.get_template(template).render(now=now, **values))
+
+
+def _breakable(text: str) -> Markup:
+    # Paths and identifiers may be broken where their parts meet, so that columns can be narrow.
+    return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(text))))
+
+
+def _named(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(wording.name(key), value) for key, value in values.items()]
+
+
+_FILTERS: dict[str, Any] = {
+    "breakable": _breakable,
+    "counted": wording.counted,
+    "ends": wording.ends,
+    "name": wording.name,
+    "named": _named,
+    "number": wording.number,
+    "percent": wording.percent,
+    "score": wording.score,
+    "setting": wording.setting,
+}

@@ -1,14 +1,16 @@
-"""Axes: where a value lies, and which round numbers are written beside it."""
+"""Axes: how far one goes, and which round numbers are written beside it."""
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 _TICKS = 5
 # From this ratio of the largest to the smallest loss on, a linear axis shows a line at the bottom.
 _LARGE_RATIO = 20
-_FACTORS = (1, 2, 5)
-# Below, powers of ten are no longer exact, and then zero.
-_SMALLEST = 1e-300
+# Up to this ratio a logarithmic axis has marks between its powers of ten.
+_SMALL_RATIO = 1e3
 
 
 class Scale(NamedTuple):
@@ -25,13 +27,6 @@ class Scale(NamedTuple):
     high: float
     ticks: tuple[tuple[float, str], ...]
     logarithmic: bool = False
-
-    def place(self, value: float) -> float:
-        """Where a value lies, from 0 at the beginning to 1 at the end."""
-        low, high = self.low, self.high
-        if self.logarithmic:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return (value - low) / (high - low)
 
 
 def linear(low: float, high: float, *, percent: bool = False) -> Scale:
@@ -52,11 +47,9 @@ def linear(low: float, high: float, *, percent: bool = False) -> Scale:
     """
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
-    step = _round_step((high - low) / _TICKS)
-    marks = range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
-    unit, sign = (100, " %") if percent else (1, "")
-    ticks = tuple((i * step, _label(i * step * unit, step * unit) + sign) for i in marks)
-    return Scale(ticks[0][0], ticks[-1][0], ticks)
+    marks = [float(mark) for mark in MaxNLocator(_TICKS, steps=[1, 2, 5]).tick_values(low, high)]
+    labels = [f"{100 * mark:.4g} %" for mark in marks] if percent else _labels(marks)
+    return Scale(marks[0], marks[-1], tuple(zip(marks, labels, strict=True)))
 
 
 def logarithmic(low: float, high: float) -> Scale:
@@ -74,14 +67,14 @@ def logarithmic(low: float, high: float) -> Scale:
         >>> [label for _, label in logarithmic(0.03, 2.4).ticks]
         ['0.02', '0.05', '0.1', '0.2', '0.5', '1', '2', '5']
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = math.ceil((last - first) / 6)
-    factors = _FACTORS if last - first <= 3 else (1,)
-    marks = [f * 10.0**e for e in range(first, last + every, every) for f in factors]
-    begin = max(mark for mark in marks if mark <= low)
-    end = min(mark for mark in marks if mark >= high)
-    ticks = tuple((mark, _label(mark, mark)) for mark in marks if begin <= mark <= end)
-    return Scale(begin, end, ticks, logarithmic=True)
+    parts = (1, 2, 5) if high / low <= _SMALL_RATIO else (1,)
+    with np.errstate(over="ignore"):  # marks far beyond the ends, where there are no floats
+        found = LogLocator(subs=parts, numticks=7).tick_values(low, high)
+    marks = [float(mark) for mark in found if 0 < mark < np.inf]
+    low = max((mark for mark in marks if mark <= low), default=low)
+    high = min((mark for mark in marks if mark >= high), default=high)
+    shown = [mark for mark in marks if low <= mark <= high]
+    return Scale(low, high, tuple((mark, f"{mark:,.10g}") for mark in shown), logarithmic=True)
 
 
 def for_metric(metric: str, low: float, high: float, *, percent: bool = False) -> Scale:
@@ -94,7 +87,7 @@ def for_metric(metric: str, low: float, high: float, *, percent: bool = False) -
         >>> for_metric("loss", 0.01, 2).logarithmic, for_metric("loss", 1, 2).logarithmic
         (True, False)
     """
-    if "loss" in metric and low > _SMALLEST and high / low >= _LARGE_RATIO:
+    if "loss" in metric and low > 0 and high / low >= _LARGE_RATIO:
         return logarithmic(low, high)
     return linear(min(low, 0) if metric == "examples_per_s" else low, high, percent=percent)
 
@@ -108,23 +101,13 @@ def for_steps(last: int) -> Scale:
         ['0', '5k', '10k', '15k', '20k']
     """
     last = max(last, 1)
-    step = max(1, round(_round_step(last / _TICKS)))
-    return Scale(0, last, tuple((mark, _label(mark, step)) for mark in range(0, last + 1, step)))
+    found = MaxNLocator(_TICKS, steps=[1, 2, 5], integer=True).tick_values(0, last)
+    marks = [float(mark) for mark in found if mark <= last]
+    return Scale(0, last, tuple(zip(marks, _labels(marks), strict=True)))
 
 
-def _round_step(least: float) -> float:
-    """The smallest of 1, 2 or 5 times a power of ten that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(max(least, _SMALLEST)))
-    return next(f * power for f in (*_FACTORS, 10) if f * power >= least * (1 - 1e-9))
-
-
-def _label(value: float, step: float) -> str:
-    """A mark, with as many digits as tell it from its neighbours."""
-    if value == 0:
-        return "0"
-    sizes = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-    size, letter = next((one for one in sizes if one[0] <= step), sizes[-1])
-    decimals = max(0, -math.floor(math.log10(step / size) + 1e-9))
-    if decimals > 4:
-        return f"{value:.2g}"
-    return f"{value / size:,.{decimals}f}{letter}"
+def _labels(marks: Sequence[float]) -> list[str]:
+    """Short ones for large numbers that lie far enough apart to be told from each other."""
+    if 1e4 <= abs(marks[-1]) < 1e15 and marks[-1] - marks[-2] >= 1e-3 * abs(marks[-1]):
+        return list(map(EngFormatter(sep="").format_eng, marks))
+    return [f"{mark:,.10g}" for mark in marks]

@@ -1,22 +1,11 @@
-"""Numbers as a reader wants them, and names and values that are safe in HTML."""
+"""Numbers, names and values as a reader wants them."""
 
-import html
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 ABSENT = "\N{EN DASH}"
-
-
-def escape(value: object) -> str:
-    """A value of a user or of a run, harmless in HTML text and in quoted attributes.
-
-    Example:
-        >>> from multitower.runs.report_page.wording import escape
-        >>> escape("<b> & 'c'")
-        '&lt;b&gt; &amp; &#x27;c&#x27;'
-    """
-    return html.escape(str(value))
 
 
 def number(value: float | None) -> str:
@@ -119,3 +108,14 @@ def counted(count: int, noun: str) -> str:
         ('1 step', '2,000 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def ends(numbers: Sequence[int], most: int = 64) -> Sequence[int | str]:
+    """Numbers in a row; of too many the first and the last.
+
+    Example:
+        >>> from multitower.runs.report_page.wording import ends
+        >>> list(ends(range(3))), ends(range(99))
+        ([0, 1, 2], [0, '…', 98])
+    """
+    return numbers if len(numbers) <= most else [numbers[0], "\N{HORIZONTAL ELLIPSIS}", numbers[-1]]

@@ -1,0 +1,34 @@
+"""What draws reports is imported late, and may be missing."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from multitower.errors import RunError
+
+_LIBRARIES = ("PIL", "jinja2", "markupsafe", "matplotlib")
+
+
+@contextmanager
+def drawing_libraries(what: str) -> Generator[None]:
+    """Says what to install where an import fails, before the work that a report is about.
+
+    Args:
+        what: needs them.
+
+    Raises:
+        RunError: a library that draws reports is not installed.
+
+    Example:
+        >>> from multitower.runs.drawing import drawing_libraries
+        >>> with drawing_libraries("a report"):
+        ...     from multitower.runs.report import write_report
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _LIBRARIES:
+            raise
+        raise RunError(
+            f"{what} needs {library}, which is not installed: pip install 'multitower[cli]'."
+        ) from error

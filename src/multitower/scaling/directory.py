@@ -1,0 +1,49 @@
+"""The directory of a scaling measurement, and what it leaves there."""
+
+from pathlib import Path
+
+from multitower.errors import RunError
+from multitower.runs.directory import write_whole
+
+NUMBERS = "scale.json"
+PICTURE = "scale.png"
+PAGE = "scale.html"
+
+
+def make_scaling_directory(path: Path, *, overwrite: bool = False) -> Path:
+    """Makes the directory of a measurement, before it begins; a run may be there already.
+
+    Args:
+        path: where; it may exist.
+        overwrite: whether a measurement that is there already may be thrown away.
+
+    Returns:
+        The path.
+
+    Raises:
+        RunError: there is a measurement already, or the directory cannot be made.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from multitower.scaling.directory import make_scaling_directory
+        >>> with tempfile.TemporaryDirectory() as here:
+        ...     make_scaling_directory(Path(here) / "first").name
+        'first'
+    """
+    old = path / NUMBERS
+    if old.exists() and not overwrite:
+        raise RunError(
+            f"{old} holds another measurement. Name another directory, or say --force to replace "
+            "it."
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in (NUMBERS, PICTURE, PAGE):
+            (path / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"the directory {path} cannot be used: {error.strerror or error}. Name another one."
+        ) from error
+    write_whole(old, "{}\n").unlink()  # a directory that cannot be written is an error now
+    return path
