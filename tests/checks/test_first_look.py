@@ -114,3 +114,181 @@ def test_nothing_is_said_of_what_is_meant():
             lambda key, x: x + jax.random.normal(key, x.shape), in_axes=(None, 0), devices=2
         )
         shared(jax.random.key(0), X)
+
+
+# ---------------------------------------------------------------- what it used to miss
+
+Y = np.arange(8) % 3
+KERNEL = jnp.ones((3, 1))
+
+
+def run_of(loss, *arguments, **options):
+    return mt.value_and_grad(loss, devices=2, **options)(W, *arguments)
+
+
+def contrast(z):
+    return -jnp.diagonal(jax.nn.log_softmax(z @ z.T))
+
+
+def contrast_beside_statistics(w, x):
+    z = x * w
+    mean = z.mean(0)
+    return contrast(z - mean).mean(), mean
+
+
+def sum_beside_a_vector(w, x):
+    return losses(w, x).sum(), x.mean(0)
+
+
+def neighbours(w, x):
+    z = jnp.convolve(x @ w, jnp.ones(3), mode="same")
+    return (z - 1) ** 2
+
+
+def spectrum(w, x):
+    return jnp.abs(jnp.fft.fft(x @ w)) ** 2
+
+
+def until_all_are_small(w, x):
+    z = jax.lax.while_loop(lambda z: jnp.any(z > 1), lambda z: z / 2, (x @ w) ** 2 + 2)
+    return z
+
+
+def permuted(w, x):
+    return losses(w, x)[jnp.argsort(x[:, 0])] * jnp.arange(x.shape[0])
+
+
+def inverse(w, x):
+    z = x @ x.T + jnp.eye(x.shape[0])
+    return jnp.linalg.cholesky(z).sum(1) * w.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "said"),
+    [
+        (contrast_beside_statistics, {"has_aux": True}, r"loss \(.*z @ z.T\)"),
+        (sum_beside_a_vector, {"has_aux": True}, "loss .*it is a sum over rows"),
+        (neighbours, {}, "rows are brought together"),
+        (spectrum, {}, r"loss \(fft .*rows are brought"),
+        (permuted, {}, "rows are brought|looks things up"),
+        (inverse, {}, "rows are brought together"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_mixes_rows_is_told(loss, options, said):
+    # The lie: 4.12 becomes 2.16, and nobody is told.
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        run_of(loss, X, **options)
+
+
+def test_a_loop_until_all_rows_are_done_is_told():
+    # The lie: rows that are worked on for as long as the slowest one of their tower needs.
+    with pytest.warns(mt.MultitowerWarning, match=r"result \(while .*rows are brought"):
+        mt.make_parallel(until_all_are_small, in_axes=(None, 0), devices=2)(W, X)
+
+
+def by_class(w, x, y, weights):
+    return losses(w, x) * weights[y]
+
+
+def positions(w, x, y, table):
+    return losses(w, x) * table[jnp.arange(3)].sum()
+
+
+@pytest.mark.parametrize("loss", [by_class, positions])
+@pytest.mark.parametrize("towers", [None, 4])
+def test_a_table_as_long_as_the_batch_is_told(loss, towers):
+    # The lie: half a table, where an index that is too large is clamped.
+    table = np.arange(8.0, dtype=np.float32)
+    said = r"argument 3 \(gather .*looks things up in it like in a table.*in_axes=None for this"
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        run_of(loss, X, Y, table, towers=towers)
+    assert len(told) == 1
+    whole = run_of(loss, X, Y, table, towers=towers, in_axes=(None, 0, 0, None))  # as it says
+    expected = jax.value_and_grad(lambda *a: loss(*a).mean())(W, X, Y, table)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, expected)
+
+
+def test_a_table_in_a_batch_is_told():
+    def loss(w, batch):
+        return losses(w, batch["x"]) * batch["weights"][batch["y"]]
+
+    batch = {"x": X, "y": Y, "weights": np.ones(8, np.float32)}
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2)
+    with pytest.warns(mt.MultitowerWarning, match=r"batch\['weights'\] \(gather .*like in a table"):
+        step(step.init(W), batch)
+
+
+# ---------------------------------------------------------------- what it used to cry wolf at
+
+
+def scaled_by_the_data_set(w, x):
+    return 60_000 / x.shape[0] * losses(w, x).sum()
+
+
+def averaged_with_weights(w, x):
+    return jnp.average(losses(w, x), weights=jnp.ones(x.shape[0]))
+
+
+def with_a_full_mask(w, x):
+    mask = jnp.ones(x.shape[0], bool)
+    return jnp.where(mask, losses(w, x), 0).sum() / mask.sum()
+
+
+def summed_by_a_scan(w, x):
+    total, _ = jax.lax.scan(lambda total, row: (total + losses(w, row), None), 0.0, x)
+    return total / x.shape[0]
+
+
+def with_split(w, x):
+    first, second = jnp.split(x @ jnp.ones((3, 4)), 2, axis=1)
+    mean = jnp.split((first - second).mean(0), 2)
+    return mean[0].sum() * w.sum()
+
+
+def picked_by_class(w, x):
+    logits = x * w
+    return -jax.nn.log_softmax(logits)[jnp.arange(x.shape[0]), (x[:, 0] > 0).astype(int)]
+
+
+def picked_along_axis(w, x):
+    largest = jnp.argmax(x, axis=1)
+    return jnp.take_along_axis(x * w, largest[:, None], axis=1)[:, 0]
+
+
+def looked_up(w, x):
+    return w[(x[:, 0] > 0).astype(int)] * x[:, 1]
+
+
+def each_until_small(w, x):
+    halve = lambda z: jax.lax.while_loop(lambda z: z > 1, lambda z: z / 2, z)
+    return jax.vmap(halve)((x @ w) ** 2)
+
+
+def convolved_features(w, x):
+    return jax.vmap(lambda row: jnp.convolve(row, w, mode="same"))(x).sum(1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        scaled_by_the_data_set,
+        averaged_with_weights,
+        with_a_full_mask,
+        summed_by_a_scan,
+        with_split,
+        picked_by_class,
+        picked_along_axis,
+        looked_up,
+        each_until_small,
+        convolved_features,
+    ],
+)
+def test_what_is_right_is_not_blamed(loss):
+    # The lie: warnings at right programs, until nobody reads them. (Warnings are errors here.)
+    if loss is not each_until_small:  # a while loop has no reverse mode
+        run_of(loss, X)
+    if jnp.ndim(loss(W, X)):
+        mt.make_parallel(loss, in_axes=(None, 0), devices=2)(W, X)
+    if loss is not scaled_by_the_data_set:
+        assert mt.check_parallel(loss, W, X)

@@ -1,6 +1,7 @@
 """Equations: what can be read off one equation of a jaxpr: its line, its numbers, its program."""
 
 import linecache
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "reduce_prod": np.prod,
     "reduce_sum": np.sum,
     "convert_element_type": np.asarray,
+    "broadcast_in_dim": lambda value, *_: value if np.ndim(value) == 0 else np.empty((0, 0, 0)),
     "select_n": lambda which, *cases: np.choose(which, cases),
 }
 
@@ -65,14 +67,22 @@ def small_constant(value: Any) -> Any:
 
 
 def computed(equation: Any, inputs: Sequence[Any]) -> Any:
-    """What an equation makes of constants; None where that is not known."""
-    compute = _ARITHMETIC.get(equation.primitive.name)
-    if compute is None or any(value is None for value in inputs):
+    """What an equation makes of constants; None where that is not known.
+
+    A number stands for an array whose elements are all that number, too.
+    """
+    name, compute = equation.primitive.name, _ARITHMETIC.get(equation.primitive.name)
+    if compute is None or not inputs or any(value is None for value in inputs):
         return None
     (wanted,) = (atom.aval for atom in equation.outvars)
+    given = [atom.aval.shape for atom in equation.invars]
     with np.errstate(all="ignore"):
         found = np.asarray(compute(*inputs))
-    return found.astype(wanted.dtype) if found.shape == wanted.shape else None
+        if name == "reduce_sum" and np.ndim(inputs[0]) == 0:  # all elements are this number
+            found = found * (math.prod(given[0]) // max(math.prod(wanted.shape), 1))
+    is_uniform = all(np.ndim(value) == 0 for value in inputs) and name != "reduce_prod"
+    fits = found.shape == wanted.shape or (is_uniform and found.ndim == 0)
+    return found.astype(wanted.dtype) if fits else None
 
 
 def num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:

@@ -6,18 +6,19 @@ somebody may mean it.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, Problem
-from multitower.checks.row_flow import Flow, Reading, read, unused_size
+from multitower.checks.flow import Flow, rows_of
+from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, TABLE, Problem
+from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.errors import MultitowerWarning
 from multitower.towers.rows import Tower, device_dtype
 
 # What is handed on from step to step; how towers put it together is said elsewhere.
-_STATES = ("model", "model_state")
+_STATES = ("model", "model_state", "state")
 
 
 def look(
@@ -26,6 +27,7 @@ def look(
     others: Any,
     *,
     averages: bool,
+    names: Callable[[int], str],
 ) -> None:
     """Warns of what no tower should do, as far as it can be read off the program.
 
@@ -34,52 +36,97 @@ def look(
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
         others: everything else that the program is made of; sizes that are no rows.
         averages: whether results without rows are averaged over towers.
+        names: what the user calls the arrays that are cut, by their number.
 
     Warns:
-        MultitowerWarning: rows are mixed, a sum is averaged, or all towers draw the same numbers.
+        MultitowerWarning: rows are mixed, a sum is averaged, all towers draw the same numbers, or a
+            table is cut.
     """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
     num_rows = unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
-        return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(2 * num_rows)))
+        return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(num_rows)))
 
     try:
         program, tree = jax.make_jaxpr(run, return_shape=True)(shapes, jnp.int32(0))
     except Exception:
         return  # a fixed number of rows, or a mistake that the call itself will tell
-    flows = [*(Flow("by row", varies=True) for _ in rows), Flow(varies=True)]
-    for problem in _problems(read(program, flows, num_rows), tree, averages, num_rows):
+    flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
+    reading = read(program, flows, num_rows)
+    found = [
+        *(Problem("table", names(n), place, TABLE) for n, place in reading.tables.items()),
+        *_of_draws(reading),
+        *_of_results(_Results.of(reading, tree, num_rows), averages, {*reading.tables.values()}),
+    ]
+    for problem in found:
         warnings.warn(
             f"{problem} (mt.check_parallel looks closer.)", MultitowerWarning, stacklevel=4
         )
 
 
-def _problems(
-    reading: Reading, tree: dict[str, Any], averages: bool, num_rows: int
-) -> list[Problem]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = [
-        (str(path[0].key), _name(path), leaf, flow)
-        for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
-    ]
+class _Result(NamedTuple):
+    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result or a state."""
+
+    kind: str
+    name: str
+    flow: Flow
+    has_rows: bool
+    ndim: int
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it is an array of means over rows, such as BatchNorm keeps."""
+        is_array = self.ndim > 0 and not self.has_rows and self.flow.word != "free"
+        if self.kind in _STATES:
+            return is_array
+        return self.kind == "aux" and is_array and self.flow.is_mean and not self.flow.mixed
+
+
+class _Results(NamedTuple):
+    """All of them, and the lines where statistics that are handed on come from.
+
+    Who hands on such statistics knows that towers have their own; what else mixes rows is told.
+    """
+
+    leaves: list[_Result]
+    known_lines: set[str]
+
+    @classmethod
+    def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "_Results":
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        leaves = [
+            _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
+            for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
+        ]
+        known = {_line(place) for one in leaves if one.is_statistic for place in one.flow.places}
+        return cls(leaves, known)
+
+
+def _of_draws(reading: Reading) -> list[Problem]:
     draws = dict.fromkeys(reading.draws)
-    problems = [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
-    # Who hands on statistics over rows, as BatchNorm does, knows that towers have their own.
-    if any(kind in _STATES and leaf.ndim and flow.word != "free" for kind, _, leaf, flow in found):
-        return problems
-    if any(kind == "aux" and leaf.ndim and flow.word == "linear" for kind, _, leaf, flow in found):
-        return problems
-    for kind, name, leaf, flow in found:
-        has_rows = leaf.ndim > 0 and leaf.shape[0] == num_rows
-        if kind in _STATES or not (averages or has_rows):
+    return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
+
+
+def _of_results(results: _Results, averages: bool, told: set[str]) -> list[Problem]:
+    problems: list[Problem] = []
+    for one in results.leaves:
+        if one.kind in _STATES or not (averages or one.has_rows):
             continue
-        if flow.word == "mixed":
-            problems.append(Problem("mixed rows", name, flow.origin, MIXED))
-        elif flow.word == "linear" and not flow.is_mean:
-            problems.append(Problem("sum", name, flow.origin, SUM))
+        flow = one.flow
+        places = [p for p in flow.mixed if _line(p) not in results.known_lines]
+        if places:
+            if not told & set(places):
+                problems.append(Problem("mixed rows", one.name, places[0], MIXED))
+        elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
+            problems.append(Problem("sum", one.name, flow.origin, SUM))
     return problems
+
+
+def _line(place: str) -> str:
+    """Without the operation: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
+    return place.partition(" at ")[2] or place
 
 
 def _name(path: tuple[Any, ...]) -> str:

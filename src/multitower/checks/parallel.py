@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import (
     BAKED,
     MIXED,
@@ -18,7 +19,7 @@ from multitower.checks.problems import (
     ParallelCheck,
     Problem,
 )
-from multitower.checks.row_flow import Flow, Reading, read, unused_size
+from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.errors import BatchError
 from multitower.models.closures import Contents
 from multitower.models.modules import Model, fill, take_call
@@ -141,7 +142,7 @@ class _Call(NamedTuple):
             return self.fn(*args, **extras)
 
         program, outputs = jax.make_jaxpr(flat, return_shape=True)(shapes)
-        flows = [_flow(kind) for _, kind in data.values()]
+        flows = [_flow(kind, number) for number, (_, kind) in data.items()]
         return read(program, flows, num_rows, self.parts.num_rows), output_names(outputs)
 
     @property
@@ -161,10 +162,10 @@ def _kind_of_extra(leaf: Any) -> Kind:
     return KEY if is_key(leaf) else SHARED
 
 
-def _flow(kind: Kind) -> Flow:
+def _flow(kind: Kind, number: int) -> Flow:
     if kind == SHARED:
         return Flow()
-    return Flow(varies=True) if kind == KEY else Flow("by row", varies=True)
+    return Flow(varies=True) if kind == KEY else rows_of(number)
 
 
 def _with_size(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
@@ -181,8 +182,8 @@ def _of_program(read: tuple[Reading, list[str]] | None) -> list[Problem]:
         for place in dict.fromkeys(reading.draws)
     ]
     for name, flow in zip(names, reading.outputs, strict=True):
-        if flow.word == "mixed" and flow.is_drawn:
-            problems.append(Problem("mixed rows", name, flow.origin, MIXED))
+        if flow.mixed and flow.is_drawn:
+            problems.append(Problem("mixed rows", name, flow.mixed[0], MIXED))
     return problems
 
 
@@ -200,7 +201,7 @@ def _run_apart(call: _Call, read: tuple[Reading, list[str]] | None) -> list[Prob
         return [Problem("row count", "the function", None, message)]
     names = output_names(whole)
     # It may run, but not for a made-up number of rows.
-    reading = read[0] if read else Reading([Flow()] * len(names), [], [])
+    reading = read[0] if read else Reading([Flow()] * len(names), [], [], {})
     problems: list[Problem] = []
     leaves = [jax.tree.leaves(tree) for tree in (whole, again, front, back, even, odd)]
     for name, flow, *values in zip(names, reading.outputs, *leaves, strict=True):
@@ -223,7 +224,7 @@ def _compare(
         if _is_close((first + second) / 2, whole):
             return []
         if not _is_close(first + second, whole):
-            return [Problem("mixed rows", name, flow.origin, MIXED)]
+            return [Problem("mixed rows", name, _place(flow), MIXED)]
         if reading.baked:
             return [Problem("row count", name, reading.baked[0], BAKED)]
         return [Problem("sum", name, flow.origin, SUM)]
@@ -231,7 +232,11 @@ def _compare(
     if joined.shape != whole.shape:
         shapes = SHAPES.format(whole=whole.shape, half=first.shape)
         return [Problem("row count", name, flow.origin, shapes)]
-    return [] if _is_close(joined, whole) else [Problem("mixed rows", name, flow.origin, MIXED)]
+    return [] if _is_close(joined, whole) else [Problem("mixed rows", name, _place(flow), MIXED)]
+
+
+def _place(flow: Flow) -> str | None:
+    return flow.places[0] if flow.places else None
 
 
 def _numbers(value: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from multitower.errors import OutputError
 
-Kind = Literal["mixed rows", "sum", "row count", "same numbers", "not repeatable"]
+Kind = Literal["mixed rows", "sum", "row count", "same numbers", "not repeatable", "table"]
 
 
 class Problem(NamedTuple):
@@ -65,6 +65,12 @@ MIXED = (
     "from one device's. Make each row's result depend on that row alone, and leave the mean over "
     "rows to multitower; or, if statistics of each tower's own rows are what you mean (BatchNorm), "
     "go on and fix the number of towers with towers=."
+)
+TABLE = (
+    "it has as many entries as the batch has rows, so it is cut into towers, and the function "
+    "looks things up in it like in a table. A tower has only a part of it, and JAX clamps an index "
+    "that is too large. "
+    "Give every tower the whole table: in_axes=None for this argument, or close over it."
 )
 SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "

@@ -1,12 +1,7 @@
 """Row flow: what becomes of a batch's rows inside a function, read off its program.
 
-A function can be cut into towers when every row of a result depends on the same row of the batch,
-and what has no rows is a mean over them. Every value of the program gets one word:
-
-- free: does not depend on rows.
-- by row: row i of it depends on row i alone.
-- linear: a sum or a mean over rows, added to or multiplied by what is free.
-- mixed: anything else, and where it came about.
+A function is safe to run data parallel when every row of a result depends on the same row of the
+batch, and what has no rows is a mean over them. `Flow` says what is known of each value.
 
 The program is traced with a number of rows that appears nowhere else, so that an axis of rows is
 known by its size. What the reader does not know it takes for harmless: it may miss a mistake, and
@@ -14,50 +9,29 @@ should not invent one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core
 
+from multitower.checks.along_rows import works_along_rows
 from multitower.checks.equations import computed, line_of, num_same, program_inside, small_constant
-
-Word = Literal["free", "by row", "linear", "mixed"]
+from multitower.checks.flow import Flow, Word, all_places, join, join_all, worst_of
+from multitower.checks.loops import frozen_by_row, sums_up
 
 # Sums over rows, and what keeps a sum a sum.
-_SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant"}
+_SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant", "scatter-add"}
 _LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
-    "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "squeeze",
-    "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather", "optimization_barrier",
-    "dynamic_update_slice", "scatter", "scatter-add", "cumsum", "name", "sharding_constraint",
+    "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
+    "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
+    "optimization_barrier", "dynamic_update_slice", "scatter", "scatter-add", "cumsum", "name",
+    "sharding_constraint",
 }  # fmt: skip
 _LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
-_ALONG_AXIS = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argsort"}
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What is known of one value.
-
-    Attributes:
-        word: see the module.
-        origin: the operation that summed over rows, or that mixed them, and its line.
-        is_mean: whether a linear one was divided by the number of rows.
-        varies: whether it differs from tower to tower by its rows or keys.
-        is_drawn: whether random numbers went into it.
-        value: what it is, where that is a constant: Keras computes the number of rows in the
-            program, as the product of a shape.
-    """
-
-    word: Word = "free"
-    origin: str | None = None
-    is_mean: bool = False
-    varies: bool = False
-    is_drawn: bool = False
-    value: Any = field(default=None, compare=False)
 
 
 class Reading(NamedTuple):
@@ -68,11 +42,13 @@ class Reading(NamedTuple):
         draws: operations that draw the same random numbers in every tower.
         baked: operations that multiply or divide a sum over rows by the batch's number of rows,
             although that is not the number of rows here.
+        tables: arguments with rows that are looked up like a table, by number, and where.
     """
 
     outputs: list[Flow]
     draws: list[str]
     baked: list[str]
+    tables: dict[int, str]
 
 
 def read(program: Any, inputs: Sequence[Flow], num_rows: int, batch_rows: int = 0) -> Reading:
@@ -80,7 +56,7 @@ def read(program: Any, inputs: Sequence[Flow], num_rows: int, batch_rows: int = 
 
     Args:
         program: a closed jaxpr, from `jax.make_jaxpr`.
-        inputs: what its arguments are: rows are `Flow("by row", varies=True)`.
+        inputs: what its arguments are; rows are `rows_of(number)`.
         num_rows: the size of every axis of rows, which no other axis has.
         batch_rows: the number of rows of the real batch, to look for among constants.
 
@@ -89,7 +65,7 @@ def read(program: Any, inputs: Sequence[Flow], num_rows: int, batch_rows: int = 
     """
     reader = _Reader(num_rows, batch_rows)
     outputs = reader.run(program, list(inputs))
-    return Reading(outputs, reader.draws, reader.baked)
+    return Reading(outputs, reader.draws, reader.baked, reader.tables)
 
 
 class _Reader:
@@ -99,6 +75,7 @@ class _Reader:
         self._calls: list[Any] = []
         self.draws: list[str] = []
         self.baked: list[str] = []
+        self.tables: dict[int, str] = {}
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         jaxpr = getattr(program, "jaxpr", program)
@@ -125,51 +102,85 @@ class _Reader:
             self._calls.pop()
             return found
         varies = any(flow.varies for flow in inputs)
-        is_drawn = any(flow.is_drawn for flow in inputs)
-        if name in _DRAWS:
-            is_drawn = True
-            if not varies:
-                self.draws.append(self._where(equation))
-        word, origin = self._word(equation, name, inputs)
-        is_mean = word == "linear" and self._is_mean(equation, name, inputs)
-        value = computed(equation, [flow.value for flow in inputs])
-        return [Flow(word, origin, is_mean, varies, is_drawn, value)] * len(equation.outvars)
+        if name in _DRAWS and not varies:
+            self.draws.append(self._where(equation))
+        word, origin, mixing = self._word(equation, name, inputs)
+        flow = Flow(
+            word,
+            origin,
+            all_places(inputs, [mixing] if mixing else ()),
+            word == "linear" and self._is_mean(name, inputs),
+            varies,
+            name in _DRAWS or any(flow.is_drawn for flow in inputs),
+            any(flow.is_index for flow in inputs) or self._is_row_index(equation),
+            frozenset[int]().union(*(flow.sources for flow in inputs)),
+            computed(equation, [flow.value for flow in inputs]),
+        )
+        return [flow] * len(equation.outvars)
 
-    def _is_mean(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
+    def _is_row_index(self, equation: Any) -> bool:
+        """Whether it counts the rows: 0, 1, 2 ..."""
+        if equation.primitive.name != "iota":
+            return False
+        return equation.params["shape"][equation.params["dimension"]] % self._num_rows == 0
+
+    def _is_mean(self, name: str, inputs: list[Flow]) -> bool:
         linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
         if linear and all(linear):
             return True
-        return name in ("mul", "div") and any(
-            number and (number % self._num_rows == 0 or _divides(self._num_rows, 1 / number))
-            for number in _numbers(inputs)
-        )
+        numbers = _numbers(inputs)
+        if name == "div":
+            return any(_divides(self._num_rows, number) for number in numbers)
+        if name == "mul":
+            return any(_divides(self._num_rows, 1 / n) or self._is_share(n) for n in numbers)
+        return False
 
-    def _word(self, equation: Any, name: str, inputs: list[Flow]) -> tuple[Word, str | None]:
-        worst = max(inputs, key=lambda flow: _ORDER.index(flow.word), default=Flow())
-        if worst.word in ("free", "mixed"):
-            return worst.word, worst.origin
-        if worst.word == "linear":
-            return self._from_linear(equation, name, inputs)
-        return self._from_rows(equation, name)
+    def _is_share(self, number: float) -> bool:
+        """Whether it is N / rows, for a data set of N rows."""
+        times = abs(number) * self._num_rows
+        is_whole = abs(times - round(times)) < 1e-6 * times and round(times) >= 1
+        return is_whole and abs(number - round(number)) > 1e-6
 
-    def _from_rows(self, equation: Any, name: str) -> tuple[Word, str | None]:
+    def _word(
+        self, equation: Any, name: str, inputs: list[Flow]
+    ) -> tuple[Word, str | None, str | None]:
+        """What the result is to rows, what summed them up, and what has mixed them just now."""
+        words = {flow.word for flow in inputs}
+        if words <= {"free"}:
+            return "free", None, None
+        has_rows = any(self._row_axes(atom) for atom in equation.outvars)
+        if "mixed" in words and "by row" not in words:
+            return ("by row" if has_rows else "mixed"), None, None
+        if "linear" in words and "mixed" not in words:
+            return self._from_linear(equation, name, inputs, has_rows)
+        return self._from_rows(equation, name, inputs, has_rows)
+
+    def _from_rows(
+        self, equation: Any, name: str, inputs: list[Flow], has_rows: bool
+    ) -> tuple[Word, str | None, str | None]:
         """What becomes of rows: still by row, summed up, or mixed."""
         rows_in = max(self._row_axes(atom) for atom in equation.invars)
         rows_out = max((self._row_axes(atom) for atom in equation.outvars), default=0)
+        place = self._where(equation)
+        if works_along_rows(equation, inputs, self._num_rows):
+            if name == "gather" and len(inputs[0].sources) == 1:
+                self.tables.setdefault(next(iter(inputs[0].sources)), place)
+            return ("by row" if has_rows else "mixed"), None, place
         if rows_out > rows_in:
-            return "mixed", self._where(equation)  # every row with every row
+            return "by row", None, place  # every row with every row
         if rows_out == 0 and rows_in > 0:
-            return ("linear" if name in _SUMS else "mixed"), self._where(equation)
-        if name in _ALONG_AXIS and self._is_row_axis(equation):
-            return "mixed", self._where(equation)
-        return "by row", None
+            is_sum = name in _SUMS and worst_of(inputs).word == "by row"
+            return ("linear", place, None) if is_sum else ("mixed", None, place)
+        return "by row", None, None
 
-    def _from_linear(self, equation: Any, name: str, inputs: list[Flow]) -> tuple[Word, str | None]:
+    def _from_linear(
+        self, equation: Any, name: str, inputs: list[Flow], has_rows: bool
+    ) -> tuple[Word, str | None, str | None]:
         """What becomes of sums over rows: still one, or mixed."""
         origin = next(flow.origin for flow in inputs if flow.word == "linear")
         words = [flow.word for flow in inputs]
-        if "by row" in words:
-            return "mixed", origin  # a sum over rows goes back into the rows
+        if "by row" in words:  # a sum over rows goes back into the rows
+            return ("by row" if has_rows else "mixed"), None, origin
         is_first_alone = words.count("linear") == 1 and words[0] == "linear"
         scaled = words.count("linear") == 1 and name in _LINEAR_WITH_FREE
         scaled = scaled or (is_first_alone and name == "div")
@@ -177,8 +188,8 @@ class _Reader:
             self._look_for_baked(equation, inputs)
         together = name in _LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
         if scaled or together or (is_first_alone and name in _LINEAR_ALONE):
-            return "linear", origin
-        return "mixed", self._where(equation)
+            return "linear", origin, None
+        return "mixed", None, self._where(equation)
 
     def _look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
         if self._batch_rows < 2 or self._batch_rows == self._num_rows:
@@ -201,12 +212,6 @@ class _Reader:
         shape = getattr(atom.aval, "shape", ())
         return sum(1 for size in shape if size and size % self._num_rows == 0)
 
-    def _is_row_axis(self, equation: Any) -> bool:
-        params = equation.params
-        axes = params.get("dimensions", (params.get("axis", params.get("dimension", 0)),))
-        shape = equation.invars[0].aval.shape
-        return any(shape[axis] % self._num_rows == 0 for axis in axes if shape)
-
     def scan(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         program = equation.params["jaxpr"]
         inner = getattr(program, "jaxpr", program)
@@ -220,9 +225,22 @@ class _Reader:
         is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
         if not (over_rows and is_carried):
             return outputs
-        # One row after another: what is carried on brings rows together.
-        mixed = Flow("mixed", self._where(equation), varies=True)
-        return [mixed if flow.word != "free" else flow for flow in outputs]
+        # One row after another: what is carried on brings rows together, unless it only adds up.
+        place = self._where(equation)
+        if all(sums_up(program, num_shared, num_carried)):
+            totals = [
+                Flow("linear", place, flow.mixed, varies=True) for flow in outputs[:num_carried]
+            ]
+            return [*totals, *outputs[num_carried:]]
+        return [
+            flow
+            if flow.word == "free"
+            else Flow(self._word_of(atom), None, all_places([flow], [place]), varies=True)
+            for atom, flow in zip(equation.outvars, outputs, strict=True)
+        ]
+
+    def _word_of(self, atom: Any) -> Word:
+        return "by row" if self._row_axes(atom) else "mixed"
 
     def _loop(
         self, program: Any, inputs: list[Flow], num_shared: int, num_carried: int
@@ -233,26 +251,47 @@ class _Reader:
         outputs: list[Flow] = []
         for _ in range(4):  # words only get worse, and there are four of them
             outputs = self.run(program, [*shared, *carried, *rest])
-            joined = [_join(a, b) for a, b in zip(carried, outputs, strict=False)]
+            joined = [join(a, b) for a, b in zip(carried, outputs, strict=False)]
             if joined == carried:
                 break
             carried = joined
         return [*carried, *outputs[num_carried:]]
 
     def loop_while(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
-        # Under vmap a loop goes on until every row is done, and leaves the rows that are alone: so
-        # a decision over all rows says nothing of what is carried.
         params = equation.params
-        rest, num_shared = inputs[params["cond_nconsts"] :], params["body_nconsts"]
-        return self._loop(params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
+        num_asked, num_shared = params["cond_nconsts"], params["body_nconsts"]
+        rest = inputs[num_asked:]
+        outputs = self._loop(params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
+        (goes_on,) = self.run(params["cond_jaxpr"], [*inputs[:num_asked], *outputs])
+        if not goes_on.places:
+            return outputs
+        # It goes on until all rows are done. Under vmap it leaves alone the rows that are; else
+        # each row is worked on as long as the slowest one of its tower needs.
+        stays = frozen_by_row(params["body_jaxpr"])
+        return [
+            flow
+            if flow.word == "free" or stays[number]
+            else replace(
+                flow, word=self._word_of(atom), mixed=all_places([flow], [self._where(equation)])
+            )
+            for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
+        ]
 
     def cond(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         decision, *rest = inputs
         branches = [self.run(branch, rest) for branch in equation.params["branches"]]
-        joined = [_join_all(flows) for flows in zip(*branches, strict=True)]
+        joined = [join_all(flows) for flows in zip(*branches, strict=True)]
         if decision.word in ("free", "by row"):
             return joined
-        return [Flow("mixed", decision.origin, varies=True) for _ in joined]
+        return [
+            replace(
+                flow,
+                word=self._word_of(atom),
+                mixed=all_places([flow, decision], decision.places),
+                varies=True,
+            )
+            for atom, flow in zip(equation.outvars, joined, strict=True)
+        ]
 
 
 _INNER: Mapping[str, Callable[[_Reader, Any, list[Flow]], list[Flow]]] = {
@@ -261,30 +300,11 @@ _INNER: Mapping[str, Callable[[_Reader, Any, list[Flow]], list[Flow]]] = {
     "cond": _Reader.cond,
 }
 
-_ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
-
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:
     """The constants among the inputs of an equation, without zero."""
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
     return [float(value) for value in values]
-
-
-def _join(a: Flow, b: Flow) -> Flow:
-    worse = max(a, b, key=lambda flow: _ORDER.index(flow.word))
-    if {a.word, b.word} == {"by row", "linear"}:
-        worse = Flow("mixed", worse.origin)
-    both_mean = a.is_mean and b.is_mean
-    is_mean = both_mean or (worse.is_mean and "free" in (a.word, b.word))
-    varies, is_drawn = a.varies or b.varies, a.is_drawn or b.is_drawn
-    return Flow(worse.word, worse.origin, is_mean, varies, is_drawn)
-
-
-def _join_all(flows: Sequence[Flow]) -> Flow:
-    joined = flows[0]
-    for flow in flows[1:]:
-        joined = _join(joined, flow)
-    return joined
 
 
 def _divides(rows: int, number: float, *, exact: bool = False) -> bool:

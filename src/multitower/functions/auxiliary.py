@@ -120,6 +120,14 @@ def is_state_of(structures: Collection[Any]) -> Callable[[Any], bool]:
     return lambda sub: is_equinox_state(sub) or jax.tree.structure(sub) in known
 
 
+def split_state(aux: Any, is_state: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+    """The leaves of `aux` that belong to a state, and `aux` without them."""
+    leaves, treedef = jax.tree.flatten(aux)
+    inside = _leaves_in(aux, is_state)
+    rest = [None if number in inside else leaf for number, leaf in enumerate(leaves)]
+    return [leaves[number] for number in sorted(inside)], jax.tree.unflatten(treedef, rest)
+
+
 def _same_everywhere(
     flat: Sequence[Any], aux_of: Callable[[list[Any], Tower], Any], rows: Sequence[Any], here: Tower
 ) -> set[int]:

@@ -1,5 +1,6 @@
 """A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -139,7 +140,8 @@ class TowerFunction:
             ]
             return self._kind.outputs(parts.split, shared, rows, here)
 
-        look(outputs, parts.rows, parts.shared, averages=self._kind.averages)
+        names = lambda number: _row_name(parts.split, number)
+        look(outputs, parts.rows, parts.shared, averages=self._kind.averages, names=names)
 
     def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
         placement = self._evenly_placed()
@@ -179,6 +181,16 @@ class TowerFunction:
         self._engines[key] = engine  # only now: one that failed to compile is not kept
         joined = join_rows(finished.rows, placement, parts.num_rows)
         return self._kind.result(as_global(finished.results, placement), joined)
+
+
+def _row_name(split: Split, number: int) -> str:
+    """What the user calls an array that is cut: `argument 1['x']`, or a variable's name."""
+    path = split.row_paths()[number]  # in (args, kwargs, rows, models, arrays)
+    positional = re.fullmatch(r"\[0\]\[(\d+)\](.*)", path)
+    if positional:
+        return f"argument {positional[1]}{positional[2]}"
+    named = re.fullmatch(r"\[[12]\]\['(\w+)'\](.*)", path)
+    return f"{named[1]}{named[2]}" if named else path
 
 
 def replicate(tree: Any, placement: Placement) -> list[Any]:

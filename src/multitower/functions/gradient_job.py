@@ -14,6 +14,7 @@ from multitower.functions.auxiliary import (
     join_aux,
     refuse_ragged_means,
     sort_aux,
+    split_state,
     state_structures,
     subtrees_like,
 )
@@ -134,10 +135,13 @@ class ValueAndGrad(NamedTuple):
         """What one tower finds, by name: what a first look is taken at."""
         tower_rows = rows[0].shape[0]
         call = Call(*split.rebuild(shared, rows, here))
-        call = _enter_states(call, self._states(split, call, here, tower_rows), here)
+        structures = self._states(split, call, here, tower_rows)
+        call = _enter_states(call, structures, here)
         output, changed = call_tower(self.fun, call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
-        return {"loss": loss, "aux": aux, "model": [changes.averaged for changes in changed]}
+        state, aux = split_state(aux, is_state_of(structures.values()))
+        averaged = [changes.averaged for changes in changed]
+        return {"loss": loss, "aux": aux, "model": averaged, "state": state}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """What the towers found."""

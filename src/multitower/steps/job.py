@@ -152,6 +152,7 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
         rows,
         (fields, parts.shared),
         averages=True,
+        names=lambda number: f"batch{parts.split.row_paths()[number]}",
     )
     if not by_row:
         return "a scalar loss"

@@ -67,6 +67,12 @@ class Split:
                 leaves.append(leaf if kind == 0 else jnp.moveaxis(leaf, 0, int(kind)))
         return jax.tree.unflatten(self.treedef, leaves)
 
+    def row_paths(self) -> list[str]:
+        """The paths of the leaves that are cut, such as `['x']`, for messages."""
+        tree = jax.tree.unflatten(self.treedef, range(len(self.kinds)))
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return [jax.tree_util.keystr(path) for path, n in flat if isinstance(self.kinds[n], int)]
+
 
 class Parts(NamedTuple):
     """A tree taken apart: how, the shared leaves, the split ones (rows on axis 0), the rows."""
@@ -104,7 +110,6 @@ def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> P
         else _kind(leaf, axis, lambda number=number: _where(tree, number, name))
         for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True))
     ]
-    _refuse_lists_for_rows(tree, kinds, all_axes, name)
     kinds = _with_legacy_keys(kinds, leaves)
     for number, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if isinstance(kind, Constant):
@@ -125,6 +130,9 @@ def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> P
             "None for them. A loss that closes over its batch must take it as an argument, "
             "loss_fn(params, batch), or say so: in_axes={'batch': 0}."
         )
+    _refuse_lists_for_rows(tree, kinds, all_axes, name)
+    if any(map(_is_number, leaves)):
+        _refuse_numbers_for_rows(tree, all_axes, name, num_rows)
     if num_rows == 0:
         raise BatchError(
             f"{_where(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
@@ -252,6 +260,27 @@ def _refuse_lists_for_rows(
             "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray), and what "
             "every tower needs whole with in_axes=None."
         )
+
+
+def _refuse_numbers_for_rows(
+    tree: Any, axes: Sequence[int | None], name: str, num_rows: int
+) -> None:
+    """Refuses a list of as many numbers as there are rows: each would be a shared leaf."""
+    is_list = lambda sub: isinstance(sub, list) and len(sub) == num_rows
+    number = 0
+    for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
+        if is_list(sub) and axes[number] is not None and all(map(_is_number, sub)):
+            raise ArgumentError(
+                f"{name}{jax.tree_util.keystr(path)} is a list of {num_rows} numbers, and the "
+                f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
+                "numpy.asarray(...), to cut them into towers; or, if every tower needs all of "
+                "them, say so with in_axes=None."
+            )
+        number += len(sub) if is_list(sub) else 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:

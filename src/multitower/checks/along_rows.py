@@ -1,0 +1,92 @@
+"""Operations that work along an axis: do they bring rows together?"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from multitower.checks.flow import Flow
+
+_ALONG_AXIS = (
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argsort",
+)  # fmt: skip
+# These work on the matrices in the last two axes.
+_OF_MATRICES = (
+    "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",
+    "triangular_solve",
+)  # fmt: skip
+
+
+def works_along_rows(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Whether an operation brings rows together although its result has an axis of rows.
+
+    Args:
+        equation: of a program that is traced with `num_rows` rows.
+        inputs: what is known of its arguments.
+        num_rows: the size of every axis of rows.
+
+    Returns:
+        False where that is not known.
+    """
+    name = equation.primitive.name
+    axes = _row_axes(equation.invars[0], num_rows)
+    if name in _OF_MATRICES:
+        ndim = len(equation.invars[0].aval.shape)
+        return any(axis >= ndim - 2 for axis in axes)
+    if name in _ALONG_AXIS:
+        params = equation.params
+        along = params.get("dimensions", (params.get("axis", params.get("dimension", 0)),))
+        return any(axis in along for axis in axes)
+    if name.startswith("reduce_window") or name.startswith("select_and"):
+        window = equation.params.get("window_dimensions", ())
+        return any(axis < len(window) and window[axis] > 1 for axis in axes)
+    rule = _RULES.get(name)
+    return rule is not None and rule(equation, inputs, num_rows)
+
+
+def _row_axes(atom: Any, num_rows: int) -> list[int]:
+    shape = getattr(atom.aval, "shape", ())
+    return [axis for axis, size in enumerate(shape) if size and size % num_rows == 0]
+
+
+def _gather(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Rows that are looked up, as in a table: row i by anything else than i."""
+    table, indices = inputs[:2]
+    if table.word != "by row" or indices.is_index:
+        return False
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape = equation.invars[0].aval.shape
+    return any(
+        axis in numbers.start_index_map and sizes[axis] < shape[axis]
+        for axis in _row_axes(equation.invars[0], num_rows)
+    )
+
+
+def _scatter(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Rows that are written at other places than their own."""
+    indices = inputs[1]
+    axes = _row_axes(equation.invars[0], num_rows)
+    into = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
+    return not indices.is_index and any(axis in into for axis in axes)
+
+
+def _fft(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+    first = len(equation.invars[0].aval.shape) - len(equation.params["fft_lengths"])
+    return any(axis >= first for axis in _row_axes(equation.invars[0], num_rows))
+
+
+def _convolution(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Rows along which a filter moves, or that are channels; `jax.vmap` makes groups of rows."""
+    params = equation.params
+    if params["feature_group_count"] % num_rows == 0 or params["batch_group_count"] % num_rows == 0:
+        return False
+    batch_axis = params["dimension_numbers"].lhs_spec[0]
+    image_axes = _row_axes(equation.invars[0], num_rows)
+    return any(axis != batch_axis for axis in image_axes) and inputs[0].word == "by row"
+
+
+_RULES: Mapping[str, Callable[[Any, Sequence[Flow], int], bool]] = {
+    "gather": _gather,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "fft": _fft,
+    "conv_general_dilated": _convolution,
+}

@@ -1,0 +1,94 @@
+"""What is known of one value of a program: whether it has rows, and what has become of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Word = Literal["free", "by row", "linear", "mixed"]
+ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
+
+# So many places are enough to tell.
+_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is known of one value.
+
+    Attributes:
+        word: what it is to rows.
+            free: it does not depend on them.
+            by row: row i of it belongs to row i of the batch.
+            linear: a sum or a mean over rows, added to or multiplied by what is free.
+            mixed: anything else without rows.
+        origin: the operation that summed over rows, and its line.
+        mixed: the operations that brought rows together, and their lines: its rows are no longer
+            of one row of the batch alone.
+        is_mean: whether a linear one was divided by the number of rows.
+        varies: whether it differs from tower to tower by its rows or keys.
+        is_drawn: whether random numbers went into it.
+        is_index: whether the numbers of the rows went into it: row i may be found with it.
+        sources: the arguments with rows that went into it, by number.
+        value: what it is, where that is a constant: Keras computes the number of rows in the
+            program, as the product of a shape. A number for an array whose elements are all that.
+    """
+
+    word: Word = "free"
+    origin: str | None = None
+    mixed: tuple[str, ...] = ()
+    is_mean: bool = False
+    varies: bool = False
+    is_drawn: bool = False
+    is_index: bool = False
+    sources: frozenset[int] = frozenset()
+    value: Any = field(default=None, compare=False)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where rows came together: mixed, or summed up."""
+        return self.mixed or ((self.origin,) if self.origin else ())
+
+
+def rows_of(number: int) -> Flow:
+    """An argument that is cut into towers."""
+    return Flow("by row", varies=True, sources=frozenset([number]))
+
+
+def worst_of(flows: Iterable[Flow]) -> Flow:
+    """The one that is farthest from rows."""
+    return max(flows, key=lambda flow: ORDER.index(flow.word), default=Flow())
+
+
+def all_places(flows: Sequence[Flow], more: Iterable[str] = ()) -> tuple[str, ...]:
+    """Where any of these was mixed, each place once."""
+    places = dict.fromkeys(place for flow in flows for place in flow.mixed)
+    places |= dict.fromkeys(more)
+    return tuple(places)[:_PLACES]
+
+
+def join(a: Flow, b: Flow) -> Flow:
+    """What is known of a value that is one or the other."""
+    worse = worst_of([a, b])
+    word, more = worse.word, ()
+    if {a.word, b.word} == {"by row", "linear"}:
+        word, more = "mixed", tuple(place for place in (worse.origin,) if place)
+    both_mean = a.is_mean and b.is_mean
+    is_mean = both_mean or (worse.is_mean and "free" in (a.word, b.word))
+    return Flow(
+        word,
+        worse.origin,
+        all_places([a, b], more),
+        is_mean,
+        a.varies or b.varies,
+        a.is_drawn or b.is_drawn,
+        a.is_index and b.is_index,
+        a.sources | b.sources,
+    )
+
+
+def join_all(flows: Sequence[Flow]) -> Flow:
+    """What is known of a value that is one of these."""
+    joined = flows[0]
+    for flow in flows[1:]:
+        joined = join(joined, flow)
+    return joined
