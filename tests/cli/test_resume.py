@@ -108,3 +108,21 @@ def test_resume_auto_refuses_another_run(tmp_path, capsys):
     assert "leave --force out" in capsys.readouterr().err
     assert main([*command, "--resume", "auto"]) == 2
     assert "must be named" in capsys.readouterr().err
+
+
+def test_clip_norm_is_kept_by_a_resume(tmp_path):
+    """Lie: a flag that is dropped, at the start or when the run goes on."""
+    command = ["train", CIRCLE, "--steps", "4", "--batch-size", "12", "--towers", "2"]
+    command += ["--checkpoint-every", "2", "--devices", "1"]
+    plain, clipped = tmp_path / "plain", tmp_path / "clipped"
+    assert main([*command, "--run-dir", str(plain)]) == 0
+    assert main([*command, "--run-dir", str(clipped), "--clip-norm", "0.001"]) == 0
+    assert json.loads((clipped / "config.json").read_text())["options"]["clip_norm"] == 0.001
+    whole = result_of(clipped)["fingerprint"]
+    assert whole != result_of(plain)["fingerprint"]
+
+    (clipped / "result.json").unlink()  # as if killed after step 2
+    shutil.rmtree(clipped / "checkpoints" / "4")
+    assert main(["resume", str(clipped), "--devices", "2"]) == 0
+    assert result_of(clipped)["fingerprint"] == whole
+    assert main(["train", CIRCLE, "--clip-norm", "0"]) == 2

@@ -108,6 +108,10 @@ def train(
     ] = None,
     seed: Seed = None,
     shard_update: ShardUpdate = False,
+    clip_norm: Annotated[
+        float | None,
+        flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
+    ] = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
     ] = None,
@@ -143,6 +147,7 @@ def train(
         "best": best,
         "seed": seed,
         "shard_update": shard_update or None,
+        "clip_norm": clip_norm,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})

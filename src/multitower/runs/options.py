@@ -1,5 +1,6 @@
 """What a run may choose, apart from its recipe: where, how long, from which seed."""
 
+import math
 from dataclasses import dataclass
 
 from multitower.errors import RunError
@@ -20,6 +21,7 @@ class RunOptions:
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
         shard_update: keep the optimizer's state in blocks, as for `multitower.train_step`.
+        clip_norm: the global norm to clip gradients to, above 0; None for no clipping.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
@@ -41,6 +43,7 @@ class RunOptions:
     keep_best: str | None = None
     best: str = "max"
     shard_update: bool = False
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
@@ -54,5 +57,7 @@ class RunOptions:
             raise RunError(f"evaluate_every={self.evaluate_every}: it must be 0 or more.")
         if self.best not in ("max", "min"):
             raise RunError(f"best={self.best}: say max or min.")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise RunError(f"clip_norm={self.clip_norm}: it must be a number above 0.")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")

@@ -52,6 +52,7 @@ class RecipeJob:
             checkpoint_every=options.checkpoint_every,
             keep_best=options.keep_best if keep_best else None,
             shard_update=options.shard_update,
+            clip_norm=options.clip_norm,
             best="min" if options.best == "min" else "max",
         )
         return cls(recipe, options, trainer, data, global_batch)

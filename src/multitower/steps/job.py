@@ -19,6 +19,7 @@ from multitower.functions.outputs import (
     wide,
 )
 from multitower.models.state import Changed, enter, join, sort_changes
+from multitower.steps.clipping import clipped, leaf_squares
 from multitower.steps.fields import Fields
 from multitower.steps.loss import LossFunction, LossOutput
 from multitower.towers.rows import Parts, Split, Tower, device_dtype
@@ -39,6 +40,7 @@ class StepParts:
     model_state_from: Literal["mean", "first"]
     diagnostics: bool
     skip_nonfinite: bool
+    clip_norm: float | None
 
 
 class Means(NamedTuple):
@@ -216,11 +218,29 @@ def finite_leaves(params: Any) -> jax.Array:
 
 
 def update(
-    step: StepParts, fields: Fields, gradients: Any, loss: jax.Array, model_state: Any
+    step: StepParts,
+    fields: Fields,
+    gradients: Any,
+    loss: jax.Array,
+    model_state: Any,
+    *,
+    squares: jax.Array | None = None,
 ) -> Fields:
-    """Makes one update of the parameters and their moving average."""
+    """Makes one update of the parameters and their moving average.
+
+    Args:
+        step: what to do.
+        fields: the state before.
+        gradients: means over all rows.
+        loss: likewise, for optimizers that look at it.
+        model_state: what the state gets.
+        squares: of the gradients, by leaf, where `gradients` are a block of them.
+    """
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
+    if step.clip_norm is not None:
+        squares = leaf_squares(gradients) if squares is None else squares
+        gradients = clipped(gradients, squares, step.clip_norm)
     optimizer = optax.with_extra_args_support(step.optimizer)
     updates, opt_state = optimizer.update(
         gradients, fields.opt_state, fields.params, value=loss, grad=gradients

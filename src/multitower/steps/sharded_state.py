@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import ArgumentError
 from multitower.functions.calls import as_global, replicate
 from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
 from multitower.steps.changes import Changes, with_changes
+from multitower.steps.element_wise import mixes, refuse_mixing
 from multitower.steps.fields import Fields
 from multitower.steps.state import TrainState
 from multitower.towers.blocks import BlockLayout
@@ -64,7 +63,7 @@ class ShardedState:
             _is_cut(a, b, placement.num_towers)
             for a, b in zip(self._whole, jax.tree.leaves(block), strict=True)
         ]
-        refuse_mixing(optimizer, params)
+        refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
     def fits(self, params: Any) -> bool:
         """Whether these parameters are cut as those that this was made for."""
@@ -184,59 +183,7 @@ def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:
         return True
     if whole.shape == block.shape and whole.dtype == block.dtype:
         return False
-    raise _mixes(
+    raise mixes(
         f"part of its state is {whole.dtype}{list(whole.shape)} for a whole parameter and "
         f"{block.dtype}{list(block.shape)} for a block of it"
-    )
-
-
-def refuse_mixing(optimizer: "optax.GradientTransformation", params: Any) -> None:
-    """Refuses an optimizer that does not work element by element.
-
-    Two updates of a small stand-in for the parameters, of the same tree and dimensions, must come
-    out the same whether it is updated whole or in two blocks.
-
-    Raises:
-        ArgumentError: they do not.
-    """
-    draw = np.random.default_rng(0)
-
-    def small(leaf: Any) -> jax.Array:
-        shape = tuple(min(size, 3) for size in leaf.shape)
-        return jnp.asarray(draw.normal(size=shape), leaf.dtype)
-
-    stand_in = jax.tree.map(small, params)
-    gradients = [jax.tree.map(small, params) for _ in range(2)]
-    layout = BlockLayout.of(stand_in, 2)
-    wholes = _updated(optimizer, stand_in, gradients)
-    for tower in range(2):
-        own = [layout.block(tree, jnp.int32(tower)) for tree in (stand_in, *gradients)]
-        blocks = _updated(optimizer, own[0], own[1:])
-        expected = layout.block(wholes, jnp.int32(tower))
-        flat, _ = jax.tree_util.tree_flatten_with_path(expected)
-        for (path, want), got in zip(flat, jax.tree.leaves(blocks), strict=True):
-            if not np.allclose(want, got, rtol=1e-2 if want.dtype.itemsize < 4 else 1e-4):
-                name = jax.tree_util.keystr(path)
-                raise _mixes(f"it updates params{name} otherwise when it sees a part of it")
-
-
-def _updated(optimizer: "optax.GradientTransformation", params: Any, gradients: list[Any]) -> Any:
-    """The sum of the updates."""
-    import optax  # noqa: PLC0415 (as everywhere: only where it is used)
-
-    whole = optax.with_extra_args_support(optimizer)
-    state = whole.init(params)
-    total = jax.tree.map(jnp.zeros_like, params)
-    for gradient in gradients:
-        extras = {"value": jnp.float32(1), "grad": gradient}
-        updates, state = whole.update(gradient, state, params, **extras)
-        total = jax.tree.map(jnp.add, total, updates)
-    return total
-
-
-def _mixes(why: str) -> ArgumentError:
-    return ArgumentError(
-        f"shard_update=True needs an optimizer that works element by element, and {why}. Norms "
-        "over parameters (clip_by_global_norm, lamb, lars, adafactor), masks by shape, matrix "
-        "factors and noise do not: leave shard_update out, or take them out of the optimizer."
     )

@@ -8,6 +8,7 @@ Source: ZeRO stage 1 (Rajbhandari et al. 2020); Xu et al. 2020, "Automatic Cross
 of Weight Update in Data-Parallel Training".
 """
 
+import operator
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits, on_each_device, with_one_nan
 from multitower.functions.calls import replicate
+from multitower.steps.clipping import add_towers, leaf_squares
 from multitower.steps.fields import Fields
 from multitower.steps.job import StepParts, finite_leaves, make_job, update
 from multitower.steps.sharded_state import Block, Parts, ShardedState
@@ -48,6 +50,8 @@ class ShardedRunner:
         self._placement = placement
         self._devices = [placement.devices[d] for d in placement.local]
         self._sharded = sharded
+        self._gather_squares = reduction.make_gather(placement, operator.itemgetter(0))
+        self._squares: dict[Any, list[jax.stages.Compiled]] = {}
         self._updates: dict[Any, list[jax.stages.Compiled]] = {}
         self._finite = jax.jit(finite_leaves)
 
@@ -64,7 +68,7 @@ class ShardedRunner:
         finished = self._engine.run(replicas, rows)
         state.spend()
         new_rows, blocks = self._update(finished, parts.blocks)
-        params = self._gathered(new_rows)
+        params = self._gathered(self._gather, new_rows)
         new = [
             fields._replace(params=own)
             for (fields, _), own in zip(finished.results, params, strict=True)
@@ -80,12 +84,13 @@ class ShardedRunner:
         """Updates the blocks of all local towers: their new rows, and what they keep."""
         new_rows: dict[int, list[jax.Array]] = {}
         new_blocks: dict[int, Block] = {}
+        squares = self._squares_of_all(finished)
         key = None  # the same for every tower
         for i, d in enumerate(self._placement.local):
             fields, metrics = finished.results[i]
             for tower in self._placement.towers_on[d]:
                 number = self._engine.constant(i, np.int32(tower))
-                given = (fields.params, fields.step, metrics["loss"], number)
+                given = (fields.params, fields.step, metrics["loss"], number, squares[i])
                 arguments = (blocks[tower], finished.blocks[tower], given)
                 key = key or signature(arguments)
                 if key not in self._updates:
@@ -97,20 +102,44 @@ class ShardedRunner:
 
     def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block]:
         """The update program: the same for every tower."""
-        params, step_after, loss, tower = given
+        params, step_after, loss, tower, squares = given
         layout = self._sharded.layout
         own = layout.block(params, tower)
-        gradients = jax.tree.map(
-            lambda total, param: with_one_nan(total).astype(param.dtype),
-            layout.of_rows(rows),
-            own,
-        )
+        gradients = self._gradients(rows)
         fields = Fields(step_after - 1, own, block.opt_state, block.ema_params, (), None)
-        new = update(self._step, fields, gradients, loss, ())
+        if squares is not None:
+            squares = add_towers(squares)
+        new = update(self._step, fields, gradients, loss, (), squares=squares)
         return layout.to_rows(new.params), Block(new.opt_state, new.ema_params)
 
-    def _gathered(self, rows: dict[int, list[jax.Array]]) -> list[Any]:
-        """The parameters, once per local device."""
+    def _gradients(self, rows: Any) -> Any:
+        """A tower's block of the gradients, from its rows of the totals."""
+        layout = self._sharded.layout
+        return jax.tree.map(
+            lambda total, param: with_one_nan(total).astype(param.dtype),
+            layout.of_rows(rows),
+            layout.shapes_of_block(),
+        )
+
+    def _squares_of_all(self, finished: Finished) -> list[Any]:
+        """The sums of squares of all towers' blocks, once per local device; None without need."""
+        if self._step.clip_norm is None:
+            return [None] * len(self._devices)
+        found: dict[int, list[jax.Array]] = {}
+        key = None  # the same for every tower
+        for i, d in enumerate(self._placement.local):
+            for tower in self._placement.towers_on[d]:
+                rows = finished.blocks[tower]
+                key = key or signature(rows)
+                if key not in self._squares:
+                    self._squares[key] = compile_for_each(
+                        lambda rows: [leaf_squares(self._gradients(rows))], (rows,), self._devices
+                    )
+                found[tower] = self._squares[key][i](rows)
+        return self._gathered(self._gather_squares, found)
+
+    def _gathered(self, gather: Any, rows: dict[int, list[jax.Array]]) -> list[Any]:
+        """What is made of all towers' rows, once per local device."""
         most = max(len(towers) for towers in self._placement.towers_on)
         owned = [self._placement.towers_on[d] for d in self._placement.local]
         # A device with fewer towers sends its last row again; nobody reads it.
@@ -121,7 +150,7 @@ class ShardedRunner:
             ]
             for buffer in range(len(rows[owned[0][0]]))
         ]
-        leaves, treedef = jax.tree.flatten(self._gather(sent))
+        leaves, treedef = jax.tree.flatten(gather(sent))
         per_device = zip(*(on_each_device(leaf, self._devices) for leaf in leaves), strict=True)
         return [jax.tree.unflatten(treedef, own) for own in per_device]
 

@@ -12,6 +12,7 @@ from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
+from multitower.steps.arguments import check_numbers, refuse_tracers
 from multitower.steps.fields import Fields
 from multitower.steps.job import EmaDecay, StepParts, averaged_output
 from multitower.steps.loss import LossFunction
@@ -27,7 +28,7 @@ from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
 from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import Parts, is_traced, take_apart
+from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows
 
@@ -48,6 +49,7 @@ def train_step(
     global_batch: int | None = None,
     diagnostics: bool = False,
     skip_nonfinite: bool = False,
+    clip_norm: float | None = None,
     shard_update: bool = False,
 ) -> "TrainStep":
     """Makes a training step that runs on all devices and means the same as on one.
@@ -79,10 +81,14 @@ def train_step(
             leaf: whether all of it is finite after the update.
         skip_nonfinite: make no update where the loss or a new parameter is not finite, decided
             once for all towers. The step is counted all the same; `"skipped"` is then 1.
+        clip_norm: clip the mean gradient to this global norm, as `optax.clip_by_global_norm` does;
+            above 0. None by default: no clipping. It works with `shard_update`, where an optimizer
+            that looks at all gradients cannot.
         shard_update: every tower keeps and updates a block of the optimizer's state and of the
             moving average, instead of all of both on every device: the same traffic, the same bits
-            on any number of devices, less memory. It needs `towers` and an optimizer that works
-            element by element (sgd, adam, adamw, lion, ...; no norms over parameters). Seen from
+            on any number of devices, less memory; and the result of the whole update up to
+            rounding. It needs `towers` and an optimizer whose program works element by element
+            (sgd, adam, adamw, lion, ...; no norms over parameters: see `clip_norm`). Seen from
             outside the state is whole: `opt_state` is then NumPy arrays, joined on the host when
             somebody looks at it. Of several processes all must look, as at the moving average.
 
@@ -112,7 +118,7 @@ def train_step(
         )
     if model_state_from not in ("mean", "first"):
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
-    _check_numbers(ema_decay, global_batch)
+    check_numbers(ema_decay, global_batch, clip_norm)
     check_towers(towers)
     if shard_update and (towers is None or skip_nonfinite):
         raise ArgumentError(
@@ -121,7 +127,9 @@ def train_step(
             + ("leave skip_nonfinite out." if towers else "say how many, such as towers=8.")
         )
     loss = LossFunction.of(loss_fn)
-    step = StepParts(loss, optimizer, ema_decay, model_state_from, diagnostics, skip_nonfinite)
+    step = StepParts(
+        loss, optimizer, ema_decay, model_state_from, diagnostics, skip_nonfinite, clip_norm
+    )
     return TrainStep(step, devices, towers, global_batch, shard_update)
 
 
@@ -221,7 +229,7 @@ class TrainStep:
                 "state = step.init(params)."
             )
         parts = take_apart(batch, 0, name="batch")
-        _refuse_tracers(state, parts, self)
+        refuse_tracers(state, parts, self)
         if state.maker is not self:
             state = self._adopt(state.fields())
         given, state = state, self._with_changes(state)
@@ -318,30 +326,3 @@ class TrainStep:
         if key not in self._averaged:
             self._averaged[key] = averaged_output(self._step, parts, state.shared(), tower_rows)
         return self._averaged[key]
-
-
-def _check_numbers(ema_decay: Any, global_batch: Any) -> None:
-    is_number = isinstance(ema_decay, int | float) and not isinstance(ema_decay, bool)
-    if not (ema_decay is None or callable(ema_decay) or (is_number and 0 <= ema_decay <= 1)):
-        raise ArgumentError(
-            f"ema_decay={ema_decay!r}: it must be a number from 0 to 1, such as 0.999, or a "
-            "function of the number of updates that returns one."
-        )
-    is_count = isinstance(global_batch, int) and not isinstance(global_batch, bool)
-    if not (global_batch is None or (is_count and global_batch >= 1)):
-        raise ArgumentError(
-            f"global_batch={global_batch!r}: it must be a whole number, 1 or more: the rows of a "
-            "full batch."
-        )
-
-
-def _refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
-    leaves = [*parts.rows, *parts.shared]
-    if state.maker is not maker:
-        leaves += jax.tree.leaves(state)
-    if any(is_traced(leaf) for leaf in leaves):
-        raise ArgumentError(
-            "step(state, batch) was called inside jax.jit, jax.lax.scan or the like. It is "
-            "compiled already and runs on all devices by itself: call it directly. Inside another "
-            "transformation use mt.value_and_grad and the optimizer's own update."
-        )

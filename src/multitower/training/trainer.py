@@ -50,6 +50,7 @@ class Trainer:
             update of that step and goes on. Decided once for all towers.
         check_replicas_every: steps from one comparison of the devices' variables to the next, after
             one at the first step; and before every save. 0 for never.
+        clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
         shard_update: as for `multitower.train_step`: the optimizer's state in blocks.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
@@ -89,6 +90,7 @@ class Trainer:
         best: Literal["max", "min"] = "max",
         on_nonfinite: Literal["stop", "skip"] = "stop",
         check_replicas_every: int = 1000,
+        clip_norm: float | None = None,
         shard_update: bool = False,
         hooks: Sequence[Hook] = (),
     ) -> None:
@@ -126,6 +128,7 @@ class Trainer:
             model_state_from=model_state_from,
             diagnostics=True,
             skip_nonfinite=on_nonfinite == "skip",
+            clip_norm=clip_norm,
             shard_update=shard_update,
         )
 

@@ -1,0 +1,54 @@
+"""What `train_step` refuses before anything runs."""
+
+import math
+from typing import Any
+
+import jax
+
+from multitower.errors import ArgumentError
+from multitower.steps.state import TrainState
+from multitower.towers.rows import Parts, is_traced
+
+
+def check_numbers(ema_decay: Any, global_batch: Any, clip_norm: Any) -> None:
+    """Refuses numbers that make no sense.
+
+    Raises:
+        ArgumentError: one of them; it is named.
+    """
+    is_number = isinstance(ema_decay, int | float) and not isinstance(ema_decay, bool)
+    if not (ema_decay is None or callable(ema_decay) or (is_number and 0 <= ema_decay <= 1)):
+        raise ArgumentError(
+            f"ema_decay={ema_decay!r}: it must be a number from 0 to 1, such as 0.999, or a "
+            "function of the number of updates that returns one."
+        )
+    is_count = isinstance(global_batch, int) and not isinstance(global_batch, bool)
+    if not (global_batch is None or (is_count and global_batch >= 1)):
+        raise ArgumentError(
+            f"global_batch={global_batch!r}: it must be a whole number, 1 or more: the rows of a "
+            "full batch."
+        )
+    if clip_norm is None:
+        return
+    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if not (is_number and 0 < clip_norm < math.inf):
+        raise ArgumentError(
+            f"clip_norm={clip_norm!r}: it must be a number above 0, such as 1.0, or None."
+        )
+
+
+def refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
+    """Refuses a call inside another transformation.
+
+    Raises:
+        ArgumentError: a leaf stands for a value inside jit, grad, vmap or scan.
+    """
+    leaves = [*parts.rows, *parts.shared]
+    if state.maker is not maker:
+        leaves += jax.tree.leaves(state)
+    if any(is_traced(leaf) for leaf in leaves):
+        raise ArgumentError(
+            "step(state, batch) was called inside jax.jit, jax.lax.scan or the like. It is "
+            "compiled already and runs on all devices by itself: call it directly. Inside another "
+            "transformation use mt.value_and_grad and the optimizer's own update."
+        )

@@ -1,0 +1,51 @@
+"""Clipping by the global norm of the mean gradient: one factor for all leaves.
+
+Squares are added up leaf by leaf, and the leaves in their order, so that the factor is the same
+wherever it is computed. With blocks every tower adds up its own; then the towers' sums are added
+along the tree of `reduction`.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from multitower.engines.reduction import evaluate, sum_tree
+
+
+def leaf_squares(gradients: Any) -> jax.Array:
+    """For each leaf the sum of the squares of its elements, float32 or wider, shape (leaves,)."""
+    leaves = jax.tree.leaves(gradients)
+    parts = [part for leaf in leaves for part in _real_parts(leaf)]
+    dtype = functools.reduce(jnp.promote_types, (part.dtype for part in parts), jnp.float32)
+    sums = iter(jnp.sum(jnp.square(part.astype(dtype))) for part in parts)
+    return jnp.stack(
+        [functools.reduce(operator.add, [next(sums) for _ in _real_parts(leaf)]) for leaf in leaves]
+    )
+
+
+def add_towers(squares: jax.Array) -> jax.Array:
+    """The sum over towers of shape (towers, leaves), in the order in which all sums are made."""
+    return evaluate(sum_tree(0, len(squares)), lambda tower: squares[tower], lambda a, b: a + b)
+
+
+def clipped(gradients: Any, squares: jax.Array, limit: float) -> Any:
+    """Gradients of a global norm of at most `limit`.
+
+    Args:
+        gradients: any tree of floats.
+        squares: of the whole leaves, shape (leaves,).
+        limit: above 0.
+    """
+    total = functools.reduce(operator.add, [squares[leaf] for leaf in range(len(squares))])
+    # A norm that is not finite makes what is not finite NaN, and the step is seen to be bad.
+    factor = jnp.minimum(1, limit / jnp.sqrt(total))
+    return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
+
+
+def _real_parts(leaf: jax.Array) -> list[jax.Array]:
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return [leaf.real, leaf.imag]
+    return [leaf]

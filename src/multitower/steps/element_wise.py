@@ -1,0 +1,109 @@
+"""Does an optimizer work element by element? Its programs for whole leaves and blocks tell."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from multitower.checks.element_wise import Numbering, Value, read_elements
+from multitower.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import optax
+
+
+def refuse_mixing(
+    optimizer: "optax.GradientTransformation", params: Any, block: Any, is_cut: Sequence[bool]
+) -> None:
+    """Refuses an optimizer that cannot be proved to work element by element.
+
+    Its programs are read, for `init` and for `update`: every element of an update may depend on the
+    same element of gradients, parameters and state, and on numbers that are the same for all, such
+    as a count. And the program for blocks must be the program for whole leaves.
+
+    Args:
+        optimizer: an optax optimizer.
+        params: the parameters, or their shapes and dtypes.
+        block: shapes and dtypes of a tower's block of them.
+        is_cut: for each leaf of the optimizer's state whether it is kept in blocks.
+
+    Raises:
+        ArgumentError: elements are mixed, or that cannot be told; the leaf and why are named.
+    """
+    import optax  # noqa: PLC0415 (as everywhere: only where it is used)
+
+    whole_optimizer = optax.with_extra_args_support(optimizer)
+    # Shapes alone: where an array lies would be part of the program.
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def update(gradients: Any, state: Any, params: Any, loss: Any) -> Any:
+        extras = {"value": loss, "grad": gradients}
+        return whole_optimizer.update(gradients, state, params, **extras)
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    of_params = [True] * len(jax.tree.leaves(params))
+    for fn, arguments, elements, cut in (
+        (optimizer.init, lambda p: (p,), of_params, is_cut),
+        (
+            update,
+            lambda p: (p, jax.eval_shape(optimizer.init, p), p, loss),
+            [*of_params, *is_cut, *of_params, False],
+            [*of_params, *is_cut],
+        ),
+    ):
+        _compare(fn, (arguments(params), arguments(block)), elements, cut)
+
+
+def _compare(
+    fn: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    elements: Sequence[bool],
+    cut: Sequence[bool],
+) -> None:
+    """Reads a function's programs for whole leaves and for blocks, and compares them."""
+    numbering: Numbering = {}
+    wholes, names = _read(fn, arguments[0], elements, numbering)
+    try:
+        blocks, _ = _read(fn, arguments[1], elements, numbering)
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise mixes(f"it fails on a block: {type(error).__name__}: {text[:200]}") from error
+    for name, whole, block, is_cut in zip(names, wholes, blocks, cut, strict=True):
+        for value in (whole, block):
+            if value.word == "mixed":
+                raise mixes(f"{name} puts elements together ({value.origin})")
+        allowed = ("element", "same") if is_cut else ("same", "free")
+        if whole.word not in allowed or whole.number != block.number:
+            raise mixes(
+                f"{name} is computed in another way for a block than for a whole leaf: by its "
+                "shape or size, or by random numbers"
+            )
+
+
+def _read(
+    fn: Callable[..., Any], arguments: Any, elements: Sequence[bool], numbering: Numbering
+) -> tuple[list[Value], list[str]]:
+    program, results = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    flat, _ = jax.tree_util.tree_flatten_with_path(results)
+    names = [_name(path, len(arguments) == 1) for path, _ in flat]
+    return read_elements(program, elements, numbering), names
+
+
+def _name(path: tuple[Any, ...], is_init: bool) -> str:
+    if is_init:
+        return f"the first state{jax.tree_util.keystr(path)}"
+    which, *rest = path
+    where = jax.tree_util.keystr(tuple(rest))
+    return f"the new state{where}" if which.idx else f"the update of params{where}"
+
+
+def mixes(why: str) -> ArgumentError:
+    """The error for an optimizer that cannot be cut into blocks."""
+    return ArgumentError(
+        f"shard_update=True needs an optimizer that works element by element, and {why}. Norms "
+        "over parameters (clip_by_global_norm, lamb, lars, adafactor, prodigy), masks by shape, "
+        "decisions over all gradients (apply_if_finite), matrix factors and noise do not: leave "
+        "shard_update out, or take them out of the optimizer. To clip by the global norm write "
+        "train_step(clip_norm=...)."
+    )

@@ -1,0 +1,151 @@
+"""clip_norm: the mean gradient has at most this global norm, in every way to run.
+
+The lies: a norm of a tower's gradient, of a block, or leaf by leaf; other bits on other devices.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+WAYS = {
+    "fast": {"devices": 3},
+    "same bits": {"devices": 2, "towers": 4},
+    "shard_update": {"devices": 3, "towers": 4, "shard_update": True},
+}
+every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+BATCHES = [np.random.default_rng(n).normal(size=(n, 5)).astype(np.float32) for n in (12, 7, 12)]
+LIMIT = 0.5
+
+
+def losses(params, x):
+    return (x @ params["w"] + params["b"]) ** 2
+
+
+def params_of(dtype=np.float32):
+    return {"w": np.linspace(-1, 1, 5).astype(dtype), "b": np.asarray(0.5, dtype)}
+
+
+def train(limit, options, optimizer=None, params=None, batches=BATCHES):
+    optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
+    step = mt.train_step(losses, optimizer, clip_norm=limit, global_batch=12, **options)
+    state = step.init(params or params_of())
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def numpy_sgd(limit, batches=BATCHES):
+    """Momentum SGD with clipping, in float64; and how often it bites."""
+    w, b, tw, tb, bitten = np.linspace(-1, 1, 5), 0.5, 0.0, 0.0, 0
+    for batch in batches:
+        x = batch.astype(float)
+        wrong = 2 * (x @ w + b)
+        gw, gb = (wrong[:, None] * x).mean(0), wrong.mean()
+        norm = np.sqrt((gw**2).sum() + gb**2)
+        factor = min(1, limit / norm)
+        bitten += factor < 1
+        tw, tb = 0.9 * tw + factor * gw, 0.9 * tb + factor * gb
+        w, b = w - 0.1 * tw, b - 0.1 * tb
+    return w, b, bitten
+
+
+@every_way
+@pytest.mark.parametrize("limit", [LIMIT, 2.2, 1e9])
+def test_it_is_the_norm_of_the_mean_gradient_over_all_leaves(options, limit):
+    state, _ = train(limit, options)
+    w, b, bitten = numpy_sgd(limit)
+    assert bitten == {LIMIT: 3, 2.2: 2, 1e9: 0}[limit]
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-5, atol=1e-6)
+
+
+@every_way
+def test_it_equals_optax(options):
+    state, _ = train(LIMIT, options, optax.adam(0.1))
+    chained = optax.chain(optax.clip_by_global_norm(LIMIT), optax.adam(0.1))
+    whole = {k: v for k, v in options.items() if k != "shard_update"}
+    other, _ = train(None, whole, chained)
+    for one, two in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
+    found = []
+    for devices in (1, 3, 4):
+        options = {"devices": devices, "towers": 4, "shard_update": sharded}
+        state, metrics = train(LIMIT, options, optax.adamw(0.1), params_of(dtype))
+        found.append(mt.fingerprint((state, metrics)))
+    assert len(set(found)) == 1
+
+
+def test_large_leaves_in_buffers_of_their_own():
+    """Lie: squares of the small leaves alone."""
+    params = {"w": np.ones((300, 300), np.float32), "b": np.zeros(3, np.float32)}
+    fun = lambda p, x: x * (p["w"].sum() + p["b"].sum())
+    for options in WAYS.values():
+        step = mt.train_step(fun, optax.sgd(1.0), clip_norm=1.0, **options)
+        state, _ = step(step.init(params), np.full(12, 7, np.float32))
+        moved = 1 / np.sqrt(90003)
+        np.testing.assert_allclose(state.params["w"], 1 - moved, rtol=1e-6)
+        np.testing.assert_allclose(state.params["b"], -moved, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [WAYS["fast"], WAYS["same bits"]], ids=["fast", "same bits"])
+def test_with_skip_nonfinite(options):
+    bad = BATCHES[0].copy()
+    bad[0] = np.inf
+    batches = [BATCHES[0], bad, BATCHES[2]]
+    state, metrics = train(LIMIT, {**options, "skip_nonfinite": True}, batches=batches)
+    w, b, _ = numpy_sgd(LIMIT, [BATCHES[0], BATCHES[2]])
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-5, atol=1e-6)
+    assert int(state.step) == 3
+    assert metrics["skipped"] == 0
+
+
+@every_way
+def test_what_is_not_finite_is_not_hidden(options):
+    """Lie: a norm of infinity makes every gradient zero, and the run looks fine."""
+    bad = BATCHES[0].copy()
+    bad[0] = np.inf
+    state, _ = train(LIMIT, options, batches=[bad])
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+def test_a_norm_of_zero_is_no_division_by_zero():
+    for options in WAYS.values():
+        state, _ = train(LIMIT, options, batches=[np.zeros((12, 5), np.float32)], params={
+            "w": np.ones(5, np.float32), "b": np.float32(0)
+        })  # fmt: skip
+        np.testing.assert_array_equal(state.params["w"], np.ones(5))
+
+
+def test_complex_parameters():
+    fun = lambda p, x: jnp.abs(p * x) ** 2
+    for options in WAYS.values():
+        step = mt.train_step(fun, optax.sgd(1.0), clip_norm=0.5, **options)
+        state, _ = step(step.init(np.complex64(3 + 4j)), np.ones(12, np.float32))
+        assert np.abs(state.params - (3 + 4j)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, True, "1", float("inf"), float("nan")])
+def test_what_is_no_norm_is_refused(wrong):
+    with pytest.raises(mt.ArgumentError, match=r"clip_norm=.* must be a number above 0"):
+        mt.train_step(losses, optax.sgd(0.1), clip_norm=wrong)
+
+
+def test_the_trainer_clips_too():
+    def batches(first):
+        return iter(BATCHES[first:])
+
+    trainer = mt.Trainer(
+        losses, optax.sgd(0.1, momentum=0.9), towers=4, devices=2, global_batch=12, clip_norm=LIMIT
+    )
+    state = trainer.fit(params_of(), batches, steps=3)
+    np.testing.assert_allclose(state.params["w"], numpy_sgd(LIMIT)[0], rtol=1e-5, atol=1e-6)
