@@ -1,16 +1,14 @@
 """A run's directory: nothing is overwritten unasked, nothing is written by halves."""
 
 import json
-import os
-import threading
 
 import pytest
 
 import multitower as mt
 from multitower.cli.main import main
+from multitower.processes.run_lock import held_run_directory
 from multitower.runs.directory import (
     fresh_run_directory,
-    held_run_directory,
     make_run_directory,
     read_config,
     write_config,
@@ -66,18 +64,6 @@ def test_two_runs_of_the_same_second_have_two_directories(tmp_path, monkeypatch)
     assert paths == [first, f"{first}-2", f"{first}-3"]
 
 
-def test_two_runs_cannot_train_in_one_directory(tmp_path):
-    """Lie: a job that a cluster starts again while its old processes still write checkpoints."""
-    with (
-        held_run_directory(tmp_path),
-        pytest.raises(mt.RunError, match=f"another run trains .* .process {os.getpid()} on"),
-        held_run_directory(tmp_path, wait_s=0.3),
-    ):
-        pass
-    with held_run_directory(tmp_path):
-        pass
-
-
 def test_a_run_that_is_refused_leaves_the_configuration_of_the_other(tmp_path):
     """Lie: it is overwritten first, and the other run is resumed as what it was not."""
     write_config(tmp_path, {"seed": 1})
@@ -95,21 +81,3 @@ def test_a_run_that_trains_cannot_be_thrown_away(tmp_path):
     assert (directory / "checkpoints").exists()
     make_run_directory(directory, overwrite=True)
     assert not (directory / "checkpoints").exists()
-
-
-def test_a_run_waits_for_the_end_of_the_one_before(tmp_path):
-    ended = threading.Event()
-
-    def before():
-        with held_run_directory(tmp_path):
-            begun.set()
-            ended.wait(30)
-
-    begun = threading.Event()
-    thread = threading.Thread(target=before)
-    thread.start()
-    assert begun.wait(30)
-    threading.Timer(0.5, ended.set).start()
-    with held_run_directory(tmp_path, wait_s=30):
-        assert ended.is_set()
-    thread.join()

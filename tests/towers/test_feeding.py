@@ -1,5 +1,7 @@
 """shard and prefetch: every row on its tower's device, in order, ahead of need."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
+from processes import clean_environment
 
 
 @settings(max_examples=30, deadline=None)
@@ -152,6 +155,37 @@ def test_prefetch_raises_what_shard_refuses():
     with pytest.raises(mt.BatchError, match="zero rows"):
         next(batches)
     assert_no_threads_left()
+
+
+HELD = """
+import sys, time
+import numpy as np
+import multitower as mt
+
+def stream():
+    for i in range(10**9):
+        if i == 5 and sys.argv[1] == "blocked":
+            time.sleep(10**9)
+        yield {"x": np.full((4, 2000), i)}
+
+batches = mt.prefetch(stream())
+next(batches)
+next(batches)
+time.sleep(0.2)
+if sys.argv[1] == "exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("blocked", 0)])
+def test_a_program_ends_with_an_iterator_that_it_holds(how, code):
+    """Lie: a finished program that ends with code 134, as its thread is killed inside of XLA."""
+    for _ in range(1 if how == "blocked" else 2):
+        words = [sys.executable, "-c", HELD, how]
+        ended = subprocess.run(
+            words, env=clean_environment(), capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (ended.returncode, ended.stderr) == (code, "")
 
 
 def test_prefetch_that_nobody_reads_to_the_end_leaves_no_thread():

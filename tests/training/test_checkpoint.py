@@ -1,6 +1,10 @@
 """Checkpoints: complete or absent, the same bits back, and damage that is found."""
 
 import gc
+import hashlib
+import json
+import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -100,11 +104,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, h
             (tmp_path / "2" / "state" / "manifest.ocdbt").unlink()
         else:  # what a disk gives back without an error of its own
             metadata = next((tmp_path / "2" / "about").iterdir())
-            first, rest = metadata.read_text().split('"fingerprint": "', 1)
-            metadata.write_text(f'{first}"fingerprint": "0{rest[1:] if rest[0] != "0" else rest}')
-            if rest[0] == "0":
-                pytest.skip("the fingerprint begins with the digit that was to differ")
-        with pytest.raises(mt.CheckpointError, match=r"checkpoint 2: .* allow the previous one, 1"):
+            about = json.loads(metadata.read_text())
+            about |= {"fingerprint": "0" * 64, "sha256": None}
+            rest = {name: value for name, value in about.items() if name != "sha256"}
+            text = json.dumps(rest, sort_keys=True)
+            about["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+            metadata.write_text(json.dumps(about))
+        found = "its bits are not the ones" if how == "other bits" else "it cannot be read"
+        said = rf"checkpoint 2: {found}.* allow the previous one, 1"
+        with pytest.raises(mt.CheckpointError, match=said):
             checkpoints.restore(like=state)
         warned = pytest.warns(mt.MultitowerWarning, match=r"checkpoint 2: .* from checkpoint 1")
         with warned:
@@ -114,6 +122,66 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, h
         checkpoints.save(2, state, {})
         assert checkpoints.restore(like=state).step == 2
     gc.collect()  # here, where such reports are ignored
+
+
+def copied(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_what_was_saved_beside_a_state_is_checked_too(saved, tmp_path):
+    """Lie: one flipped bit, and a run is resumed as another one."""
+    directory = copied(saved, tmp_path)
+    (file,) = (directory / "3" / "about").glob("metadata")
+    flipped = file.read_text().replace('"number": 3', '"number": 2')
+    assert flipped != file.read_text()
+    file.write_text(flipped)
+    with Checkpoints(directory, read_only=True) as checkpoints:
+        with pytest.raises(mt.CheckpointError, match="checkpoint 3: what was saved about it is"):
+            checkpoints.restore(like=make(1)[1])
+        with pytest.raises(mt.CheckpointError, match="3 cannot be read: what was saved about it"):
+            checkpoints.newest_about()
+
+
+def test_a_checkpoint_under_another_number_is_found(saved, tmp_path):
+    """Lie: a directory that was renamed; the run then makes other steps than it says."""
+    directory = copied(saved, tmp_path)
+    (directory / "3").rename(directory / "8")
+    with (
+        Checkpoints(directory) as checkpoints,
+        pytest.raises(mt.CheckpointError, match="it is checkpoint 3 under another name"),
+    ):
+        checkpoints.restore(like=make(1)[1])
+
+
+def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
+    """Lie: "damaged", of a checkpoint that the run has just replaced by a newer one."""
+    like, ended, errors = make(1)[1], threading.Event(), []
+
+    def read():
+        while not ended.is_set():
+            try:
+                with Checkpoints(tmp_path, read_only=True) as checkpoints:
+                    number, _, about = checkpoints.restore(like=like)
+                    assert about == {"number": number}
+                    assert checkpoints.newest_about()[0] >= number
+            except Exception as error:
+                errors.append(error)
+
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(1, like, {"number": 1})
+        checkpoints.wait()
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for number in range(2, 30):
+            checkpoints.save(number, like, {"number": number})
+            checkpoints.wait()
+        ended.set()
+        for reader in readers:
+            reader.join()
+    assert errors == []
+    assert capfd.readouterr().err == ""  # nor lines of the libraries below
 
 
 def test_another_model_is_refused_by_name(saved):

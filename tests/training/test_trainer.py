@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import jax
@@ -82,6 +83,29 @@ def poisoned(first):
         if number == 7:
             batch["x"][9] = np.inf
         yield batch
+
+
+def test_two_trainers_in_one_directory(tmp_path):
+    """Lie: two runs that write the same checkpoints, and a resume from a mixture of both."""
+    refused = []
+
+    def train_beside(progress):
+        if progress.step == 3:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    def other():
+        trainer = make_trainer(1, run_dir=tmp_path / "run")
+        with pytest.raises(mt.RunError, match=f"another run trains in .*process {os.getpid()}"):
+            trainer.fit(PARAMS, batches, steps=8, resume=True)
+        refused.append(True)
+
+    trainer = make_trainer(1, run_dir=tmp_path / "run", checkpoint_every=2, hooks=[train_beside])
+    trainer.fit(PARAMS, batches, steps=8)
+    assert refused == [True]
+    trainer.hooks.clear()
+    trainer.fit(PARAMS, batches, steps=10, resume=True)  # the first one has given it back
 
 
 def test_stop_names_step_tower_and_parameter_and_keeps_the_good_checkpoint(tmp_path):

@@ -12,8 +12,9 @@ from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, switch
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.cli.train import finish, held_for_all
+from multitower.cli.train import finish
 from multitower.errors import RunError
+from multitower.processes.run_lock import held_for_all
 from multitower.processes.together import is_first
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe

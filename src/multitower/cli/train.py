@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +27,7 @@ from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
 from multitower.processes.leaving import HEARTBEAT_S
+from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.processes.together import by_first
 from multitower.recipes.catalog import SHIPPED, find_recipe
 from multitower.recipes.definition import Recipe
@@ -36,7 +36,6 @@ from multitower.runs.directory import (
     REPORT,
     RESULT,
     fresh_run_directory,
-    held_run_directory,
     make_run_directory,
     run_found_in,
     write_config,
@@ -188,15 +187,6 @@ def train(
 
     with contextlib.ExitStack() as held:
         finish(Path(by_first(new_directory)), chosen, options)
-
-
-@contextlib.contextmanager
-def held_for_all(directory: Path, *, wait_s: float = 0) -> Generator[None]:
-    """As `held_run_directory`, by process 0 for all of them."""
-    with contextlib.ExitStack() as stack:
-        held = held_run_directory(directory, wait_s=wait_s)
-        by_first(lambda: str(stack.enter_context(held)))
-        yield
 
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:

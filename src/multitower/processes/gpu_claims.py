@@ -5,7 +5,6 @@ uses its first GPU, or all of them (jax#16788, jax#23452). CUDA lets them; it en
 memory, or in one GPU that does the work of all.
 """
 
-import fcntl
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 import jax
 
 from multitower.errors import DeviceError
+from multitower.processes.run_lock import try_lock
 
 # Open files, for as long as the process lives: the system gives a lock back with its process.
 _claimed: dict[str, int] = {}
@@ -46,9 +46,7 @@ def _lock(name: str) -> bool:
     safe = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
     path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{safe}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not try_lock(descriptor):
         os.close(descriptor)
         return False
     _claimed[name] = descriptor

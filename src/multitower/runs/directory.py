@@ -1,17 +1,15 @@
 """The directory of one run: made early, never overwritten unasked, results written whole."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import socket
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from multitower.errors import RunError
+from multitower.processes.run_lock import held_run_directory
 
 RESULT = "result.json"
 CONFIG = "config.json"
@@ -20,7 +18,6 @@ BEST = "best"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
 REPORT = "report.html"
-LOCK = ".lock"
 
 
 def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
@@ -95,58 +92,6 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
             f"{now.get(name)!r}. Give the command of that run, or another --run-dir."
         )
     return "finished" if (path / RESULT).exists() else "begun"
-
-
-@contextlib.contextmanager
-def held_run_directory(path: Path, *, wait_s: float = 0) -> Generator[None]:
-    """Keeps other runs out of a directory: two that write the same checkpoints spoil both.
-
-    Args:
-        path: the directory of the run.
-        wait_s: how long to wait for another run to end, in seconds: a cluster may start a job again
-            while processes of the last time still lie in their last throes.
-
-    Raises:
-        RunError: another process trains there.
-    """
-    lock = path / LOCK
-    try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise RunError(f"{lock} cannot be made: {error.strerror or error}.") from error
-    try:
-        deadline = time.monotonic() + wait_s
-        while not _locked(descriptor):
-            if time.monotonic() >= deadline:
-                holder = os.read(descriptor, 200).decode(errors="replace").strip()
-                raise RunError(
-                    f"another run trains in {path}{f' ({holder})' if holder else ''}: wait until "
-                    "it has ended, or name another --run-dir."
-                )
-            time.sleep(0.2)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
-    finally:
-        os.close(descriptor)  # and so unlocked; the system does it for a process that dies
-
-
-def _throw_away(path: Path) -> None:
-    with held_run_directory(path):
-        for old in (CHECKPOINTS, BEST, EVENTS):
-            shutil.rmtree(path / old, ignore_errors=True)
-        for old in (RESULT, METRICS, REPORT):
-            (path / old).unlink(missing_ok=True)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks: as before there were any
-    return True
 
 
 def fresh_run_directory(parent: Path, name: str) -> Path:
@@ -306,3 +251,11 @@ def _check_writable(path: Path) -> None:
     probe = path / f".{RESULT}.{os.getpid()}"
     probe.touch()
     probe.unlink()
+
+
+def _throw_away(path: Path) -> None:
+    with held_run_directory(path):
+        for old in (CHECKPOINTS, BEST, EVENTS):
+            shutil.rmtree(path / old, ignore_errors=True)
+        for old in (RESULT, METRICS, REPORT):
+            (path / old).unlink(missing_ok=True)

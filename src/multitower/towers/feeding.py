@@ -1,7 +1,9 @@
 """Feeding: each tower's rows on its own device, ahead of need."""
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
@@ -146,6 +148,8 @@ def _ahead(
 
     thread = threading.Thread(target=work, name="multitower.prefetch", daemon=True)
     thread.start()
+    _threads[thread] = closed
+    exiting = _exiting  # the module's names may be gone when an iterator is freed at the very end
     try:
         while True:
             alive, item = ready.get()
@@ -156,7 +160,24 @@ def _ahead(
             yield item
     finally:
         closed.set()
-        thread.join(timeout=1.0)  # an iterable that blocks keeps only its own thread waiting
+        if not exiting.is_set():
+            thread.join(timeout=1.0)  # an iterable that blocks keeps only its own thread waiting
+
+
+# What runs ahead, and what stops it. A program may end while it still holds an iterator, and Python
+# then ends the thread wherever it is; inside of XLA, the whole process dies of it, with code 134.
+_threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event]()
+_exiting = threading.Event()
+
+
+@atexit.register
+def _stop_all() -> None:
+    _exiting.set()
+    running = dict(_threads)
+    for closed in running.values():
+        closed.set()
+    for thread in running:
+        thread.join(timeout=1.0)
 
 
 def _read_towers(batch: LazyRows, placement: Placement, global_batch: int | None) -> Any:

@@ -74,8 +74,8 @@ class BestCheckpoint(NamedTuple):
         if not of_first(self.directory.exists()):  # process 0 may be about to make it
             return None
         with Checkpoints(self.directory, read_only=True) as checkpoints:
-            steps = checkpoints.steps()
-            return (steps[-1], checkpoints.about(steps[-1])["scores"]) if steps else None
+            found = checkpoints.newest_about()
+            return None if found is None else (found[0], found[1]["scores"])
 
     def _is_better(self, new: float, old: float) -> bool:
         return new > old if self.mode == "max" else new < old

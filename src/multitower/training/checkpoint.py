@@ -8,12 +8,14 @@ Several processes save and restore all together, in a directory that all of them
 writes, the others wait for it at the barriers of Orbax.
 """
 
-import errno
-import os
+import hashlib
+import json
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +28,11 @@ from multitower.processes.together import are_several, is_first, of_first
 from multitower.steps.fingerprint import fingerprint
 from multitower.steps.leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.steps.state import TrainState
+from multitower.training.orbax_library import first_line, load_orbax
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
+# A reader that a run overtakes looks again, so often and after so many seconds.
+_TRIES = 50
+_PAUSE_S = 0.05
 
 
 class Restored(NamedTuple):
@@ -74,7 +79,7 @@ class Checkpoints:
         self, directory: str | Path, *, keep_last: int = 3, read_only: bool = False
     ) -> None:
         self.directory = Path(directory).absolute()
-        self._ocp = _orbax()
+        self._ocp = load_orbax()
         self._is_broken = False
         self._handled = sys.exception()
         options = self._ocp.CheckpointManagerOptions(
@@ -88,14 +93,8 @@ class Checkpoints:
                 barrier_sync_fn=self._meet,
             ),
         )
-        try:
-            self._manager = self._ocp.CheckpointManager(self.directory, options=options)
-        except (OSError, ValueError) as error:
-            wanted = "read" if read_only else "written"
-            raise CheckpointError(
-                f"checkpoints cannot be {'read' if read_only else 'kept'} in {self.directory}: "
-                f"{error}. Choose a directory that can be {wanted}."
-            ) from error
+        self._read_only = read_only
+        self._manager = self._open(options)
 
     def save(self, step: int, state: TrainState, about: Mapping[str, Any]) -> None:
         """Saves a state in the background; returns when the state may be overwritten.
@@ -117,7 +116,9 @@ class Checkpoints:
             "about": dict(about),
             "fingerprint": fingerprint(list(leaves.values())),
             "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
+            "step": step,
         }
+        written["sha256"] = _digest(written)
         numbered = {f"{number:05d}": leaf for number, leaf in enumerate(leaves.values())}
         args = self._ocp.args
         self._handled = sys.exception()
@@ -133,7 +134,13 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The numbers of the complete checkpoints, in ascending order."""
-        return sorted(self._manager.all_steps())
+        found = self._manager.all_steps()
+        if self._read_only and not found:
+            # A run may have put a newer one in the place of the only one while Orbax was looking.
+            time.sleep(_PAUSE_S)
+            self._reload()
+            found = self._manager.all_steps()
+        return sorted(found)
 
     def restore(
         self, *, like: TrainState, step: int | None = None, allow_previous: bool = False
@@ -150,30 +157,20 @@ class Checkpoints:
             CheckpointError: there is none; it is damaged; it is of another model or optimizer.
         """
         self.wait()
-        steps = self.steps()
-        if step is not None and step not in steps:
-            raise CheckpointError(
-                f"{self.directory} has no complete checkpoint {step}; it has {steps or 'none'}."
-            )
-        if not steps:
-            raise CheckpointError(f"{self.directory} has no complete checkpoint to resume from.")
-        candidates = [s for s in reversed(steps) if step is None or s <= step]
-        failures: dict[int, str] = {}
-        for candidate in candidates if allow_previous else candidates[:1]:
-            try:
-                restored = self._read(candidate, like)
-            except _DamageError as damage:
-                failures[candidate] = f"checkpoint {candidate}: {damage}"
-                continue
-            if failures:
-                self._set_aside(list(failures))
-                warnings.warn(
-                    f"{'; '.join(failures.values())}. It goes on from checkpoint {candidate}; what "
-                    f"is damaged was renamed to {self.directory}/damaged-*.",
-                    MultitowerWarning,
-                    stacklevel=3,
-                )
-            return restored
+        candidates, failures = self._candidates(step), dict[int, str]()
+        for _ in range(_TRIES):
+            for candidate in candidates if allow_previous else candidates[:1]:
+                try:
+                    restored = self._read(candidate, like)
+                except _DamageError as damage:
+                    failures[candidate] = f"checkpoint {candidate}: {damage}"
+                    continue
+                if failures:
+                    self._pass_over(failures, candidate)
+                return restored
+            if not self._is_overtaken(candidates[0]):
+                break
+            candidates, failures = self._candidates(step), {}
         others = [s for s in candidates[1:] if not allow_previous]
         hint = (
             f" Or allow the previous one, {others[0]} (allow_previous=True, or on the command line "
@@ -186,18 +183,26 @@ class Checkpoints:
             f"a copy.{hint}"
         )
 
-    def about(self, step: int) -> dict[str, Any]:
-        """Reads what was saved with a state, without the state.
+    def newest_about(self) -> tuple[int, dict[str, Any]] | None:
+        """Reads what was saved with the newest state, without the state.
+
+        Returns:
+            Its step, and what was saved; None if there is no checkpoint.
 
         Raises:
             CheckpointError: it cannot be read.
         """
-        try:
-            return self._read_json(step)["about"]
-        except Exception as error:
-            raise CheckpointError(
-                f"{self.directory}/{step} cannot be read: {_first_line(error)}."
-            ) from error
+        while steps := self.steps():
+            step = steps[-1]
+            try:
+                return step, self._read_json(step)["about"]
+            except Exception as error:
+                if not self._is_overtaken(step):
+                    reason = str(error) if isinstance(error, _DamageError) else first_line(error)
+                    raise CheckpointError(
+                        f"{self.directory}/{step} cannot be read: {reason}."
+                    ) from error
+        return None
 
     def raise_failure(self) -> None:
         """Raises the error of a save that has failed in the background.
@@ -256,10 +261,10 @@ class Checkpoints:
             read = self._manager.restore(
                 step, args=args.Composite(state=args.StandardRestore(pattern))
             ).state
-        except CheckpointError:
+        except (CheckpointError, _DamageError):
             raise
         except Exception as error:  # whatever a broken file makes Orbax and TensorStore raise
-            reason = f"it cannot be read ({type(error).__name__}: {_first_line(error)})"
+            reason = f"it cannot be read ({type(error).__name__}: {first_line(error)})"
             raise _DamageError(reason) from error
         leaves = [np.asarray(read[key]) for key in sorted(read)]
         if fingerprint(leaves) != written["fingerprint"]:
@@ -270,7 +275,61 @@ class Checkpoints:
 
     def _read_json(self, step: int) -> dict[str, Any]:
         args = self._ocp.args
-        return self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+        if found.pop("sha256", None) != _digest(found):
+            raise _DamageError("what was saved about it is not what is there")
+        if found["step"] != step:
+            raise _DamageError(f"it is checkpoint {found['step']} under another name")
+        return found
+
+    def _open(self, options: Any) -> Any:
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._ocp.CheckpointManager(self.directory, options=options)
+            except (OSError, ValueError) as error:
+                # Orbax looks into every checkpoint that it has found, also one that is gone by now.
+                if self._read_only and left and self.directory.is_dir():
+                    time.sleep(_PAUSE_S)
+                    continue
+                wanted = "read" if self._read_only else "written"
+                raise CheckpointError(
+                    f"checkpoints cannot be {'read' if self._read_only else 'kept'} in "
+                    f"{self.directory}: {error}. Choose a directory that can be {wanted}."
+                ) from error
+
+    def _candidates(self, step: int | None) -> list[int]:
+        """The checkpoints to read, the first choice first."""
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"{self.directory} has no complete checkpoint {step}; it has {steps or 'none'}."
+            )
+        if not steps:
+            raise CheckpointError(f"{self.directory} has no complete checkpoint to resume from.")
+        return [s for s in reversed(steps) if step is None or s <= step]
+
+    def _is_overtaken(self, step: int) -> bool:
+        """Whether a run that goes on has put a newer checkpoint in the place of this one."""
+        if not self._read_only:
+            return False
+        time.sleep(_PAUSE_S)
+        self._reload()
+        return step not in self.steps()
+
+    def _reload(self) -> None:
+        for _ in range(_TRIES):
+            with suppress(OSError, ValueError):  # one of them went while Orbax was looking
+                return self._manager.reload()
+            time.sleep(_PAUSE_S)
+
+    def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
+        self._set_aside(list(failures))
+        warnings.warn(
+            f"{'; '.join(failures.values())}. It goes on from checkpoint {found}; what is damaged "
+            f"was renamed to {self.directory}/damaged-*.",
+            MultitowerWarning,
+            stacklevel=4,
+        )
 
     def _set_aside(self, steps: list[int]) -> None:
         # A step that is made again must be saved again, and Orbax skips one that is there.
@@ -298,7 +357,7 @@ class Checkpoints:
         self._is_broken = True
         free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
         return CheckpointError(
-            f"a checkpoint could not be written to {self.directory}: {_first_line(error)} "
+            f"a checkpoint could not be written to {self.directory}: {first_line(error)} "
             f"({free // 2**20} MiB are free there). The checkpoints before it are untouched. Make "
             "room or mend the directory, and resume."
         )
@@ -308,20 +367,5 @@ class _DamageError(Exception):
     """A checkpoint that is there and cannot be used."""
 
 
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint as ocp  # noqa: PLC0415 (a second to import, and optional)
-    except ImportError as error:
-        raise CheckpointError(
-            "checkpoints need Orbax: pip install 'multitower[cli]', or orbax-checkpoint."
-        ) from error
-    return ocp
-
-
-def _first_line(error: Exception) -> str:
-    # TensorStore's messages are long, and may name what is wrong with the disk anywhere in them.
-    line = next(iter(str(error).splitlines()), "")
-    causes = [os.strerror(code) for code in _DISK_ERRORS]
-    cause = next((cause for cause in causes if cause in str(error)), "")
-    shown = line[:200]
-    return f"{cause}: {shown}" if cause and cause not in shown else shown
+def _digest(written: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()

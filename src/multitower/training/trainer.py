@@ -1,13 +1,14 @@
 """Trainer: from a loss function to a finished, resumable run. The loop reads top to bottom."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from multitower.errors import ArgumentError, CheckpointError, RunError
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
+from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.job import EmaDecay
 from multitower.steps.replicas import check_replicas
 from multitower.steps.state import TrainState
@@ -168,7 +169,8 @@ class Trainer:
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
             CheckpointError: a checkpoint cannot be written or read.
-            RunError: there are checkpoints, and `resume` is false; or the batches ran out.
+            RunError: there are checkpoints, and `resume` is false; another run trains in `run_dir`;
+                or the batches ran out.
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
@@ -319,7 +321,14 @@ class Trainer:
         if self._directory is None:
             yield None
             return
-        with Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints:
+        run_dir = self._directory.parent
+        with suppress(OSError):  # Checkpoints says what is wrong with it
+            run_dir.mkdir(parents=True, exist_ok=True)
+        held = held_for_all if self.step.placement.spans_processes else held_run_directory
+        with (
+            held(run_dir, nested=True),  # the command line may hold it already
+            Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints,
+        ):
             yield checkpoints
 
     @property
