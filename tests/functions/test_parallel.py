@@ -300,8 +300,8 @@ def test_as_many_classes_as_rows():
         mt.OutputError, match=r"shape \(4,\) for a tower of 4 rows: axis 0 does not"
     ):
         mt.make_parallel(per_class, devices=2)(np.arange(8.0))
+    metrics = lambda params, x: {"by class": per_class(x)}
     with pytest.raises(mt.OutputError, match="does not hold one entry per row"):
-        metrics = lambda params, x: {"by class": per_class(x)}
         mt.evaluate(metrics, None, np.arange(8.0), global_batch=8, devices=2)
 
 
@@ -312,9 +312,10 @@ def test_labels_in_a_list(numbers):
     loss = lambda w, x, y: (w * x - jnp.asarray(y)[: x.shape[0]]) ** 2
     with pytest.raises(mt.ArgumentError, match=r"\[2\] is a list of 4 numbers.*numpy.asarray"):
         mt.grad(loss, devices=2)(1.0, x, numbers)
+    step = mt.train_step(lambda w, batch: loss(w, **batch), optax.sgd(0.1), devices=2)
+    state = step.init(jnp.float32(1))
     with pytest.raises(mt.ArgumentError, match=r"batch\['y'\] is a list of 4 numbers"):
-        step = mt.train_step(lambda w, batch: loss(w, **batch), optax.sgd(0.1), devices=2)
-        step(step.init(jnp.float32(1)), {"x": x, "y": numbers})
+        step(state, {"x": x, "y": numbers})
     mt.grad(lambda w, x, c: w * x * c[0], devices=2)(1.0, x, [1.0, 2.0])  # two coefficients
     whole = mt.grad(lambda w, x, c: w * x * c[3], devices=2, in_axes=(None, 0, None))
     whole(1.0, x, numbers)  # as the message says

@@ -22,7 +22,8 @@ from multitower.functions.calls import Leaves
 from multitower.functions.outputs import is_per_example, refuse_ragged, share_of_mean
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
-from multitower.towers.rows import Split, Tower, refuse_holder
+from multitower.towers.refusals import refuse_holder
+from multitower.towers.rows import Split, Tower
 
 
 class Wanted(NamedTuple):

@@ -15,8 +15,16 @@ import numpy as np
 from jax.core import Tracer
 
 from multitower.errors import ArgumentError, BatchError
-from multitower.towers.constants import Constant, is_constant, leaves_in_lists
-from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.constants import Constant, is_constant
+from multitower.towers.refusals import (
+    is_number,
+    path_of,
+    refuse_donated,
+    refuse_lists_for_rows,
+    refuse_numbers_for_rows,
+    refuse_what_is_no_array,
+    refuse_what_is_no_number,
+)
 
 SHARED = "shared"
 KEY = "key"
@@ -107,7 +115,7 @@ def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> P
     kinds = [
         Constant.of(leaf)
         if constants and is_constant(leaf)
-        else _kind(leaf, axis, lambda number=number: _where(tree, number, name))
+        else _kind(leaf, axis, lambda number=number: path_of(tree, number, name))
         for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True))
     ]
     kinds = _with_legacy_keys(kinds, leaves)
@@ -130,12 +138,12 @@ def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> P
             "None for them. A loss that closes over its batch must take it as an argument, "
             "loss_fn(params, batch), or say so: in_axes={'batch': 0}."
         )
-    _refuse_lists_for_rows(tree, kinds, all_axes, name)
-    if any(map(_is_number, leaves)):
-        _refuse_numbers_for_rows(tree, all_axes, name, num_rows)
+    refuse_lists_for_rows(tree, kinds, all_axes, name)
+    if any(map(is_number, leaves)):
+        refuse_numbers_for_rows(tree, all_axes, name, num_rows)
     if num_rows == 0:
         raise BatchError(
-            f"{_where(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
+            f"{path_of(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
             "batches."
         )
     return Parts(Split(treedef, tuple(kinds)), shared, rows, num_rows)
@@ -205,11 +213,11 @@ def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
 
 def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
     if isinstance(leaf, jax.Array):
-        _refuse_donated(leaf, where)
+        refuse_donated(leaf, where)
     elif isinstance(leaf, np.ndarray):
-        _refuse_what_is_no_number(leaf, where)
+        refuse_what_is_no_number(leaf, where)
     else:
-        _refuse_what_is_no_array(leaf, where)
+        refuse_what_is_no_array(leaf, where)
     ndim = getattr(leaf, "ndim", 0)
     if axis is None:
         return SHARED
@@ -244,116 +252,11 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
 
 
-def _refuse_lists_for_rows(
-    tree: Any, kinds: Sequence[Kind], axes: Sequence[int | None], name: str
-) -> None:
-    """Refuses labels in a list: every tower would have those of all rows."""
-    suspects = {
-        number: kind.value
-        for number, (kind, axis) in enumerate(zip(kinds, axes, strict=True))
-        if isinstance(kind, Constant) and axis is not None and not callable(kind.value)
-    }
-    wrong = sorted(suspects.keys() & leaves_in_lists(tree)) if suspects else []
-    if wrong:
-        raise ArgumentError(
-            f"{_where(tree, wrong[0], name)} is {_shown(suspects[wrong[0]])}, in a list, which "
-            "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray), and what "
-            "every tower needs whole with in_axes=None."
-        )
-
-
-def _refuse_numbers_for_rows(
-    tree: Any, axes: Sequence[int | None], name: str, num_rows: int
-) -> None:
-    """Refuses a list of as many numbers as there are rows: each would be a shared leaf."""
-    is_list = lambda sub: isinstance(sub, list) and len(sub) == num_rows
-    number = 0
-    for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
-        if is_list(sub) and axes[number] is not None and all(map(_is_number, sub)):
-            raise ArgumentError(
-                f"{name}{jax.tree_util.keystr(path)} is a list of {num_rows} numbers, and the "
-                f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
-                "numpy.asarray(...), to cut them into towers; or, if every tower needs all of "
-                "them, say so with in_axes=None."
-            )
-        number += len(sub) if is_list(sub) else 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
-    if isinstance(leaf, bool | str | bytes) or callable(leaf):
-        raise ArgumentError(
-            f"{where()} is {_shown(leaf)}, a static Python value: towers take arrays and numbers. "
-            "Close over it instead, e.g. functools.partial(fn, name=value), or pass an array."
-        )
-    if isinstance(leaf, int | float | complex | np.generic):
-        return
-    refuse_holder(leaf, where)
-    if isinstance(leaf, LazyRows):
-        raise ArgumentError(
-            f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
-            "mt.shard, with the same towers= and devices=, and the function what these return."
-        )
-    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-        raise ArgumentError(
-            f"{where()} is {_shown(leaf)}: towers take arrays and numbers. Convert it with "
-            "numpy.asarray, or close over it with functools.partial."
-        )
-
-
-def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
-    """Refuses an object that JAX's functions take as an array, and its transformations do not.
-
-    Raises:
-        ArgumentError: such as a variable of Keras.
-    """
-    if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
-        raise ArgumentError(
-            f"{where()} is a {type(leaf).__name__}, which holds an array and is none. Pass the "
-            "array: of Keras's variables [v.value for v in model.trainable_variables]."
-        )
-
-
-def _refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str]) -> None:
-    if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:
-        raise ArgumentError(
-            f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
-            "integers or floats first, or keep it out of the batch."
-        )
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise ArgumentError(
-            f"{where()} is a masked array, and a device would get it without its mask. Pass "
-            ".filled(value), and the mask as an array of its own."
-        )
-
-
-def _refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
-    if not is_traced(leaf) and leaf.is_deleted():
-        raise ArgumentError(
-            f"{where()} is gone: it was donated to a jitted call (donate_argnums), which has "
-            "reused its memory. Pass the result of that call, or an array that was not donated."
-        )
-
-
 def _rows_differ(
     tree: Any, name: str, first: tuple[int, int], other: tuple[int, int]
 ) -> BatchError:
     return BatchError(
-        f"{_where(tree, other[0], name)} has {other[1]} rows and {_where(tree, first[0], name)} "
+        f"{path_of(tree, other[0], name)} has {other[1]} rows and {path_of(tree, first[0], name)} "
         f"has {first[1]}: all split arrays need the same number of rows. Mark arrays that every "
         "tower needs whole with in_axes=None."
     )
-
-
-def _where(tree: Any, number: int, name: str) -> str:
-    """The path of a leaf in words; only errors need it."""
-    path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
-    return name + jax.tree_util.keystr(path)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"

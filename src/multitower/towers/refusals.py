@@ -1,0 +1,122 @@
+"""What can neither be cut into towers nor shared, and what to pass instead."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from multitower.errors import ArgumentError
+from multitower.towers.constants import Constant, leaves_in_lists
+from multitower.towers.lazy_rows import LazyRows
+
+
+def refuse_lists_for_rows(
+    tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str
+) -> None:
+    """Refuses labels in a list: every tower would have those of all rows."""
+    suspects = {
+        number: kind.value
+        for number, (kind, axis) in enumerate(zip(kinds, axes, strict=True))
+        if isinstance(kind, Constant) and axis is not None and not callable(kind.value)
+    }
+    wrong = sorted(suspects.keys() & leaves_in_lists(tree)) if suspects else []
+    if wrong:
+        raise ArgumentError(
+            f"{path_of(tree, wrong[0], name)} is {shown(suspects[wrong[0]])}, in a list, which "
+            "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray), and what "
+            "every tower needs whole with in_axes=None."
+        )
+
+
+def refuse_numbers_for_rows(
+    tree: Any, axes: Sequence[int | None], name: str, num_rows: int
+) -> None:
+    """Refuses a list of as many numbers as there are rows: each would be a shared leaf."""
+    is_list = lambda sub: isinstance(sub, list) and len(sub) == num_rows
+    number = 0
+    for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
+        if is_list(sub) and axes[number] is not None and all(map(is_number, sub)):
+            raise ArgumentError(
+                f"{name}{jax.tree_util.keystr(path)} is a list of {num_rows} numbers, and the "
+                f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
+                "numpy.asarray(...), to cut them into towers; or, if every tower needs all of "
+                "them, say so with in_axes=None."
+            )
+        number += len(sub) if is_list(sub) else 1
+
+
+def is_number(value: Any) -> bool:
+    """Whether a leaf is a number of Python or NumPy."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses what is neither an array nor a number."""
+    if isinstance(leaf, bool | str | bytes) or callable(leaf):
+        raise ArgumentError(
+            f"{where()} is {shown(leaf)}, a static Python value: towers take arrays and numbers. "
+            "Close over it instead, e.g. functools.partial(fn, name=value), or pass an array."
+        )
+    if isinstance(leaf, int | float | complex | np.generic):
+        return
+    refuse_holder(leaf, where)
+    if isinstance(leaf, LazyRows):
+        raise ArgumentError(
+            f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
+            "mt.shard, with the same towers= and devices=, and the function what these return."
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise ArgumentError(
+            f"{where()} is {shown(leaf)}: towers take arrays and numbers. Convert it with "
+            "numpy.asarray, or close over it with functools.partial."
+        )
+
+
+def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses an object that JAX's functions take as an array, and its transformations do not.
+
+    Raises:
+        ArgumentError: such as a variable of Keras.
+    """
+    if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
+        raise ArgumentError(
+            f"{where()} is a {type(leaf).__name__}, which holds an array and is none. Pass the "
+            "array: of Keras's variables [v.value for v in model.trainable_variables]."
+        )
+
+
+def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str]) -> None:
+    """Refuses arrays of NumPy that no device can have."""
+    if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:
+        raise ArgumentError(
+            f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
+            "integers or floats first, or keep it out of the batch."
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{where()} is a masked array, and a device would get it without its mask. Pass "
+            ".filled(value), and the mask as an array of its own."
+        )
+
+
+def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
+    """Refuses an array whose memory was given away."""
+    if not isinstance(leaf, Tracer) and leaf.is_deleted():
+        raise ArgumentError(
+            f"{where()} is gone: it was donated to a jitted call (donate_argnums), which has "
+            "reused its memory. Pass the result of that call, or an array that was not donated."
+        )
+
+
+def path_of(tree: Any, number: int, name: str) -> str:
+    """The path of a leaf in words; only errors need it."""
+    path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
+    return name + jax.tree_util.keystr(path)
+
+
+def shown(value: Any) -> str:
+    """A value and its type, short enough for a message."""
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
