@@ -60,6 +60,11 @@ class EquinoxParts(NamedTuple):
         """Nothing has changed."""
 
 
+def equinox_in_evaluation_mode(module: Any) -> Any:
+    """A copy as `eqx.nn.inference_mode` makes it."""
+    return sys.modules["equinox"].nn.inference_mode(module)
+
+
 def take_equinox(module: Any) -> tuple[EquinoxParts, Any, Any, Any]:
     """Takes a module apart: how, weights (as `eqx.partition` gives them), other arrays, state.
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from multitower.errors import ArgumentError, OutputError
 from multitower.models.closures import Contents, close_function
-from multitower.models.equinox import is_equinox, take_equinox
-from multitower.models.nnx import is_nnx, take_nnx, variables_of
+from multitower.models.equinox import equinox_in_evaluation_mode, is_equinox, take_equinox
+from multitower.models.nnx import is_nnx, nnx_in_evaluation_mode, take_nnx, variables_of
 from multitower.models.state import Changed, enter, join, sort_changes
 from multitower.towers.rows import Tower
 
@@ -123,6 +123,21 @@ class Call(NamedTuple):
 def is_model(value: Any) -> bool:
     """Whether a value is a module of a framework that this module knows."""
     return is_nnx(value) or is_equinox(value)
+
+
+def in_evaluation_mode(tree: Any) -> Any:
+    """A tree with a copy in evaluation mode in place of every module.
+
+    That of `model.eval()` (NNX) and `eqx.nn.inference_mode` (Equinox): dropout is off, and
+    BatchNorm uses its moving averages. Everything else is left as it is.
+    """
+
+    def copied(value: Any) -> Any:
+        if is_nnx(value):
+            return nnx_in_evaluation_mode(value)
+        return equinox_in_evaluation_mode(value) if is_equinox(value) else value
+
+    return jax.tree.map(copied, tree, is_leaf=is_model)
 
 
 def take_model(module: Any, wanted: Any = None) -> Model:

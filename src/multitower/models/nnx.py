@@ -81,6 +81,15 @@ def take_nnx(module: Any, wanted: Any) -> tuple[NnxParts, Any, Any, Any]:
     return NnxParts(graphdef, wanted), weights, fixed, state
 
 
+def nnx_in_evaluation_mode(module: Any) -> Any:
+    """A copy in the mode of `module.eval()`; `nnx.Rngs` and the like have none."""
+    nnx: Any = sys.modules["flax.nnx"]
+    copy = nnx.merge(*nnx.split(module))
+    if isinstance(copy, nnx.Module):
+        copy.eval()
+    return copy
+
+
 def variables_of(module: Any) -> dict[int, str]:
     """The Variables of a module, by id, with their paths."""
     nnx: Any = sys.modules["flax.nnx"]

@@ -11,6 +11,7 @@ import numpy as np
 from multitower.errors import BatchError
 from multitower.functions.parallel import make_parallel
 from multitower.hardware.devices import DeviceSpec
+from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import LossFunction
 from multitower.towers.feeding import shard
@@ -37,7 +38,11 @@ def evaluate(
     Args:
         metrics: `metrics(params, batch)` returns a dict with one number per row for each name. It
             may also take keyword-only `model_state`, like a loss.
-        params: its first argument, whole on every device.
+        params: its first argument, whole on every device. NNX and Equinox modules in it are scored
+            in evaluation mode, as after `model.eval()` and by `eqx.nn.inference_mode`: without
+            dropout, with BatchNorm's moving averages; your own module is not changed. Models that
+            are functions of arrays (plain JAX, Flax Linen, Haiku, Keras) have no mode to set:
+            `metrics` calls them as for evaluation, such as with `training=False`.
         dataset: a pytree of NumPy arrays with one example per row on axis 0.
         global_batch: rows to score at a time, 1 or more.
         model_state: what `metrics` gets as such, if it takes it; whole on every device.
@@ -69,7 +74,10 @@ def evaluate(
         score = _scorer(metrics, where, towers)
     except TypeError:  # an unhashable callable: nothing to remember it by
         score = _scorer.__wrapped__(metrics, where, towers)
-    shared = (params, model_state if LossFunction.of(metrics).takes_model_state else None)
+    shared = (
+        in_evaluation_mode(params),
+        model_state if LossFunction.of(metrics).takes_model_state else None,
+    )
     seen: dict[str, list[float]] = {}
 
     def read(scores: dict[str, jax.Array], num_real: int) -> None:

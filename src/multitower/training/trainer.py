@@ -242,7 +242,8 @@ class Trainer:
 
         Args:
             metrics: `metrics(params, batch)` returns a dict with one number per row for each name;
-                it may take keyword-only `model_state`. It gets a module where the loss does.
+                it may take keyword-only `model_state`. Where the loss gets a module it gets one
+                too, in evaluation mode (see `multitower.evaluate`).
             state: what to score.
             dataset: a pytree of NumPy arrays with one example per row.
             global_batch: rows to score at a time.
