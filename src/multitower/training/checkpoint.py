@@ -96,13 +96,21 @@ class Checkpoints:
         self._read_only = read_only
         self._manager = self._open(options)
 
-    def save(self, step: int, state: TrainState, about: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        about: Mapping[str, Any],
+        *,
+        run: Mapping[str, Any] | None = None,
+    ) -> None:
         """Saves a state in the background; returns when the state may be overwritten.
 
         Args:
             step: its number; saving a number that is there already does nothing.
             state: what to save.
             about: JSON values to keep with it.
+            run: JSON values that tell this run from another one, for `Trainer`.
 
         Raises:
             CheckpointError: this save, or one in the background before it, has failed.
@@ -114,6 +122,7 @@ class Checkpoints:
         leaves = {name: on_host(leaf) for name, leaf in named_leaves(state)}
         written = {
             "about": dict(about),
+            "run": dict(run or {}),
             "fingerprint": fingerprint(list(leaves.values())),
             "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
             "step": step,
@@ -203,6 +212,19 @@ class Checkpoints:
                         f"{self.directory}/{step} cannot be read: {reason}."
                     ) from error
         return None
+
+    def run_of(self, step: int) -> dict[str, Any]:
+        """What tells the run that saved a checkpoint from another one; empty if nobody said so.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return self._read_json(step).get("run", {})
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.directory}/{step} cannot be read: {first_line(error)}."
+            ) from error
 
     def raise_failure(self) -> None:
         """Raises the error of a save that has failed in the background.

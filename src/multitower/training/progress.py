@@ -12,6 +12,7 @@ import numpy as np
 
 from multitower.errors import NonFiniteError
 from multitower.steps.state import TrainState
+from multitower.towers.lazy_rows import LazyRows
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,7 @@ class MetricsReader:
 
     def wait(self, number: int, metrics: Any, batch: Any) -> None:
         """Notes the metrics of a step that has been started."""
-        num_rows = max(
-            (leaf.shape[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), default=0
-        )
-        self._waiting = (number, metrics, num_rows)
+        self._waiting = (number, metrics, num_rows_of(batch))
 
     def read_waiting(self) -> None:
         """Reads what was noted, if anything.
@@ -124,3 +122,11 @@ class MetricsReader:
             "good. Lower the learning rate or look at that batch; on_nonfinite='skip' leaves such "
             "steps out."
         )
+
+
+def num_rows_of(batch: Any) -> int:
+    """The rows of a batch of arrays, `TowerRows` or `LazyRows`; 0 if it has none."""
+    leaves = jax.tree.leaves(batch)
+    counts = (leaf.shape[0] for leaf in leaves if np.ndim(leaf))
+    lazy = (leaf.num_rows for leaf in leaves if isinstance(leaf, LazyRows))
+    return max((*counts, *lazy), default=0)

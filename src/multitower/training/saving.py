@@ -13,12 +13,18 @@ class Saver:
     """When to save, and what to say of it."""
 
     def __init__(
-        self, checkpoints: Checkpoints | None, every: int, last: int, about: Mapping[str, Any]
+        self,
+        checkpoints: Checkpoints | None,
+        every: int,
+        last: int,
+        about: Mapping[str, Any],
+        run: Mapping[str, Any],
     ) -> None:
         self._checkpoints = checkpoints
         self._every = every
         self._last = last
         self._about = about
+        self._run = run
 
     def is_due(self, number: int) -> bool:
         """Whether to save after this step; raises what went wrong with an earlier save."""
@@ -30,7 +36,7 @@ class Saver:
     def save(self, number: int, state: TrainState) -> None:
         """Saves the state, if checkpoints are kept."""
         if self._checkpoints is not None:
-            self._checkpoints.save(number, state, self._about)
+            self._checkpoints.save(number, state, self._about, run=self._run)
 
     def interrupted(self, number: int, step: int) -> Interrupted:
         """What to raise when a signal came: everything is on disk by then."""

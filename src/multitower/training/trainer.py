@@ -19,7 +19,14 @@ from multitower.training.best_checkpoint import BestCheckpoint
 from multitower.training.checkpoint import Checkpoints
 from multitower.training.evaluation import evaluate
 from multitower.training.interruption import noted_signals
-from multitower.training.progress import Hook, MetricsReader, Progress, flush_hooks
+from multitower.training.progress import (
+    Hook,
+    MetricsReader,
+    Progress,
+    flush_hooks,
+    num_rows_of,
+)
+from multitower.training.same_run import BatchRows, check_same_run, describe_run
 from multitower.training.saving import Saver
 from multitower.training.test_phase import TestPhase
 
@@ -118,6 +125,16 @@ class Trainer:
         self._best = None
         if run_dir is not None and keep_best is not None:
             self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
+        # What determines the bits of a run, apart from its data and its first state.
+        self._settings = {
+            "towers": towers,
+            "global_batch": global_batch,
+            "ema_decay": ema_decay,
+            "model_state_from": model_state_from,
+            "on_nonfinite": on_nonfinite,
+            "clip_norm": clip_norm,
+        }
+        self._optimizer = optimizer
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
             loss_fn,
@@ -143,6 +160,7 @@ class Trainer:
         rng: Any = None,
         resume: bool = False,
         allow_previous: bool = False,
+        allow_changes: bool = False,
         about: Mapping[str, Any] | None = None,
         evaluate: Callable[[TrainState], Any] | None = None,
         evaluate_every: int = 0,
@@ -158,6 +176,8 @@ class Trainer:
             rng: as for `TrainStep.init`.
             resume: go on from the newest checkpoint, if there is one.
             allow_previous: when the newest checkpoint is damaged, go on from the one before.
+            allow_changes: go on although towers, batch size, optimizer or another option that
+                determines the bits is not what the checkpoint was saved with.
             about: JSON values to keep with every checkpoint, such as the configuration.
             evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
             evaluate_every: steps from one test phase to the next; 0 for none.
@@ -169,8 +189,8 @@ class Trainer:
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
             CheckpointError: a checkpoint cannot be written or read.
-            RunError: there are checkpoints, and `resume` is false; another run trains in `run_dir`;
-                or the batches ran out.
+            RunError: there are checkpoints, and `resume` is false, or they are of a run with other
+                settings; another run trains in `run_dir`; or the batches ran out.
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
@@ -184,8 +204,9 @@ class Trainer:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
+        run = describe_run(self._optimizer, state.params, self._settings)
         with self._checkpoints() as checkpoints, noted_signals() as caught:
-            first = 0
+            first, saved = 0, dict[str, Any]()
             if checkpoints is not None and checkpoints.steps():
                 if not resume:
                     raise RunError(
@@ -193,15 +214,18 @@ class Trainer:
                         "resume=True to go on from them, or choose another run_dir."
                     )
                 first, state, _ = checkpoints.restore(like=state, allow_previous=allow_previous)
+                if not allow_changes:
+                    saved = checkpoints.run_of(first)
+                    check_same_run(saved, run, self._directory)
                 if first > steps:
                     raise RunError(
                         f"steps={steps}, and the run in {self._directory} has made {first}: say at "
                         "least as many, or choose another run_dir."
                     )
-            saver = Saver(checkpoints, self._checkpoint_every, steps, about or {})
-            span = (first, steps)
+            saver = Saver(checkpoints, self._checkpoint_every, steps, about or {}, run)
+            ahead = _counted(batches(first), BatchRows(run, saved))
             return self._loop(
-                state, batches(first), span=span, saver=saver, test=test, caught=caught
+                state, ahead, span=(first, steps), saver=saver, test=test, caught=caught
             )
 
     def restore(
@@ -340,3 +364,9 @@ class Trainer:
     def _tell(self, progress: Progress) -> None:
         for hook in self.hooks:
             hook(progress)
+
+
+def _counted(batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
+    for batch in batches:
+        rows.see(num_rows_of(batch))
+        yield batch

@@ -1,0 +1,145 @@
+"""Same run: what determines a run's bits, kept with its checkpoints and compared at a resume.
+
+A resume with another learning rate or batch size goes on, and is no longer the run that was begun.
+Where it runs is none of it: devices, processes and `shard_update` may change.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from multitower.checks.equations import program_inside, small_constant
+from multitower.errors import RunError
+from multitower.hardware.provenance import versions
+
+_OPTIMIZER = "optimizer"
+_ROWS = "rows"
+_WAY_OUT = (
+    "Going on would give the result of neither. Use the settings of that run, choose another "
+    "run_dir, or pass allow_changes=True."
+)
+# So many numbers of an optimizer's update tell one learning rate from another.
+_MANY = 40
+
+
+def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What determines a run's bits, as JSON values.
+
+    Args:
+        optimizer: an optax optimizer.
+        params: its parameters, or their shapes and dtypes.
+        settings: options that determine the bits; a function counts by what it computes of a step.
+
+    Returns:
+        The settings, and what identifies the optimizer's update.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    opt_state = jax.eval_shape(optimizer.init, shapes)
+    update = jax.make_jaxpr(optimizer.update)(shapes, opt_state, shapes)
+    described: dict[str, Any] = {
+        name: _program(jax.make_jaxpr(value)(np.int32(1))) if callable(value) else value
+        for name, value in settings.items()
+    }
+    described[_OPTIMIZER] = _program(update)
+    return {**described, "versions": {name: versions()[name] for name in ("jax", "optax")}}
+
+
+def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
+    """Compares what determines the bits with what a checkpoint was saved with.
+
+    Args:
+        saved: what was saved; empty if that is not known.
+        now: as of `describe_run`.
+        where: the directory of the checkpoints, for the message.
+
+    Raises:
+        RunError: something differs; the message names it.
+    """
+    # Another version of JAX or optax may write the same update in another way.
+    is_comparable = saved.get("versions") == now["versions"]
+    for name, value in now.items():
+        if name == "versions" or name not in saved or saved[name] == value:
+            continue
+        is_program = isinstance(value, dict) and isinstance(saved[name], dict)
+        if is_program and not is_comparable:
+            continue
+        there, here = _difference(saved[name], value)
+        raise RunError(
+            f"{where} holds a run with another {name}: there {there}, here {here}. {_WAY_OUT}"
+        )
+
+
+class BatchRows:
+    """The rows of a run's batches, where no `global_batch` says how many there are.
+
+    Args:
+        run: as of `describe_run`; the largest number of rows so far is written into it.
+        saved: what the checkpoint was saved with; empty if the run begins, or changes are allowed.
+    """
+
+    def __init__(self, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        self._run = run
+        self._wanted = saved.get(_ROWS)
+        self._num_seen = 0
+
+    def see(self, num_rows: int) -> None:
+        """Takes note of a batch. One with fewer rows may be the last one of an epoch, two may not.
+
+        Raises:
+            RunError: the run was begun with batches of another size.
+        """
+        if self._num_seen >= 2 and num_rows <= self._run[_ROWS]:
+            return
+        self._num_seen += 1
+        most = self._run[_ROWS] = max(num_rows, self._run.get(_ROWS, 0))
+        wanted = self._wanted
+        if wanted is not None and (most > wanted or (self._num_seen == 2 and most < wanted)):
+            raise RunError(
+                f"the run was begun with batches of {wanted} rows, and they have {most} here. "
+                f"{_WAY_OUT}"
+            )
+
+
+def _difference(saved: Any, now: Any) -> tuple[str, str]:
+    if not (isinstance(saved, dict) and isinstance(now, dict)):
+        return repr(saved), repr(now)
+    old, new = Counter(saved["numbers"]), Counter(now["numbers"])
+    there, here = list(old - new), list(new - old)
+    if not (there or here):
+        return "it computes something else", "with the same numbers"
+    return f"it computes with {_listed(there)}", f"with {_listed(here)}"
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers) or "none of its own"
+
+
+def _program(program: Any) -> dict[str, Any]:
+    """A program by a checksum and by the numbers in it."""
+    # Functions inside are shown with their addresses.
+    text = re.sub(r"0x[0-9a-f]+", "", str(program))
+    checksum = hashlib.sha256(text.encode())
+    for constant in program.consts:
+        checksum.update(np.asarray(constant).tobytes())
+    numbers = sorted(abs(number) for number in _numbers(program))
+    return {"sha256": checksum.hexdigest(), "numbers": numbers[:_MANY]}
+
+
+def _numbers(program: Any) -> list[float]:
+    """The numbers that a program computes with, in the programs inside of it too."""
+    jaxpr = getattr(program, "jaxpr", program)
+    values = [small_constant(value) for value in getattr(program, "consts", ())]
+    found = [float(value) for value in values if value is not None and value.ndim == 0]
+    for equation in jaxpr.eqns:
+        literals = [atom.val for atom in equation.invars if isinstance(atom, core.Literal)]
+        found.extend(float(value) for value in literals if np.ndim(value) == 0)
+        inside = program_inside(equation.params, len(equation.invars))
+        if inside is not None:
+            found.extend(_numbers(inside))
+    return found

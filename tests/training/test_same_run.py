@@ -1,0 +1,93 @@
+"""A resume with other settings is refused by name: it would be neither run."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+X = np.linspace(-1, 1, 16, dtype=np.float32)
+
+
+def loss(w, x):
+    return (w * x - x) ** 2
+
+
+def fit(run_dir, optimizer=None, steps=2, allow_changes=False, rows=16, **settings):
+    options = {"towers": 4, "devices": 2, "global_batch": 16, **settings}
+    trainer = mt.Trainer(loss, optimizer or optax.adam(0.1), run_dir=run_dir, **options)
+    return trainer.fit(
+        jnp.float32(0),
+        lambda first: itertools.repeat(np.resize(X, rows)),
+        steps=steps,
+        resume=True,
+        allow_changes=allow_changes,
+    )
+
+
+SAME = [
+    {},
+    {"devices": 4},
+    {"devices": 1},
+    {"shard_update": True},
+    {"optimizer": optax.adam(jnp.float32(0.1).item())},
+    {"check_replicas_every": 1},
+]
+
+
+@pytest.mark.parametrize("settings", SAME, ids=str)
+def test_another_place_is_the_same_run(settings, tmp_path):
+    fit(tmp_path)
+    assert fit(tmp_path, steps=3, **settings).step == 3
+
+
+OTHERS = [
+    ({"towers": 8}, "another towers: there 4, here 8"),
+    ({"towers": None}, "another towers: there 4, here None"),
+    ({"global_batch": 8, "rows": 8}, "another global_batch: there 16, here 8"),
+    ({"optimizer": optax.adam(0.2)}, r"optimizer: there it computes with 0.1, here with 0.2"),
+    ({"optimizer": optax.adam(optax.linear_schedule(0.1, 0, 5))}, "optimizer|count|leaf"),
+    ({"optimizer": optax.adam(0.1, b2=0.99)}, "another optimizer: there it computes with"),
+    ({"clip_norm": 1.0}, "another clip_norm: there None, here 1.0"),
+    ({"on_nonfinite": "skip"}, "another on_nonfinite: there 'stop', here 'skip'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), OTHERS, ids=lambda value: str(value)[:40])
+def test_another_run_is_refused_by_name(settings, said, tmp_path):
+    # The lie: a run that goes on with another learning rate, and a result that is of neither.
+    fit(tmp_path)
+    with pytest.raises((mt.RunError, mt.CheckpointError), match=said):
+        fit(tmp_path, steps=3, **settings)
+
+
+def test_a_schedule_counts_by_what_it_computes(tmp_path):
+    make = lambda last: optax.sgd(optax.linear_schedule(0.1, last, 5))
+    fit(tmp_path, make(0.0))
+    assert fit(tmp_path, make(0.0), steps=3).step == 3
+    with pytest.raises(mt.RunError, match="another optimizer"):
+        fit(tmp_path, make(0.01), steps=4)
+
+
+def test_an_average_counts_by_what_it_computes(tmp_path):
+    make = lambda offset: lambda step: jnp.minimum(0.9, (1 + step) / (offset + step))
+    fit(tmp_path, ema_decay=make(10.0))
+    assert fit(tmp_path, steps=3, ema_decay=make(10.0)).step == 3
+    with pytest.raises(mt.RunError, match=r"another ema_decay: there .* 10, here with 20"):
+        fit(tmp_path, steps=4, ema_decay=make(20.0))
+
+
+def test_changes_can_be_allowed(tmp_path):
+    fit(tmp_path)
+    assert fit(tmp_path, optax.adam(0.2), steps=3, allow_changes=True).step == 3
+    assert fit(tmp_path, optax.adam(0.2), steps=4).step == 4  # it is that run from now on
+
+
+@pytest.mark.parametrize("rows", [8, 24])
+def test_the_rows_of_batches_count_where_nobody_said_how_many(rows, tmp_path):
+    fit(tmp_path, global_batch=None)
+    with pytest.raises(mt.RunError, match=f"batches of 16 rows, and they have {rows} here"):
+        fit(tmp_path, steps=5, global_batch=None, rows=rows)
