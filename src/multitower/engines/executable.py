@@ -1,12 +1,15 @@
 """One-device programs: the same function, compiled for every device that runs it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
+
+from multitower.errors import ArgumentError, OutputError
 
 
 def compile_for_each(
@@ -29,13 +32,20 @@ def compile_for_each(
 
     Returns:
         One executable per device, in the same order.
+
+    Raises:
+        OutputError: the function has effects in an order.
+        ArgumentError: an argument has a dtype of less than a byte.
     """
     jitted = jax.jit(fn, donate_argnums=donate, compiler_options=_options(devices[0].platform))
 
     def lower(device: jax.Device) -> jax.stages.Lowered:
         there = SingleDeviceSharding(device)
-        return jitted.lower(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments)))
+        traced = jitted.trace(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments)))
+        _refuse_order(traced.jaxpr.effects)
+        return traced.lower()
 
+    _refuse_packed(arguments)
     # In this thread: `with jax.enable_x64(True)` and the like hold in the thread that says so.
     lowered = [lower(device) for device in devices]
     first = lowered[0].compile()
@@ -43,6 +53,25 @@ def compile_for_each(
         return [first]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return [first, *pool.map(lambda one: one.compile(), lowered[1:])]
+
+
+def _refuse_order(effects: Iterable[Any]) -> None:
+    """Towers run side by side, so nothing in them can have an order."""
+    if any("Ordered" in type(effect).__name__ or "Ordered" in str(effect) for effect in effects):
+        raise OutputError(
+            "the function has a callback with ordered=True (io_callback, jax.debug.print), and "
+            "towers run side by side. Say ordered=False, or print what the function returns."
+        )
+
+
+def _refuse_packed(arguments: Sequence[Any]) -> None:
+    """JAX refuses its own arrays of less than a byte, for a program that is compiled ahead."""
+    for leaf in jax.tree.leaves(arguments):
+        if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:
+            raise ArgumentError(
+                f"an argument has dtype {leaf.dtype}, which a tower's program cannot take. Pass "
+                "x.astype(jnp.int8), and cast it back inside of the function."
+            )
 
 
 def signature(tree: Any) -> Any:

@@ -83,7 +83,7 @@ def _without_mesh(fn: Any, *args: Any) -> Any:
 
 def _totals(tree: Any) -> Any:
     """The sums over devices. Small leaves travel together: not all compilers join exchanges."""
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))  # Python numbers too
     small = {i: leaf for i, leaf in enumerate(leaves) if leaf.size <= SMALL}
     together = unpack(jax.tree.map(_psum, pack(small)))
     return treedef.unflatten(

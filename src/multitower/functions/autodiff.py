@@ -13,6 +13,7 @@ from multitower.models.closures import Contents, as_function, call_opened
 from multitower.models.modules import Call, fill, take_call
 from multitower.models.nnx import diff_state
 from multitower.towers.rows import is_traced
+from multitower.towers.surroundings import refuse_inside_a_tower
 
 
 def value_and_grad(
@@ -65,8 +66,10 @@ def value_and_grad(
         the arguments. They lie on every device, or where the parameter is bound to one device.
 
     Raises:
-        ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
+        ArgumentError: an argument that can be neither split nor shared, such as a list of strings;
+            or the call is inside a function that is cut into towers.
         BatchError: no rows, or row counts that differ.
+        ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
         OutputError: a loss that is no scalar and no vector over rows; a mean that would be wrong
             because rows do not fill the towers evenly; an `aux` leaf, or a change in a module, that
             cannot be put together.
@@ -94,6 +97,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
+        refuse_inside_a_tower("value_and_grad")
+
         def run_opened(opened: Any, closed: Contents) -> tuple[ValueAndGrad, Call, Finished]:
             try:
                 kind, run = _remembered(opened, *options)

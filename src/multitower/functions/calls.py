@@ -22,6 +22,7 @@ from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import Parts, Split, Tower, is_key, is_traced, take_apart
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
+from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
 
 
 @jax.tree_util.register_dataclass
@@ -99,6 +100,9 @@ class TowerFunction:
 
     def call(self, call: Call) -> Any:
         """Calls the function with what the user gave."""
+        refuse_a_mesh()
+        if self._towers is not None:
+            refuse_disabled_jit()
         placement = self.placement()
         # Models, and arrays that the function closes over, are whole in every tower.
         axes = (*self._kind.axes(call), None, None)

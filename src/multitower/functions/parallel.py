@@ -15,6 +15,7 @@ from multitower.models.closures import Contents, as_function, call_opened
 from multitower.models.modules import Call, call_tower, take_call
 from multitower.models.state import Changed, as_leaf, only_first
 from multitower.towers.rows import Split, Tower, axes_of_leaves
+from multitower.towers.surroundings import is_inside_a_tower
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,7 +47,8 @@ def make_parallel(
         out_axes: where the rows are in the results; None for a result that does not depend on the
             rows (it is taken from the first tower).
         devices: as for `multitower.devices`; all by default.
-        towers: cut the batch into this many towers. Called eagerly, the result then has the same
+        towers: cut the batch into this many towers. Inside a function that is cut into towers
+            already it is `fn` itself. Called eagerly, the result then has the same
             bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
             `jax.lax.scan` it keeps the towers' rows and keys, and equals that up to rounding.
 
@@ -76,6 +78,9 @@ def make_parallel(
 
     @functools.wraps(fn)
     def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if is_inside_a_tower():  # whose rows are all that there are: by the law it is `fn`
+            return fn(*args, **kwargs)
+
         def run_opened(opened: Any, closed: Contents) -> tuple[Call, Any]:
             try:
                 run = own if opened is fn else _remembered(opened, *options)

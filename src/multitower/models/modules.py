@@ -19,6 +19,7 @@ from multitower.models.equinox import equinox_in_evaluation_mode, is_equinox, ta
 from multitower.models.nnx import is_nnx, nnx_in_evaluation_mode, take_nnx, variables_of
 from multitower.models.state import Changed, enter, join, sort_changes
 from multitower.towers.rows import Tower
+from multitower.towers.surroundings import inside_a_tower
 
 _FRAMEWORKS = ("flax.nnx", "equinox")
 
@@ -231,7 +232,8 @@ def call_tower(fun: Any, call: Call, here: Tower, tower_rows: int) -> tuple[Any,
     args, kwargs = fill((call.args, call.kwargs), modules)
     arrays = [enter(leaf, here) for leaf in call.arrays]  # each tower has its own keys
     closed = Contents(arrays, modules[len(holes_in((call.args, call.kwargs))) :], call.rows)
-    output = close_function(fun, closed)(*args, **kwargs)
+    with inside_a_tower():
+        output = close_function(fun, closed)(*args, **kwargs)
     changed = [
         sort_changes(
             jax.tree.leaves(model.state),

@@ -23,6 +23,7 @@ from multitower.steps.clipping import clipped, leaf_squares
 from multitower.steps.fields import Fields
 from multitower.steps.loss import LossFunction, LossOutput
 from multitower.towers.rows import Parts, Split, Tower, device_dtype
+from multitower.towers.surroundings import inside_a_tower
 
 if TYPE_CHECKING:
     import optax
@@ -185,7 +186,8 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         batch = split.rebuild(shared.rest, rows, here)
         given, treedef = jax.tree.flatten(fields.model_state)
         given = [enter(leaf, here) for leaf in given]
-        output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
+        with inside_a_tower():
+            output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
         new = _leaves_like(treedef, output.model_state)
         changed = sort_changes(given, new, here, tower_rows, step.model_state_from)
         return output._replace(model_state=changed)

@@ -31,6 +31,11 @@ from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows
+from multitower.towers.surroundings import (
+    refuse_a_mesh,
+    refuse_disabled_jit,
+    refuse_inside_a_tower,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -179,7 +184,9 @@ class TrainStep:
         Raises:
             GradientError: a parameter that is no float; the message names its path.
             ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+            ConfigurationError: `jax.set_mesh` is active.
         """
+        refuse_a_mesh()
         self._step.loss.check_extras(model_state, rng)
         if is_model(params):
             params, model_state = self._take(params, model_state)
@@ -222,7 +229,12 @@ class TrainStep:
                 first call, other processes pass other shapes or have other towers.
             ArgumentError: batch leaves that are no numbers.
             OutputError: the loss returned something that it must not.
+            ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
         """
+        refuse_inside_a_tower("train_step")
+        refuse_a_mesh()
+        if self._towers is not None:
+            refuse_disabled_jit()
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise StateError(
                 f"step(state, batch) got {type(state).__name__} as state: make one with "

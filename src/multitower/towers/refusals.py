@@ -94,6 +94,15 @@ def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str
             f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
             "integers or floats first, or keep it out of the batch."
         )
+    if not leaf.dtype.isnative:
+        raise ArgumentError(
+            f"{where()} has dtype {leaf.dtype}, whose bytes are in another order than this "
+            "machine's. Pass x.astype(x.dtype.newbyteorder('='))."
+        )
+    if leaf.dtype in (np.longdouble, np.clongdouble):
+        raise ArgumentError(
+            f"{where()} has dtype {leaf.dtype}, which no device has. Pass x.astype(np.float32)."
+        )
     if isinstance(leaf, np.ma.MaskedArray):
         raise ArgumentError(
             f"{where()} is a masked array, and a device would get it without its mask. Pass "

@@ -1,0 +1,76 @@
+"""What is around a call of ours: another one, the user's own mesh, `jax.disable_jit`."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+
+from multitower.errors import ArgumentError, ConfigurationError
+
+_INSIDE: ContextVar[bool] = ContextVar("multitower_inside_a_tower", default=False)
+
+
+@contextmanager
+def inside_a_tower() -> Generator[None]:
+    """Marks the tracing of a user's function in one tower."""
+    token = _INSIDE.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE.reset(token)
+
+
+def is_inside_a_tower() -> bool:
+    """Whether a user's function is being traced for one tower."""
+    return _INSIDE.get()
+
+
+def refuse_inside_a_tower(name: str) -> None:
+    """Refuses a call inside another one, which has cut the batch already.
+
+    Raises:
+        ArgumentError: it is inside.
+    """
+    if _INSIDE.get():
+        raise ArgumentError(
+            f"multitower.{name} is called inside a function that multitower has cut into towers "
+            "already: it would average over one tower's rows. Use JAX's own function inside "
+            f"({_PLAIN.get(name, 'without multitower')}), or call it outside."
+        )
+
+
+def refuse_a_mesh() -> None:
+    """Refuses a mesh of the user's that all arrays would have to lie on.
+
+    Raises:
+        ConfigurationError: `jax.set_mesh(...)` is active.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.axis_names != _OWN:
+        raise ConfigurationError(
+            f"jax.set_mesh is active, with the axes {mesh.axis_names}, and multitower puts arrays "
+            "on devices itself. Call it outside of `with jax.set_mesh(...)`, or leave set_mesh "
+            "out: with multitower a program needs no mesh."
+        )
+
+
+def refuse_disabled_jit() -> None:
+    """Refuses programs that are compiled ahead while nothing is to be compiled.
+
+    Raises:
+        ConfigurationError: `jax.disable_jit()` is active.
+    """
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ConfigurationError(
+            "jax.disable_jit() is active, and with towers= every tower runs a compiled program. "
+            "To step through the loss call it by itself, or leave out towers=."
+        )
+
+
+_OWN = ("towers",)
+_PLAIN = {
+    "grad": "jax.grad",
+    "value_and_grad": "jax.value_and_grad",
+    "train_step": "jax.value_and_grad and the optimizer's update",
+}

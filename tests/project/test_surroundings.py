@@ -1,0 +1,131 @@
+"""What is around a call: another one, a mesh, disable_jit; dtypes that no device has. Each works
+or is refused in words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+
+import multitower as mt
+
+X = np.arange(8.0, dtype=np.float32)
+EACH = pytest.mark.parametrize("towers", [None, 4])
+
+
+def loss(w, x):
+    return (w * x - 1) ** 2
+
+
+def step_once(towers, loss=loss):
+    step = mt.train_step(loss, optax.sgd(0.1), devices=4, towers=towers)
+    return step(step.init(np.float32(1)), X)
+
+
+CALLS = {
+    "grad": lambda towers: mt.grad(loss, devices=4, towers=towers)(1.0, X),
+    "make_parallel": lambda towers: mt.make_parallel(lambda x: x, devices=4, towers=towers)(X),
+    "train_step": step_once,
+    "evaluate": lambda towers: mt.evaluate(
+        lambda w, x: {"a": w * x}, 1.0, X, global_batch=4, devices=4, towers=towers
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@EACH
+def test_a_mesh_of_the_users(name, towers):
+    """Lie: a page of JAX's words about another mesh."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(mt.ConfigurationError, match=r"jax.set_mesh is active.*Call it outside"),
+    ):
+        CALLS[name](towers)
+    CALLS[name](towers)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_disable_jit(name):
+    with jax.disable_jit():
+        CALLS[name](None)
+        with pytest.raises(mt.ConfigurationError, match=r"disable_jit.*leave out towers="):
+            CALLS[name](4)
+
+
+@EACH
+def test_make_parallel_inside_a_tower_is_the_function(towers):
+    """Law L1 again: on one device it is the function, and so it is in a tower."""
+    double = mt.make_parallel(lambda x: 2 * x, devices=2)
+    outer = mt.make_parallel(lambda x: double(x) + x, devices=4, towers=towers)
+    np.testing.assert_array_equal(outer(X), 3 * X)
+    value, _ = mt.value_and_grad(lambda w, x: w * double(x), devices=4, towers=towers)(1.0, X)
+    assert value == 7.0
+    step_once(towers, lambda w, x: loss(w, double(x)))
+
+
+@EACH
+def test_gradients_inside_a_tower_are_refused(towers):
+    """Lie: a mean over one tower's rows, taken for the mean over all."""
+    inner = mt.grad(loss, devices=1)
+    with pytest.raises(mt.ArgumentError, match=r"grad is called inside.*jax.value_and_grad"):
+        mt.make_parallel(lambda x: x * inner(1.0, x), devices=4, towers=towers)(X)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1)
+    state = step.init(np.float32(1))
+    with pytest.raises(mt.ArgumentError, match="train_step is called inside"):
+        mt.make_parallel(lambda x: x * step(state, x)[1]["loss"], devices=4, towers=towers)(X)
+
+
+@EACH
+def test_a_callback_in_an_order(towers):
+    def ordered(x):
+        io_callback(lambda value: None, None, x, ordered=True)
+        return x
+
+    if towers:
+        with pytest.raises(mt.OutputError, match=r"ordered=True.*Say ordered=False"):
+            mt.make_parallel(ordered, devices=4, towers=towers)(X)
+
+
+@EACH
+def test_a_python_number_in_aux(towers):
+    run = mt.value_and_grad(
+        lambda w, x: (loss(w, x), {"kl": 0.0}), has_aux=True, devices=4, towers=towers
+    )
+    (_, aux), _ = run(1.0, X)
+    assert aux["kl"] == 0.0
+    _, metrics = step_once(towers, lambda w, x: (loss(w, x), {"kl": 0.0}))
+    assert metrics["kl"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (">f4", r"another order than this machine's. Pass x.astype\(x.dtype.newbyteorder"),
+        (np.longdouble, r"no device has. Pass x.astype\(np.float32\)"),
+    ],
+)
+def test_arrays_that_no_device_can_have(dtype, said):
+    with pytest.raises(mt.ArgumentError, match=said):
+        mt.grad(loss, devices=2)(1.0, X.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float8_e4m3fn"])
+@EACH
+def test_narrow_dtypes(dtype, towers):
+    rows = jnp.arange(8).astype(dtype)
+    run = mt.make_parallel(lambda x: x.astype(float) * 2, devices=4, towers=towers)
+    if dtype == "int4" and towers:
+        with pytest.raises(mt.ArgumentError, match=r"dtype int4.*Pass x.astype\(jnp.int8\)"):
+            run(rows)
+        return
+    found = run(rows)
+    np.testing.assert_array_equal(found, rows.astype(float) * 2)
+
+
+@EACH
+def test_a_transfer_guard(towers):
+    """Copies of the user's rows are asked for: they are explicit."""
+    with jax.transfer_guard("disallow"):
+        mt.grad(loss, devices=4, towers=towers)(1.0, X)
