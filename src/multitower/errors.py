@@ -21,6 +21,10 @@ MultitowerWarning (UserWarning)         it works, but hardly as meant
 Every class also derives from the builtin in brackets, so `except ValueError` keeps working.
 """
 
+import sys
+import warnings
+from pathlib import Path
+
 
 class MultitowerError(Exception):
     """Base of every error that multitower raises."""
@@ -84,3 +88,20 @@ class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing wen
 
 class MultitowerWarning(UserWarning):
     """The program runs, but hardly as it was meant."""
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's program that led here, however deep it is inside."""
+    level, frame = 1, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, MultitowerWarning, stacklevel=level + 1)
+
+
+def _is_inside(file: str) -> bool:
+    """Whether a file is this library's, JAX's, or one of Python's own that calls others."""
+    return file.startswith(_OWN) or any(name in file for name in _BETWEEN)
+
+
+_OWN = str(Path(__file__).parent)
+_BETWEEN = ("/site-packages/jax/", "/contextlib.py", "/functools.py", "<frozen")

@@ -129,3 +129,48 @@ def test_a_transfer_guard(towers):
     """Copies of the user's rows are asked for: they are explicit."""
     with jax.transfer_guard("disallow"):
         mt.grad(loss, devices=4, towers=towers)(1.0, X)
+
+
+# ---------------------------------------------------------------- words
+
+
+@EACH
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        lambda w, x: (w * x).reshape(8, 1)[:, 0],
+        lambda w, x: jax.lax.top_k(w * x, 5)[0],
+    ],
+)
+def test_an_error_in_a_tower_says_so(fixed, towers):
+    """Lie: JAX's words about two rows, where the user has passed eight."""
+    for call in (
+        lambda: mt.grad(fixed, devices=4, towers=towers)(1.0, X),
+        lambda: mt.make_parallel(fixed, (None, 0), devices=4, towers=towers)(1.0, X),
+        lambda: step_once(towers, fixed),
+    ):
+        with pytest.raises(Exception, match=r"reshape|top_k|operand") as told:
+            call()
+        assert any("the rows of one tower, 2 of the batch's" in n for n in told.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["grad", "train_step", "make_parallel", "jit", "devices"])
+def test_a_warning_points_at_the_line_of_the_user(name):
+    """Lie: a warning at a line of the library, which nobody can change."""
+    mixing = lambda w, x: loss(w, x - x.mean())
+    calls = {
+        "grad": lambda: mt.grad(mixing, devices=2)(1.0, X),
+        "train_step": lambda: step_once(4, mixing),
+        "make_parallel": lambda: mt.make_parallel(mixing, (None, 0), devices=2)(1.0, X),
+        "jit": lambda: jax.jit(mt.grad(lambda w, x: loss(w, x - x.max()), devices=2))(1.0, X),
+        "devices": lambda: mt.devices("gpu", soft=True),
+    }
+    with pytest.warns(mt.MultitowerWarning) as told:
+        calls[name]()
+    assert {one.filename for one in told} == {__file__}
+
+
+def test_a_state_is_shown_as_a_summary():
+    state, _ = step_once(4)
+    assert repr(state).startswith("TrainState(step=1, params=<1 array, 1 elements>, opt_state=")
+    assert "ema_params=None" in repr(state)

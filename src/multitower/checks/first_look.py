@@ -4,7 +4,6 @@ It reads the program of one tower and runs nothing. What it says is worth a warn
 somebody may mean it.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, TABLE, Problem
 from multitower.checks.row_flow import Reading, read, unused_size
-from multitower.errors import MultitowerWarning
+from multitower.errors import warn
 from multitower.towers.rows import Tower, device_dtype
 
 # What is handed on from step to step; how towers put it together is said elsewhere.
@@ -61,9 +60,7 @@ def look(
         *_of_results(_Results.of(reading, tree, num_rows), averages, {*reading.tables.values()}),
     ]
     for problem in found:
-        warnings.warn(
-            f"{problem} (mt.check_parallel looks closer.)", MultitowerWarning, stacklevel=4
-        )
+        warn(f"{problem} (mt.check_parallel looks closer.)")
 
 
 class _Result(NamedTuple):

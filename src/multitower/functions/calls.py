@@ -1,7 +1,6 @@
 """A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +12,7 @@ from multitower.checks.first_look import look
 from multitower.engines import spmd
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits, on_each_device
-from multitower.errors import MultitowerWarning
+from multitower.errors import warn
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
 from multitower.processes.together import spread
@@ -163,12 +162,10 @@ class TowerFunction:
         placement, given = whole.divided(), len(whole.devices)
         placement.check_all_take_part()
         if len(placement.devices) < given:
-            warnings.warn(
+            warn(
                 f"towers={self._towers} inside another transformation (jax.jit and the like): all "
                 f"devices have equally many there, so that {len(placement.devices)} of {given} are "
-                f"used. Use a multiple of {given}, or call the function outside.",
-                MultitowerWarning,
-                stacklevel=2,
+                f"used. Use a multiple of {given}, or call the function outside."
             )
         return placement
 

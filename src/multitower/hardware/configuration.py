@@ -7,13 +7,12 @@ pool, so that their last bits depend on it. `configure` pins it.
 
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from multitower.errors import ConfigurationError, MultitowerWarning
+from multitower.errors import ConfigurationError, warn
 from multitower.processes.joining import join_processes
 
 # One size for every run: bits of CPU kernels depend on it (see ARCHITECTURE.md, "Same bits").
@@ -139,7 +138,7 @@ def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
 def _warn_once(subject: str, text: str) -> None:
     if subject not in _applied:
         _applied[subject] = True
-        warnings.warn(text, MultitowerWarning, stacklevel=4)
+        warn(text)
 
 
 # What `configure` has set in this process: JAX cannot be asked for all of it afterwards.

@@ -2,12 +2,11 @@
 
 import contextlib
 import re
-import warnings
 from collections.abc import Generator, Iterable, Sequence
 
 import jax
 
-from multitower.errors import DeviceError, MultitowerWarning
+from multitower.errors import DeviceError, warn
 from multitower.hardware.configuration import warn_if_threads_are_few
 
 DeviceSpec = int | str | jax.Device | Sequence[str | jax.Device]
@@ -144,7 +143,7 @@ def _named(name: str, soft: bool) -> list[jax.Device]:
 
 def _fall_back(missing: str, chosen: Sequence[jax.Device]) -> None:
     names = ", ".join(_name(d) for d in chosen)
-    warnings.warn(f"{missing} Using {names} instead.", MultitowerWarning, stacklevel=5)
+    warn(f"{missing} Using {names} instead.")
 
 
 def _name(one: jax.Device) -> str:

@@ -232,7 +232,7 @@ def call_tower(fun: Any, call: Call, here: Tower, tower_rows: int) -> tuple[Any,
     args, kwargs = fill((call.args, call.kwargs), modules)
     arrays = [enter(leaf, here) for leaf in call.arrays]  # each tower has its own keys
     closed = Contents(arrays, modules[len(holes_in((call.args, call.kwargs))) :], call.rows)
-    with inside_a_tower():
+    with inside_a_tower(tower_rows):
         output = close_function(fun, closed)(*args, **kwargs)
     changed = [
         sort_changes(

@@ -186,7 +186,7 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         batch = split.rebuild(shared.rest, rows, here)
         given, treedef = jax.tree.flatten(fields.model_state)
         given = [enter(leaf, here) for leaf in given]
-        with inside_a_tower():
+        with inside_a_tower(tower_rows):
             output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
         new = _leaves_like(treedef, output.model_state)
         changed = sort_changes(given, new, here, tower_rows, step.model_state_from)

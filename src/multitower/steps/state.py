@@ -201,4 +201,16 @@ class TrainState:
     def __repr__(self) -> str:
         if self._spent:
             return "TrainState(overwritten)"
-        return f"TrainState{repr(self.fields()).removeprefix('Fields')}"
+        fields = self.fields()
+        rest = [
+            f"{name}={_summary(tree)}" for name, tree in fields._asdict().items() if name != "step"
+        ]
+        return f"TrainState(step={fields.step}, {', '.join(rest)})"
+
+
+def _summary(tree: Any) -> str:
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return "None" if tree is None else "no arrays"
+    arrays = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
+    return f"<{arrays}, {sum(leaf.size for leaf in leaves):,} elements>"

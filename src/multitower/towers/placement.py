@@ -1,7 +1,6 @@
 """Placement: which device runs which towers. Towers are mathematics, devices are only a place."""
 
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multitower.errors import DeviceError, MultitowerWarning
+from multitower.errors import DeviceError, warn
 from multitower.hardware.configuration import warn_if_bits_depend_on_threads
 from multitower.hardware.devices import DeviceSpec
 from multitower.hardware.devices import devices as find_devices
@@ -108,11 +107,9 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     warn_if_bits_depend_on_threads(found)
     if towers < len(found):
         idle = len(found) - towers
-        warnings.warn(
+        warn(
             f"towers={towers} keep {towers} of {len(found)} devices busy; {idle} stay idle. Use "
-            f"towers={len(found)} or a multiple of it to use them all, or devices={towers}.",
-            MultitowerWarning,
-            stacklevel=3,
+            f"towers={len(found)} or a multiple of it to use them all, or devices={towers}."
         )
     placement = contiguous(found[:towers], towers)
     placement.check_all_take_part()

@@ -1,13 +1,12 @@
 """Same call: what every process must pass alike, compared at the first call."""
 
-import warnings
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from multitower.errors import BatchError, MultitowerWarning
+from multitower.errors import BatchError, warn
 from multitower.processes.together import lines_of_all
 from multitower.towers.placement import Placement
 from multitower.towers.rows import is_key
@@ -44,13 +43,11 @@ def check_same_call(name: str, leaves: Sequence[Any], placement: Placement) -> N
                 "takes the rows of its own towers."
             )
         if own_values != first_values:
-            warnings.warn(
+            warn(
                 f"{name}: process {process} passes other values than process 0. Every process "
                 "passes the same whole batch in the same order, not a part of it as with a "
                 "DistributedSampler, and the same parameters and keys: seed them alike. Only the "
-                "rows of its own towers are used (mt.LazyRows reads no others).",
-                MultitowerWarning,
-                stacklevel=3,
+                "rows of its own towers are used (mt.LazyRows reads no others)."
             )
             return
 

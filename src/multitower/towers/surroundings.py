@@ -6,17 +6,29 @@ from contextvars import ContextVar
 
 import jax
 
-from multitower.errors import ArgumentError, ConfigurationError
+from multitower.errors import ArgumentError, ConfigurationError, MultitowerError
 
 _INSIDE: ContextVar[bool] = ContextVar("multitower_inside_a_tower", default=False)
 
 
 @contextmanager
-def inside_a_tower() -> Generator[None]:
-    """Marks the tracing of a user's function in one tower."""
+def inside_a_tower(tower_rows: int) -> Generator[None]:
+    """Marks the tracing of a user's function in one tower; an error says how many rows it has."""
     token = _INSIDE.set(True)
     try:
         yield
+    except MultitowerError:
+        raise
+    except Exception as error:
+        note = (
+            f"multitower called this function with the rows of one tower, {tower_rows} of the "
+            "batch's. A number of rows that is written into the function, or more of them than a "
+            "tower has (reshape, top_k), fails here: take it from the argument, x.shape[0], or use "
+            "fewer towers."
+        )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
     finally:
         _INSIDE.reset(token)
 

@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import CheckpointError, MultitowerWarning
+from multitower.errors import CheckpointError, warn
 from multitower.processes.together import are_several, is_first, of_first
 from multitower.steps.fingerprint import fingerprint
 from multitower.steps.leaves import check_same_leaves, leaf_like, named_leaves, on_host
@@ -346,11 +345,9 @@ class Checkpoints:
 
     def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
         self._set_aside(list(failures))
-        warnings.warn(
+        warn(
             f"{'; '.join(failures.values())}. It goes on from checkpoint {found}; what is damaged "
-            f"was renamed to {self.directory}/damaged-*.",
-            MultitowerWarning,
-            stacklevel=4,
+            f"was renamed to {self.directory}/damaged-*."
         )
 
     def _set_aside(self, steps: list[int]) -> None:
