@@ -1,7 +1,5 @@
 """`python -m multitower` is `multitower`."""
 
-import sys
+from multitower_command import main
 
-from multitower.cli.main import main
-
-sys.exit(main())
+main()

@@ -96,6 +96,19 @@ def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
     assert result_of(run_dir)["fingerprint"] == whole
 
 
+def test_a_run_that_was_refused_stands_in_nobodys_way(tmp_path, capsys):
+    """Lie: a typing error that is told after the training, and then at every resume."""
+    command = ["train", CIRCLE, "--devices", "1", "--steps", "2", "--run-dir", str(tmp_path)]
+    for flags in (["--keep-best", "f1"], ["--keep-best", "f1", "--resume", "auto"]):
+        assert main([*command, *flags]) == 2
+        said = capsys.readouterr().err
+        assert "keep_best='f1': the test phase has no such score. It has: " in said
+        assert not (tmp_path / "checkpoints").exists()
+    assert main([*command, "--keep-best", "loss", "--resume", "auto"]) == 0
+    assert main([*command, "--keep-best", "accuracy", "--resume", "auto"]) == 2
+    assert "holds another run" in capsys.readouterr().err
+
+
 def test_resume_auto_refuses_another_run(tmp_path, capsys):
     """Lie: a changed learning rate or batch that is silently the old one."""
     command = ["train", CIRCLE, "--steps", "1", "--batch-size", "2", "--devices", "1"]

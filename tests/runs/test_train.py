@@ -109,7 +109,8 @@ def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     assert [(now.phase, now.step) for now in seen] == [
         ("train", 1), ("train", 2), ("test", 2), ("train", 3), ("train", 4),
     ]  # fmt: skip
-    names = {"best", "checkpoints", "events", "metrics.jsonl", "report.html", "result.json"}
+    names = {".lock", "best", "checkpoints", "events"}
+    names |= {"metrics.jsonl", "report.html", "result.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert result["placement"] == {"cpu:0": [0, 1], "cpu:1": [2, 3]}

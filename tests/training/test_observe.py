@@ -1,6 +1,8 @@
 """Observers: what is written is what was reported, once per step, and others can read it."""
 
 import json
+import os
+import time
 import warnings
 
 import numpy as np
@@ -76,3 +78,34 @@ def test_tensorboard_reads_one_point_per_step_and_tag(tmp_path):
     assert any("configuration" in tag for tag in train.Tags()["tensors"])
     assert [event.step for event in test.Scalars("loss")] == [3]
     assert [event.step for event in test.Histograms("params/a")] == [3]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_full_disk_is_one_error_and_not_a_page_of_lines(tmp_path, capfd):
+    """Lie: a run that trains on and writes nothing down; or tracebacks of a library's thread."""
+    full, said = os.open("/dev/full", os.O_WRONLY), "cannot be written: No space left on device"
+    metrics = MetricsFile(tmp_path / "m")
+    report(metrics, [1])
+    os.dup2(full, metrics._file.fileno())
+    with pytest.raises(mt.RunError, match=f"m {said}"):
+        report(metrics, [2])
+    with pytest.raises(mt.RunError, match=f"m {said}"):
+        metrics.close()
+    events = EventFiles(tmp_path)
+    report(events, [1])
+    ((_, file),) = events._writers.values()
+    os.dup2(full, file._descriptor)
+    report(events, [2])
+    wait_until(lambda: file.error is not None)  # it writes in a thread
+    for act in (lambda: report(events, [3]), events.flush, events.close):
+        with pytest.raises(mt.RunError, match=f"train/events.* {said}"):
+            act()
+    os.close(full)
+    assert capfd.readouterr().err == ""
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

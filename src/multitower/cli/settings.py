@@ -1,7 +1,9 @@
 """What the command line sets of a recipe: `--set`, `--data`, `--synthetic`, `--download`."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,4 +134,16 @@ def download_data(recipe: Recipe) -> None:
             told[name] = tenth
             say(f"downloading {name}: {done / 1e6:.1f} of {total / 1e6:.1f} MB")
 
-    recipe.download(progress)
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    with contextlib.nullcontext() if ignored else _ctrl_c_as_an_exception():
+        recipe.download(progress)
+
+
+@contextlib.contextmanager
+def _ctrl_c_as_an_exception() -> Generator[None]:
+    """So that half a file is removed before the process ends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -85,13 +85,16 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
     before = _said(read_config(path))
     now = _said(json.loads(json.dumps(config)))
     differs = sorted(name for name in before | now if before.get(name) != now.get(name))
+    finished = (path / RESULT).exists()
+    if differs and not finished and not (path / CHECKPOINTS).exists():
+        return "nothing"  # the other one was refused: it has trained nothing
     if differs:
         name = differs[0]
         raise RunError(
             f"{path} holds another run: there {name} is {before.get(name)!r}, and here "
             f"{now.get(name)!r}. Give the command of that run, or another --run-dir."
         )
-    return "finished" if (path / RESULT).exists() else "begun"
+    return "finished" if finished else "begun"
 
 
 def fresh_run_directory(parent: Path, name: str) -> Path:

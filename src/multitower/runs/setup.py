@@ -1,5 +1,6 @@
 """A recipe that is set up: its trainer, its data, its first state."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from multitower.runs.options import LARGEST_SEED, RunOptions
 from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import take_apart
+from multitower.training.best_checkpoint import check_score
 from multitower.training.trainer import Trainer
 
 # Without gradients so many batches fit where one did: fewer round trips.
@@ -82,6 +84,23 @@ class RecipeJob:
         rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
         model_state = None if recipe.model_state is None else recipe.model_state()
         return {"params": recipe.init(key), "model_state": model_state, "rng": rng}
+
+    def check_keep_best(self) -> None:
+        """Refuses a `keep_best` that is no score, before anything is trained.
+
+        Raises:
+            RunError: there is no such score.
+        """
+        if self.options.keep_best is None:
+            return
+        recipe = self.recipe
+        row = jax.tree.map(lambda leaf: leaf[:1], self.data.test)
+        extras: dict[str, Any] = {}
+        if takes(recipe.metrics, "model_state") and recipe.model_state is not None:
+            extras["model_state"] = recipe.model_state()
+        score = functools.partial(recipe.metrics, **extras)
+        params = jax.eval_shape(recipe.init, jax.random.key(0))
+        check_score(self.options.keep_best, jax.eval_shape(score, params, row))
 
     def test(self, state: TrainState) -> dict[str, float]:
         """Scores a state on the test set."""

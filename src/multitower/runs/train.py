@@ -69,6 +69,7 @@ def run(
     began = time.perf_counter()
     write_report = None if directory is None else _find_write_report()
     job = RecipeJob.of(recipe, options, directory)
+    job.check_keep_best()
     steps = options.steps or recipe.steps
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}

@@ -1,7 +1,7 @@
 """The best state so far, judged by a score of the test phase, in a directory of its own."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -51,11 +51,7 @@ class BestCheckpoint(NamedTuple):
             RunError: the scores lack the one that decides.
             CheckpointError: it cannot be written, or the one that is there cannot be read.
         """
-        if self.metric not in scores:
-            raise RunError(
-                f"keep_best={self.metric!r}: the test phase has no such score. It has: "
-                f"{', '.join(sorted(scores)) or 'none'}."
-            )
+        check_score(self.metric, scores)
         before = self.scores()
         if before is not None and not self._is_better(scores[self.metric], before[1][self.metric]):
             return False
@@ -79,3 +75,16 @@ class BestCheckpoint(NamedTuple):
 
     def _is_better(self, new: float, old: float) -> bool:
         return new > old if self.mode == "max" else new < old
+
+
+def check_score(metric: str, scores: Iterable[str]) -> None:
+    """Refuses a score that decides and that the test phase does not have.
+
+    Raises:
+        RunError: `metric` is not among `scores`.
+    """
+    if metric not in scores:
+        raise RunError(
+            f"keep_best={metric!r}: the test phase has no such score. It has: "
+            f"{', '.join(sorted(scores)) or 'none'}."
+        )

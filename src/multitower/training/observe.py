@@ -1,5 +1,6 @@
 """Observers: hooks that write down what a run reports, for TensorBoard and for programs."""
 
+import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import numpy as np
 
 from multitower.errors import RunError
 from multitower.processes.together import is_first
+from multitower.training.event_writer import EventFile, open_writer
 from multitower.training.progress import Progress
 
 
@@ -44,7 +46,11 @@ class MetricsFile:
         self._file: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        """Writes one line; of several processes, only the first one does."""
+        """Writes one line; of several processes, only the first one does.
+
+        Raises:
+            RunError: it cannot be written.
+        """
         if not is_first():
             return
         if self._file is None:
@@ -54,13 +60,23 @@ class MetricsFile:
         line: dict[str, Any] = {"phase": progress.phase, "step": progress.step, **numbers}
         if progress.examples_per_s is not None:
             line["examples_per_s"] = round(progress.examples_per_s, 1)
-        self._file.write(json.dumps(line) + "\n")
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
-        """Writes what is left to disk."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Writes what is left to disk.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            raise self._failed(error) from error
 
     def _open(self, first_step: int) -> Any:
         try:
@@ -69,7 +85,10 @@ class MetricsFile:
             # Line by line, so that a killed run leaves whole lines.
             return self._path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
-            raise RunError(f"{self._path} cannot be written: {error.strerror or error}.") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> RunError:
+        return RunError(f"{self._path} cannot be written: {error.strerror or error}.")
 
     def __enter__(self) -> "MetricsFile":
         return self
@@ -104,18 +123,21 @@ class EventFiles:
 
     def __init__(self, directory: str | Path, texts: Mapping[str, str] | None = None) -> None:
         try:
-            import tensorboardX  # noqa: PLC0415 (slow to import, and optional)
+            importlib.import_module("tensorboardX")  # slow, and optional
         except ImportError as error:
             raise RunError(
                 "event files need tensorboardX: pip install 'multitower[cli]'."
             ) from error
-        self._writer_class: Any = tensorboardX.SummaryWriter
         self._directory = Path(directory)
         self._texts = dict(texts or {})
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, tuple[Any, EventFile]] = {}
 
     def __call__(self, progress: Progress) -> None:
-        """Writes one point for every metric, and what belongs to the phase; in process 0 alone."""
+        """Writes one point for every metric, and what belongs to the phase; in process 0 alone.
+
+        Raises:
+            RunError: what was to be written before could not be.
+        """
         if not is_first():
             return
         writer = self._writer(progress)
@@ -143,29 +165,40 @@ class EventFiles:
             return
         writer = self._writer(Progress("train", step, step, {}))
         writer.add_images(name, np.asarray(images), step, dataformats="NHWC")
-        writer.flush()
+        self.flush()
 
     def flush(self) -> None:
-        """Writes what has been told so far to disk."""
-        for writer in self._writers.values():
+        """Writes what has been told so far to disk.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        for writer, file in self._writers.values():
             writer.flush()
+            file.check()
 
     def close(self) -> None:
-        """Writes what is left to disk."""
-        for writer in self._writers.values():
+        """Writes what is left to disk.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        opened, self._writers = self._writers, {}
+        for writer, _ in opened.values():
             writer.close()
-        self._writers = {}
+        for _, file in opened.values():
+            file.check()
 
     def _writer(self, progress: Progress) -> Any:
         if progress.phase not in self._writers:
             # purge_step: points of steps that a resumed run makes again are hidden.
-            writer = self._writer_class(
-                str(self._directory / progress.phase), purge_step=progress.step
-            )
+            writer, file = open_writer(self._directory / progress.phase, progress.step)
             for name, text in self._texts.items():
                 writer.add_text(name, text, progress.step)
-            self._writers[progress.phase] = writer
-        return self._writers[progress.phase]
+            self._writers[progress.phase] = writer, file
+        writer, file = self._writers[progress.phase]
+        file.check()
+        return writer
 
     def __enter__(self) -> "EventFiles":
         return self

@@ -1,0 +1,28 @@
+"""The command `multitower`. Outside of the package, so that Ctrl-C is heard while that is imported.
+
+Python's own answer to Ctrl-C is an exception wherever the program is. It ends an import of JAX in a
+page of lines or in a hang, and a compilation in a crash of threads that go on. So the process is
+ended at once, with one line: what is on disk is whole at any moment. While a run trains, `Trainer`
+takes the first Ctrl-C: it finishes the step and saves.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> None:
+    """Runs the command line as a program, and ends it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored
+        signal.signal(signal.SIGINT, stop)
+    from multitower.cli.main import main as run  # noqa: PLC0415 (from here on it is heard)
+
+    sys.exit(run())
+
+
+def stop(*_: int | FrameType | None) -> None:
+    """Ends this process with one line and code 130, wherever it is."""
+    shown = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides the cursor
+    os.write(2, f"{shown}multitower: stopped\n".encode())
+    os._exit(128 + signal.SIGINT)
