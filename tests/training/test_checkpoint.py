@@ -252,7 +252,7 @@ def test_a_failed_background_save_is_raised_at_the_next_one(tmp_path, monkeypatc
     def fail():
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints._manager, "check_for_errors", fail)
+    monkeypatch.setattr(checkpoints._manager._manager, "check_for_errors", fail)
     with pytest.raises(mt.CheckpointError, match=r"No space left .* MiB are free"):
         checkpoints.save(1, state, {})
     monkeypatch.undo()
@@ -265,12 +265,27 @@ def test_a_failure_at_the_very_end_is_one_of_ours(tmp_path, monkeypatch):
     _, state = make(1)
     checkpoints.save(1, state, {})
     checkpoints.wait()
-    close = checkpoints._manager.close
+    close = checkpoints._manager._manager.close
 
     def fail():
         close()
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(checkpoints._manager, "close", fail)
+    monkeypatch.setattr(checkpoints._manager._manager, "close", fail)
     with pytest.raises(mt.CheckpointError, match="Read-only file system"):
         checkpoints.close()
+
+
+def test_a_leaf_without_elements(tmp_path):
+    # The lie: Orbax's words, "Cannot save arrays with zero size", and a run that cannot be saved.
+    step = mt.train_step(
+        lambda p, x: (p["w"] * x + p["none"].sum()) ** 2, optax.adam(0.1), devices=2
+    )
+    make_state = lambda w: step.init({"w": jnp.float32(w), "none": jnp.zeros((0, 3))})
+    with Checkpoints(tmp_path) as checkpoints:
+        state = make_state(2)
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(like=make_state(0)).state
+    assert mt.fingerprint(restored) == mt.fingerprint(state)
+    assert restored.params["none"].shape == (0, 3)

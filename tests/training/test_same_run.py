@@ -38,7 +38,7 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("settings", SAME, ids=str)
+@pytest.mark.parametrize("settings", SAME, ids="-".join)
 def test_another_place_is_the_same_run(settings, tmp_path):
     fit(tmp_path)
     assert fit(tmp_path, steps=3, **settings).step == 3
@@ -56,7 +56,9 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "said"), OTHERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("settings", "said"), OTHERS, ids=lambda x: "" if isinstance(x, str) else "-".join(x)
+)
 def test_another_run_is_refused_by_name(settings, said, tmp_path):
     # The lie: a run that goes on with another learning rate, and a result that is of neither.
     fit(tmp_path)

@@ -10,11 +10,7 @@ writes, the others wait for it at the barriers of Orbax.
 
 import hashlib
 import json
-import shutil
-import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import CheckpointError, warn
-from multitower.processes.together import are_several, is_first, of_first
+from multitower.processes.together import is_first, of_first
 from multitower.steps.fingerprint import fingerprint
 from multitower.steps.leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.steps.state import TrainState
-from multitower.training.orbax_library import first_line, load_orbax
-
-# A reader that a run overtakes looks again, so often and after so many seconds.
-_TRIES = 50
-_PAUSE_S = 0.05
+from multitower.training.orbax_library import first_line
+from multitower.training.orbax_manager import TRIES, OrbaxManager
 
 
 class Restored(NamedTuple):
@@ -78,22 +71,7 @@ class Checkpoints:
         self, directory: str | Path, *, keep_last: int = 3, read_only: bool = False
     ) -> None:
         self.directory = Path(directory).absolute()
-        self._ocp = load_orbax()
-        self._is_broken = False
-        self._handled = sys.exception()
-        options = self._ocp.CheckpointManagerOptions(
-            max_to_keep=keep_last,
-            read_only=read_only,
-            cleanup_tmp_directories=not read_only,
-            async_options=self._ocp.options.AsyncOptions(
-                # Else threads wait 20 minutes for a directory that could not be made, and with them
-                # the end of the program.
-                create_directories_asynchronously=False,
-                barrier_sync_fn=self._meet,
-            ),
-        )
-        self._read_only = read_only
-        self._manager = self._open(options)
+        self._manager = OrbaxManager(self.directory, keep_last=keep_last, read_only=read_only)
 
     def save(
         self,
@@ -127,28 +105,13 @@ class Checkpoints:
             "step": step,
         }
         written["sha256"] = _digest(written)
-        numbered = {f"{number:05d}": leaf for number, leaf in enumerate(leaves.values())}
-        args = self._ocp.args
-        self._handled = sys.exception()
-        try:
-            self._manager.save(
-                step,
-                args=args.Composite(
-                    state=args.StandardSave(numbered), about=args.JsonSave(written)
-                ),
-            )
-        except Exception as error:  # Orbax raises what the file system, or it itself, raises
-            raise self._failed(error) from error
+        # Orbax refuses arrays without elements; their shapes are in `written`.
+        numbered = {_key(number): x for number, x in enumerate(leaves.values()) if x.size}
+        self._manager.save(step, numbered, written)
 
     def steps(self) -> list[int]:
         """The numbers of the complete checkpoints, in ascending order."""
-        found = self._manager.all_steps()
-        if self._read_only and not found:
-            # A run may have put a newer one in the place of the only one while Orbax was looking.
-            time.sleep(_PAUSE_S)
-            self._reload()
-            found = self._manager.all_steps()
-        return sorted(found)
+        return self._manager.steps()
 
     def restore(
         self, *, like: TrainState, step: int | None = None, allow_previous: bool = False
@@ -166,7 +129,7 @@ class Checkpoints:
         """
         self.wait()
         candidates, failures = self._candidates(step), dict[int, str]()
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             for candidate in candidates if allow_previous else candidates[:1]:
                 try:
                     restored = self._read(candidate, like)
@@ -176,7 +139,7 @@ class Checkpoints:
                 if failures:
                     self._pass_over(failures, candidate)
                 return restored
-            if not self._is_overtaken(candidates[0]):
+            if not self._manager.is_overtaken(candidates[0]):
                 break
             candidates, failures = self._candidates(step), {}
         others = [s for s in candidates[1:] if not allow_previous]
@@ -205,7 +168,7 @@ class Checkpoints:
             try:
                 return step, self._read_json(step)["about"]
             except Exception as error:
-                if not self._is_overtaken(step):
+                if not self._manager.is_overtaken(step):
                     reason = str(error) if isinstance(error, _DamageError) else first_line(error)
                     raise CheckpointError(
                         f"{self.directory}/{step} cannot be read: {reason}."
@@ -231,10 +194,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there was one.
         """
-        try:
-            self._manager.check_for_errors()
-        except Exception as error:
-            raise self._failed(error) from error
+        self._manager.raise_failure()
 
     def wait(self) -> None:
         """Waits until everything is on disk.
@@ -242,10 +202,7 @@ class Checkpoints:
         Raises:
             CheckpointError: a save has failed.
         """
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
+        self._manager.wait()
 
     def close(self) -> None:
         """Waits, and lets the background threads go.
@@ -253,15 +210,7 @@ class Checkpoints:
         Raises:
             CheckpointError: a save has failed.
         """
-        if self._is_broken and are_several():
-            return  # it has been said, and Orbax would wait for the others, who wait for this one
-        try:
-            self.wait()
-        finally:
-            try:
-                self._manager.close()  # writes too, and says again what has failed before
-            except Exception as error:
-                raise self._failed(error) from error
+        self._manager.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -270,24 +219,22 @@ class Checkpoints:
         self.close()
 
     def _read(self, step: int, like: TrainState) -> Restored:
-        args = self._ocp.args
         try:
             written = self._read_json(step)
             named = named_leaves(like)
             check_same_leaves(written["leaves"], named, f"{self.directory}/{step}")
-            pattern = {
-                f"{number:05d}": np.empty(shape, np.dtype(jnp.dtype(dtype)))
-                for number, (dtype, shape) in enumerate(written["leaves"].values())
-            }
-            read = self._manager.restore(
-                step, args=args.Composite(state=args.StandardRestore(pattern))
-            ).state
+            pattern = [
+                np.empty(shape, np.dtype(jnp.dtype(dtype)))
+                for dtype, shape in written["leaves"].values()
+            ]
+            numbered = {_key(number): x for number, x in enumerate(pattern) if x.size}
+            read = self._manager.read_arrays(step, numbered)
         except (CheckpointError, _DamageError):
             raise
         except Exception as error:  # whatever a broken file makes Orbax and TensorStore raise
             reason = f"it cannot be read ({type(error).__name__}: {first_line(error)})"
             raise _DamageError(reason) from error
-        leaves = [np.asarray(read[key]) for key in sorted(read)]
+        leaves = [np.asarray(read.get(_key(n), empty)) for n, empty in enumerate(pattern)]
         if fingerprint(leaves) != written["fingerprint"]:
             raise _DamageError("its bits are not the ones that were saved")
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
@@ -295,28 +242,12 @@ class Checkpoints:
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:
-        args = self._ocp.args
-        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+        found = self._manager.read_json(step)
         if found.pop("sha256", None) != _digest(found):
             raise _DamageError("what was saved about it is not what is there")
         if found["step"] != step:
             raise _DamageError(f"it is checkpoint {found['step']} under another name")
         return found
-
-    def _open(self, options: Any) -> Any:
-        for left in reversed(range(_TRIES)):
-            try:
-                return self._ocp.CheckpointManager(self.directory, options=options)
-            except (OSError, ValueError) as error:
-                # Orbax looks into every checkpoint that it has found, also one that is gone by now.
-                if self._read_only and left and self.directory.is_dir():
-                    time.sleep(_PAUSE_S)
-                    continue
-                wanted = "read" if self._read_only else "written"
-                raise CheckpointError(
-                    f"checkpoints cannot be {'read' if self._read_only else 'kept'} in "
-                    f"{self.directory}: {error}. Choose a directory that can be {wanted}."
-                ) from error
 
     def _candidates(self, step: int | None) -> list[int]:
         """The checkpoints to read, the first choice first."""
@@ -328,20 +259,6 @@ class Checkpoints:
         if not steps:
             raise CheckpointError(f"{self.directory} has no complete checkpoint to resume from.")
         return [s for s in reversed(steps) if step is None or s <= step]
-
-    def _is_overtaken(self, step: int) -> bool:
-        """Whether a run that goes on has put a newer checkpoint in the place of this one."""
-        if not self._read_only:
-            return False
-        time.sleep(_PAUSE_S)
-        self._reload()
-        return step not in self.steps()
-
-    def _reload(self) -> None:
-        for _ in range(_TRIES):
-            with suppress(OSError, ValueError):  # one of them went while Orbax was looking
-                return self._manager.reload()
-            time.sleep(_PAUSE_S)
 
     def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
         self._set_aside(list(failures))
@@ -361,29 +278,13 @@ class Checkpoints:
         of_first(0)  # nobody looks before it is done
         self._manager.reload()
 
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier; but where a save has failed there is nobody to wait for.
-
-        Orbax meets the others also when it is about to raise, and they are elsewhere: all of them
-        would stand for 20 minutes.
-        """
-        error = sys.exception()
-        if error is not None and error is not self._handled:
-            raise error
-        self._ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-    def _failed(self, error: Exception) -> CheckpointError:
-        self._is_broken = True
-        free = shutil.disk_usage(self.directory).free if self.directory.exists() else 0
-        return CheckpointError(
-            f"a checkpoint could not be written to {self.directory}: {first_line(error)} "
-            f"({free // 2**20} MiB are free there). The checkpoints before it are untouched. Make "
-            "room or mend the directory, and resume."
-        )
-
 
 class _DamageError(Exception):
     """A checkpoint that is there and cannot be used."""
+
+
+def _key(number: int) -> str:
+    return f"{number:05d}"
 
 
 def _digest(written: Mapping[str, Any]) -> str:
