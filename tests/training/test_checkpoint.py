@@ -240,7 +240,7 @@ def test_a_save_that_has_failed_waits_for_nobody(tmp_path):
                 raise OSError("of the save")
             except OSError:
                 with pytest.raises(OSError, match="of the save"):
-                    checkpoints._meet(key="a", timeout_ms=1)
+                    checkpoints._manager._meet(key="a", timeout_ms=1)
     assert checkpoints.steps() == [1]
 
 
