@@ -1,7 +1,7 @@
-"""Trainer: from a loss function to a finished, resumable run. The loop reads top to bottom."""
+"""Trainer: from a loss function to a finished, resumable run."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,20 +10,18 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.job import EmaDecay
-from multitower.steps.replicas import check_replicas
 from multitower.steps.state import TrainState
 from multitower.steps.train import TrainStep, train_step
-from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.best_checkpoint import BestCheckpoint
 from multitower.training.checkpoint import Checkpoints
 from multitower.training.evaluation import evaluate
 from multitower.training.interruption import noted_signals
+from multitower.training.loop import Loop
 from multitower.training.progress import (
     Hook,
     MetricsReader,
     Progress,
-    flush_hooks,
     num_rows_of,
 )
 from multitower.training.same_run import BatchRows, check_same_run, describe_run
@@ -102,10 +100,8 @@ class Trainer:
         shard_update: bool = False,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        if on_nonfinite not in ("stop", "skip"):
-            raise ArgumentError(f"on_nonfinite={on_nonfinite!r}: say 'stop' or 'skip'.")
-        if best not in ("max", "min"):
-            raise ArgumentError(f"best={best!r}: say 'max' or 'min'.")
+        _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
+        _check_one_of("best", best, ("max", "min"))
         if keep_best is not None and run_dir is None:
             raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
         if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
@@ -223,10 +219,20 @@ class Trainer:
                         "least as many, or choose another run_dir."
                     )
             saver = Saver(checkpoints, self._checkpoint_every, steps, about or {}, run)
-            ahead = _counted(batches(first), BatchRows(run, saved))
-            return self._loop(
-                state, ahead, span=(first, steps), saver=saver, test=test, caught=caught
+            if first == steps:
+                return state
+            loop = Loop(
+                self.step,
+                {"global_batch": self._global_batch, **self._where},
+                MetricsReader(steps, self._on_nonfinite, state.params, self._tell),
+                saver,
+                test,
+                StopVote(caught, self.step.placement),
+                self._check_replicas_every,
+                self.hooks,
             )
+            ahead = _counted(batches(first), BatchRows(run, saved))
+            return loop.run(state, ahead, first=first, last=steps)
 
     def restore(
         self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
@@ -294,53 +300,6 @@ class Trainer:
             self._best.offer(number, state, scores)
         return scores
 
-    def _loop(
-        self,
-        state: TrainState,
-        batches: Iterator[Any],
-        *,
-        span: tuple[int, int],
-        saver: Saver,
-        test: TestPhase,
-        caught: list[int],
-    ) -> TrainState:
-        first, last = span
-        if first >= last:
-            return state
-        vote = StopVote(caught, self.step.placement)
-        reader = MetricsReader(last, self._on_nonfinite, state.params, self._tell)
-        with closing(prefetch(batches, global_batch=self._global_batch, **self._where)) as ahead:
-            for number in range(first + 1, last + 1):
-                batch = next(ahead, None)
-                if batch is None:
-                    raise RunError(
-                        f"the batches ran out after step {number - 1} of {last}: batches(first) "
-                        "must go on for as long as it is asked."
-                    )
-                state, metrics = self.step(state, batch)
-                # Metrics are read one step late: reading this step's would let the devices run
-                # dry, and reading none would let the host run ahead without bound.
-                reader.read_waiting()
-                reader.wait(number, metrics, batch)
-                stop = vote.after_step()
-                is_saved = saver.is_due(number) or stop
-                # Also after the first step: it compiles, and then nothing else does later on.
-                every = self._check_replicas_every
-                if every and (number % every == 0 or number == first + 1 or is_saved):
-                    check_replicas(state)  # host-device sync
-                if is_saved:
-                    reader.read_waiting()  # host-device sync: only a good state is saved
-                    flush_hooks(self.hooks)
-                    saver.save(number, state)
-                if test.is_due(number) and not stop:
-                    reader.read_waiting()  # host-device sync: hooks hear of the steps in order
-                    with reader.uncounted():
-                        test.run(state)
-                if stop:
-                    raise saver.interrupted(stop, number)
-        reader.read_waiting()
-        return state
-
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:
         if self._directory is None:
@@ -370,3 +329,8 @@ def _counted(batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
     for batch in batches:
         rows.see(num_rows_of(batch))
         yield batch
+
+
+def _check_one_of(name: str, value: str, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ArgumentError(f"{name}={value!r}: say {' or '.join(map(repr, words))}.")

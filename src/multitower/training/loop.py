@@ -1,0 +1,79 @@
+"""The loop of a run: a step, what it reports, what is saved, tested and compared. Top to bottom."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from multitower.errors import RunError
+from multitower.steps.replicas import check_replicas
+from multitower.steps.state import TrainState
+from multitower.steps.train import TrainStep
+from multitower.towers.feeding import prefetch
+from multitower.training.agreement import StopVote
+from multitower.training.progress import Hook, MetricsReader, flush_hooks
+from multitower.training.saving import Saver
+from multitower.training.test_phase import TestPhase
+
+
+class Loop(NamedTuple):
+    """What goes on around a step.
+
+    Attributes:
+        step: makes one update.
+        feeding: where batches go, as for `prefetch`.
+        reader: hears of every step, one step late.
+        saver: saves when it is due.
+        test: the test phase.
+        vote: whether to stop, decided by all processes together.
+        check_replicas_every: steps from one comparison of the devices' variables to the next.
+        hooks: what is told of progress.
+    """
+
+    step: TrainStep
+    feeding: dict[str, Any]
+    reader: MetricsReader
+    saver: Saver
+    test: TestPhase
+    vote: StopVote
+    check_replicas_every: int
+    hooks: Sequence[Hook]
+
+    def run(
+        self, state: TrainState, batches: Iterator[Any], *, first: int, last: int
+    ) -> TrainState:
+        """Makes the steps after `first`, up to `last`.
+
+        Raises:
+            MultitowerError: as `Trainer.fit`.
+        """
+        reader, every = self.reader, self.check_replicas_every
+        with closing(prefetch(batches, **self.feeding)) as ahead:
+            for number in range(first + 1, last + 1):
+                batch = next(ahead, None)
+                if batch is None:
+                    raise RunError(
+                        f"the batches ran out after step {number - 1} of {last}: batches(first) "
+                        "must go on for as long as it is asked."
+                    )
+                state, metrics = self.step(state, batch)
+                # Metrics are read one step late: reading this step's would let the devices run
+                # dry, and reading none would let the host run ahead without bound.
+                reader.read_waiting()
+                reader.wait(number, metrics, batch)
+                stop = self.vote.after_step()
+                is_saved = self.saver.is_due(number) or stop
+                # Also after the first step: it compiles, and then nothing else does later on.
+                if every and (number % every == 0 or number == first + 1 or is_saved):
+                    check_replicas(state)  # host-device sync
+                if is_saved:
+                    reader.read_waiting()  # host-device sync: only a good state is saved
+                    flush_hooks(self.hooks)
+                    self.saver.save(number, state)
+                if self.test.is_due(number) and not stop:
+                    reader.read_waiting()  # host-device sync: hooks hear of the steps in order
+                    with reader.uncounted():
+                        self.test.run(state)
+                if stop:
+                    raise self.saver.interrupted(stop, number)
+        reader.read_waiting()
+        return state
