@@ -8,6 +8,7 @@ import jax
 
 from multitower.functions.calls import TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
+from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import as_function, open_function
 from multitower.models.modules import fill, take_call
@@ -23,6 +24,7 @@ def value_and_grad(
     in_axes: Any = None,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
+    reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the mean over all rows, computed on all devices.
 
@@ -58,6 +60,9 @@ def value_and_grad(
         towers: cut the batch into this many towers. Called eagerly, values and gradients then have
             the same bits on any number of devices. Inside `jax.jit` and the like it keeps the
             towers' rows and keys, and equals that up to rounding.
+        reduction: what is made of the losses of rows: their mean, `"mean"`, or their sum, `"sum"`,
+            for summed losses and log densities; a loss of shape () is then the sum over its rows.
+            For the mean over tokens or weights return `mt.ratio(total, weight)` instead.
 
     Returns:
         A function with the arguments of `fun`, which returns `(loss, gradients)`, or
@@ -89,7 +94,8 @@ def value_and_grad(
     positions, filters = _positions([argnums] if single else argnums)
     names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
     where = tuple(devices) if isinstance(devices, list) else devices
-    options = (positions, has_aux, _Axes.of(in_axes), where, towers)
+    check_reduction(reduction)
+    options = (positions, has_aux, _Axes.of(in_axes), where, towers, reduction)
     own = _tower_function(fun, *options)  # refuses wrong options right away
 
     @functools.wraps(fun)
@@ -118,6 +124,7 @@ def grad(
     in_axes: Any = None,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
+    reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
     """`jax.grad` of the mean over all rows, computed on all devices; see `value_and_grad`.
 
@@ -128,6 +135,7 @@ def grad(
         in_axes: as for `value_and_grad`.
         devices: as for `value_and_grad`.
         towers: as for `value_and_grad`.
+        reduction: as for `value_and_grad`.
 
     Returns:
         A function that returns the gradients, or `(gradients, aux)`.
@@ -141,7 +149,15 @@ def grad(
         >>> mt.grad(lambda w, x: w * x)(2.0, jnp.arange(3.0))
         Array(1., dtype=float32)
     """
-    run = value_and_grad(fun, argnums, has_aux, in_axes=in_axes, devices=devices, towers=towers)
+    run = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        in_axes=in_axes,
+        devices=devices,
+        towers=towers,
+        reduction=reduction,
+    )
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -176,9 +192,10 @@ def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
     in_axes: _Axes,
     devices: DeviceSpec | None,
     towers: int | None,
+    reduction: Reduction,
 ) -> tuple[ValueAndGrad, TowerFunction]:
     axes = jax.tree.unflatten(in_axes.treedef, in_axes.leaves)
-    kind = ValueAndGrad(fun, argnums, has_aux, axes)
+    kind = ValueAndGrad(fun, argnums, has_aux, axes, reduction)
     return kind, TowerFunction(kind, devices, towers)
 
 
