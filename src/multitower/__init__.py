@@ -23,6 +23,7 @@ from multitower.errors import (
 from multitower.functions.autodiff import grad, value_and_grad
 from multitower.functions.averaging import average_gradients
 from multitower.functions.parallel import make_parallel
+from multitower.functions.ratio import ratio
 from multitower.hardware.configuration import configure
 from multitower.hardware.devices import device, devices
 from multitower.steps.fingerprint import fingerprint
@@ -75,6 +76,7 @@ __all__ = [
     "make_batches",
     "make_parallel",
     "prefetch",
+    "ratio",
     "shard",
     "testing",
     "train_step",

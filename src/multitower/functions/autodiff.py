@@ -8,6 +8,7 @@ import jax
 
 from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
+from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import Contents, as_function, call_opened
 from multitower.models.modules import Call, fill, take_call
@@ -24,6 +25,7 @@ def value_and_grad(
     in_axes: Any = None,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
+    reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the mean over all rows, computed on all devices.
 
@@ -59,6 +61,9 @@ def value_and_grad(
         towers: cut the batch into this many towers. Called eagerly, values and gradients then have
             the same bits on any number of devices. Inside `jax.jit` and the like it keeps the
             towers' rows and keys, and equals that up to rounding.
+        reduction: what is made of the losses of rows: their mean, `"mean"`, or their sum, `"sum"`,
+            for summed losses and log densities; a loss of shape () is then the sum over its rows.
+            For the mean over tokens or weights return `mt.ratio(total, weight)` instead.
 
     Returns:
         A function with the arguments of `fun`, which returns `(loss, gradients)`, or
@@ -92,7 +97,8 @@ def value_and_grad(
     positions, filters = _positions([argnums] if single else argnums)
     names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
     where = tuple(devices) if isinstance(devices, list) else devices
-    options = (positions, has_aux, Axes.of(in_axes), where, towers)
+    check_reduction(reduction)
+    options = (positions, has_aux, Axes.of(in_axes), where, towers, reduction)
     own = _tower_function(fun, *options)  # refuses wrong options right away
 
     @functools.wraps(fun)
@@ -125,6 +131,7 @@ def grad(
     in_axes: Any = None,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
+    reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
     """`jax.grad` of the mean over all rows, computed on all devices; see `value_and_grad`.
 
@@ -135,6 +142,7 @@ def grad(
         in_axes: as for `value_and_grad`.
         devices: as for `value_and_grad`.
         towers: as for `value_and_grad`.
+        reduction: as for `value_and_grad`.
 
     Returns:
         A function that returns the gradients, or `(gradients, aux)`.
@@ -148,7 +156,15 @@ def grad(
         >>> mt.grad(lambda w, x: w * x)(2.0, jnp.arange(3.0))
         Array(1., dtype=float32)
     """
-    run = value_and_grad(fun, argnums, has_aux, in_axes=in_axes, devices=devices, towers=towers)
+    run = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        in_axes=in_axes,
+        devices=devices,
+        towers=towers,
+        reduction=reduction,
+    )
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -171,8 +187,9 @@ def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
     in_axes: Axes,
     devices: DeviceSpec | None,
     towers: int | None,
+    reduction: Reduction,
 ) -> tuple[ValueAndGrad, TowerFunction]:
-    kind = ValueAndGrad(fun, argnums, has_aux, in_axes.tree)
+    kind = ValueAndGrad(fun, argnums, has_aux, in_axes.tree, reduction)
     return kind, TowerFunction(kind, devices, towers)
 
 

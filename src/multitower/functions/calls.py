@@ -18,7 +18,7 @@ from multitower.models.modules import Call
 from multitower.processes.together import spread
 from multitower.towers.gather import gather_rows
 from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import Parts, Split, Tower, is_key, is_traced, take_apart
+from multitower.towers.rows import Parts, Split, Tower, device_dtype, is_key, is_traced, take_apart
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
@@ -79,6 +79,12 @@ class Kind(Protocol):
         """
         ...
 
+    def weights_job(
+        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+    ) -> Job | None:
+        """What must be known of all towers first; its sums follow the shared leaves of `job`."""
+        ...
+
     def result(self, finished: Any, rows: Leaves) -> Any:
         """What the caller gets, from the finished sums and the joined rows."""
         ...
@@ -93,7 +99,7 @@ class TowerFunction:
         self._devices = devices
         self._towers = towers
         self._placement = place(devices, towers) if devices is not None else None
-        self._engines: dict[Any, SameBits] = {}
+        self._engines: dict[Any, tuple[SameBits | None, SameBits]] = {}
         self._looked_at: set[Split] = set()
         self._jitted = jax.jit(self._traced, static_argnums=0)
 
@@ -152,10 +158,20 @@ class TowerFunction:
         tower_rows = -(-num_rows // placement.num_towers)
         ragged = _ragged(num_rows, placement.num_towers)
         job = self._kind.job(split, tower_rows, ragged)
+        before = self._weights_job(split, shared, rows, tower_rows)
+        if before is not None:
+            given = (placement, Shared((), shared), rows, jnp.int32(num_rows))
+            shared = [*shared, *spmd.run(before, *given)[0]]
         finished, joined = spmd.run(job, placement, Shared((), shared), rows, jnp.int32(num_rows))
         if ragged:
             joined = jax.tree.map(lambda leaf: leaf[:num_rows], joined)
         return self._kind.result(finished, joined)
+
+    def _weights_job(
+        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+    ) -> Job | None:
+        shapes = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
+        return self._kind.weights_job(split, shared, shapes, tower_rows)
 
     def _evenly_placed(self) -> Placement:
         whole = self.placement()
@@ -174,12 +190,19 @@ class TowerFunction:
         rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = _ragged(parts.num_rows, placement.num_towers)
         key = (parts.split, tower_rows, ragged is None)
-        engine = self._engines.get(key)
-        if engine is None:
-            engine = SameBits(self._kind.job(parts.split, tower_rows, ragged), placement)
+        engines = self._engines.get(key)
+        if engines is None:
+            job = self._kind.job(parts.split, tower_rows, ragged)
+            before = self._weights_job(parts.split, parts.shared, parts.rows, tower_rows)
+            first = None if before is None else SameBits(before, placement)
+            engines = first, SameBits(job, placement)
         replicas = replicate(Shared((), parts.shared), placement)
-        finished = engine.run(replicas, rows)
-        self._engines[key] = engine  # only now: one that failed to compile is not kept
+        if engines[0] is not None:
+            weights = engines[0].run(replicas, rows).results
+            pairs = zip(replicas, weights, strict=True)
+            replicas = [Shared((), [*shared.rest, *more]) for shared, more in pairs]
+        finished = engines[1].run(replicas, rows)
+        self._engines[key] = engines  # only now: one that failed to compile is not kept
         joined = join_rows(finished.rows, placement, parts.num_rows)
         return self._kind.result(as_global(finished.results, placement), joined)
 

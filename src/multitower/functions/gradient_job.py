@@ -19,7 +19,23 @@ from multitower.functions.auxiliary import (
     subtrees_like,
 )
 from multitower.functions.calls import Leaves
-from multitower.functions.outputs import is_per_example, refuse_ragged, share_of_mean
+from multitower.functions.objective import (
+    Reduction,
+    as_mean,
+    name_without_rows,
+    num_weights,
+    share_of,
+    weights_of,
+)
+from multitower.functions.outputs import refuse_ragged
+from multitower.functions.ratio import (
+    fill_ratios,
+    inside_tower,
+    is_ratio,
+    join_ratio,
+    sums_of,
+    take_ratios,
+)
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
 from multitower.towers.refusals import refuse_holder
@@ -59,6 +75,7 @@ class ValueAndGrad(NamedTuple):
     argnums: tuple[int, ...]
     has_aux: bool
     in_axes: Any
+    reduction: Reduction = "mean"
     name: str = "arguments"
     averages: bool = True
 
@@ -106,19 +123,23 @@ class ValueAndGrad(NamedTuple):
             ) -> tuple[Any, Any, list[Changed]]:
                 call = self._with(wanted, call_of(shared, rows, here))
                 call = _enter_states(call, structures, here)
-                output, changed = call_tower(self.fun, call, here, tower_rows)
+                output, changed = self._call(call, here, tower_rows)
                 return *self._loss_and_aux(output), changed
 
             def objective(wanted: Wanted) -> tuple[Any, tuple[Any, list[Changed]]]:
                 loss, aux, changed = forward(wanted, rows, here)
-                if not is_per_example(loss, tower_rows) and ragged:
-                    raise refuse_ragged("a scalar loss", *ragged)
-                share = share_of_mean(loss, here, tower_rows)
-                return share.astype(loss.dtype), (aux, changed)
+                offset_of = lambda rows: forward(wanted, rows, here)[0].offset
+                without = name_without_rows(loss, tower_rows, offset_of, rows)
+                if without and ragged:
+                    raise refuse_ragged(without, *ragged)
+                weights = shared.rest[-num_weights(loss) :]  # the last ones, where there are any
+                share = share_of(loss, here, tower_rows, self.reduction, weights)
+                return share.astype(share.dtype if is_ratio(loss) else loss.dtype), (aux, changed)
 
             wanted = self.wanted(whole)
             (share, (aux, changed)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
-            aux_of = lambda rows, here: forward(wanted, rows, here)[1]
+            aux, ratios = take_ratios(aux)
+            aux_of = lambda rows, here: take_ratios(forward(wanted, rows, here)[1])[0]
             sorted_aux = sort_aux(aux, aux_of, rows, is_state, here)
             if ragged:
                 refuse_ragged_means(aux, is_state, sorted_aux.averaged, ragged)
@@ -126,11 +147,40 @@ class ValueAndGrad(NamedTuple):
             first = [changes.first for changes in changed]
             return TowerResult(
                 means=(sorted_aux.averaged, averaged),
-                sums=(share, gradients, sorted_aux.first, first),
+                sums=(
+                    (share, gradients, sorted_aux.first, first),
+                    [sums_of(one, here, tower_rows) for one in ratios],
+                ),
                 rows=sorted_aux.by_row,
             )
 
-        return Job(tower, finish=lambda state, means, sums: (means, sums))
+        def finish(_: Any, means: Any, sums: Any) -> Any:
+            return means, sums[0], [join_ratio(one) for one in sums[1]]
+
+        return Job(tower, finish)
+
+    def weights_job(
+        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+    ) -> Job | None:
+        """The weights of a ratio over all towers, which its gradients need; None for no ratio."""
+
+        def weights(shared: list[Any], rows: list[Any], here: Tower) -> list[Any]:
+            call = Call(*split.rebuild(shared, rows, here))
+            call = _enter_states(call, self._states(split, call, here, tower_rows), here)
+            loss = self._loss_and_aux(self._call(call, here, tower_rows)[0])[0]
+            return weights_of(loss, here, tower_rows)
+
+        here = Tower(*[jax.ShapeDtypeStruct((), jnp.int32)] * 3)
+        if not jax.eval_shape(weights, shared, rows, here):
+            return None
+        return Job(
+            lambda shared, rows, here: TowerResult(sums=weights(shared.rest, rows, here)),
+            finish=lambda state, means, sums: sums,
+        )
+
+    def _call(self, call: Call, here: Tower, tower_rows: int) -> tuple[Any, list[Changed]]:
+        with inside_tower():
+            return call_tower(self.fun, call, here, tower_rows)
 
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
         """What one tower finds, by name: what a first look is taken at."""
@@ -138,18 +188,19 @@ class ValueAndGrad(NamedTuple):
         call = Call(*split.rebuild(shared, rows, here))
         structures = self._states(split, call, here, tower_rows)
         call = _enter_states(call, structures, here)
-        output, changed = call_tower(self.fun, call, here, tower_rows)
+        output, changed = self._call(call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
-        state, aux = split_state(aux, is_state_of(structures.values()))
+        state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
+        loss = as_mean(loss, tower_rows, self.reduction)
         averaged = [changes.averaged for changes in changed]
         return {"loss": loss, "aux": aux, "model": averaged, "state": state}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """What the towers found."""
-        (aux_averaged, averaged), (value, gradients, aux_first, first) = finished
+        (aux_averaged, averaged), (value, gradients, aux_first, first), ratios = finished
         changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
         if self.has_aux:
-            value = (value, join_aux(rows, aux_averaged, aux_first))
+            value = (value, fill_ratios(join_aux(rows, aux_averaged, aux_first), ratios))
         return Finished(value, gradients, changed)
 
     def wanted(self, call: Call) -> Wanted:
@@ -175,7 +226,7 @@ class ValueAndGrad(NamedTuple):
             return {}
 
         def aux_of() -> Any:
-            return self._loss_and_aux(call_tower(self.fun, call, here, tower_rows)[0])[1]
+            return self._loss_and_aux(self._call(call, here, tower_rows)[0])[1]
 
         back = subtrees_like(jax.eval_shape(aux_of), set(structures.values()))
         return {number: treedef for number, treedef in structures.items() if treedef in back}

@@ -39,31 +39,6 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
     return loss.shape != ()
 
 
-def share_of_mean(loss: Any, here: Tower, tower_rows: int) -> jax.Array:
-    """A tower's share of the mean over the rows of all towers: added up, they are that mean.
-
-    So the cotangents of a loss are those of one device, 1 over all rows; a backward rule that is
-    not linear, such as one that clips, tells these from those of a mean over the tower's own rows.
-
-    Args:
-        loss: one for each row, or the mean over the rows of a full tower.
-        here: the tower.
-        tower_rows: rows of a full tower.
-
-    Returns:
-        At least float32, shape (): in 16 bits a sum over rows may be out of range.
-
-    Raises:
-        OutputError: the loss is neither.
-    """
-    by_row = is_per_example(loss, tower_rows)
-    loss = wide(loss)
-    all_rows = here.all_rows.astype(loss.dtype)
-    if by_row:
-        return row_sum(loss, here) / all_rows
-    return loss * (here.num_rows.astype(loss.dtype) / all_rows)
-
-
 def wide(value: Any) -> jax.Array:
     """At least float32, in which sums of many rows are right."""
     value = jnp.asarray(value)

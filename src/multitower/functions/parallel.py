@@ -139,6 +139,11 @@ class _Parallel(NamedTuple):
 
         return Job(tower, finish=lambda state, means, sums: (means, sums))
 
+    def weights_job(
+        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+    ) -> None:
+        return None
+
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
         call = Call(*split.rebuild(shared, rows, here))
         return {"result": call_tower(self.fn, call, here, rows[0].shape[0])[0]}

@@ -1,8 +1,7 @@
 """The job of one training step: loss and gradients in every tower, one update of everything."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +9,23 @@ import jax.numpy as jnp
 from multitower.checks.first_look import look
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import OutputError
-from multitower.functions.calls import Leaves
-from multitower.functions.outputs import (
-    find_row_leaves,
-    is_per_example,
-    row_sum,
-    share_of_mean,
-    wide,
+from multitower.functions.objective import (
+    as_mean,
+    name_without_rows,
+    num_weights,
+    share_of,
+    weights_of,
 )
+from multitower.functions.outputs import find_row_leaves, row_sum, wide
+from multitower.functions.ratio import inside_tower, is_ratio, join_ratio, sums_of, take_ratios
 from multitower.models.state import Changed, enter, join, sort_changes
-from multitower.steps.clipping import clipped, leaf_squares
 from multitower.steps.fields import Fields
-from multitower.steps.loss import LossFunction, LossOutput
+from multitower.steps.loss import LossOutput
+from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
+from multitower.steps.parts import StepParts
+from multitower.steps.update import finite_leaves, update
 from multitower.towers.rows import Parts, Split, Tower, device_dtype
 from multitower.towers.surroundings import inside_a_tower
-
-if TYPE_CHECKING:
-    import optax
-
-EmaDecay = float | Callable[[jax.Array], Any]
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """What a training step is made of, apart from where it runs."""
-
-    loss: LossFunction
-    optimizer: "optax.GradientTransformation"
-    ema_decay: EmaDecay | None
-    model_state_from: Literal["mean", "first"]
-    diagnostics: bool
-    skip_nonfinite: bool
-    clip_norm: float | None
 
 
 class Means(NamedTuple):
@@ -55,7 +39,7 @@ class Sums(NamedTuple):
     """What a tower hands on to be added up."""
 
     gradients: Any
-    metrics: Leaves
+    metrics: MetricSums
     num_rows: jax.Array
     model_state: Any
     tower_losses: Any
@@ -81,17 +65,15 @@ def make_job(
 
         def objective(params: Any) -> tuple[Any, LossOutput]:
             output = forward(params, shared, rows, here)
-            share = share_of_mean(output.loss, here, tower_rows)
-            return share, output._replace(loss=wide(output.loss))
+            weights = shared.rest[-num_weights(output.loss) :]  # the last ones, if there are any
+            return share_of(output.loss, here, tower_rows, step.reduction, weights), output
 
-        (_, output), gradients = jax.value_and_grad(objective, has_aux=True)(fields.params)
+        (share, output), gradients = jax.value_and_grad(objective, has_aux=True)(fields.params)
 
-        def metrics_of(rows: list[Any]) -> Any:
-            output = forward(fields.params, shared, rows, here)
-            return {"loss": output.loss, **output.metrics}
-
-        metrics = jax.tree.map(wide, {"loss": output.loss, **output.metrics})
-        counted, averaged = _sort_metrics(metrics, metrics_of, rows, here)
+        output_of = lambda rows: forward(fields.params, shared, rows, here)
+        counted, averaged = sort_metrics(
+            output, output_of, rows, here, reduction=step.reduction, share=share
+        )
         changed: Changed = output.model_state
         return TowerResult(
             means=Means(averaged, changed.averaged),
@@ -101,17 +83,13 @@ def make_job(
                 # A float, for the company of the sums; exact up to 2**24 rows.
                 here.num_rows.astype(float),
                 changed.first,
-                _own_place(output.loss, here, num_towers) if step.diagnostics else (),
+                _own_place(output.loss, here, tower_rows, num_towers) if step.diagnostics else (),
             ),
             blocks=cut(gradients) if cut else (),
         )
 
     def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
-        counted = sums.metrics
-        # Sum over weight, rounded once: 5 of 10 is 0.5 however the rows were cut.
-        exact = {number: total / sums.num_rows for number, total in counted.by_number.items()}
-        leaves = {**means.metrics, **exact}
-        metrics = jax.tree.unflatten(counted.treedef, [leaves[n] for n in range(len(leaves))])
+        metrics = join_metrics(sums.metrics, means.metrics, sums.num_rows)
         model_state = join(fields.model_state, Changed(means.model_state, sums.model_state))
         if cut:
             if step.diagnostics:
@@ -133,8 +111,35 @@ def make_job(
     return Job(tower, finish)
 
 
-def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: int) -> str | None:
-    """Names what a loss averages over its rows itself, or None if all it returns is per example.
+def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:
+    """What a loss that is a ratio must know first: its weights, over all towers.
+
+    The state is nothing, as it is not used up; the rest are the Fields and the shared leaves.
+    """
+    forward = _forward(step, split, tower_rows)
+
+    def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+        fields, rest = shared.rest
+        output = forward(fields.params, Shared(fields, rest), rows, here)
+        return TowerResult(sums=weights_of(output.loss, here, tower_rows))
+
+    return Job(tower, finish=lambda state, means, sums: sums)
+
+
+class Looked(NamedTuple):
+    """What a look at a loss has found.
+
+    Attributes:
+        averaged: the name of what it averages over its rows itself; None if all is per example.
+        num_weights: how many weights its gradients need.
+    """
+
+    averaged: str | None
+    num_weights: int
+
+
+def look_at_loss(step: StepParts, parts: Parts, fields: Fields, tower_rows: int) -> Looked:
+    """Looks at what a loss returns, once.
 
     Raises:
         OutputError: the loss returned something that it must not.
@@ -148,28 +153,34 @@ def averaged_output(step: StepParts, parts: Parts, fields: Fields, tower_rows: i
         return forward(fields.params, shared, rows, here)
 
     output = jax.eval_shape(run, rows)
-    by_row = is_per_example(output.loss, tower_rows)
-    is_row = find_row_leaves(lambda rows: run(rows).metrics, rows, output.metrics, "metrics")
+    without = name_without_rows(output.loss, tower_rows, lambda rows: run(rows).loss.offset, rows)
+    metrics, ratios = take_ratios(output.metrics)
+    is_row = find_row_leaves(
+        lambda rows: take_ratios(run(rows).metrics)[0], rows, metrics, "metrics"
+    )
     look(
-        lambda rows, here: _by_name(_forward(step, parts.split, len(rows[0])), shared, rows, here),
+        lambda rows, here: _by_name(step, parts.split, shared, rows, here),
         rows,
         (fields, parts.shared),
         averages=True,
         names=lambda number: f"batch{parts.split.row_paths()[number]}",
     )
-    if not by_row:
-        return "a scalar loss"
-    flat, _ = jax.tree_util.tree_flatten_with_path(output.metrics)
+    for number, one in enumerate(ratios):
+        offset_of = lambda rows, number=number: take_ratios(run(rows).metrics)[1][number].offset
+        without = without or name_without_rows(one, tower_rows, offset_of, rows)
+    flat, _ = jax.tree_util.tree_flatten_with_path(metrics)
     for (path, _), by_row in zip(flat, is_row, strict=True):
-        if not by_row:
-            return f"metrics{jax.tree_util.keystr(path)} is not per example"
-    return None
+        if not (by_row or without):
+            without = f"metrics{jax.tree_util.keystr(path)} is not per example"
+    return Looked(without, num_weights(output.loss))
 
 
-def _by_name(forward: Callable[..., LossOutput], shared: Shared, rows: Any, here: Tower) -> Any:
+def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tower) -> Any:
+    forward = _forward(step, split, len(rows[0]))
     output = forward(shared.state.params, shared, rows, here)
     averaged = output.model_state.averaged
-    return {"loss": output.loss, "metrics": output.metrics, "model_state": averaged}
+    loss = as_mean(output.loss, len(rows[0]), step.reduction)
+    return {"loss": loss, "metrics": take_ratios(output.metrics)[0], "model_state": averaged}
 
 
 def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., LossOutput]:
@@ -186,7 +197,7 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         batch = split.rebuild(shared.rest, rows, here)
         given, treedef = jax.tree.flatten(fields.model_state)
         given = [enter(leaf, here) for leaf in given]
-        with inside_a_tower(tower_rows):
+        with inside_a_tower(tower_rows), inside_tower():
             output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
         new = _leaves_like(treedef, output.model_state)
         changed = sort_changes(given, new, here, tower_rows, step.model_state_from)
@@ -195,71 +206,17 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
     return forward
 
 
-def _sort_metrics(
-    metrics: Any, metrics_of: Callable[[list[Any]], Any], rows: list[Any], here: Tower
-) -> tuple[Leaves, dict[int, jax.Array]]:
-    """Sums over rows of the metrics that have any, and the others, which are averaged."""
-    leaves, treedef = jax.tree.flatten(metrics)
-    is_row = find_row_leaves(metrics_of, rows, metrics, "metrics")
-    counted = {i: row_sum(leaf, here) for i, leaf in enumerate(leaves) if is_row[i]}
-    averaged = {i: leaf for i, leaf in enumerate(leaves) if not is_row[i]}
-    return Leaves(counted, treedef), averaged
-
-
-def _own_place(loss: jax.Array, here: Tower, num_towers: int) -> jax.Array:
+def _own_place(loss: Any, here: Tower, tower_rows: int, num_towers: int) -> jax.Array:
     """This tower's mean loss in its own place among zeros: the sum lays them side by side."""
-    mean = loss
-    if loss.ndim:
-        mean = row_sum(loss, here) / jnp.maximum(here.num_rows, 1).astype(loss.dtype)
+    if is_ratio(loss):
+        sums = sums_of(loss, here, tower_rows)
+        known = [jnp.where(weight == 0, 1, weight) for weight in sums.weights]
+        mean = join_ratio(sums, known)
+    elif loss.ndim:
+        mean = row_sum(wide(loss), here) / jnp.maximum(here.num_rows, 1).astype(wide(loss).dtype)
+    else:
+        mean = wide(loss)
     return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
-
-
-def finite_leaves(params: Any) -> jax.Array:
-    """For each leaf whether all of it is finite, bool, shape (leaves,)."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
-
-
-def update(
-    step: StepParts,
-    fields: Fields,
-    gradients: Any,
-    loss: jax.Array,
-    model_state: Any,
-    *,
-    squares: jax.Array | None = None,
-) -> Fields:
-    """Makes one update of the parameters and their moving average.
-
-    Args:
-        step: what to do.
-        fields: the state before.
-        gradients: means over all rows.
-        loss: likewise, for optimizers that look at it.
-        model_state: what the state gets.
-        squares: of the gradients, by leaf, where `gradients` are a block of them.
-    """
-    import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
-
-    if step.clip_norm is not None:
-        squares = leaf_squares(gradients) if squares is None else squares
-        gradients = clipped(gradients, squares, step.clip_norm)
-    optimizer = optax.with_extra_args_support(step.optimizer)
-    updates, opt_state = optimizer.update(
-        gradients, fields.opt_state, fields.params, value=loss, grad=gradients
-    )
-    params = optax.apply_updates(fields.params, updates)
-    count = fields.step + 1
-    ema_params = None
-    if step.ema_decay is not None:
-        decay = step.ema_decay(count) if callable(step.ema_decay) else step.ema_decay
-        ema_params = jax.tree.map(lambda e, p: _ema(e, p, decay), fields.ema_params, params)
-    new = Fields(count, params, opt_state, ema_params, model_state, fields.rng)
-    return _check_same_types(fields, new)
-
-
-def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
-    new = average - (1 - decay) * (average - value.astype(average.dtype))
-    return new.astype(average.dtype)
 
 
 def _leaves_like(treedef: Any, new: Any) -> list[Any]:
@@ -270,22 +227,3 @@ def _leaves_like(treedef: Any, new: Any) -> list[Any]:
             f"same tree with new values.\ngiven: {treedef}\nreturned: {found}"
         )
     return [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
-
-
-def _check_same_types(old: Fields, new: Fields) -> Fields:
-    """An update that changes a dtype would compile again at the next step, or lose bits."""
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise OutputError(
-            "the update changes the structure of the training state: the optimizer's update, or "
-            "the loss's model_state, returns another tree than it was given.\n"
-            f"before: {jax.tree.structure(old)}\nafter: {jax.tree.structure(new)}"
-        )
-    flat, _ = jax.tree_util.tree_flatten_with_path(old)
-    for (path, before), after in zip(flat, jax.tree.leaves(new), strict=True):
-        if before.shape != after.shape or before.dtype != after.dtype:
-            raise OutputError(
-                f"state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} and "
-                f"would become {after.dtype}{list(after.shape)} in the update. Keep both: "
-                "cast in the loss (model state) or give the optimizer the matching dtype."
-            )
-    return new

@@ -1,5 +1,6 @@
 """One training step in either way: one program over all devices, or the same bits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from multitower.engines.same_bits import SameBits
 from multitower.functions.calls import as_global, replicate
 from multitower.steps.changes import Changes, with_changes
 from multitower.steps.fields import Fields
-from multitower.steps.job import StepParts, make_job
+from multitower.steps.job import make_job, make_weights_job
+from multitower.steps.parts import StepParts
 from multitower.steps.state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Split, pad_rows
@@ -21,12 +23,34 @@ from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 Metrics = dict[str, jax.Array]
 
 
-class SameBitsRunner:
-    """Steps whose bits do not depend on the number of devices."""
+class Weights:
+    """The weights of a ratio over all towers, on every device, for the same bits."""
 
     def __init__(
         self, step: StepParts, split: Split, tower_rows: int, placement: Placement
     ) -> None:
+        self._engine = SameBits(make_weights_job(step, split, tower_rows), placement)
+
+    def after(self, rest: Sequence[Any], fields: Sequence[Fields], rows: Any) -> list[Any]:
+        """What every tower gets whole, with the weights at its end, once per local device."""
+        replicas = [Shared((), pair) for pair in zip(fields, rest, strict=True)]
+        found = self._engine.run(replicas, rows).results
+        return [[*leaves, *weights] for leaves, weights in zip(rest, found, strict=True)]
+
+
+class SameBitsRunner:
+    """Steps whose bits do not depend on the number of devices."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        placement: Placement,
+        *,
+        has_weights: bool,
+    ) -> None:
+        self._weights = Weights(step, split, tower_rows, placement) if has_weights else None
         self._engine = SameBits(make_job(step, split, tower_rows, placement.num_towers), placement)
         self._tower_rows = tower_rows
         self._placement = placement
@@ -36,6 +60,8 @@ class SameBitsRunner:
         rows = ready_or_cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
         fields = state.parts() or replicate(state.fields(), self._placement)
         rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
+        if self._weights is not None:
+            rest = self._weights.after(rest, fields, rows)
         replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
         finished = self._engine.run(replicas, rows).results
         state.spend()
@@ -48,14 +74,24 @@ class FastRunner:
     """Steps as one program over all devices, equal to one device up to rounding."""
 
     def __init__(
-        self, step: StepParts, split: Split, tower_rows: int, placement: Placement
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        placement: Placement,
+        *,
+        has_weights: bool,
     ) -> None:
+        before = make_weights_job(step, split, tower_rows) if has_weights else None
         job = make_job(step, split, tower_rows, placement.num_towers)
         self._size = tower_rows * placement.num_towers
         self._placement = placement
         self._counts: dict[int, jax.Array] = {}
 
         def run(fields: Fields, rest: Any, rows: list[Any], num_rows: jax.Array) -> Any:
+            if before is not None:
+                given = Shared((), (fields, rest))
+                rest = [*rest, *spmd.run(before, placement, given, rows, num_rows)[0]]
             return spmd.run(job, placement, Shared(fields, rest), rows, num_rows)[0]
 
         self._run = jax.jit(run, donate_argnums=0)

@@ -21,9 +21,12 @@ from multitower.engines.same_bits import Finished, SameBits, on_each_device, wit
 from multitower.functions.calls import replicate
 from multitower.steps.clipping import add_towers, leaf_squares
 from multitower.steps.fields import Fields
-from multitower.steps.job import StepParts, finite_leaves, make_job, update
+from multitower.steps.job import make_job
+from multitower.steps.parts import StepParts
+from multitower.steps.runner import Weights
 from multitower.steps.sharded_state import Block, Parts, ShardedState
 from multitower.steps.state import TrainState
+from multitower.steps.update import finite_leaves, update
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
@@ -40,7 +43,10 @@ class ShardedRunner:
         tower_rows: int,
         placement: Placement,
         sharded: ShardedState,
+        *,
+        has_weights: bool,
     ) -> None:
+        self._weights = Weights(step, split, tower_rows, placement) if has_weights else None
         layout = sharded.layout
         job = make_job(step, split, tower_rows, placement.num_towers, cut=layout.cut)
         self._engine = SameBits(job, placement)
@@ -64,6 +70,8 @@ class ShardedRunner:
         rest = [[]] * len(parts.replicas)
         if batch.shared:
             rest = replicate(batch.shared, self._placement)
+        if self._weights is not None:
+            rest = self._weights.after(rest, parts.replicas, rows)
         replicas = [Shared(*pair) for pair in zip(parts.replicas, rest, strict=True)]
         finished = self._engine.run(replicas, rows)
         state.spend()

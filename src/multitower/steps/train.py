@@ -9,13 +9,15 @@ import numpy as np
 
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
+from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
 from multitower.steps.arguments import check_numbers, refuse_tracers
 from multitower.steps.fields import Fields
-from multitower.steps.job import EmaDecay, StepParts, averaged_output
+from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.loss import LossFunction
+from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.replicas import check_replicas
 from multitower.steps.runner import (
     FastRunner,
@@ -55,6 +57,7 @@ def train_step(
     diagnostics: bool = False,
     skip_nonfinite: bool = False,
     clip_norm: float | None = None,
+    reduction: Reduction = "mean",
     shard_update: bool = False,
 ) -> "TrainStep":
     """Makes a training step that runs on all devices and means the same as on one.
@@ -89,6 +92,9 @@ def train_step(
         clip_norm: clip the mean gradient to this global norm, as `optax.clip_by_global_norm` does;
             above 0. None by default: no clipping. It works with `shard_update`, where an optimizer
             that looks at all gradients cannot.
+        reduction: what is made of the losses of rows, as for `multitower.value_and_grad`: `"mean"`,
+            or `"sum"` for summed losses and log densities; `metrics["loss"]` is that sum. The loss
+            and metrics may be `mt.ratio(total, weight)` too.
         shard_update: every tower keeps and updates a block of the optimizer's state and of the
             moving average, instead of all of both on every device: the same traffic, the same bits
             on any number of devices, less memory; and the result of the whole update up to
@@ -125,6 +131,7 @@ def train_step(
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
     check_numbers(ema_decay, global_batch, clip_norm)
     check_towers(towers)
+    check_reduction(reduction)
     if shard_update and (towers is None or skip_nonfinite):
         raise ArgumentError(
             "shard_update=True needs towers=, one block for each, and cannot take back a block's "
@@ -133,7 +140,14 @@ def train_step(
         )
     loss = LossFunction.of(loss_fn)
     step = StepParts(
-        loss, optimizer, ema_decay, model_state_from, diagnostics, skip_nonfinite, clip_norm
+        loss,
+        optimizer,
+        ema_decay,
+        model_state_from,
+        diagnostics,
+        skip_nonfinite,
+        clip_norm,
+        reduction,
     )
     return TrainStep(step, devices, towers, global_batch, shard_update)
 
@@ -156,7 +170,7 @@ class TrainStep:
         self._placement = place(devices, towers) if devices is not None else None
         self._shard_update = shard_update
         self._sharded: ShardedState | None = None
-        self._averaged: dict[Any, str | None] = {}
+        self._looked: dict[Any, Looked] = {}
         self._runners: dict[Any, Runner] = {}
         self._has_run = False
 
@@ -268,7 +282,7 @@ class TrainStep:
         if loss.model is None or loss.model.how != model.how or model.fixed:
             self._step = replace(self._step, loss=loss.of_model(model))
             self._runners.clear()
-            self._averaged.clear()
+            self._looked.clear()
         return model.weights, model.state if model.how.changes_in_place else model_state
 
     def _with_changes(self, state: TrainState) -> TrainState:
@@ -311,7 +325,7 @@ class TrainStep:
         """What runs this batch: the same for every batch that fits the full one."""
         num_towers = self.placement.num_towers
         tower_rows = -(-global_batch // num_towers)
-        averaged = self._averaged_output(state, parts, tower_rows)
+        averaged, num_weights = self._look(state, parts, tower_rows)
         if averaged is not None:  # a mean over a tower: every row of every tower must be real
             if parts.num_rows % num_towers:
                 raise refuse_ragged(averaged, parts.num_rows, num_towers)
@@ -325,16 +339,17 @@ class TrainStep:
         key = (parts.split, tower_rows)
         if key not in self._runners:
             given = (self._step, parts.split, tower_rows, self.placement)
+            has_weights = num_weights > 0
             if self._sharded is not None:
-                self._runners[key] = ShardedRunner(*given, self._sharded)
+                self._runners[key] = ShardedRunner(*given, self._sharded, has_weights=has_weights)
             else:
                 make = FastRunner if self._towers is None else SameBitsRunner
-                self._runners[key] = make(*given)
+                self._runners[key] = make(*given, has_weights=has_weights)
         return self._runners[key]
 
-    def _averaged_output(self, state: TrainState, parts: Parts, tower_rows: int) -> str | None:
-        """Names what the loss averages itself, or None if all it returns is per example."""
+    def _look(self, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
+        """What there is to know of the loss before a program is made of it."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
-        if key not in self._averaged:
-            self._averaged[key] = averaged_output(self._step, parts, state.shared(), tower_rows)
-        return self._averaged[key]
+        if key not in self._looked:
+            self._looked[key] = look_at_loss(self._step, parts, state.shared(), tower_rows)
+        return self._looked[key]

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import BatchError
+from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.parallel import make_parallel
+from multitower.functions.ratio import Ratio, by_row, inside_tower
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
@@ -18,6 +21,9 @@ from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.rows import take_apart
 from multitower.towers.split import on_one_device
+
+# For each metric the numbers of its rows, and those of its totals and weights.
+Scores = dict[str, list[jax.Array]]
 
 
 def evaluate(
@@ -29,6 +35,7 @@ def evaluate(
     model_state: Any = None,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
+    reduction: Reduction = "mean",
 ) -> dict[str, float]:
     """The mean of each metric over all examples.
 
@@ -36,8 +43,10 @@ def evaluate(
     a sum over examples, never a mean of means.
 
     Args:
-        metrics: `metrics(params, batch)` returns a dict with one number per row for each name. It
-            may also take keyword-only `model_state`, like a loss.
+        metrics: `metrics(params, batch)` returns a dict with one number per row for each name, or
+            `mt.ratio(total, weight)` with an entry per row in both: totals and weights are then
+            added over all examples and divided once. It may also take keyword-only
+            `model_state`, like a loss.
         params: its first argument, whole on every device. NNX and Equinox modules in it are scored
             in evaluation mode, as after `model.eval()` and by `eqx.nn.inference_mode`: without
             dropout, with BatchNorm's moving averages; your own module is not changed. Models that
@@ -48,10 +57,11 @@ def evaluate(
         model_state: what `metrics` gets as such, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
         towers: with it, the results have the same bits on any number of devices.
+        reduction: what is made of the numbers of rows: their mean, `"mean"`, or their sum, `"sum"`.
 
     Returns:
-        For each name the mean. The sums are exact before they are rounded to float64, so that
-        they do not depend on the order of the examples.
+        For each name the mean (the sum, the ratio). The sums are exact before they are rounded to
+        float64, so that they do not depend on the order of the examples.
 
     Raises:
         BatchError: no examples, row counts that differ, or a batch without rows.
@@ -64,6 +74,7 @@ def evaluate(
         >>> mt.evaluate(metrics, 7.0, np.arange(10.0), global_batch=4)
         {'above': 0.2}
     """
+    check_reduction(reduction)
     if global_batch < 1:
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
     num_rows = take_apart(dataset, 0, name="data").num_rows
@@ -78,14 +89,16 @@ def evaluate(
         in_evaluation_mode(params),
         model_state if LossFunction.of(metrics).takes_model_state else None,
     )
-    seen: dict[str, list[float]] = {}
+    seen: dict[str, list[list[float]]] = {}
 
-    def read(scores: dict[str, jax.Array], num_real: int) -> None:
-        for name, values in scores.items():
-            on_host = whole_on_host(values).astype(np.float64)  # host-device sync
-            seen.setdefault(name, []).extend(on_host[:num_real].tolist())
+    def read(scores: Scores, num_real: int) -> None:
+        for name, parts in scores.items():
+            kept = seen.setdefault(name, [[] for _ in parts])
+            for part, values in zip(kept, parts, strict=True):
+                on_host = whole_on_host(values).astype(np.float64)  # host-device sync
+                part.extend(on_host[:num_real].tolist())
 
-    waiting: tuple[dict[str, jax.Array], int] | None = None
+    waiting: tuple[Scores, int] | None = None
     for start in range(0, num_rows, global_batch):
         # The last batch is filled up with examples that were scored already, so that it fits the
         # compiled program; `read` cuts them off.
@@ -101,17 +114,45 @@ def evaluate(
         waiting = (scores, min(global_batch, num_rows - start))
     assert waiting
     read(*waiting)
-    return {name: math.fsum(values) / num_rows for name, values in seen.items()}
+    sums = {name: [math.fsum(part) for part in parts] for name, parts in seen.items()}
+    divisor = num_rows if reduction == "mean" else 1
+    return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}
+
+
+def _value(sums: list[float], num_rows: int, divisor: int) -> float:
+    """Of the sum over rows, or of what was added to a ratio and its totals and weights."""
+    own, *ratios = sums
+    if not ratios:
+        return own / divisor
+    return own / num_rows + sum(map(_quotient, ratios[::2], ratios[1::2]))
+
+
+def _quotient(total: float, weight: float) -> float:
+    """As arrays are divided: without an error where nothing has any weight."""
+    with np.errstate(all="ignore"):
+        return float(np.divide(total, weight))
+
+
+def _parts(value: Any, num_rows: int) -> list[Any]:
+    """One entry per row of everything that is added up: numbers, then totals and weights."""
+    if not isinstance(value, Ratio):
+        return [value]
+    offset = 0.0 if value.offset is None else value.offset
+    parts = [by_row(part, num_rows) for term in value.terms for part in term]
+    return [jnp.broadcast_to(offset, (num_rows,)), *parts]
 
 
 @functools.lru_cache(maxsize=16)  # an evaluation after every epoch compiles once
 def _scorer(
     metrics: Callable[..., Any], devices: DeviceSpec | None, towers: int | None
-) -> Callable[..., dict[str, jax.Array]]:
+) -> Callable[..., Scores]:
     takes_state = LossFunction.of(metrics).takes_model_state
 
-    def score_rows(shared: tuple[Any, Any], batch: Any) -> dict[str, jax.Array]:
+    def score_rows(shared: tuple[Any, Any], batch: Any) -> Scores:
         params, model_state = shared
-        return metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
+        with inside_tower():
+            found = metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        return {name: _parts(value, num_rows) for name, value in found.items()}
 
     return make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from multitower.errors import ArgumentError, CheckpointError, RunError
+from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
-from multitower.steps.job import EmaDecay
+from multitower.steps.parts import EmaDecay
 from multitower.steps.state import TrainState
 from multitower.steps.train import TrainStep, train_step
 from multitower.training.agreement import StopVote
@@ -57,6 +58,7 @@ class Trainer:
         check_replicas_every: steps from one comparison of the devices' variables to the next, after
             one at the first step; and before every save. 0 for never.
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
+        reduction: as for `multitower.train_step`: `"sum"` for summed losses.
         shard_update: as for `multitower.train_step`: the optimizer's state in blocks.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
@@ -97,6 +99,7 @@ class Trainer:
         on_nonfinite: Literal["stop", "skip"] = "stop",
         check_replicas_every: int = 1000,
         clip_norm: float | None = None,
+        reduction: Reduction = "mean",
         shard_update: bool = False,
         hooks: Sequence[Hook] = (),
     ) -> None:
@@ -129,6 +132,7 @@ class Trainer:
             "model_state_from": model_state_from,
             "on_nonfinite": on_nonfinite,
             "clip_norm": clip_norm,
+            "reduction": reduction,
         }
         self._optimizer = optimizer
         self.hooks = list(hooks)
@@ -143,6 +147,7 @@ class Trainer:
             diagnostics=True,
             skip_nonfinite=on_nonfinite == "skip",
             clip_norm=clip_norm,
+            reduction=reduction,
             shard_update=shard_update,
         )
 
@@ -271,9 +276,9 @@ class Trainer:
         """Scores a data set with the moving average of the parameters, or the parameters.
 
         Args:
-            metrics: `metrics(params, batch)` returns a dict with one number per row for each name;
-                it may take keyword-only `model_state`. Where the loss gets a module it gets one
-                too, in evaluation mode (see `multitower.evaluate`).
+            metrics: `metrics(params, batch)` returns a dict with one number per row for each name,
+                or `mt.ratio` of such; it may take keyword-only `model_state`. Where the loss gets a
+                module it gets one too, in evaluation mode (see `multitower.evaluate`).
             state: what to score.
             dataset: a pytree of NumPy arrays with one example per row.
             global_batch: rows to score at a time.

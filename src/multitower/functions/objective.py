@@ -1,0 +1,112 @@
+"""What a tower differentiates: its share of the mean, the sum or the ratio over all rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from multitower.checks.row_flow import Flow, read
+from multitower.errors import ArgumentError, OutputError
+from multitower.functions.outputs import is_per_example, row_sum, wide
+from multitower.functions.ratio import Ratio, is_ratio, join_ratio, lacks_rows, sums_of
+from multitower.towers.rows import Tower
+
+Reduction = Literal["mean", "sum"]
+
+
+def check_reduction(reduction: Any) -> None:
+    """Refuses what is no reduction.
+
+    Raises:
+        ArgumentError: neither `"mean"` nor `"sum"`.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ArgumentError(
+            f"reduction={reduction!r}: say 'mean', over all rows, or 'sum'; for a quotient of two "
+            "sums return mt.ratio(total, weight)."
+        )
+
+
+def share_of(
+    loss: Any, here: Tower, tower_rows: int, reduction: Reduction, weights: Sequence[jax.Array]
+) -> jax.Array:
+    """A tower's share of the loss over the rows of all towers: added up, the shares are that loss.
+
+    So the cotangents of a loss are those of one device; a backward rule that is not linear, such as
+    one that clips, tells these from those of a mean over the tower's own rows.
+
+    Args:
+        loss: one for each row; or the mean over the rows of a full tower, with `"sum"` their sum;
+            or a ratio.
+        here: the tower.
+        tower_rows: rows of a full tower.
+        reduction: what is made of the losses of rows.
+        weights: for each term of a ratio the sum of the weights of all towers.
+
+    Returns:
+        At least float32, shape (): in 16 bits a sum over rows may be out of range.
+
+    Raises:
+        OutputError: the loss is none of these.
+    """
+    if is_ratio(loss):
+        if reduction == "sum":
+            raise OutputError(
+                "the loss is mt.ratio(total, weight), and reduction='sum': a ratio is the quotient "
+                "of two sums already. Leave reduction out."
+            )
+        return join_ratio(sums_of(loss, here, tower_rows), weights)
+    by_row = is_per_example(loss, tower_rows)
+    loss = wide(loss)
+    if reduction == "sum":
+        return row_sum(loss, here) if by_row else loss
+    all_rows = here.all_rows.astype(loss.dtype)
+    if by_row:
+        return row_sum(loss, here) / all_rows
+    return loss * (here.num_rows.astype(loss.dtype) / all_rows)
+
+
+def name_without_rows(
+    loss: Any, tower_rows: int, offset_of: Callable[[list[Any]], Any], rows: Sequence[Any]
+) -> str | None:
+    """Names what of a loss was put together over the tower's rows already, or None.
+
+    Args:
+        loss: what the loss returned.
+        tower_rows: rows of a tower.
+        offset_of: what was added to the ratio that the loss is, as a function of the rows.
+        rows: the tower's rows, or their shapes.
+    """
+    if not is_ratio(loss):
+        return None if is_per_example(loss, tower_rows) else "a scalar loss"
+    if lacks_rows(loss, tower_rows):
+        return "a ratio of sums, not of totals and weights with an entry for every row"
+    if loss.offset is not None and _rows_reach(offset_of, rows):
+        return "a ratio with a mean over rows added to it"
+    return None
+
+
+def as_mean(loss: Any, num_rows: int, reduction: Reduction) -> Any:
+    """A mean over rows in which rows meet as they do in the loss: what a first look is taken at."""
+    if not is_ratio(loss):
+        return loss if reduction == "mean" or loss.ndim else loss / num_rows
+    mean = sum(total.sum() / num_rows for total, _ in loss.terms)
+    return mean if loss.offset is None else mean + loss.offset
+
+
+def weights_of(loss: Any, here: Tower, tower_rows: int) -> list[jax.Array]:
+    """A tower's weights, of the terms of a ratio."""
+    return sums_of(loss, here, tower_rows).weights if is_ratio(loss) else []
+
+
+def num_weights(loss: Any) -> int:
+    """How many weights must be known before the loss can be differentiated."""
+    return len(loss.terms) if isinstance(loss, Ratio) else 0
+
+
+def _rows_reach(fn: Callable[[list[Any]], Any], rows: Sequence[Any]) -> bool:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
+    program = jax.make_jaxpr(fn)(shapes)
+    flows = [Flow("by row", varies=True) for _ in rows]
+    reading = read(program, flows, rows[0].shape[0])
+    return any(flow.word != "free" for flow in reading.outputs)

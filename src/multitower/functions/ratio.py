@@ -1,0 +1,282 @@
+"""ratio: a quotient of two sums over all towers, such as the mean over tokens that are not masked.
+
+A mean of the towers' own quotients would weigh every tower alike, however many tokens it has. So
+inside a tower a ratio stays in two parts, totals and weights, until the towers have met.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Never
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from multitower.errors import OutputError
+from multitower.functions.outputs import row_sum, wide
+from multitower.towers.rows import Tower
+
+# Part of what JAX keeps traces by: a jitted loss that was called outside of a tower is traced anew.
+_in_tower = jax.make_user_context(default_value=False)
+
+
+def ratio(total: Any, weight: Any) -> Any:
+    """The sum of `total` over the sum of `weight`, both over the rows of all towers.
+
+    For losses and metrics that are no mean over rows: tokens that are not masked, padded sequences,
+    importance weights. The equivalent on one device: `jnp.sum(total) / jnp.sum(weight)`, which is
+    also what it returns outside of towers. As a loss it may be added to other ratios and to numbers
+    such as a regulariser, and be multiplied and divided by numbers.
+
+    The towers' weights are added up before gradients are computed, so that cotangents are those of
+    one device, and hold for every backward rule. That costs a small program and an exchange more. A
+    division of summed gradients afterwards would be right for linear backward rules only.
+
+    Args:
+        total: what is added up, shape (rows,) or (rows, ...), so that any number of rows fits any
+            number of towers; or shape (), the sum over a tower's rows, which must then be full.
+        weight: what it is divided by, likewise: numbers or flags, such as a mask. It may depend on
+            the batch and on random numbers, not on the parameters.
+
+    Returns:
+        A scalar, float32 or wider. Inside the loss of `value_and_grad`, `grad` or `train_step`, and
+        inside metrics, an object that stands for it until the towers have met.
+
+    Raises:
+        OutputError: inside a tower, the weight depends on the parameters; or the ratio is used in
+            another way than to be added and multiplied.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> def loss(w, tokens, mask):
+        ...     return mt.ratio((w * tokens - 1) ** 2 * mask, mask)
+        >>> tokens, mask = jnp.arange(6.0).reshape(3, 2), jnp.array([[1, 1], [1, 0], [0, 0]])
+        >>> value, gradient = mt.value_and_grad(loss)(1.0, tokens, mask)
+        >>> round(float(value), 4), round(float(gradient), 4)
+        (0.6667, 1.3333)
+        >>> round(float(loss(1.0, tokens, mask)), 4)
+        0.6667
+    """
+    total, weight = wide(total), wide(weight)
+    if not _in_tower.value:
+        return total.sum() / weight.sum()
+    return Ratio(((total, _independent(weight)),), None)
+
+
+@contextmanager
+def inside_tower() -> Generator[None]:
+    """Where `ratio` keeps totals and weights apart."""
+    with _in_tower(True):
+        yield
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class Ratio:
+    """Ratios added up, and a number: `sum(total / weight for total, weight in terms) + offset`.
+
+    Attributes:
+        terms: pairs of totals and weights, of a tower's rows.
+        offset: what was added, or None.
+    """
+
+    terms: tuple[tuple[Any, Any], ...]
+    offset: Any
+
+    __array_ufunc__ = None  # so that NumPy's numbers leave the arithmetic to this class
+
+    def __add__(self, other: Any) -> "Ratio":
+        """Adds a ratio or a number."""
+        if isinstance(other, Ratio):
+            added = self + other.offset if other.offset is not None else self
+            return Ratio((*added.terms, *other.terms), added.offset)
+        other = _number(other, "+")
+        return Ratio(self.terms, other if self.offset is None else self.offset + other)
+
+    def __mul__(self, other: Any) -> "Ratio":
+        """Multiplies by a number."""
+        factor = _number(other, "*")
+        terms = tuple((total * factor, weight) for total, weight in self.terms)
+        return Ratio(terms, None if self.offset is None else self.offset * factor)
+
+    def __truediv__(self, other: Any) -> "Ratio":
+        """Divides by a number."""
+        return self * (1 / _number(other, "/"))
+
+    def __neg__(self) -> "Ratio":
+        """Changes the sign."""
+        return self * -1.0
+
+    def __pos__(self) -> "Ratio":
+        """The same."""
+        return self
+
+    def __sub__(self, other: Any) -> "Ratio":
+        """Subtracts a ratio or a number."""
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> "Ratio":
+        """A number minus this."""
+        return -self + other
+
+    def __rtruediv__(self, other: Any) -> "Ratio":
+        """Refused: it is no sum of ratios."""
+        raise _refuse("a number divided by it")
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str) -> Never:
+        """Refused, in words; it has no attributes of an array."""
+        raise AttributeError(str(_refuse(f".{name}")))
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        """For JAX's pytrees."""
+        return (self.terms, self.offset), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "Ratio":
+        """For JAX's pytrees."""
+        return cls(*children)
+
+
+class RatioSums(NamedTuple):
+    """What a tower hands on of a ratio, to be added up.
+
+    Attributes:
+        totals: scalars, for each term.
+        weights: scalars, for each term.
+        share: this tower's share of the offset, scalar.
+    """
+
+    totals: list[jax.Array]
+    weights: list[jax.Array]
+    share: jax.Array
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class RatioHole:
+    """Where a ratio stood in a tree."""
+
+    number: int
+
+
+def is_ratio(value: Any) -> bool:
+    """Whether a value is a ratio inside a tower."""
+    return isinstance(value, Ratio)
+
+
+def take_ratios(tree: Any) -> tuple[Any, list[Ratio]]:
+    """A tree with holes in place of its ratios, and these."""
+    found: list[Ratio] = []
+
+    def take(value: Any) -> Any:
+        if not is_ratio(value):
+            return value
+        found.append(value)
+        return RatioHole(len(found) - 1)
+
+    return jax.tree.map(take, tree, is_leaf=is_ratio), found
+
+
+def fill_ratios(tree: Any, values: Sequence[Any]) -> Any:
+    """The tree again, with values in place of its ratios."""
+    return jax.tree.map(
+        lambda x: values[x.number] if isinstance(x, RatioHole) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, RatioHole),
+    )
+
+
+def sums_of(value: Ratio, here: Tower, tower_rows: int) -> RatioSums:
+    """What a tower hands on.
+
+    Raises:
+        OutputError: a total or a weight that has neither rows nor the shape ().
+    """
+    sums = [[_sum(part, here, tower_rows) for part in term] for term in value.terms]
+    offset = jnp.float32(0) if value.offset is None else wide(value.offset)
+    share = here.num_rows.astype(offset.dtype) / here.all_rows.astype(offset.dtype)
+    return RatioSums([total for total, _ in sums], [weight for _, weight in sums], offset * share)
+
+
+def join_ratio(sums: RatioSums, weights: Sequence[jax.Array] | None = None) -> jax.Array:
+    """The value, from sums over towers; or a tower's share, from its sums and all weights."""
+    weights = sums.weights if weights is None else weights
+    quotients = [total / weight for total, weight in zip(sums.totals, weights, strict=True)]
+    return functools.reduce(operator.add, quotients, sums.share)
+
+
+def lacks_rows(value: Ratio, tower_rows: int) -> bool:
+    """Whether a part of it is a sum already, in which rows that only fill up would count."""
+    return any(_sums_itself(part, tower_rows) for term in value.terms for part in term)
+
+
+def _sum(part: jax.Array, here: Tower, tower_rows: int) -> jax.Array:
+    return part if _sums_itself(part, tower_rows) else row_sum(part, here).sum()
+
+
+def _sums_itself(part: Any, tower_rows: int) -> bool:
+    if not part.shape:
+        return True
+    if part.shape[0] != tower_rows:
+        raise OutputError(
+            f"a total or a weight of mt.ratio has shape {tuple(part.shape)} for {tower_rows} rows: "
+            f"give one entry for every row on axis 0, ({tower_rows}, ...), or the sum, shape ()."
+        )
+    return False
+
+
+def by_row(part: jax.Array, num_rows: int) -> jax.Array:
+    """The sum of every row, shape (rows,).
+
+    Raises:
+        OutputError: it has no rows.
+    """
+    if _sums_itself(part, num_rows):
+        raise OutputError(
+            "a metric is mt.ratio of sums: batches of an evaluation are filled up with rows that "
+            "must not count, so give totals and weights with one entry for every row."
+        )
+    return part.reshape(num_rows, math.prod(part.shape[1:])).sum(1)
+
+
+def _number(value: Any, sign: str) -> Any:
+    if isinstance(value, Ratio):
+        raise _refuse(f"a product or quotient of two of them ({sign})")
+    value = jnp.asarray(value)
+    if value.shape or not jnp.issubdtype(wide(value).dtype, jnp.floating):
+        raise _refuse(f"{sign} with {value.dtype}{list(value.shape)}")
+    return value
+
+
+def _refuse(what: str) -> OutputError:
+    return OutputError(
+        f"{what} was asked of mt.ratio(total, weight) inside a tower, where its value is not known "
+        "until the towers have met: it can be added to ratios and to scalars, and be multiplied "
+        "and divided by scalars. Return it as the loss or as a metric, and compute the rest with "
+        "the result."
+    )
+
+
+@jax.custom_jvp
+def _independent(weight: jax.Array) -> jax.Array:
+    return weight
+
+
+@functools.partial(_independent.defjvp, symbolic_zeros=True)
+def _refuse_tangent(primals: Any, tangents: Any) -> Any:
+    (weight,), (tangent,) = primals, tangents
+    if not isinstance(tangent, SymbolicZero):
+        raise OutputError(
+            "the weight of mt.ratio(total, weight) depends on the parameters: towers add up their "
+            "weights before they differentiate. If it is meant as a constant, say "
+            "jax.lax.stop_gradient(weight); if not, the loss is no mean over towers."
+        )
+    return weight, jnp.zeros_like(weight)

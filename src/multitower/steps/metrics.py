@@ -1,0 +1,87 @@
+"""The metrics of a step: what a tower hands on of them, and how they are put together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.functions.calls import Leaves
+from multitower.functions.objective import Reduction
+from multitower.functions.outputs import find_row_leaves, row_sum, wide
+from multitower.functions.ratio import (
+    RatioHole,
+    RatioSums,
+    fill_ratios,
+    join_ratio,
+    sums_of,
+    take_ratios,
+)
+from multitower.steps.loss import LossOutput
+from multitower.towers.rows import Tower
+
+
+class MetricSums(NamedTuple):
+    """What a tower hands on to be added up.
+
+    Attributes:
+        by_row: sums over rows of the metrics that have any.
+        apart: ratios in two parts; and a loss that is a sum, which has a share alone.
+    """
+
+    by_row: Leaves
+    apart: list[RatioSums]
+
+
+def sort_metrics(
+    output: LossOutput,
+    output_of: Callable[[list[Any]], LossOutput],
+    rows: list[Any],
+    here: Tower,
+    *,
+    reduction: Reduction,
+    share: jax.Array,
+) -> tuple[MetricSums, dict[int, jax.Array]]:
+    """Sorts what a loss returned, the loss itself among it.
+
+    Args:
+        output: what the loss returned.
+        output_of: the same for other rows.
+        rows: the tower's rows.
+        here: the tower.
+        reduction: what is made of the losses of rows.
+        share: this tower's share of the loss.
+
+    Returns:
+        What is added up, and the leaves that are averaged over towers, by number.
+    """
+    plain, ratios = _taken(output, reduction)
+    apart = [sums_of(one, here, rows[0].shape[0]) for one in ratios]
+    if reduction == "sum":
+        apart.append(RatioSums([], [], share))
+    metrics = jax.tree.map(wide, plain)
+    is_row = find_row_leaves(
+        lambda rows: _taken(output_of(rows), reduction)[0], rows, metrics, "metrics"
+    )
+    leaves, treedef = jax.tree.flatten(metrics)
+    counted = {i: row_sum(leaf, here) for i, leaf in enumerate(leaves) if is_row[i]}
+    averaged = {i: leaf for i, leaf in enumerate(leaves) if not is_row[i]}
+    return MetricSums(Leaves(counted, treedef), apart), averaged
+
+
+def join_metrics(sums: MetricSums, averaged: dict[int, Any], num_rows: jax.Array) -> dict[str, Any]:
+    """The metrics, with the loss, from sums and means over towers."""
+    # Sum over weight, rounded once: 5 of 10 is 0.5 however the rows were cut.
+    exact = {number: total / num_rows for number, total in sums.by_row.by_number.items()}
+    leaves: dict[int, Any] = {**averaged, **exact}
+    ordered: Sequence[Any] = [leaves[number] for number in range(len(leaves))]
+    metrics = jax.tree.unflatten(sums.by_row.treedef, ordered)
+    return fill_ratios(metrics, [join_ratio(one) for one in sums.apart])
+
+
+def _taken(output: LossOutput, reduction: Reduction) -> tuple[Any, list[Any]]:
+    """Loss and metrics, with holes for what is put together in another way."""
+    loss = () if reduction == "sum" else output.loss
+    plain, ratios = take_ratios({"loss": loss, **output.metrics})
+    if reduction == "sum":
+        plain["loss"] = RatioHole(len(ratios))
+    return plain, ratios

@@ -1,0 +1,78 @@
+"""The update: one of the parameters and their moving average, from the mean gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from multitower.errors import OutputError
+from multitower.steps.clipping import clipped, leaf_squares
+from multitower.steps.fields import Fields
+from multitower.steps.parts import StepParts
+
+
+def finite_leaves(params: Any) -> jax.Array:
+    """For each leaf whether all of it is finite, bool, shape (leaves,)."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
+
+
+def update(
+    step: StepParts,
+    fields: Fields,
+    gradients: Any,
+    loss: jax.Array,
+    model_state: Any,
+    *,
+    squares: jax.Array | None = None,
+) -> Fields:
+    """Makes one update of the parameters and their moving average.
+
+    Args:
+        step: what to do.
+        fields: the state before.
+        gradients: means over all rows.
+        loss: likewise, for optimizers that look at it.
+        model_state: what the state gets.
+        squares: of the gradients, by leaf, where `gradients` are a block of them.
+    """
+    import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
+
+    if step.clip_norm is not None:
+        squares = leaf_squares(gradients) if squares is None else squares
+        gradients = clipped(gradients, squares, step.clip_norm)
+    optimizer = optax.with_extra_args_support(step.optimizer)
+    updates, opt_state = optimizer.update(
+        gradients, fields.opt_state, fields.params, value=loss, grad=gradients
+    )
+    params = optax.apply_updates(fields.params, updates)
+    count = fields.step + 1
+    ema_params = None
+    if step.ema_decay is not None:
+        decay = step.ema_decay(count) if callable(step.ema_decay) else step.ema_decay
+        ema_params = jax.tree.map(lambda e, p: _ema(e, p, decay), fields.ema_params, params)
+    new = Fields(count, params, opt_state, ema_params, model_state, fields.rng)
+    return _check_same_types(fields, new)
+
+
+def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
+    new = average - (1 - decay) * (average - value.astype(average.dtype))
+    return new.astype(average.dtype)
+
+
+def _check_same_types(old: Fields, new: Fields) -> Fields:
+    """An update that changes a dtype would compile again at the next step, or lose bits."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise OutputError(
+            "the update changes the structure of the training state: the optimizer's update, or "
+            "the loss's model_state, returns another tree than it was given.\n"
+            f"before: {jax.tree.structure(old)}\nafter: {jax.tree.structure(new)}"
+        )
+    flat, _ = jax.tree_util.tree_flatten_with_path(old)
+    for (path, before), after in zip(flat, jax.tree.leaves(new), strict=True):
+        if before.shape != after.shape or before.dtype != after.dtype:
+            raise OutputError(
+                f"state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} and "
+                f"would become {after.dtype}{list(after.shape)} in the update. Keep both: "
+                "cast in the loss (model state) or give the optimizer the matching dtype."
+            )
+    return new

@@ -1,0 +1,247 @@
+"""mt.ratio and reduction="sum": losses that are no mean over rows, exact for any rows and towers.
+
+The lies: the mean of the towers' own quotients, a regulariser for each tower, rows that only fill
+up and count.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import multitower as mt
+
+WAYS = {
+    "fast": {"devices": 4},
+    "same bits": {"devices": 2, "towers": 4},
+    "same bits, uneven": {"devices": 3, "towers": 8},
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+any_rows = pytest.mark.parametrize("num_rows", [16, 13, 3])
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=4).astype(np.float32), "b": np.float32(0.3)}
+
+
+def batch_of(num_rows):
+    """Sequences of very different lengths, those of the last rows empty."""
+    rng = np.random.default_rng(1)
+    lengths = np.maximum(np.arange(num_rows)[::-1] % 7 - 1, 0)
+    return {
+        "x": rng.normal(size=(num_rows, 6, 4)).astype(np.float32),
+        "mask": np.arange(6) < lengths[:, None],
+    }
+
+
+def token_losses(params, batch):
+    return (batch["x"] @ params["w"] + params["b"]) ** 2
+
+
+def masked(params, batch):
+    return mt.ratio(token_losses(params, batch) * batch["mask"], batch["mask"])
+
+
+def by_hand(params, batch):
+    """The same in float64, with its gradients."""
+    x, mask = batch["x"].astype(float), batch["mask"].astype(float)
+    wrong = x @ params["w"].astype(float) + float(params["b"])
+    count = mask.sum()
+    gradients = {
+        "w": (2 * (wrong * mask)[..., None] * x).sum((0, 1)) / count,
+        "b": 2 * (wrong * mask).sum() / count,
+    }
+    return (wrong**2 * mask).sum() / count, gradients
+
+
+def assert_close(found, expected, rtol=2e-5):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=1e-6)
+
+
+@every_way
+@any_rows
+def test_the_mean_over_tokens_that_are_not_masked(way, num_rows):
+    batch = batch_of(num_rows)
+    found = mt.value_and_grad(masked, **WAYS[way])(PARAMS, batch)
+    value, gradients = by_hand(PARAMS, batch)
+    assert_close(found, (value, gradients))
+    assert_close(mt.grad(masked, **WAYS[way])(PARAMS, batch), gradients)
+    assert found[0].shape == ()
+
+
+def test_outside_of_towers_it_is_the_quotient():
+    batch = batch_of(13)
+    assert_close(jax.value_and_grad(masked)(PARAMS, batch), by_hand(PARAMS, batch))
+    assert_close(jax.jit(jax.grad(masked))(PARAMS, batch), by_hand(PARAMS, batch)[1])
+    assert isinstance(masked(PARAMS, batch), jax.Array)
+
+
+@every_way
+def test_a_jitted_loss_that_was_called_outside_before(way):
+    """Lie: what JAX keeps of the first call is the towers' own quotient."""
+    jitted = jax.jit(masked)
+    batch = batch_of(13)
+    outside = jitted(PARAMS, batch)
+    found = mt.value_and_grad(jitted, **WAYS[way])(PARAMS, batch)
+    assert_close(found, by_hand(PARAMS, batch))
+    assert_close(jitted(PARAMS, batch), outside)
+
+
+@every_way
+def test_inside_other_transformations(way):
+    batch = jax.tree.map(jnp.asarray, batch_of(13))
+    run = mt.value_and_grad(masked, **{**WAYS[way], "devices": 4})
+    assert_close(jax.jit(run)(PARAMS, batch), by_hand(PARAMS, batch))
+
+
+def mixture(params, batch):
+    """Everything that may be done with a ratio."""
+    mask = batch["mask"]
+    first = masked(params, batch)
+    second = mt.ratio(jnp.abs(batch["x"] @ params["w"]).sum(1), np.float32(6) * mask[:, 0])
+    decay = 0.1 * (params["w"] ** 2).sum()
+    return decay - np.float32(2) * first * 0.5 / 4 + (1 - second) * params["b"] - (-first) + 1
+
+
+@every_way
+@any_rows
+def test_sums_products_and_regularisers(way, num_rows):
+    batch = batch_of(num_rows)
+    if num_rows == 3:
+        batch["mask"] = np.ones_like(batch["mask"])
+    found = mt.value_and_grad(mixture, **WAYS[way])(PARAMS, batch)
+    assert_close(found, jax.value_and_grad(mixture)(PARAMS, batch))
+
+
+@every_way
+def test_a_backward_rule_that_is_not_linear(way):
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+
+    def loss(params, batch):
+        return mt.ratio(clipped(token_losses(params, batch)) * batch["mask"], batch["mask"])
+
+    batch = batch_of(13)
+    expected = jax.value_and_grad(loss)(PARAMS, batch)
+    assert not np.allclose(expected[1]["b"], by_hand(PARAMS, batch)[1]["b"], rtol=0.1)
+    assert_close(mt.value_and_grad(loss, **WAYS[way])(PARAMS, batch), expected)
+
+
+@every_way
+def test_totals_without_rows_need_full_towers(way):
+    def summed(params, batch):
+        mask = batch["mask"]
+        return mt.ratio((token_losses(params, batch) * mask).sum(), mask.sum())
+
+    batch = batch_of(16)
+    found = mt.value_and_grad(summed, **WAYS[way])(PARAMS, batch)
+    assert_close(found, by_hand(PARAMS, batch))
+    with pytest.raises(mt.OutputError, match="a ratio of sums"):
+        mt.value_and_grad(summed, **WAYS[way])(PARAMS, batch_of(13))
+    with_mean = lambda p, b: masked(p, b) + token_losses(p, b).mean()
+    full = jax.value_and_grad(with_mean)(PARAMS, batch)
+    assert_close(mt.value_and_grad(with_mean, **WAYS[way])(PARAMS, batch), full)
+    with pytest.raises(mt.OutputError, match="a mean over rows added"):
+        mt.value_and_grad(with_mean, **WAYS[way])(PARAMS, batch_of(13))
+
+
+@every_way
+@any_rows
+def test_in_aux(way, num_rows):
+    def loss(params, batch):
+        wrong = token_losses(params, batch)
+        seen = {"over": mt.ratio((wrong > 1) & batch["mask"], batch["mask"]), "row": wrong[:, 0]}
+        return wrong.mean(1), seen
+
+    batch = batch_of(num_rows)
+    (_, aux), _ = mt.value_and_grad(loss, has_aux=True, **WAYS[way])(PARAMS, batch)
+    wrong = np.asarray(token_losses(PARAMS, batch))
+    expected = ((wrong > 1) & batch["mask"]).sum() / batch["mask"].sum()
+    np.testing.assert_allclose(aux["over"], expected, rtol=1e-6)
+    np.testing.assert_allclose(aux["row"], wrong[:, 0], rtol=1e-5)
+
+
+def test_a_weight_that_depends_on_the_parameters_is_refused():
+    def loss(params, batch):
+        soft = jax.nn.sigmoid(batch["x"] @ params["w"])
+        return mt.ratio(token_losses(params, batch) * soft, soft)
+
+    def held(params, batch):
+        soft = jax.lax.stop_gradient(jax.nn.sigmoid(batch["x"] @ params["w"]))
+        return mt.ratio(token_losses(params, batch) * soft, soft)
+
+    def chosen(params, batch):
+        sure = batch["x"] @ params["w"] > 0
+        return mt.ratio(token_losses(params, batch) * sure, sure)
+
+    batch = batch_of(13)
+    for way in WAYS.values():
+        for fun in (loss, jax.jit(loss)):
+            with pytest.raises(mt.OutputError, match="depends on the parameters"):
+                mt.value_and_grad(fun, **way)(PARAMS, batch)
+        for fun in (held, chosen, jax.jit(chosen)):
+            found = mt.value_and_grad(fun, **way)(PARAMS, batch)
+            assert_close(found, jax.value_and_grad(fun)(PARAMS, batch))
+
+
+def test_other_uses_are_refused_in_words():
+    batch = batch_of(16)
+    uses = {
+        "a product": lambda r: r * r,
+        "a number divided": lambda r: 1 / r,
+        r"\.mean": lambda r: r.mean(),
+        r"\+ with float32\[2\]": lambda r: r + jnp.ones(2),
+    }
+    for message, use in uses.items():
+        with pytest.raises((mt.OutputError, AttributeError), match=message):
+            mt.grad(lambda p, b, use=use: use(masked(p, b)), devices=2)(PARAMS, batch)
+    with pytest.raises(mt.OutputError, match="for 8 rows"):
+        mt.grad(lambda p, b: mt.ratio(token_losses(p, b).sum(0), 6.0), devices=2)(PARAMS, batch)
+    with pytest.raises(mt.OutputError, match="Leave reduction out"):
+        mt.grad(masked, devices=2, reduction="sum")(PARAMS, batch)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_the_same_bits_on_any_number_of_devices(dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    found = {
+        mt.fingerprint(mt.value_and_grad(mixture, devices=d, towers=8)(params, batch_of(13)))
+        for d in (1, 2, 3, 8)
+    }
+    assert len(found) == 1
+
+
+# ---------------------------------------------------------------- reduction="sum"
+
+
+def row_losses(params, batch):
+    return token_losses(params, batch).sum(1)
+
+
+@every_way
+@any_rows
+def test_a_sum_over_all_rows(way, num_rows):
+    batch = batch_of(num_rows)
+    expected = jax.value_and_grad(lambda p, b: row_losses(p, b).sum())(PARAMS, batch)
+    options = {**WAYS[way], "reduction": "sum"}
+    assert_close(mt.value_and_grad(row_losses, **options)(PARAMS, batch), expected)
+    assert_close(mt.grad(row_losses, **options)(PARAMS, batch), expected[1])
+
+
+@every_way
+def test_a_scalar_that_is_a_sum(way):
+    summed = lambda p, b: row_losses(p, b).sum()
+    options = {**WAYS[way], "reduction": "sum"}
+    batch = batch_of(16)
+    found = mt.value_and_grad(summed, **options)(PARAMS, batch)
+    assert_close(found, jax.value_and_grad(summed)(PARAMS, batch))
+    with pytest.raises(mt.OutputError, match="a scalar loss"):
+        mt.value_and_grad(summed, **options)(PARAMS, batch_of(13))
+
+
+def test_what_is_no_reduction_is_refused():
+    for make in (mt.value_and_grad, mt.grad):
+        with pytest.raises(mt.ArgumentError, match="reduction='median': say 'mean'"):
+            make(row_losses, reduction="median")
