@@ -134,3 +134,23 @@ def test_keys_are_the_same_for_ever():
 def test_data_without_room_for_keys_are_an_error(data):
     with pytest.raises(mt.BatchError, match="Pass a dict without 'key'"):
         make_batch(data, global_batch=2, seed=0, step=0, keyed=True)
+
+
+def test_what_is_distorted_does_not_share_the_numbers_of_the_shuffle():
+    # The lie: distortions drawn from the shuffle's own stream, so that both go together.
+    rows = np.arange(64)
+    drawn = []
+
+    def distort(batch, generator):
+        drawn.append(generator.bit_generator.random_raw(64))
+        return batch
+
+    plain = make_batch(rows, global_batch=64, seed=3, step=0)
+    distorted = make_batch(rows, global_batch=64, seed=3, step=0, distort=distort)
+    np.testing.assert_array_equal(plain, distorted)
+    assert not np.array_equal(rows[np.argsort(drawn[0], kind="stable")], plain)
+    for source in ([3, 0], 3, [3], [0, 3]):
+        own = np.random.Philox(np.random.SeedSequence(source)).random_raw(64)
+        assert not np.array_equal(drawn[0], own)
+    make_batch(rows, global_batch=64, seed=3, step=1, distort=distort)
+    assert not np.array_equal(*drawn)

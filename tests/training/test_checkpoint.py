@@ -289,3 +289,43 @@ def test_a_leaf_without_elements(tmp_path):
         restored = checkpoints.restore(like=make_state(0)).state
     assert mt.fingerprint(restored) == mt.fingerprint(state)
     assert restored.params["none"].shape == (0, 3)
+
+
+def test_as_many_checkpoints_are_kept_as_are_asked_for(tmp_path):
+    # The lie: keep_last is dropped, and a test that saves as many as are kept does not see it.
+    _, state = make(1)
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        for number in range(1, 6):
+            checkpoints.save(number, state, {})
+            checkpoints.wait()
+        assert checkpoints.steps() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({"a": np.float32(1), "b": np.float32(2)}, {"a": np.float32(1)}),
+        ({"a": np.float32(1)}, {"a": np.float32(1), "b": np.float32(2)}),
+        ({"a": np.float32(1)}, {"a": np.float16(1)}),
+        ({"a": np.ones(2, np.float32)}, {"a": np.ones(3, np.float32)}),
+    ],
+)
+def test_what_is_on_disk_is_what_is_asked_for(saved, wanted, tmp_path):
+    # The lie: leaves more or fewer, or another dtype, are taken as they come.
+    step = mt.train_step(lambda p, x: sum(jnp.sum(v) for v in p.values()) * x, optax.sgd(0.1))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, step.init(saved), {})
+        checkpoints.wait()
+        with pytest.raises(mt.CheckpointError, match=r"params\['[ab]'\]"):
+            checkpoints.restore(like=step.init(wanted))
+
+
+def test_leaves_come_back_to_their_places_beyond_ten(tmp_path):
+    # The lie: names sorted as text, so that leaf 10 comes before leaf 2.
+    step = mt.train_step(lambda p, x: sum(p) * x, optax.sgd(0.1), devices=1)
+    state = step.init([np.float32(n) for n in range(12)])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(like=step.init([np.float32(0)] * 12)).state
+    assert [float(leaf) for leaf in restored.params] == list(range(12))

@@ -284,3 +284,35 @@ def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undistu
             PARAMS, batches, steps=60, resume=True, allow_previous=True
         )
     assert mt.fingerprint(state) == undisturbed
+
+
+def test_the_devices_are_compared_when_it_is_due(monkeypatch, tmp_path):
+    # The lie: check_replicas is never called, or not before a save.
+    from multitower.training import loop
+
+    seen = []
+    monkeypatch.setattr(loop, "check_replicas", lambda state: seen.append(int(state.step)))
+    trainer = mt.Trainer(
+        lambda w, x: (w - x) ** 2,
+        optax.sgd(0.1),
+        devices=2,
+        run_dir=tmp_path,
+        checkpoint_every=5,
+        check_replicas_every=3,
+    )
+    rows = np.ones(4, np.float32)
+    trainer.fit(np.float32(0), lambda first: iter([rows] * 10), steps=8)
+    assert seen == [1, 3, 5, 6, 8]
+
+
+def test_scores_see_the_model_state():
+    # The lie: an evaluation with the statistics of the first step.
+    def loss(w, x, *, model_state):
+        return (w * x) ** 2, {}, model_state + 1
+
+    trainer = mt.Trainer(loss, optax.sgd(0.0), devices=2)
+    rows = np.ones(4, np.float32)
+    batches = lambda first: iter([rows] * 10)
+    state = trainer.fit(np.float32(1), batches, steps=3, model_state=np.float32(0))
+    metrics = lambda w, x, *, model_state: {"state": 0 * x + model_state}
+    assert trainer.evaluate(metrics, state, rows, global_batch=4) == {"state": 3.0}
