@@ -90,13 +90,16 @@ def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
 
 def test_an_update_that_knows_its_devices_is_found_in_the_update(fault):
     # The lie: a mean over devices instead of towers.
-    constant = same_bits.SameBits.constant
+    finish = same_bits.SameBits.run
 
-    def by_devices(self, i, value):
-        is_scale = value.dtype.kind == "f"
-        return constant(self, i, value / len(self._devices) if is_scale else value)
+    def run(self, replicas, rows):
+        finished = finish(self, replicas, rows)
+        for i, (fields, metrics) in enumerate(finished.results):
+            params = jax.tree.map(lambda x: x / len(finished.results), fields.params)
+            finished.results[i] = (fields._replace(params=params), metrics)
+        return finished
 
-    fault.setattr(same_bits.SameBits, "constant", by_devices)
+    fault.setattr(same_bits.SameBits, "run", run)
     message = r"step 1: .* part in the update \(the copy on device 0\): params\[0\] is"
     with pytest.raises(AssertionError, match=message):
         check()
@@ -114,6 +117,22 @@ def test_a_device_that_differs_from_its_neighbours_is_named(fault):
 
     fault.setattr(same_bits.SameBits, "run", run)
     with pytest.raises(AssertionError, match=r"update \(the copy on device 1\): step"):
+        check(devices=(1, 2))
+
+
+def test_a_metric_that_depends_on_the_devices_is_found(fault):
+    # The lie: states are compared, and what is reported of them is not.
+    finish = same_bits.SameBits.run
+
+    def run(self, replicas, rows):
+        finished = finish(self, replicas, rows)
+        for i, (fields, metrics) in enumerate(finished.results):
+            loss = metrics["loss"] * len(finished.results)
+            finished.results[i] = (fields, {**metrics, "loss": loss})
+        return finished
+
+    fault.setattr(same_bits.SameBits, "run", run)
+    with pytest.raises(AssertionError, match=r"update \(.*\): \['metrics'\]\['loss'\]"):
         check(devices=(1, 2))
 
 
