@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
+from tower_keys import tower_key
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 ROWS = {"axis_name": "rows", "in_axes": (0, None, 0), "out_axes": (0, None)}
@@ -75,7 +76,7 @@ def towers_by_hand(num_towers):
         def run(model, state, x, key):
             one = eqx.filter_jit(eqx.filter_value_and_grad(fun, has_aux=has_aux))
             towers = [
-                one(model, state, rows, jax.random.fold_in(key, tower))
+                one(model, state, rows, tower_key(key, tower))
                 for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
             ]
             mean = lambda *leaves: (sum(leaves) / num_towers).astype(leaves[0].dtype)

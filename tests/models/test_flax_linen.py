@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 import multitower as mt
+from tower_keys import tower_key
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
@@ -74,7 +75,7 @@ def towers_by_hand(num_towers):
         def run(params, x, key):
             one = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
             towers = [
-                one(params, rows, jax.random.fold_in(key, tower))
+                one(params, rows, tower_key(key, tower))
                 for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
             ]
             ys = [y for (_, (y, _)), _ in towers]

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import multitower as mt
+from tower_keys import tower_key
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
@@ -81,8 +82,7 @@ def towers_by_hand(num_towers):
             for tower, rows in enumerate(np.split(np.asarray(x), num_towers)):
                 copy = nnx.clone(model)
                 key = copy.dropout.rngs.key
-                if tower:
-                    key[...] = jax.random.fold_in(key[...], np.uint32(2**32 - 1 - tower))
+                key[...] = tower_key(key[...], tower)
                 loss, gradient = nnx.jit(nnx.value_and_grad(fun))(copy, rows)
                 losses.append(loss)
                 gradients.append(gradient)

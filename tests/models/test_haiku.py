@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
+from tower_keys import tower_key
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
@@ -64,7 +65,7 @@ def towers_by_hand(num_towers):
         def run(params, state, key, x):
             one = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
             towers = [
-                one(params, state, jax.random.fold_in(key, tower), rows)
+                one(params, state, tower_key(key, tower), rows)
                 for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
             ]
             mean = lambda *leaves: (sum(leaves) / num_towers).astype(leaves[0].dtype)

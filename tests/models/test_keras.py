@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import multitower as mt
+from tower_keys import tower_key
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
@@ -84,9 +85,7 @@ def towers_by_hand(num_towers):
             towers = []
             one = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
             for tower, rows in enumerate(np.split(np.asarray(x), num_towers)):
-                seed = non_trainable[-1]
-                if tower:
-                    seed = jax.random.fold_in(seed, np.uint32(2**32 - 1 - tower))
+                seed = tower_key(non_trainable[-1], tower)
                 own = [*non_trainable[:-1], seed]
                 towers.append(one(trainable, own, rows))
             seed = towers[0][0][1][-1]

@@ -2,12 +2,12 @@
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
 from multitower.towers.rows import Tower, axes_of_leaves, pad_rows, real_rows, take_apart
+from tower_keys import tower_key
 
 
 @settings(deadline=None)
@@ -46,7 +46,7 @@ def test_a_tree_taken_apart_and_rebuilt_for_a_tower():
     np.testing.assert_array_equal(back["rows"], tree["rows"])
     assert back["whole"] is tree["whole"]
     assert back["number"] == 3
-    assert back["key"] == jax.random.fold_in(tree["key"], 4)
+    assert back["key"] == tower_key(tree["key"], 4)
     assert back["nothing"] is None
 
 
@@ -71,14 +71,13 @@ def test_a_legacy_key_among_rows():
     back, _ = parts.split.rebuild(
         parts.shared, parts.rows, Tower(np.int32(4), np.int32(3), np.int32(19))
     )
-    np.testing.assert_array_equal(back, jax.random.fold_in(key, 4))
+    np.testing.assert_array_equal(back, tower_key(key, 4))
     assert take_apart(key, 0, name="batch").num_rows == 2
-    assert take_apart((key, np.ones(2)), 0, name="batch").split.kinds == (0, 0)
+    assert take_apart((key, np.ones(2)), 0, name="batch").split.kinds == ("key", 0)
     assert take_apart((key, np.ones(3)), (None, 0), name="batch").split.kinds == ("shared", 0)
 
 
 def test_half_a_legacy_key_is_never_a_key():
-    """Next to two rows it cannot be told from rows: then JAX refuses it, in every tower."""
+    """Next to two rows it is a key as well; it used to be cut, and JAX refused the halves."""
     noise = mt.make_parallel(lambda key, x: jax.random.normal(key, x.shape), devices=2)
-    with pytest.raises(TypeError, match="invalid PRNG key data"):
-        noise(jax.random.PRNGKey(0), np.ones(2))
+    assert len(set(np.asarray(noise(jax.random.PRNGKey(0), np.ones(2))).tolist())) == 2

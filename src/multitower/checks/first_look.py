@@ -41,6 +41,53 @@ def look(
         MultitowerWarning: rows are mixed, a sum is averaged, all towers draw the same numbers, or a
             table is cut.
     """
+    traced = _read(outputs, rows, others)
+    if traced is None:
+        return  # a fixed number of rows, or a mistake that the call itself will tell
+    reading, tree, num_rows = traced
+    found = [
+        *(Problem("table", names(n), place, TABLE) for n, place in reading.tables.items()),
+        *_of_draws(reading),
+        *_of_results(_Results.of(reading, tree, num_rows), averages, {*reading.tables.values()}),
+    ]
+    for problem in found:
+        warn(f"{problem} (mt.check_parallel looks closer.)")
+
+
+def look_at_key(
+    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    apart: Callable[[list[Any], Tower], dict[str, Any]],
+    rows: Sequence[Any],
+    others: Any,
+    name: str,
+) -> None:
+    """Warns of a key that all towers have alike, if numbers are drawn from it.
+
+    Args:
+        outputs: what one tower computes.
+        apart: the same if towers had keys of their own.
+        rows: as for `look`.
+        others: as for `look`.
+        name: what shares the key.
+
+    Warns:
+        MultitowerWarning: all towers draw the same numbers.
+    """
+    alike, own = _read(outputs, rows, others), _read(apart, rows, others)
+    if alike is None or own is None:
+        return
+    draws = [place for place in alike[0].draws if place not in own[0].draws]
+    if draws:
+        warn(
+            f"{name} as it is, so that all towers draw the same random numbers, dropout masks for "
+            f"example ({draws[0]}). Say 0 for the key there, or pass it as an argument of its own."
+        )
+
+
+def _read(
+    outputs: Callable[[list[Any], Tower], dict[str, Any]], rows: Sequence[Any], others: Any
+) -> tuple[Reading, dict[str, Any], int] | None:
+    """What the program of one tower does, the tree of its outputs, and its number of rows."""
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
     num_rows = unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
@@ -51,16 +98,9 @@ def look(
     try:
         program, tree = jax.make_jaxpr(run, return_shape=True)(shapes, jnp.int32(0))
     except Exception:
-        return  # a fixed number of rows, or a mistake that the call itself will tell
+        return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
-    reading = read(program, flows, num_rows)
-    found = [
-        *(Problem("table", names(n), place, TABLE) for n, place in reading.tables.items()),
-        *_of_draws(reading),
-        *_of_results(_Results.of(reading, tree, num_rows), averages, {*reading.tables.values()}),
-    ]
-    for problem in found:
-        warn(f"{problem} (mt.check_parallel looks closer.)")
+    return read(program, flows, num_rows), tree, num_rows
 
 
 class _Result(NamedTuple):

@@ -33,10 +33,9 @@ def value_and_grad(
     to rounding. The `argnums` arguments are shared; every array of the others is split on axis 0
     and cut into towers; numbers and 0-d arrays are shared; flags, strings and functions are handed
     on as they are, like static arguments of `jax.jit`; a key (`jax.random.key`, or a
-    `jax.random.PRNGKey` among other rows) is folded with the tower's index, so that every tower
-    draws its own numbers. Gradients are averaged over towers once. Called eagerly, `fun` is
-    compiled like a `jax.jit` function: but for what it closes over, it must depend on its
-    arguments alone.
+    `jax.random.PRNGKey` among other rows) is tower 0's as it is, and another one in every other
+    tower, so that each draws its own numbers. Called eagerly, `fun` is compiled like a `jax.jit`
+    function: but for what it closes over, it must depend on its arguments alone.
 
     It takes the place of `nnx.value_and_grad` and `eqx.filter_value_and_grad` too. Modules, in any
     argument, are whole in every tower, and gradients have the framework's own form. What an NNX

@@ -16,7 +16,7 @@ from multitower.functions.outputs import find_row_leaves, refuse_ragged
 from multitower.models.equinox import is_equinox_state
 from multitower.models.state import as_leaf, only_first, weigh
 from multitower.towers.constants import Constant
-from multitower.towers.rows import SHARED, Split, Tower
+from multitower.towers.rows import SHARED, Split, Tower, is_legacy_key
 
 
 class Auxiliary(NamedTuple):
@@ -56,7 +56,7 @@ def sort_aux(
     aux = jax.tree.map(jnp.asarray, aux)
     flat, treedef = jax.tree.flatten(aux)
     in_state = _leaves_in(aux, is_state)
-    known = in_state | _same_everywhere(flat, aux_of, rows, here)
+    known = in_state | _known(flat, aux_of, rows, here)
     is_row = find_row_leaves(lambda rows: aux_of(rows, here), rows, aux, "aux", skip=known)
     sorted_aux = Auxiliary(Leaves({}, treedef), {}, {})
     for number, leaf in enumerate(flat):
@@ -108,6 +108,21 @@ def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
     return found
 
 
+def shared_keys(split: Split, args: Sequence[Any]) -> list[int]:
+    """The positions of arguments that are one key each, and shared: `in_axes` is None there."""
+    kinds = iter(split.kinds)
+    found: list[int] = []
+    for number, treedef in enumerate(split.treedef.children()[0].children()):
+        own = [next(kinds) for _ in range(treedef.num_leaves)]
+        if (
+            own == [SHARED]
+            and treedef_is_leaf(treedef)
+            and looks_like_key(jnp.asarray(args[number]))
+        ):
+            found.append(number)
+    return found
+
+
 def subtrees_like(tree: Any, structures: Collection[Any]) -> set[Any]:
     """Which of the structures occur in a tree."""
     subtrees = jax.tree.leaves(tree, is_leaf=lambda sub: jax.tree.structure(sub) in structures)
@@ -128,16 +143,23 @@ def split_state(aux: Any, is_state: Callable[[Any], bool]) -> tuple[list[Any], A
     return [leaves[number] for number in sorted(inside)], jax.tree.unflatten(treedef, rest)
 
 
-def _same_everywhere(
+def looks_like_key(leaf: Any) -> bool:
+    """Whether a leaf, or its shape and dtype, is a typed key, or may be a legacy one."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or is_legacy_key(leaf)
+
+
+def _known(
     flat: Sequence[Any], aux_of: Callable[[list[Any], Tower], Any], rows: Sequence[Any], here: Tower
 ) -> set[int]:
-    """The numbers of the leaves, no floats, that have one value in whatever tower of any rows.
+    """The numbers of the leaves, no floats, of which tower 0 has the value of one device.
 
-    Such as a counter that the loss closes over. One that counts rows is none: it is another one
-    where there is a row more.
+    They have one value in whatever tower of any rows, such as a counter that the loss closes over.
+    Or they are keys that no row went into: tower 0 has made them of the key of one device. One that
+    counts rows is none: it is another one where there is a row more.
     """
     num_rows = rows[0].shape[0]
-    numbers = {
+    keys = {number for number, leaf in enumerate(flat) if looks_like_key(leaf)}
+    numbers = keys | {
         number
         for number, leaf in enumerate(flat)
         if not jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.shape[:1] != (num_rows,)
@@ -154,13 +176,17 @@ def _same_everywhere(
     except Exception:  # a row count is baked in: nothing can be said
         return set()
     numbering: Numbering = {}
-    these, those = (
-        number_values(program, numbering, [None] * len(program.jaxpr.invars))
-        for program in programs
-    )
-    if len(these) != len(those):
-        return set()
-    return {n for n in numbers if these[n] is not None and these[n] == those[n]}
+
+    def same(numbers: set[int], tower: int | None) -> set[int]:
+        """Those that are made of no rows; of the tower's number, if that is given one."""
+        given = [*[None] * len(rows), tower, None, None]
+        these, those = (number_values(program, numbering, given) for program in programs)
+        if len(these) != len(those):
+            return set()
+        return {n for n in numbers if these[n] is not None and these[n] == those[n]}
+
+    # -1 is no number of a value.
+    return same(numbers, None) | (same(keys, -1) if keys else set())
 
 
 def _leaves_in(tree: Any, is_state: Callable[[Any], bool]) -> set[int]:

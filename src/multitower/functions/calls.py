@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.first_look import look
+from multitower.checks.first_look import look, look_at_key
 from multitower.engines import spmd
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits, on_each_device
@@ -18,7 +18,18 @@ from multitower.models.modules import Call
 from multitower.processes.together import spread
 from multitower.towers.gather import gather_rows
 from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import Parts, Split, Tower, device_dtype, is_key, is_traced, take_apart
+from multitower.towers.rows import (
+    SHARED,
+    Parts,
+    Split,
+    Tower,
+    device_dtype,
+    is_key,
+    is_legacy_key,
+    is_traced,
+    key_of_tower,
+    take_apart,
+)
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
@@ -141,16 +152,23 @@ class TowerFunction:
         return self._placement
 
     def _look(self, parts: Parts) -> None:
-        def outputs(rows: list[Any], here: Tower) -> Any:
-            # A key that is shared with in_axes=None is meant to be the same everywhere.
-            shared = [
-                jax.random.fold_in(x, here.number) if is_key(x) and not x.ndim else x
-                for x in parts.shared
-            ]
-            return self._kind.outputs(parts.split, shared, rows, here)
+        def outputs_with(alike: int | None) -> Any:
+            """What a tower computes if it has its own keys, but for one of the shared leaves."""
+
+            def outputs(rows: list[Any], here: Tower) -> Any:
+                shared = [
+                    key_of_tower(leaf, here) if number != alike and _is_one_key(leaf) else leaf
+                    for number, leaf in enumerate(parts.shared)
+                ]
+                return self._kind.outputs(parts.split, shared, rows, here)
+
+            return outputs
 
         names = lambda number: _row_name(parts.split, number)
-        look(outputs, parts.rows, parts.shared, averages=self._kind.averages, names=names)
+        averages = self._kind.averages
+        look(outputs_with(None), parts.rows, parts.shared, averages=averages, names=names)
+        for number, name in _shared_keys(parts).items():
+            look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
 
     def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
         placement = self._evenly_placed()
@@ -285,3 +303,28 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
 
 def _ragged(num_rows: int, num_towers: int) -> tuple[int, int] | None:
     return (num_rows, num_towers) if num_rows % num_towers else None
+
+
+def _is_one_key(leaf: Any) -> bool:
+    return (is_key(leaf) and not leaf.ndim) or is_legacy_key(leaf)
+
+
+def _shared_keys(parts: Parts) -> dict[int, str]:
+    """Keys in arguments that in_axes shares as a whole, by their number among the shared leaves.
+
+    A key that is an argument by itself is none of them: None for it alone is meant.
+    """
+    treedef, kinds = parts.split.treedef, parts.split.kinds
+    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(treedef, range(len(kinds))))[0]
+    found: dict[int, str] = {}
+    number = 0
+    for (path, _), kind in zip(paths, kinds, strict=True):
+        if not isinstance(kind, str):
+            continue
+        of_args, *rest = path
+        is_within = kind == SHARED and of_args.idx == 0 and len(rest) > 1
+        if is_within and _is_one_key(parts.shared[number]):
+            entry, name = rest[0].idx, jax.tree_util.keystr(tuple(rest))
+            found[number] = f"in_axes[{entry}] is None and shares args{name}"
+        number += 1
+    return found

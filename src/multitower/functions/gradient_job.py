@@ -12,7 +12,9 @@ from multitower.errors import ArgumentError, GradientError, OutputError
 from multitower.functions.auxiliary import (
     is_state_of,
     join_aux,
+    looks_like_key,
     refuse_ragged_means,
+    shared_keys,
     sort_aux,
     split_state,
     state_structures,
@@ -115,14 +117,14 @@ class ValueAndGrad(NamedTuple):
 
         def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
             whole = call_of(shared, rows, here)
-            structures = self._states(split, whole, here, tower_rows)
+            structures, entered = self._states(split, whole, here, tower_rows)
             is_state = is_state_of(structures.values())
 
             def forward(
                 wanted: Wanted, rows: list[Any], here: Tower
             ) -> tuple[Any, Any, list[Changed]]:
                 call = self._with(wanted, call_of(shared, rows, here))
-                call = _enter_states(call, structures, here)
+                call = _enter_states(call, entered, here)
                 output, changed = self._call(call, here, tower_rows)
                 return *self._loss_and_aux(output), changed
 
@@ -166,7 +168,7 @@ class ValueAndGrad(NamedTuple):
 
         def weights(shared: list[Any], rows: list[Any], here: Tower) -> list[Any]:
             call = Call(*split.rebuild(shared, rows, here))
-            call = _enter_states(call, self._states(split, call, here, tower_rows), here)
+            call = _enter_states(call, self._states(split, call, here, tower_rows)[1], here)
             loss = self._loss_and_aux(self._call(call, here, tower_rows)[0])[0]
             return weights_of(loss, here, tower_rows)
 
@@ -186,8 +188,8 @@ class ValueAndGrad(NamedTuple):
         """What one tower finds, by name: what a first look is taken at."""
         tower_rows = rows[0].shape[0]
         call = Call(*split.rebuild(shared, rows, here))
-        structures = self._states(split, call, here, tower_rows)
-        call = _enter_states(call, structures, here)
+        structures, entered = self._states(split, call, here, tower_rows)
+        call = _enter_states(call, entered, here)
         output, changed = self._call(call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
@@ -218,18 +220,28 @@ class ValueAndGrad(NamedTuple):
         ]
         return call._replace(args=tuple(args), models=models)
 
-    def _states(self, split: Split, call: Call, here: Tower, tower_rows: int) -> dict[int, Any]:
-        """The structures of the arguments that come back in `aux`, by position."""
+    def _states(
+        self, split: Split, call: Call, here: Tower, tower_rows: int
+    ) -> tuple[dict[int, Any], list[int]]:
+        """The structures of the arguments that come back in `aux`, by position.
+
+        And the positions of all that do, keys that are an argument by themselves among them.
+        """
         argnums = positive(self.argnums, len(call.args))
         structures = state_structures(split, argnums) if self.has_aux else {}
-        if not structures:
-            return {}
+        keys = shared_keys(split, call.args) if self.has_aux else []
+        if not structures and not keys:
+            return {}, []
 
         def aux_of() -> Any:
             return self._loss_and_aux(self._call(call, here, tower_rows)[0])[1]
 
-        back = subtrees_like(jax.eval_shape(aux_of), set(structures.values()))
-        return {number: treedef for number, treedef in structures.items() if treedef in back}
+        aux = jax.eval_shape(aux_of)
+        back = subtrees_like(aux, set(structures.values()))
+        states = {number: treedef for number, treedef in structures.items() if treedef in back}
+        if not any(looks_like_key(leaf) for leaf in jax.tree.leaves(aux)):
+            keys = []
+        return states, [*states, *keys]
 
     def _loss_and_aux(self, output: Any) -> tuple[Any, Any]:
         if not self.has_aux:

@@ -42,8 +42,8 @@ def make_parallel(
         in_axes: where the rows are, as in `jax.vmap`: an int, None for arguments that every device
             gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
             Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole; a 0-d
-            typed key becomes another key in every tower. Flags, strings and functions are handed
-            on as they are, like static arguments of `jax.jit`.
+            typed key becomes another key in every tower but the first. Flags, strings and functions
+            are handed on as they are, like static arguments of `jax.jit`.
         out_axes: where the rows are in the results; None for a result that does not depend on the
             rows (it is taken from the first tower).
         devices: as for `multitower.devices`; all by default.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.towers.rows import Tower, is_key, is_legacy_key
+from multitower.towers.rows import Tower, is_key, is_legacy_key, key_of_tower
 
 
 class Changed(NamedTuple):
@@ -38,15 +38,12 @@ class _KeyData:
 
 
 def enter(leaf: Any, tower: Tower) -> Any:
-    """A leaf of the state as one tower gets it: keys are folded with its number, except in tower 0.
+    """A leaf of the state as one tower gets it: keys differ, but for tower 0's.
 
     Keys are typed ones of any shape, and uint32 arrays of shape (2,): `jax.random.PRNGKey`, and the
     seeds of Keras.
     """
-    if is_key(leaf):
-        fold = jax.vmap(lambda key: _fold(key, tower))
-        return fold(leaf.reshape(-1)).reshape(leaf.shape)
-    return _fold(leaf, tower) if is_legacy_key(leaf) else leaf
+    return key_of_tower(leaf, tower) if is_key(leaf) or is_legacy_key(leaf) else leaf
 
 
 def sort_changes(
@@ -98,9 +95,3 @@ def as_leaf(total: Any) -> Any:
     if isinstance(total, _KeyData):
         return jax.random.wrap_key_data(total.data, impl=total.impl)
     return total
-
-
-def _fold(key: jax.Array, tower: Tower) -> jax.Array:
-    # Counted from the top of uint32, far from the counters that frameworks fold into their keys.
-    folded = jax.random.fold_in(key, ~jnp.asarray(tower.number, jnp.uint32))
-    return jnp.where(tower.number == 0, key, folded)

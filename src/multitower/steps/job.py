@@ -24,7 +24,7 @@ from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.parts import StepParts
 from multitower.steps.update import finite_leaves, update
-from multitower.towers.rows import Parts, Split, Tower, device_dtype
+from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
 from multitower.towers.surroundings import inside_a_tower
 
 
@@ -193,7 +193,7 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         fields: Fields = shared.state
         rng = None
         if step.loss.takes_rng:
-            rng = jax.random.fold_in(jax.random.fold_in(fields.rng, fields.step), here.number)
+            rng = key_of_tower(jax.random.fold_in(fields.rng, fields.step), here)
         batch = split.rebuild(shared.rest, rows, here)
         given, treedef = jax.tree.flatten(fields.model_state)
         given = [enter(leaf, here) for leaf in given]

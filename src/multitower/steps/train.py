@@ -68,8 +68,9 @@ def train_step(
 
     Args:
         loss_fn: `loss_fn(params, batch)`, where params is what `init` was given, such as a Flax NNX
-            or Equinox module; it may also take keyword-only `rng` (this tower's key for this step)
-            and `model_state`, in which keys are other ones in every tower. It returns `loss`,
+            or Equinox module; it may also take keyword-only `rng` (this tower's key for this step,
+            in tower 0 that of one device) and `model_state`, in which keys are other ones in every
+            tower but the first. It returns `loss`,
             `(loss, metrics)`, or with model state `(loss, metrics, model_state)`. The loss has
             shape (rows,), the better contract, or (), the mean over the rows. Metrics are a dict;
             those with one entry per row are averaged over all real rows, other floats over towers.

@@ -1,8 +1,8 @@
 """Rows: which leaves of the arguments are cut into towers, along which axis, how many rows.
 
 A leaf is *split* (an array with an axis of rows), *shared* (a number, a 0-d array, or an array
-whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; folded with the
-tower's index), or a *constant* (a flag, a string or a function; part of the program).
+whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; every tower gets
+another one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,9 @@ from multitower.towers.refusals import (
     refuse_what_is_no_array,
     refuse_what_is_no_number,
 )
+
+# Folded into the keys of towers; documented, so that a draw can be repeated by hand.
+_TOWERS = 0x746F7772
 
 SHARED = "shared"
 KEY = "key"
@@ -69,7 +72,7 @@ class Split:
             elif kind == SHARED:
                 leaves.append(next(shared_left))
             elif kind == KEY:
-                leaves.append(jax.random.fold_in(next(shared_left), tower.number))
+                leaves.append(key_of_tower(next(shared_left), tower))
             else:
                 leaf = next(rows_left)
                 leaves.append(leaf if kind == 0 else jnp.moveaxis(leaf, 0, int(kind)))
@@ -154,6 +157,27 @@ def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Arr
     return jnp.clip(num_rows - index * tower_rows, 0, tower_rows).astype(jnp.int32)
 
 
+def key_of_tower(key: Any, tower: Tower) -> Any:
+    """One tower's key: tower 0 gets it as it is, and draws what one device draws.
+
+    Every other tower folds in a constant of ours and its number: a number alone is what user code
+    and frameworks fold in, for layers and steps, and their numbers would come back in a tower.
+
+    Args:
+        key: a typed key of any shape, or one of `jax.random.PRNGKey`.
+        tower: the tower.
+    """
+
+    def fold(key: Any) -> Any:
+        return jax.random.fold_in(jax.random.fold_in(key, _TOWERS), tower.number)
+
+    if not is_key(key) or not key.ndim:
+        folded = fold(key)
+    else:
+        folded = jax.vmap(fold)(key.reshape(-1)).reshape(key.shape)
+    return jnp.where(tower.number == 0, key, folded)
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed keys, as `jax.random.key` makes them."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -234,8 +258,7 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
 def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
 
-    Where the other arrays have two rows as well it may be rows, and is cut: as a key, half of it
-    is an error of JAX, never other random numbers.
+    Among two rows too: half a key would be of no use to anybody.
     """
     legacy = {
         number
@@ -247,7 +270,7 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
         for number, kind in enumerate(kinds)
         if isinstance(kind, int) and number not in legacy
     ]
-    if not legacy or not others or others[0] == 2:
+    if not legacy or not others:
         return kinds
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
 

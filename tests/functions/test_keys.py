@@ -1,0 +1,166 @@
+"""PRNG keys: tower 0 draws what JAX draws, every other tower something else, keys come back.
+
+The lies: a loss with dropout that one device computes otherwise than JAX, keys that user code
+makes too, a key that is taken for two rows.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from tower_keys import tower_key
+
+both_kinds = pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
+X = np.ones((8, 3), np.float32)
+
+
+def noise(key, x):
+    return jax.random.normal(key, x.shape)
+
+
+def data_of(key):
+    return np.asarray(jax.random.key_data(key))
+
+
+@both_kinds
+@pytest.mark.parametrize("towers", [None, 1])
+def test_on_one_device_it_is_jax(make_key, towers):
+    key = make_key(3)
+    options = {"devices": 1, "towers": towers}
+    found = mt.make_parallel(noise, **options)(key, X)
+    np.testing.assert_array_equal(found, noise(key, X))
+
+    def loss(w, key, x):
+        drawn = noise(key, x)
+        return (w * x + drawn).sum(1), drawn
+
+    (value, drawn), gradient = mt.value_and_grad(loss, has_aux=True, **options)(2.0, key, X)
+    np.testing.assert_array_equal(drawn, noise(key, X))
+    mean = lambda w: loss(w, key, X)[0].mean()
+    np.testing.assert_allclose((value, gradient), jax.value_and_grad(mean)(2.0), rtol=1e-6)
+
+
+def test_on_one_device_a_training_step_draws_what_jax_draws():
+    def loss(w, x, *, rng):
+        drawn = noise(rng, x)
+        return (w * x).sum(1), {"drawn": drawn.sum(1)}
+
+    for towers in (None, 1):
+        step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=towers)
+        state = step.init(jnp.float32(1), rng=jax.random.key(7))
+        for number in range(2):
+            state, metrics = step(state, X)
+            drawn = noise(jax.random.fold_in(jax.random.key(7), number), X)
+            np.testing.assert_allclose(metrics["drawn"], drawn.sum(1).mean(), rtol=1e-5)
+
+
+@both_kinds
+@both_ways
+def test_the_keys_of_towers(make_key, towers):
+    key = make_key(3)
+    found = mt.make_parallel(noise, devices=4, towers=towers)(key, X)
+    expected = [noise(tower_key(key, tower), X[:2]) for tower in range(4)]
+    np.testing.assert_array_equal(found, np.concatenate(expected))
+    # Keys that user code makes: of layers, steps, and of Flax, which folds in from 0 on.
+    numbers = [*range(8), *(np.uint32(2**32 - n) for n in range(1, 8))]
+    own = [*(jax.random.fold_in(key, n) for n in numbers), *jax.random.split(key, 8)]
+    others = {data_of(tower_key(key, tower)).tobytes() for tower in range(1, 8)}
+    assert len(others) == 7
+    assert not others & {data_of(one).tobytes() for one in own}
+
+
+def drawing(w, state, x):
+    """The idiom of a loop: split the key, use one half, hand the other on."""
+    key, own = jax.random.split(state["key"])
+    drawn = noise(own, x)
+    return (w * x + drawn).sum(1), {"key": key, "count": state["count"] + 1}
+
+
+@both_kinds
+@both_ways
+@pytest.mark.parametrize("num_rows", [8, 6, 2])
+def test_a_key_in_a_state_comes_back_as_on_one_device(make_key, towers, num_rows):
+    state = mine = {"key": make_key(0), "count": jnp.int32(0)}
+    run = mt.value_and_grad(
+        drawing,
+        has_aux=True,
+        in_axes=(None, None, 0),
+        devices=4 if num_rows > 2 else 2,
+        towers=towers,
+    )
+    for _ in range(3):
+        (_, state), _ = run(1.0, state, X[:num_rows])
+        _, mine = drawing(1.0, mine, X[:num_rows])
+    np.testing.assert_array_equal(data_of(state["key"]), data_of(mine["key"]))
+    assert int(state["count"]) == 3
+
+
+@both_kinds
+@both_ways
+@pytest.mark.parametrize("num_rows", [8, 7, 2])
+def test_a_key_that_is_an_argument_comes_back(make_key, towers, num_rows):
+    def loss(w, key, x):
+        key, own = jax.random.split(key)
+        drawn = noise(own, x)
+        return (w * x + drawn).sum(1), (key, drawn[:, 0])
+
+    key = make_key(0)
+    run = mt.value_and_grad(loss, has_aux=True, devices=4 if num_rows > 2 else 2, towers=towers)
+    (_, (new, drawn)), _ = run(1.0, key, X[:num_rows])
+    _, (expected, _) = loss(1.0, key, X[:num_rows])
+    np.testing.assert_array_equal(data_of(new), data_of(expected))
+    assert len(set(np.asarray(drawn).tolist())) == num_rows  # every tower draws its own
+
+
+@both_kinds
+@both_ways
+def test_a_key_that_is_closed_over_comes_back(make_key, towers):
+    key = make_key(0)
+
+    def loss(w, x):
+        new, own = jax.random.split(key)
+        drawn = noise(own, x)
+        return (w * x + drawn).sum(1), (new, drawn[:, 0])
+
+    (_, (new, drawn)), _ = mt.value_and_grad(loss, has_aux=True, devices=4, towers=towers)(1.0, X)
+    np.testing.assert_array_equal(data_of(new), data_of(jax.random.split(key)[0]))
+    assert len(set(np.asarray(drawn).tolist())) == 8
+
+
+def test_a_key_that_depends_on_rows_is_refused():
+    def loss(w, key, x):
+        return (w * x).sum(1), jax.random.fold_in(key, x.sum().astype(jnp.uint32))
+
+    for make_key in (jax.random.key, jax.random.PRNGKey):
+        with pytest.raises(mt.OutputError, match="no axis of rows"):
+            mt.value_and_grad(loss, has_aux=True, devices=2)(1.0, make_key(0), X)
+
+
+@both_ways
+def test_a_legacy_key_beside_two_rows_is_a_key(towers):
+    key = jax.random.PRNGKey(0)
+    found = mt.make_parallel(noise, devices=2, towers=towers and 2)(key, X[:2])
+    expected = [noise(tower_key(key, tower), X[:1]) for tower in range(2)]
+    np.testing.assert_array_equal(found, np.concatenate(expected))
+
+
+@both_kinds
+def test_a_key_that_is_shared_by_mistake_is_named(make_key):
+    def loss(w, x, extra):
+        assert make_key  # another function for the other kind: a function is looked at once
+        return (w * x + noise(extra["key"], x)).sum(1)
+
+    run = mt.value_and_grad(loss, in_axes=(None, 0, None), devices=2)
+    message = r"in_axes\[2\] is None and shares args\[2\]\['key'\]"
+    with pytest.warns(mt.MultitowerWarning, match=message):
+        run(1.0, X, {"key": make_key(0)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apart = mt.value_and_grad(loss, in_axes=(None, 0, {"key": 0}), devices=2)
+        apart(1.0, X, {"key": make_key(0)})
