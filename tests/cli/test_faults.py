@@ -1,0 +1,141 @@
+"""A fault at any stage of a run: the exit code and the lines of the manual, and nothing is lost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from places import PROGRAMS
+from processes import clean_environment
+
+PROGRAM = str(PROGRAMS / "fault_program.py")
+TRAINING = ["compile", "first step", "step", "save"]
+# All faults at all stages take three minutes of two cores, and passed; every stage is among these.
+CHOSEN = {
+    "SIGINT": ["set-up", "compile", "save", "exit"],
+    "SIGTERM": ["first step", "step", "report"],
+    "SIGKILL": ["compile", "save", "result"],
+    "full-disk": ["set-up", "step", "evaluation", "report", "exit"],
+    "exception": ["first step", "evaluation", "result"],
+    "two-SIGINTs": ["save"],
+}
+
+# Imports until one of a given name begins; then comes Ctrl-C.
+IMPORTS = """
+import os, signal, sys
+import multitower_command
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
+sys.meta_path.insert(0, Finder())
+multitower_command.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """JAX's compiled programs: what a killed process leaves of them concerns no other test."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax-cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def walk(directory, fault, cache):
+    """What `fault_program` found, stage by stage; every resumed run has the undisturbed bits."""
+    stages = CHOSEN[fault]
+    words = [sys.executable, PROGRAM, str(directory), fault, *stages]
+    if fault == "full-disk":
+        unshare = ["unshare", "--map-root-user", "--mount"]
+        try:
+            subprocess.run([*unshare, "true"], check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            pytest.skip("needs unshare and a kernel that lets this user make namespaces")
+        words = [*unshare, *words]
+    ended = subprocess.run(
+        words,
+        env=clean_environment(**cache),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = json.loads(ended.stdout)
+    whole = found.pop("whole")
+    assert list(found) == stages
+    for stage, one in found.items():
+        assert one["resumed"] == 0, (stage, one["said again"])
+        assert one["fingerprint"] == whole, stage
+    return found
+
+
+def outcomes(found):
+    """For each stage the exit code, and how many lines there were."""
+    return {stage: (one["code"], len(one["said"])) for stage, one in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "training", "elsewhere"),
+    [
+        ("SIGINT", (130, 1), (130, 1)),
+        ("SIGTERM", (143, 1), (-15, 0)),
+        ("SIGKILL", (-9, 0), (-9, 0)),
+    ],
+)
+def test_a_signal_at_any_stage(tmp_path, cache, fault, training, elsewhere):
+    """Lies: a page of lines, code 0, a step that is made twice, a run that cannot go on."""
+    found = walk(tmp_path, fault, cache)
+    assert outcomes(found) == {
+        stage: training if stage in TRAINING else elsewhere for stage in found
+    }
+    for stage, one in found.items():
+        if stage in TRAINING and fault != "SIGKILL":
+            assert f"multitower: {fault}: stopped after step" in one["said"][0]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_does_not_wait_for_the_save(tmp_path, cache):
+    found = walk(tmp_path, "two-SIGINTs", cache)
+    for one in found.values():
+        assert (one["code"], one["said"]) == (130, ["multitower: stopped"])
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_any_stage(tmp_path, cache):
+    """Lies: hundreds of lines; a file that is half there; code 0 for what was not saved."""
+    found = walk(tmp_path, "full-disk", cache)
+    assert outcomes(found) == dict.fromkeys(found, (2, 1)) | {"exit": (0, 0)}
+    for stage, one in found.items():
+        assert stage == "exit" or "No space left on device" in one["said"][0]
+
+
+@pytest.mark.slow
+def test_an_exception_at_any_stage(tmp_path, cache):
+    """A mistake in a user's function shows where it is; what is saved is not lost."""
+    found = walk(tmp_path, "exception", cache)
+    for one in found.values():
+        assert one["code"] == 1
+        assert one["said"][0] == "Traceback (most recent call last):"
+        assert one["said"][-1] == "RuntimeError: injected"
+
+
+@pytest.mark.parametrize("name", ["multitower", "jax", "numpy", "optax", "tyro"])
+def test_ctrl_c_during_imports(name):
+    """Lies: a page of lines, a hang in an extension module that cannot be initialised."""
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTS, name],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (130, "multitower: stopped\n")
