@@ -137,7 +137,7 @@ class _Results(NamedTuple):
             _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
             for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
         ]
-        known = {_line(place) for one in leaves if one.is_statistic for place in one.flow.places}
+        known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
         return cls(leaves, known)
 
 
@@ -152,10 +152,11 @@ def _of_results(results: _Results, averages: bool, told: set[str]) -> list[Probl
         if one.kind in _STATES or not (averages or one.has_rows):
             continue
         flow = one.flow
-        places = [p for p in flow.mixed if _line(p) not in results.known_lines]
-        if places:
-            if not told & set(places):
-                problems.append(Problem("mixed rows", one.name, places[0], MIXED))
+        unknown = {_line(root) for root in flow.roots} - results.known_lines
+        if flow.mixed and unknown:
+            if not told & set(flow.mixed):
+                place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
+                problems.append(Problem("mixed rows", one.name, place, MIXED))
         elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
             problems.append(Problem("sum", one.name, flow.origin, SUM))
     return problems

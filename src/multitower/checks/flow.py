@@ -24,6 +24,7 @@ class Flow:
         origin: the operation that summed over rows, and its line.
         mixed: the operations that brought rows together, and their lines: its rows are no longer
             of one row of the batch alone.
+        roots: the operations that summed over rows or mixed them first, where all of this began.
         is_mean: whether a linear one was divided by the number of rows.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
@@ -36,12 +37,18 @@ class Flow:
     word: Word = "free"
     origin: str | None = None
     mixed: tuple[str, ...] = ()
+    roots: frozenset[str] = frozenset()
     is_mean: bool = False
     varies: bool = False
     is_drawn: bool = False
     is_index: bool = False
     sources: frozenset[int] = frozenset()
     value: Any = field(default=None, compare=False)
+
+    @property
+    def all_roots(self) -> frozenset[str]:
+        """The roots, its own sum over rows among them."""
+        return self.roots | ({self.origin} if self.origin else set[str]())
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -78,6 +85,7 @@ def join(a: Flow, b: Flow) -> Flow:
         word,
         worse.origin,
         all_places([a, b], more),
+        a.roots | b.roots | frozenset(more),
         is_mean,
         a.varies or b.varies,
         a.is_drawn or b.is_drawn,

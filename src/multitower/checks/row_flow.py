@@ -109,6 +109,7 @@ class _Reader:
             word,
             origin,
             all_places(inputs, [mixing] if mixing else ()),
+            _roots(inputs, mixing),
             word == "linear" and self._is_mean(name, inputs),
             varies,
             name in _DRAWS or any(flow.is_drawn for flow in inputs),
@@ -229,13 +230,20 @@ class _Reader:
         place = self._where(equation)
         if all(sums_up(program, num_shared, num_carried)):
             totals = [
-                Flow("linear", place, flow.mixed, varies=True) for flow in outputs[:num_carried]
+                Flow("linear", place, flow.mixed, flow.roots, varies=True)
+                for flow in outputs[:num_carried]
             ]
             return [*totals, *outputs[num_carried:]]
         return [
             flow
             if flow.word == "free"
-            else Flow(self._word_of(atom), None, all_places([flow], [place]), varies=True)
+            else Flow(
+                self._word_of(atom),
+                None,
+                all_places([flow], [place]),
+                _roots([flow], place),
+                varies=True,
+            )
             for atom, flow in zip(equation.outvars, outputs, strict=True)
         ]
 
@@ -272,7 +280,10 @@ class _Reader:
             flow
             if flow.word == "free" or stays[number]
             else replace(
-                flow, word=self._word_of(atom), mixed=all_places([flow], [self._where(equation)])
+                flow,
+                word=self._word_of(atom),
+                mixed=all_places([flow], [self._where(equation)]),
+                roots=_roots([flow], self._where(equation)),
             )
             for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
         ]
@@ -288,6 +299,7 @@ class _Reader:
                 flow,
                 word=self._word_of(atom),
                 mixed=all_places([flow, decision], decision.places),
+                roots=flow.all_roots | decision.all_roots,
                 varies=True,
             )
             for atom, flow in zip(equation.outvars, joined, strict=True)
@@ -299,6 +311,15 @@ _INNER: Mapping[str, Callable[[_Reader, Any, list[Flow]], list[Flow]]] = {
     "while": _Reader.loop_while,
     "cond": _Reader.cond,
 }
+
+
+def _roots(inputs: Sequence[Flow], mixing: str | None) -> frozenset[str]:
+    """Where it began that rows were brought together; here, if nothing had been before."""
+    before = frozenset[str]().union(*(flow.roots for flow in inputs))
+    if mixing is None:
+        return before
+    sums = {flow.origin for flow in inputs if flow.word == "linear" and flow.origin}
+    return before | (sums or {mixing})
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:

@@ -82,6 +82,8 @@ def _like(old: Any, new: Any, where: str) -> jax.Array:
             f"{where} is {_kind(new)} now, and the step left {_kind(old)} there: a new value must "
             "have the same shape, and a dtype that fits."
         )
+    if isinstance(new, np.ndarray):
+        new = new.copy()  # now: JAX copies later, from memory that the user may have changed
     return jnp.array(new, dtype=old.dtype, copy=True)
 
 

@@ -144,5 +144,7 @@ def _fresh(leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.copy()  # now: JAX copies later, from memory that the user may have changed
     # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
