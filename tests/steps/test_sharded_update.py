@@ -140,8 +140,8 @@ for shard_update in (False, True):
 
 
 def test_it_saves_memory_on_every_device():
-    # The lie: "sharded", and everything is still everywhere. In a process of its own, as arrays that
-    # other tests have left behind would count.
+    # The lie: "sharded", and everything is still everywhere. In a process of its own, as arrays
+    # that other tests have left behind would count.
     whole, sharded = run_python("-c", MEMORY).splitlines()
     # Parameters, two moments and a moving average; the last three in quarters.
     assert [float(x) for x in whole.split()] == pytest.approx([4] * 4, rel=0.01)
