@@ -22,7 +22,11 @@ def in_namespace():
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("full", "No space left on device"), ("read-only", "Read-only file system")]
+    ("how", "said"),
+    [
+        pytest.param("full", "No space left on device", marks=pytest.mark.slow),
+        ("read-only", "Read-only file system"),
+    ],
 )
 def test_a_bad_disk_is_told_and_the_run_goes_on_when_it_is_mended(tmp_path, how, said):
     # The lies: a run that "saves" on; a checkpoint half there, or lost with the failed one.

@@ -81,6 +81,7 @@ def test_what_a_device_holds_is_seen(result):
         assert state < memory["peak_bytes"] < 2 * state
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_train(result, tmp_path):
     """Lie: fast steps of some other training."""
     assert result["losses"]["same"] is True
