@@ -1,7 +1,6 @@
 """The distortions of the classic CIFAR-10 program: drawn per example, made on the device.
 
 Every example has a key of its own, so that towers, devices and places in the batch do not matter.
-The same arithmetic in NumPy, `apply_on_host`, is what the tests compare with.
 """
 
 from typing import Any, NamedTuple
@@ -98,28 +97,6 @@ def apply(images: jax.Array, draws: Draws) -> jax.Array:
     mean = x.mean(axis=(1, 2), keepdims=True)
     x = (x - mean) * _per_image(draws.contrast) + mean
     return standardise(x)
-
-
-def apply_on_host(images: np.ndarray[Any, Any], draws: Draws) -> np.ndarray[Any, Any]:
-    """Distorts images as drawn, one after another in NumPy: what `apply` must equal.
-
-    Args:
-        images: as for `distort`.
-        draws: one for each image.
-
-    Returns:
-        float64, else as `distort`.
-    """
-    distorted: list[Any] = []
-    for image, top, left, is_flipped, brightness, contrast in zip(images, *draws, strict=True):
-        x = image[top : top + CROP, left : left + CROP].astype(np.float64)
-        if is_flipped:
-            x = x[:, ::-1]
-        x = x + brightness
-        mean = x.mean(axis=(0, 1))
-        x = (x - mean) * contrast + mean
-        distorted.append((x - x.mean()) / max(x.std(), 1 / np.sqrt(x.size)))
-    return np.stack(distorted)
 
 
 def central(images: jax.Array) -> jax.Array:
