@@ -455,3 +455,26 @@ def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(num_rows, num_right
     batch = {"x": np.arange(num_rows, dtype=np.float32)}
     _, metrics = step(step.init(1.0), batch)
     assert float(metrics["right"]) == np.float32(num_right / num_rows)
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("name", ["sam", "polyak_sgd"])
+def test_optimizers_that_look_at_more_or_at_less(name, towers, tmp_path):
+    """Lie: an optimizer that fails for an argument which it does not take, or which it misses."""
+    optimizer = {
+        "sam": lambda: optax.contrib.sam(
+            optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2
+        ),
+        "polyak_sgd": lambda: optax.polyak_sgd(0.1),
+    }[name]()
+    rows = np.linspace(-1, 1, 8, dtype=np.float32)
+    loss = lambda w, x: (w * x - 0.5) ** 2
+    w, opt_state = jnp.float32(1), optimizer.init(jnp.float32(1))
+    for _ in range(4):
+        value, gradient = jax.value_and_grad(lambda w: loss(w, rows).mean())(w)
+        extras = {"value": value} if name == "polyak_sgd" else {}
+        updates, opt_state = optimizer.update(gradient, opt_state, w, **extras)
+        w = optax.apply_updates(w, updates)
+    trainer = mt.Trainer(loss, optimizer, devices=2, towers=towers, run_dir=tmp_path)
+    state = trainer.fit(np.float32(1), lambda first: iter([rows] * 9), steps=4)
+    np.testing.assert_allclose(state.params, w, rtol=1e-5)

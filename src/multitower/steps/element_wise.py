@@ -1,5 +1,6 @@
 """Does an optimizer work element by element? Its programs for whole leaves and blocks tell."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from multitower.checks.element_wise import Numbering, Value, read_elements
 from multitower.errors import ArgumentError
+from multitower.steps.optimizer import call_update
 
 if TYPE_CHECKING:
     import optax
@@ -31,22 +33,15 @@ def refuse_mixing(
     Raises:
         ArgumentError: elements are mixed, or that cannot be told; the leaf and why are named.
     """
-    import optax  # noqa: PLC0415 (as everywhere: only where it is used)
-
-    whole_optimizer = optax.with_extra_args_support(optimizer)
     # Shapes alone: where an array lies would be part of the program.
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-
-    def update(gradients: Any, state: Any, params: Any, loss: Any) -> Any:
-        extras = {"value": loss, "grad": gradients}
-        return whole_optimizer.update(gradients, state, params, **extras)
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     of_params = [True] * len(jax.tree.leaves(params))
     for fn, arguments, elements, cut in (
         (optimizer.init, lambda p: (p,), of_params, is_cut),
         (
-            update,
+            functools.partial(call_update, optimizer),
             lambda p: (p, jax.eval_shape(optimizer.init, p), p, loss),
             [*of_params, *is_cut, *of_params, False],
             [*of_params, *is_cut],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from multitower.errors import OutputError
 from multitower.steps.clipping import clipped, leaf_squares
 from multitower.steps.fields import Fields
+from multitower.steps.optimizer import call_update
 from multitower.steps.parts import StepParts
 
 
@@ -35,14 +36,13 @@ def update(
         model_state: what the state gets.
         squares: of the gradients, by leaf, where `gradients` are a block of them.
     """
-    import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
+    import optax  # noqa: PLC0415 (see call_update)
 
     if step.clip_norm is not None:
         squares = leaf_squares(gradients) if squares is None else squares
         gradients = clipped(gradients, squares, step.clip_norm)
-    optimizer = optax.with_extra_args_support(step.optimizer)
-    updates, opt_state = optimizer.update(
-        gradients, fields.opt_state, fields.params, value=loss, grad=gradients
+    updates, opt_state = call_update(
+        step.optimizer, gradients, fields.opt_state, fields.params, loss
     )
     params = optax.apply_updates(fields.params, updates)
     count = fields.step + 1

@@ -4,6 +4,7 @@ A resume with another learning rate or batch size goes on, and is no longer the 
 Where it runs is none of it: devices, processes and `shard_update` may change.
 """
 
+import functools
 import hashlib
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ from jax.extend import core
 from multitower.checks.equations import program_inside, small_constant
 from multitower.errors import RunError
 from multitower.hardware.provenance import versions
+from multitower.steps.optimizer import call_update
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"
@@ -41,7 +43,9 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     opt_state = jax.eval_shape(optimizer.init, shapes)
-    update = jax.make_jaxpr(optimizer.update)(shapes, opt_state, shapes)
+    update = jax.make_jaxpr(functools.partial(call_update, optimizer))(
+        shapes, opt_state, shapes, np.float32(0)
+    )
     described: dict[str, Any] = {
         name: _program(jax.make_jaxpr(value)(np.int32(1))) if callable(value) else value
         for name, value in settings.items()
