@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from multitower.errors import ArgumentError
 from multitower.hardware.devices import devices as find_devices
-from multitower.proof.verification import compare
 from multitower.steps.train import train_step
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ def assert_same_bits(
         for batch in batches:
             state, metrics = step(state, batch)
             yield state, metrics
+
+    from multitower.proof.verification import compare  # noqa: PLC0415 (at the first call: importing stays quick)
 
     differences = compare(counts, run).differences
     if differences:

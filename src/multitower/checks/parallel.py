@@ -1,7 +1,7 @@
 """check_parallel: can this function be cut into towers? Said before any training, and why not."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,14 @@ from multitower.checks.problems import (
     ParallelCheck,
     Problem,
 )
-from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.errors import BatchError
 from multitower.models.closures import Contents
 from multitower.models.modules import Model, fill, take_call
 from multitower.towers.constants import Constant, is_constant
 from multitower.towers.rows import KEY, SHARED, Kind, Parts, device_dtype, is_key, take_apart
+
+if TYPE_CHECKING:
+    from multitower.checks.row_flow import Reading
 
 # Of the largest value; sums in another order differ by far less. The second is for 16-bit floats.
 _TOLERANCE, _COARSE = 1e-4, 2e-2
@@ -116,7 +118,7 @@ class _Call(NamedTuple):
         ]
         return self.fn(*jax.tree.unflatten(self.parts.split.treedef, leaves), **self.extras)
 
-    def reading(self) -> tuple[Reading, list[str]]:
+    def reading(self) -> "tuple[Reading, list[str]]":
         """What the program does with rows, and the names of its outputs."""
         leaves, treedef = jax.tree.flatten((self.args, self.extras))
         kinds = [*self._kinds, *(_kind_of_extra(leaf) for leaf in jax.tree.leaves(self.extras))]
@@ -128,6 +130,8 @@ class _Call(NamedTuple):
             for axis, size in enumerate(np.shape(leaf))
             if axis != kind
         ]
+        from multitower.checks.row_flow import read, unused_size  # noqa: PLC0415 (at the first call: importing stays quick)
+
         num_rows = unused_size(other_sizes)
         shapes = {
             number: jax.ShapeDtypeStruct(_with_size(leaf.shape, kind, num_rows), device_dtype(leaf))
@@ -172,7 +176,7 @@ def _with_size(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _of_program(read: tuple[Reading, list[str]] | None) -> list[Problem]:
+def _of_program(read: "tuple[Reading, list[str]] | None") -> list[Problem]:
     """What can be read off the program: of results that are drawn, and of the drawing itself."""
     if read is None:
         return []
@@ -187,7 +191,7 @@ def _of_program(read: tuple[Reading, list[str]] | None) -> list[Problem]:
     return problems
 
 
-def _run_apart(call: _Call, read: tuple[Reading, list[str]] | None) -> list[Problem]:
+def _run_apart(call: _Call, read: "tuple[Reading, list[str]] | None") -> list[Problem]:
     """Compares the whole with its halves, on the real inputs."""
     num_rows = call.parts.num_rows // 2 * 2
     half = num_rows // 2
@@ -201,6 +205,8 @@ def _run_apart(call: _Call, read: tuple[Reading, list[str]] | None) -> list[Prob
         return [Problem("row count", "the function", None, message)]
     names = output_names(whole)
     # It may run, but not for a made-up number of rows.
+    from multitower.checks.row_flow import Reading  # noqa: PLC0415 (at the first call: importing stays quick)
+
     reading = read[0] if read else Reading([Flow()] * len(names), [], [], {})
     problems: list[Problem] = []
     leaves = [jax.tree.leaves(tree) for tree in (whole, again, front, back, even, odd)]
@@ -217,7 +223,7 @@ def _run_apart(call: _Call, read: tuple[Reading, list[str]] | None) -> list[Prob
 
 
 def _compare(
-    name: str, flow: Flow, reading: Reading, whole: Any, halves: Sequence[Any]
+    name: str, flow: Flow, reading: "Reading", whole: Any, halves: Sequence[Any]
 ) -> list[Problem]:
     first, second = halves
     if whole.shape == first.shape:  # no rows in it

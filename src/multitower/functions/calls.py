@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.first_look import look, look_at_key
 from multitower.engines import spmd
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits, on_each_device
@@ -152,6 +151,8 @@ class TowerFunction:
         return self._placement
 
     def _look(self, parts: Parts) -> None:
+        from multitower.checks.first_look import look, look_at_key  # noqa: PLC0415 (at the first call: importing stays quick)
+
         def outputs_with(alike: int | None) -> Any:
             """What a tower computes if it has its own keys, but for one of the shared leaves."""
 

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import jax
 
-from multitower.checks.row_flow import Flow, read
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.outputs import is_per_example, row_sum, wide
 from multitower.functions.ratio import Ratio, is_ratio, join_ratio, lacks_rows, sums_of
@@ -107,6 +106,9 @@ def num_weights(loss: Any) -> int:
 def _rows_reach(fn: Callable[[list[Any]], Any], rows: Sequence[Any]) -> bool:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
     program = jax.make_jaxpr(fn)(shapes)
-    flows = [Flow("by row", varies=True) for _ in rows]
+    from multitower.checks.flow import rows_of  # noqa: PLC0415 (at the first call: importing stays quick)
+    from multitower.checks.row_flow import read  # noqa: PLC0415 (at the first call: importing stays quick)
+
+    flows = [rows_of(number) for number in range(len(rows))]
     reading = read(program, flows, rows[0].shape[0])
     return any(flow.word != "free" for flow in reading.outputs)

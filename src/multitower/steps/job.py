@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.first_look import look
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import OutputError
 from multitower.functions.objective import (
@@ -158,6 +157,8 @@ def look_at_loss(step: StepParts, parts: Parts, fields: Fields, tower_rows: int)
     is_row = find_row_leaves(
         lambda rows: take_ratios(run(rows).metrics)[0], rows, metrics, "metrics"
     )
+    from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
+
     look(
         lambda rows, here: _by_name(step, parts.split, shared, rows, here),
         rows,

@@ -16,7 +16,6 @@ from multitower.functions.calls import as_global, replicate
 from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
 from multitower.steps.changes import Changes, with_changes
-from multitower.steps.element_wise import mixes, refuse_mixing
 from multitower.steps.fields import Fields
 from multitower.steps.state import TrainState
 from multitower.towers.blocks import BlockLayout
@@ -63,6 +62,8 @@ class ShardedState:
             _is_cut(a, b, placement.num_towers)
             for a, b in zip(self._whole, jax.tree.leaves(block), strict=True)
         ]
+        from multitower.steps.element_wise import refuse_mixing  # noqa: PLC0415 (importing stays quick)
+
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
     def fits(self, params: Any) -> bool:
@@ -183,6 +184,8 @@ def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:
         return True
     if whole.shape == block.shape and whole.dtype == block.dtype:
         return False
+    from multitower.steps.element_wise import mixes  # noqa: PLC0415 (importing stays quick)
+
     raise mixes(
         f"part of its state is {whole.dtype}{list(whole.shape)} for a whole parameter and "
         f"{block.dtype}{list(block.shape)} for a block of it"

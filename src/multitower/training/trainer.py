@@ -25,12 +25,13 @@ from multitower.training.progress import (
     Progress,
     num_rows_of,
 )
-from multitower.training.same_run import BatchRows, check_same_run, describe_run
 from multitower.training.saving import Saver
 from multitower.training.test_phase import TestPhase
 
 if TYPE_CHECKING:
     import optax
+
+    from multitower.training.same_run import BatchRows
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -205,6 +206,12 @@ class Trainer:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
+        from multitower.training.same_run import (  # noqa: PLC0415 (importing stays quick)
+            BatchRows,
+            check_same_run,
+            describe_run,
+        )
+
         run = describe_run(self._optimizer, state.params, self._settings)
         with self._checkpoints() as checkpoints, noted_signals() as caught:
             first, saved = 0, dict[str, Any]()
@@ -330,7 +337,7 @@ class Trainer:
             hook(progress)
 
 
-def _counted(batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
+def _counted(batches: Iterator[Any], rows: "BatchRows") -> Iterator[Any]:
     for batch in batches:
         rows.see(num_rows_of(batch))
         yield batch
