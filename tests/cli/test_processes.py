@@ -229,7 +229,7 @@ def test_a_process_that_is_killed_while_all_save(tmp_path):
     file = tmp_path / "recipe.py"
     kill = (
         "import os, signal\nfrom multitower.training.checkpoint import Checkpoints\n"
-        "def killed(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def killed(*_, **how): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def load():\n    if jax.process_index() == 1: Checkpoints.save = killed\n"
     )
     file.write_text(Path(CIRCLE).read_text().replace("def load():", kill))
