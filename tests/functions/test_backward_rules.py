@@ -62,9 +62,16 @@ def expected(rule, x):
     return plain
 
 
-@every_rule
-@every_way
-@pytest.mark.parametrize("num_rows", [24, 21])
+@pytest.mark.parametrize(
+    ("rule", "way", "num_rows"),
+    [
+        ("clipped", "fast", 24),
+        ("rounded", "fast", 21),
+        ("clipped", "same bits", 21),
+        ("rounded", "same bits", 24),
+        ("clipped", "same bits, uneven", 21),
+    ],
+)
 def test_gradients_are_those_of_the_mean_over_all_rows(rule, way, num_rows):
     x = rows(num_rows)
     value, gradients = mt.value_and_grad(loss_with(RULES[rule]), **WAYS[way])(W, x)
@@ -74,9 +81,8 @@ def test_gradients_are_those_of_the_mean_over_all_rows(rule, way, num_rows):
     np.testing.assert_array_equal(alone, gradients)
 
 
-@every_rule
 @every_way
-def test_gradients_of_a_scalar_loss(rule, way):
+def test_gradients_of_a_scalar_loss(way, rule="rounded"):
     x = rows(24)
     scalar = lambda w, x: loss_with(RULES[rule])(w, x).mean()
     gradients = mt.grad(scalar, **WAYS[way])(W, x)
@@ -90,12 +96,17 @@ def test_inside_jit(rule):
     np.testing.assert_allclose(gradients, expected(rule, x), rtol=1e-5)
 
 
-@every_rule
-@pytest.mark.parametrize("sharded", [False, True])
-@every_way
+@pytest.mark.parametrize(
+    ("rule", "way", "sharded"),
+    [
+        ("clipped", "fast", False),
+        ("rounded", "same bits", False),
+        ("clipped", "same bits", True),
+        ("clipped", "same bits, uneven", False),
+        ("rounded", "same bits, uneven", True),
+    ],
+)
 def test_a_training_step(rule, way, sharded):
-    if sharded and way == "fast":
-        pytest.skip("shard_update needs towers=")
     options = {**WAYS[way], "shard_update": sharded}
     step = mt.train_step(loss_with(RULES[rule]), optax.sgd(1.0), global_batch=24, **options)
     state = step.init(W)
@@ -115,7 +126,7 @@ def test_a_scalar_loss_in_a_training_step():
         np.testing.assert_allclose(state.params, W - expected("clipped", x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_same_bits_on_any_number_of_devices(dtype):
     x, w = rows(21), W.astype(dtype)
 
@@ -123,7 +134,7 @@ def test_same_bits_on_any_number_of_devices(dtype):
         return clipped(x.astype(dtype) @ w) ** 2
 
     found = []
-    for devices in (1, 2, 3, 8):
+    for devices in (1, 3, 8):
         step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=8)
         state, metrics = step(step.init(w), x)
         both = mt.value_and_grad(losses, devices=devices, towers=8)(w, x)

@@ -17,19 +17,30 @@ from tower_keys import tower_key
 
 both_kinds = pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
+# Every kind of key in every way, and not every number of rows with all of them.
+every_pair = pytest.mark.parametrize(
+    ("make_key", "towers", "num_rows"),
+    [
+        pytest.param(jax.random.key, None, 6, id="fast"),
+        pytest.param(jax.random.PRNGKey, None, 2, id="fast, legacy"),
+        pytest.param(jax.random.key, 4, 2, id="same bits"),
+        pytest.param(jax.random.PRNGKey, 4, 7, id="same bits, legacy"),
+    ],
+)
 X = np.ones((8, 3), np.float32)
 
 
 def noise(key, x):
-    return jax.random.normal(key, x.shape)
+    return jax.random.uniform(key, x.shape)
 
 
 def data_of(key):
     return np.asarray(jax.random.key_data(key))
 
 
-@both_kinds
-@pytest.mark.parametrize("towers", [None, 1])
+@pytest.mark.parametrize(
+    ("make_key", "towers"), [(jax.random.key, None), (jax.random.PRNGKey, 1)], ids=["fast", "bits"]
+)
 def test_on_one_device_it_is_jax(make_key, towers):
     key = make_key(3)
     options = {"devices": 1, "towers": towers}
@@ -60,8 +71,9 @@ def test_on_one_device_a_training_step_draws_what_jax_draws():
             np.testing.assert_allclose(metrics["drawn"], drawn.sum(1).mean(), rtol=1e-5)
 
 
-@both_kinds
-@both_ways
+@pytest.mark.parametrize(
+    ("make_key", "towers"), [(jax.random.PRNGKey, None), (jax.random.key, 4)], ids=["fast", "bits"]
+)
 def test_the_keys_of_towers(make_key, towers):
     key = make_key(3)
     found = mt.make_parallel(noise, devices=4, towers=towers)(key, X)
@@ -82,9 +94,7 @@ def drawing(w, state, x):
     return (w * x + drawn).sum(1), {"key": key, "count": state["count"] + 1}
 
 
-@both_kinds
-@both_ways
-@pytest.mark.parametrize("num_rows", [8, 6, 2])
+@every_pair
 def test_a_key_in_a_state_comes_back_as_on_one_device(make_key, towers, num_rows):
     state = mine = {"key": make_key(0), "count": jnp.int32(0)}
     run = mt.value_and_grad(
@@ -101,9 +111,7 @@ def test_a_key_in_a_state_comes_back_as_on_one_device(make_key, towers, num_rows
     assert int(state["count"]) == 3
 
 
-@both_kinds
-@both_ways
-@pytest.mark.parametrize("num_rows", [8, 7, 2])
+@every_pair
 def test_a_key_that_is_an_argument_comes_back(make_key, towers, num_rows):
     def loss(w, key, x):
         key, own = jax.random.split(key)
@@ -118,8 +126,9 @@ def test_a_key_that_is_an_argument_comes_back(make_key, towers, num_rows):
     assert len(set(np.asarray(drawn).tolist())) == num_rows  # every tower draws its own
 
 
-@both_kinds
-@both_ways
+@pytest.mark.parametrize(
+    ("make_key", "towers"), [(jax.random.PRNGKey, None), (jax.random.key, 4)], ids=["fast", "bits"]
+)
 def test_a_key_that_is_closed_over_comes_back(make_key, towers):
     key = make_key(0)
 

@@ -279,19 +279,24 @@ def of_a_global_array(scale):
 
 
 @pytest.mark.parametrize(
-    "make_loss",
+    ("make_loss", "of", "towers"),
     [
-        of_a_global_lambda,
-        of_a_partial,
-        of_a_keyword_partial,
-        of_a_float,
-        of_a_numpy_array,
-        of_settings,
-        of_a_global_array,
+        (of_a_global_lambda, "value_and_grad", 2),
+        (of_a_global_lambda, "make_parallel", None),
+        (of_a_partial, "value_and_grad", None),
+        (of_a_partial, "make_parallel", 2),
+        (of_a_keyword_partial, "value_and_grad", 2),
+        (of_a_keyword_partial, "evaluate", None),
+        (of_a_float, "value_and_grad", None),
+        (of_a_float, "evaluate", 2),
+        (of_a_numpy_array, "value_and_grad", 2),
+        (of_a_numpy_array, "make_parallel", None),
+        (of_settings, "value_and_grad", None),
+        (of_settings, "evaluate", 2),
+        (of_a_global_array, "make_parallel", 2),
+        (of_a_global_array, "evaluate", None),
     ],
 )
-@pytest.mark.parametrize("of", ["value_and_grad", "make_parallel", "evaluate"])
-@pytest.mark.parametrize("towers", [None, 2])
 def test_other_values_need_no_other_program(make_loss, of, towers):
     """Lie: a compilation at every step, because the function is made anew at every step."""
 

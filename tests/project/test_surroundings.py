@@ -65,6 +65,15 @@ def test_make_parallel_inside_a_tower_is_the_function(towers):
     step_once(towers, lambda w, x: loss(w, double(x)))
 
 
+def test_a_jitted_function_knows_where_it_is_called():
+    """Lie: what JAX keeps of a call outside, a mean over these rows, is used in a tower too."""
+    gradient = jax.jit(mt.grad(loss, devices=2))
+    in_towers = mt.make_parallel(lambda x: gradient(1.0, x), devices=2, towers=2)
+    gradient(1.0, X[:4])  # as many rows as a tower has
+    with pytest.raises(mt.ArgumentError, match="grad is called inside"):
+        in_towers(X)
+
+
 @EACH
 def test_gradients_inside_a_tower_are_refused(towers):
     """Lie: a mean over one tower's rows, taken for the mean over all."""

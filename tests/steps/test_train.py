@@ -443,7 +443,7 @@ def test_a_nan_of_the_other_sign_ends_as_the_one_nan_in_metrics_and_state(num_de
         assert np.asarray(value).tobytes() == np.float32(np.nan).tobytes()
 
 
-@pytest.mark.parametrize(("num_rows", "num_right"), [(41, 41), (47, 47), (61, 61), (10, 5)])
+@pytest.mark.parametrize(("num_rows", "num_right"), [(41, 41), (47, 47), (10, 5)])
 @pytest.mark.parametrize("towers", [None, 8])
 def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(num_rows, num_right, towers):
     """The lie: an accuracy of 0.99999994 where all answers are right."""

@@ -174,7 +174,7 @@ def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
         readers = [threading.Thread(target=read) for _ in range(2)]
         for reader in readers:
             reader.start()
-        for number in range(2, 30):
+        for number in range(2, 15):
             checkpoints.save(number, like, {"number": number})
             checkpoints.wait()
         ended.set()

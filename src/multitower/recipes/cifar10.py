@@ -62,8 +62,8 @@ def make_recipe(options: Options) -> Recipe:
     Example:
         >>> from multitower.recipes import cifar10
         >>> recipe = cifar10.make_recipe(cifar10.Options(synthetic=True))
-        >>> recipe.data().train["image"].shape
-        (50000, 32, 32, 3)
+        >>> recipe.name, recipe.global_batch
+        ('cifar10', 128)
 
     Source: the CIFAR-10 multi-GPU tutorial; LeCun et al. 1998 (LeNet-5).
     """

@@ -48,7 +48,7 @@ def distort(images: jax.Array, keys: jax.Array) -> jax.Array:
         >>> import jax, jax.numpy as jnp
         >>> from multitower.recipes.distortions import distort
         >>> keys = jax.random.split(jax.random.key(0), 2)
-        >>> distort(jnp.zeros((2, 32, 32, 3), jnp.uint8), keys).shape
+        >>> jax.eval_shape(distort, jnp.zeros((2, 32, 32, 3), jnp.uint8), keys).shape
         (2, 28, 28, 3)
 
     Source: the CIFAR-10 multi-GPU tutorial; Krizhevsky 2012.

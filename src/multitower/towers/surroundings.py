@@ -2,21 +2,22 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import jax
 
 from multitower.errors import ArgumentError, ConfigurationError, MultitowerError
 
-_INSIDE: ContextVar[bool] = ContextVar("multitower_inside_a_tower", default=False)
+# JAX traces a jitted function anew where this differs: what it keeps of a call outside is not what
+# the same function does in a tower.
+_inside = jax.make_user_context(False)
 
 
 @contextmanager
 def inside_a_tower(tower_rows: int) -> Generator[None]:
     """Marks the tracing of a user's function in one tower; an error says how many rows it has."""
-    token = _INSIDE.set(True)
     try:
-        yield
+        with _inside(True):
+            yield
     except MultitowerError:
         raise
     except Exception as error:
@@ -29,13 +30,11 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
-    finally:
-        _INSIDE.reset(token)
 
 
 def is_inside_a_tower() -> bool:
     """Whether a user's function is being traced for one tower."""
-    return _INSIDE.get()
+    return bool(_inside.value)
 
 
 def refuse_inside_a_tower(name: str) -> None:
@@ -44,7 +43,7 @@ def refuse_inside_a_tower(name: str) -> None:
     Raises:
         ArgumentError: it is inside.
     """
-    if _INSIDE.get():
+    if _inside.value:
         raise ArgumentError(
             f"multitower.{name} is called inside a function that multitower has cut into towers "
             "already: it would average over one tower's rows. Use JAX's own function inside "

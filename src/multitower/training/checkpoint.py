@@ -141,7 +141,10 @@ class Checkpoints:
                 return restored
             if not self._manager.is_overtaken(candidates[0]):
                 break
-            candidates, failures = self._candidates(step), {}
+            again = self._candidates(step)
+            if again == candidates:  # it is the one that was asked for
+                break
+            candidates, failures = again, {}
         others = [s for s in candidates[1:] if not allow_previous]
         hint = (
             f" Or allow the previous one, {others[0]} (allow_previous=True, or on the command line "

@@ -96,12 +96,15 @@ class OrbaxManager:
         return sorted(found)
 
     def is_overtaken(self, step: int) -> bool:
-        """Whether a run that goes on has put a newer checkpoint in the place of this one."""
+        """Whether a run that goes on has put a newer checkpoint in the place of this one.
+
+        While its files go one by one, the old one is still among the steps: the newest decides.
+        """
         if not self._read_only:
             return False
         time.sleep(_PAUSE_S)
         self.reload()
-        return step not in self.steps()
+        return self.steps()[-1:] != [step]
 
     def reload(self) -> None:
         """Looks at the directory again."""

@@ -26,7 +26,7 @@ def init(key: jax.Array) -> Params:
     Example:
         >>> import jax
         >>> from multitower.recipes.networks import conv_net
-        >>> params = conv_net.init(jax.random.key(0))
+        >>> params = jax.eval_shape(conv_net.init, jax.random.key(0))
         >>> sum(leaf.size for leaf in jax.tree.leaves(params))
         3274634
     """
