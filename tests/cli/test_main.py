@@ -71,8 +71,8 @@ def test_towers_and_simulate(tmp_path, capsys):
 
 def test_without_a_run_directory_there_is_a_new_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "digits", *QUICK, "--devices", "1"]) == 0
-    (result,) = tmp_path.glob("runs/digits-*/result.json")
+    assert main(["train", CIRCLE, *QUICK, "--devices", "1"]) == 0
+    (result,) = tmp_path.glob("runs/circle-*/result.json")
     assert json.loads(result.read_text())["devices"] == 1
 
 
@@ -183,7 +183,7 @@ def test_errors_are_not_wrapped_and_not_marked_up(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_with_only_a_cpu_it_simulates_two_devices_and_says_so(tmp_path):
-    done = in_new_process("train", "digits", *QUICK, "--run-dir", str(tmp_path))
+    done = in_new_process("train", CIRCLE, *QUICK, "--run-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "2 simulated CPU devices, as there is no accelerator" in done.stdout
     result = json.loads((tmp_path / "result.json").read_text())
@@ -205,18 +205,18 @@ def test_devices_that_cannot_start_are_no_traceback():
 
 @pytest.mark.slow
 def test_a_number_of_cpu_devices_that_the_user_has_set_counts(tmp_path):
-    words = ["train", "digits", *QUICK, "--run-dir", str(tmp_path)]
+    words = ["train", CIRCLE, *QUICK, "--run-dir", str(tmp_path)]
     done = in_new_process(*words, JAX_NUM_CPU_DEVICES="3")
     assert done.returncode == 0, done.stderr
-    assert "training digits on 3 CPU devices\n" in done.stdout
+    assert "training circle on 3 CPU devices\n" in done.stdout
 
 
 @pytest.mark.slow
 def test_the_same_bits_on_any_number_of_devices(tmp_path):
     fingerprints = set()
-    for flags in (["--devices", "1"], ["--simulate", "8"]):
+    for flags in (["--devices", "1"], ["--simulate", "4"]):
         where = tmp_path / "-".join(["run", *flags])
-        words = ["--towers", "8", "--steps", "12", "--run-dir", str(where)]
+        words = ["--towers", "4", "--steps", "4", "--run-dir", str(where)]
         done = in_new_process("train", "digits", *words, *flags)
         assert done.returncode == 0, done.stderr
         fingerprints.add(json.loads((where / "result.json").read_text())["fingerprint"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import multitower as mt
 from tower_keys import tower_key
 
-few = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings(max_examples=8, deadline=None, derandomize=True)
 
 
 def assert_equal(found, expected):
@@ -137,7 +137,7 @@ def test_law_l6_random_numbers_differ_by_tower_never_by_device(traced):
     """Trap: the same dropout mask on every tower; or masks that change with the devices."""
     x = jnp.zeros((12, 3))
     draws = []
-    for num_devices in (1, 2, 3, 4, 6):
+    for num_devices in (1, 4, 6):
         parallel = mt.make_parallel(noise, devices=num_devices, towers=6)
         parallel = jax.jit(parallel) if traced else parallel
         draws.append(np.asarray(parallel(jax.random.key(1), x)))

