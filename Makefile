@@ -15,11 +15,12 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-cluster test-long check format bench docs lock clean
+.PHONY: help setup train test test-slow test-cluster test-long mutants check format bench docs lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
 engines := $(VENV)/.set-up-engines
+mutator := $(VENV)-mutants/bin/python
 
 # An environment that is there already keeps its Python; otherwise $(PYTHON) makes it.
 builder := $(if $(wildcard $(bin)/pip),$(bin)/python,$(PYTHON))
@@ -49,9 +50,9 @@ train: $(stamp)  ## the main job: train the digits recipe
 
 # Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
 # (The tests of the same bits over processes do without, see tests/shared/same_bits_program.py.)
-test test-slow test-long: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
-test test-slow test-long: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test test-slow test-long: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+test test-slow test-long mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
+test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
@@ -66,6 +67,9 @@ test-cluster: $(engines)  ## on the engines themselves: SLURM, Open MPI, Ray, tw
 
 test-long: $(engines)  ## the last two at once, as CI does: while some wait, others compute
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadgroup -m "slow or cluster" tests $(ARGS)
+
+mutants: $(stamp) $(mutator)  ## do tests notice small bugs? MODULE=engines/reduction
+	$(mutator) benchmarks/mutants.py $(abspath $(bin)/python) $(MODULE) $(ARGS)
 
 check: $(stamp)  ## lint, format, types and layers; changes nothing
 	$(bin)/ruff check
@@ -102,9 +106,13 @@ lock: | $(bin)/uv  ## write requirements/*.txt anew from pyproject.toml
 	    --generate-hashes --no-annotate --no-header $(ARGS) -o $$cluster >/dev/null || exit 1; \
 	  sed -i.old '/^-/d' $$file $$cluster && rm -f $$file.old $$cluster.old; \
 	done
+	@echo requirements/mutants.txt
+	@$(bin)/uv pip compile requirements/mutants.in --quiet --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --no-header $(ARGS) -o requirements/mutants.txt >/dev/null
+	@sed -i.old '/^-/d' requirements/mutants.txt && rm -f requirements/mutants.txt.old
 
 clean:  ## remove the virtual environments, caches and build products
-	rm -rf $(VENV) .venv-ci-* build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-mutants .venv-ci-* build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # ------------------------------------------------------------------ the virtual environment
@@ -136,6 +144,12 @@ $(stamp): $(lock) pyproject.toml
 $(engines): requirements/cluster-$(notdir $(lock)) $(stamp)
 	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $<
 	@$(compile)
+	@touch $@
+
+# The mutation tester needs none of our packages, and brings many of its own.
+$(mutator): requirements/mutants.txt
+	@$(builder) -m venv $(VENV)-mutants
+	@$(mutator) -m pip install -qq --require-hashes -r $<
 	@touch $@
 
 # For `make lock` alone: the locks that are to be replaced bring the tool that replaces them.

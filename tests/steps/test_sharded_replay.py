@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multitower as mt

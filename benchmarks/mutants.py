@@ -1,0 +1,158 @@
+"""Mutation testing: do tests turn red when the code is wrong?
+
+    make mutants MODULE=engines/reduction [ARGS="--number 40 --seed 0 --jobs 2"]
+
+Cosmic Ray puts one small bug at a time into a copy of the repository. Of the places in the module
+that it can change, `--number` are drawn, and for each place one of its changes. The tests are the
+everyday ones of the module's own file, or those that TESTS names. A mutant that survives
+shows a missing test, or changes nothing that anybody can see. The exit code is 1 if more than a
+tenth survive.
+"""
+
+import argparse
+import ast
+import difflib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Queue
+
+from cosmic_ray.commands import init
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_db import WorkDB, use_db
+
+ROOT = Path(__file__).resolve().parents[1]
+ENOUGH = 0.9
+TIMEOUT_S = 600
+
+# The tests of a module whose own file is not all that guards it.
+TESTS = {
+    "checks/along_rows": ["checks/test_first_look", "checks/test_parallel"],
+    "checks/row_flow": ["checks/test_first_look", "checks/test_parallel"],
+    "cli/resume": ["cli/test_wiring", "cli/test_resume"],
+    "cli/train": ["cli/test_wiring", "cli/test_main"],
+    "engines/same_bits": ["engines/test_same_bits", "proof/test_verification", "steps/test_train"],
+    "engines/spmd": ["functions/test_parallel", "steps/test_train", "functions/test_autodiff"],
+    "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
+    "models/dependencies": ["models/test_closures"],
+    "models/opening": ["models/test_closures"],
+    "steps/clipping": ["steps/test_clip_norm"],
+    "steps/job": ["steps/test_train", "steps/test_ratio", "steps/test_clip_norm"],
+    "steps/leaves": ["steps/test_sharded_replay", "steps/test_state", "steps/test_changed_state"],
+    "steps/sharded_state": ["steps/test_sharded_replay", "steps/test_sharded_update"],
+    "steps/sharded_update": ["steps/test_sharded_replay", "steps/test_sharded_update"],
+    "towers/rows": ["towers/test_rows", "functions/test_parallel", "functions/test_autodiff"],
+    "towers/split": ["towers/test_feeding", "functions/test_parallel", "engines/test_same_bits"],
+}
+
+
+def main() -> int:
+    """Makes, tries and counts the mutants of a module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("python", help="the interpreter that runs the tests")
+    parser.add_argument("module", help="such as engines/reduction")
+    parser.add_argument("--number", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    module = Path("src/multitower", options.module.removesuffix(".py") + ".py")
+    source = (ROOT / module).read_text()
+    mutants = draw(module, source, options.number, options.seed)
+    tests = tests_of(Path(options.module))
+    if not tests:
+        sys.exit(f"No tests are known for {options.module}: name them in TESTS.")
+    print(f"{module}: {len(mutants)} mutants; {' '.join(tests)}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        copies: Queue[Path] = Queue()
+        for number in range(options.jobs):
+            copies.put(copy_to(Path(directory, str(number))))
+
+        def is_killed(code: str) -> bool:
+            copy = copies.get()
+            try:
+                (copy / module).write_text(code)
+                return not passes(options.python, copy, tests)
+            finally:
+                copies.put(copy)
+
+        if is_killed(source):
+            sys.exit("The tests fail without any mutant.")
+        with ThreadPoolExecutor(options.jobs) as pool:
+            killed = list(pool.map(is_killed, mutants))
+    for code, is_dead in zip(mutants, killed, strict=True):
+        if not is_dead:
+            lines = difflib.unified_diff(source.splitlines(), code.splitlines(), n=1, lineterm="")
+            print("survives:", *list(lines)[2:], sep="\n    ")
+    print(f"{module}: {sum(killed)} of {len(killed)} killed")
+    return 0 if sum(killed) >= ENOUGH * len(killed) else 1
+
+
+def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
+    """The sources of mutants, one at each of `number` places."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        database = stack.enter_context(use_db(Path(directory, "db"), WorkDB.Mode.create))
+        init([ROOT / module], database, {})
+        found = [item.mutations[0] for item in database.work_items]
+    annotations = [
+        ((a.lineno, a.col_offset), (a.end_lineno, a.end_col_offset))
+        for node in ast.walk(ast.parse(source))
+        if (a := getattr(node, "annotation", None) or getattr(node, "returns", None))
+    ]
+    places: dict[tuple[int, int], list] = {}
+    for mutation in found:
+        is_type = any(start <= mutation.start_pos < end for start, end in annotations)
+        if not is_type and "Decorator" not in mutation.operator_name:
+            places.setdefault(mutation.start_pos, []).append(mutation)
+    generator = random.Random(seed)
+    drawn = generator.sample(sorted(places), min(number, len(places)))
+    mutations = [generator.choice(places[place]) for place in sorted(drawn)]
+    return [
+        mutate_code(source, get_operator(m.operator_name)(**m.operator_args), m.occurrence)
+        for m in mutations
+    ]
+
+
+def tests_of(module: Path) -> list[str]:
+    """What is run, in this order."""
+    names = TESTS.get(module.as_posix(), [f"{module.parent}/test_{module.name}"])
+    places = [f"tests/{name}.py" for name in names]
+    return [place for place in places if (ROOT / place).exists()]
+
+
+def copy_to(directory: Path) -> Path:
+    """What git tracks, as it is now."""
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in names.split("\0")[:-1]:
+        if (ROOT / name).exists():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, directory / name)
+    return directory
+
+
+def passes(python: str, copy: Path, tests: list[str]) -> bool:
+    """Whether all tests do; one that hangs does not."""
+    try:
+        program = subprocess.run(
+            [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return program.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
