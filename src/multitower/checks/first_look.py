@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, TABLE, Problem
+from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, Problem, table
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.errors import warn
 from multitower.towers.rows import Tower, device_dtype
@@ -26,7 +26,7 @@ def look(
     others: Any,
     *,
     averages: bool,
-    names: Callable[[int], str],
+    named: Callable[[int], tuple[str, str]],
 ) -> None:
     """Warns of what no tower should do, as far as it can be read off the program.
 
@@ -35,7 +35,8 @@ def look(
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
         others: everything else that the program is made of; sizes that are no rows.
         averages: whether results without rows are averaged over towers.
-        names: what the user calls the arrays that are cut, by their number.
+        named: what the user calls an array that is cut, by its number; and what to write so that
+            every tower gets the whole of it.
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, all towers draw the same numbers, or a
@@ -46,7 +47,7 @@ def look(
         return  # a fixed number of rows, or a mistake that the call itself will tell
     reading, tree, num_rows = traced
     found = [
-        *(Problem("table", names(n), place, TABLE) for n, place in reading.tables.items()),
+        *(table(*named(n), place) for n, place in reading.tables.items()),
         *_of_draws(reading),
         *_of_results(_Results.of(reading, tree, num_rows), averages, {*reading.tables.values()}),
     ]

@@ -66,11 +66,23 @@ MIXED = (
     "rows to multitower; or, if statistics of each tower's own rows are what you mean (BatchNorm), "
     "go on and fix the number of towers with towers=."
 )
+
+
+def table(name: str, whole: str, place: str | None) -> Problem:
+    """An argument that is cut, and that every tower needs whole.
+
+    Args:
+        name: what the user calls it.
+        whole: what to write so that every tower gets the whole of it.
+        place: the operation that needs the whole of it, and its line.
+    """
+    return Problem("table", name, place, TABLE.format(whole=whole))
+
+
 TABLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the function "
     "looks things up in it like in a table. A tower has only a part of it, and JAX clamps an index "
-    "that is too large. "
-    "Give every tower the whole table: in_axes=None for this argument, or close over it."
+    "that is too large. Give every tower the whole table: {whole}."
 )
 SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
 from multitower.functions.objective import Reduction, check_reduction
@@ -91,6 +92,7 @@ def value_and_grad(
 
     Source: the tower scheme of TensorFlow's CIFAR-10 multi-GPU tutorial (`average_gradients`).
     """
+    arguments = Arguments(fun)
     fun = as_function(fun)
     single = not isinstance(argnums, Sequence)
     positions, filters = _positions([argnums] if single else argnums)
@@ -110,7 +112,7 @@ def value_and_grad(
             except TypeError:  # unhashable: nothing to remember it by
                 kind, run = own if opened is fun else _tower_function(opened, *options)
             call = take_call(args, kwargs, closed, filters)
-            return kind, call, run.call(call)
+            return kind, call, run.call(call, arguments)
 
         kind, call, finished = call_opened(fun, names, run_opened)
         call.hand_on(finished.changed)

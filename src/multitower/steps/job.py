@@ -164,7 +164,10 @@ def look_at_loss(step: StepParts, parts: Parts, fields: Fields, tower_rows: int)
         rows,
         (fields, parts.shared),
         averages=True,
-        names=lambda number: f"batch{parts.split.row_paths()[number]}",
+        named=lambda number: (
+            f"batch{jax.tree_util.keystr(parts.split.row_paths()[number])}",
+            "take it out of batch and let the function close over it",
+        ),
     )
     for number, one in enumerate(ratios):
         offset_of = lambda rows, number=number: take_ratios(run(rows).metrics)[1][number].offset

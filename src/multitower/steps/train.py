@@ -205,7 +205,7 @@ class TrainStep:
         self._step.loss.check_extras(model_state, rng)
         if is_model(params):
             params, model_state = self._take(params, model_state)
-        check_differentiable(params, "params")
+        check_differentiable(params, lambda: "params")
         if self._shard_update:
             fields = Fields(np.int32(0), params, None, None, model_state, rng)
             return self._adopt_blocks(fields, first=True)
