@@ -170,7 +170,14 @@ class TowerFunction:
             return arguments.of(path), arguments.whole(path, tree, axes)
 
         averages = self._kind.averages
-        look(outputs_with(None), parts.rows, parts.shared, averages=averages, named=named)
+        look(
+            outputs_with(None),
+            parts.rows,
+            parts.shared,
+            averages=averages,
+            num_devices=0 if self._towers else self.placement().num_towers,
+            named=named,
+        )
         for number, name in _shared_keys(parts, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, GradientError, OutputError
+from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import (
     is_state_of,
     join_aux,
@@ -20,7 +21,6 @@ from multitower.functions.auxiliary import (
     state_structures,
     subtrees_like,
 )
-from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Leaves
 from multitower.functions.objective import (
     Reduction,
@@ -126,7 +126,7 @@ class ValueAndGrad(NamedTuple):
                 wanted: Wanted, rows: list[Any], here: Tower
             ) -> tuple[Any, Any, list[Changed]]:
                 call = self._with(wanted, call_of(shared, rows, here))
-                call = _enter_states(call, entered, here)
+                call = enter_states(call, entered, here)
                 output, changed = self._call(call, here, tower_rows)
                 return *self._loss_and_aux(output), changed
 
@@ -170,7 +170,7 @@ class ValueAndGrad(NamedTuple):
 
         def weights(shared: list[Any], rows: list[Any], here: Tower) -> list[Any]:
             call = Call(*split.rebuild(shared, rows, here))
-            call = _enter_states(call, self._states(split, call, here, tower_rows)[1], here)
+            call = enter_states(call, self._states(split, call, here, tower_rows)[1], here)
             loss = self._loss_and_aux(self._call(call, here, tower_rows)[0])[0]
             return weights_of(loss, here, tower_rows)
 
@@ -191,7 +191,7 @@ class ValueAndGrad(NamedTuple):
         tower_rows = rows[0].shape[0]
         call = Call(*split.rebuild(shared, rows, here))
         structures, entered = self._states(split, call, here, tower_rows)
-        call = _enter_states(call, entered, here)
+        call = enter_states(call, entered, here)
         output, changed = self._call(call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
@@ -256,7 +256,7 @@ class ValueAndGrad(NamedTuple):
         return output
 
 
-def _enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
+def enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
     """The call with the arguments that are states as one tower gets them."""
     args = list(call.args)
     for number in numbers:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.checks.parallel import check_parallel
+from multitower import check_parallel
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(5, 3)), jnp.float32)
@@ -79,7 +79,7 @@ def test_a_right_program_is_not_blamed(fn):
     # The lie: a check that cries wolf.
     check = check_parallel(fn, W, BATCH)
     assert check, str(check)
-    assert str(check) == "can be cut into towers (tried with 16 rows)"
+    assert str(check) == "can be cut into towers (tried with 16 rows in 8 towers)"
     check.raise_if_wrong()
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_program_is_named_with_its_line(fn, kind, output, place):
         assert problem.where is None
     else:
         assert problem.where is not None
-        assert "test_parallel.py:" in problem.where
+        assert "test_check.py:" in problem.where
         assert re.search(place, problem.where), problem.where
     with pytest.raises(mt.OutputError, match="cannot be cut into towers as it is"):
         check.raise_if_wrong()
