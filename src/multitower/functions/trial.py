@@ -15,12 +15,15 @@ from multitower.errors import ArgumentError, BatchError
 from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import is_state_of, split_state, state_structures
 from multitower.functions.gradient_job import enter_states
-from multitower.functions.objective import Reduction, as_mean, share_of, weights_of
-from multitower.functions.ratio import inside_tower, is_ratio, sums_of
+from multitower.functions.objective import Reduction, as_mean, share_of
+from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_of
 from multitower.models.closures import as_function, open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
 from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, is_key, take_apart
+
+# The rows of towers, and which towers these are.
+Towers = list[tuple[list[Any], Tower]]
 
 
 class Found(NamedTuple):
@@ -93,7 +96,7 @@ class Trial:
         parts = take_apart(self.tree, own_axes, name=self.arguments, constants=True)
         return Trial(self.fun, self.arguments, self.tree, own_axes, parts, self.reduction)
 
-    def towers(self, tower_rows: int, *, strided: bool) -> list[tuple[list[Any], Tower]]:
+    def towers(self, tower_rows: int, *, strided: bool) -> Towers:
         """The rows of full towers, one after another or every so many; and which tower it is."""
         count = self.parts.num_rows // tower_rows
         num_rows = count * tower_rows
@@ -161,32 +164,36 @@ class Trial:
         read = read_tower(by_kind, *given, batch_rows=self.parts.num_rows, times=times)
         return read and (read[0], Results.of(*read))
 
-    def gradient(self, towers: Sequence[tuple[list[Any], Tower]]) -> dict[str, tuple[Any, Any]]:
-        """The gradient of the loss over all of these towers, and the sum of its parts' sizes.
+    def gradients(self, ways: Sequence[Towers]) -> list[dict[str, tuple[Any, Any]]]:
+        """The gradient of the loss over all towers of each way to cut, and its parts' sizes, added.
 
         Returns:
             For each float of the first argument, by name, where that is shared.
         """
         numbers = self._weights()
-        losses = [self._call(rows, here).leaves[0] for rows, here in towers]
-        own = [
-            weights_of(loss, here, len(rows[0]))
-            for loss, (rows, here) in zip(losses, towers, strict=True)
-        ]
-        weights = [sum(one) for one in zip(*own, strict=True)]
+        wanted = {number: jnp.asarray(self.parts.shared[number]) for number in numbers}
 
-        def share(wanted: dict[int, Any], rows: list[Any], here: Tower) -> Any:
+        def share(wanted: dict[int, Any], rows: list[Any], here: Tower, weights: list[Any]) -> Any:
             shared = [wanted.get(n, leaf) for n, leaf in enumerate(self.parts.shared)]
             loss = self._call(rows, here, shared).leaves[0]
             return share_of(loss, here, len(rows[0]), self.reduction, weights)
 
-        wanted = {number: jnp.asarray(self.parts.shared[number]) for number in numbers}
         differentiate = jax.jit(jax.grad(share))
-        parts = [differentiate(wanted, rows, here) for rows, here in towers] if wanted else []
-        return {
-            name: (sum(part[n] for part in parts), sum(jnp.abs(part[n]) for part in parts))
-            for n, name in numbers.items()
-        }
+        found: list[dict[str, tuple[Any, Any]]] = []
+        for towers in ways:
+            weights = self._weights_of_ratio(towers)
+            parts = [differentiate(wanted, rows, here, weights) for rows, here in towers]
+            sums = {n: sum(part[n] for part in parts) for n in numbers}
+            sizes = {n: sum(jnp.abs(part[n]) for part in parts) for n in numbers}
+            found.append({name: (sums[n], sizes[n]) for n, name in numbers.items()})
+        return found
+
+    def _weights_of_ratio(self, towers: Towers) -> list[Any]:
+        """The weights of a loss that is a ratio, over all towers."""
+        if not isinstance(self.run(*towers[0]).leaves[0], RatioSums):
+            return []
+        own = [self.run(rows, here).leaves[0].weights for rows, here in towers]
+        return [sum(one) for one in zip(*own, strict=True)]
 
     def is_coarse(self, rows: list[Any], here: Tower) -> bool:
         """Whether the program has floats of 16 bits."""

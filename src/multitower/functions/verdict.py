@@ -83,14 +83,13 @@ def _gradients(
     """Compares the gradients of a loss whose values agree."""
     here = trial.whole(num_rows)
     try:
-        wanted, *found = (trial.gradient(way) for way in ([here], *ways))
+        wanted, *found = trial.gradients([[here], *ways])
     except Exception:  # a loss that is not for differentiation, such as one with a while loop
         return []
     floor = _OF_LOSS * np.max(np.abs(numbers_of(whole.leaves[0])), initial=0.0)
-    size = max((float(np.max(sizes)) for _, sizes in wanted.values() if sizes.size), default=0.0)
-    for cut in found:
-        size = max(size, *(float(np.max(sizes)) for _, sizes in cut.values() if sizes.size), 0.0)
-    tolerance = (_COARSE if trial.is_coarse(*here) else _TOLERANCE) * size + floor
+    sizes = [np.max(sizes, initial=0.0) for cut in found for _, sizes in cut.values()]
+    relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
+    tolerance = relative * np.nanmax(sizes, initial=0.0) + floor
     for cut in found:
         for name, (gradient, _) in cut.items():
             pair = numbers_of(gradient), numbers_of(wanted[name][0])
