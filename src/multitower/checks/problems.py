@@ -75,8 +75,8 @@ MIXED = (
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
     "without towers= the number of devices decides how many rows these are. Fix the number of "
-    "towers: towers={num} gives the same on any number of devices, and towers=1 takes the "
-    "statistics over all rows, on one device."
+    "towers: towers={num} gives the same on any number of devices. Statistics over all "
+    "rows need all of them on one device: devices=1."
 )
 RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are no sums over rows: their "
