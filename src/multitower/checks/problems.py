@@ -121,10 +121,6 @@ WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
     "that of one device if every tower gets the whole of it: {whole}."
 )
-WHOLE = (
-    "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
-    "that of one device if every tower gets the whole of it: {whole}."
-)
 TABLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the function "
     "looks things up in it like in a table. A tower has only a part of it, and JAX clamps an index "

@@ -93,10 +93,10 @@ def value_and_grad(
     Source: the tower scheme of TensorFlow's CIFAR-10 multi-GPU tutorial (`average_gradients`).
     """
     arguments = Arguments(fun)
-    fun = as_function(fun)
+    names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
+    fun = as_function(fun, names)
     single = not isinstance(argnums, Sequence)
     positions, filters = _positions([argnums] if single else argnums)
-    names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
     where = tuple(devices) if isinstance(devices, list) else devices
     check_reduction(reduction)
     options = (positions, has_aux, Axes.of(in_axes), where, towers, reduction)

@@ -68,7 +68,7 @@ class Trial:
     ) -> "Trial":
         """Takes a call apart, as `check_parallel` was given it."""
         names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
-        opened, closed = open_function(as_function(fn), names, values=True)
+        opened, closed = open_function(as_function(fn, names), names, values=True)
         call = take_call(args, _with_what_is_wanted(fn, extras), closed)
         of_args: Any = None if names else tuple(in_axes) if isinstance(in_axes, list) else in_axes
         if of_args is None:
