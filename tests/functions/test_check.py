@@ -308,7 +308,7 @@ def by_output(w, batch):
             by_output,
             ({"x": X, "weights": np.arange(16.0)},),
             "batch['weights']",
-            (None, {"x": 0, "weights": None}),
+            (None, {"weights": None, "x": 0}),
         ),
     ],
 )

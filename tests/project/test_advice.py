@@ -110,12 +110,12 @@ ADVICE = {
     ),
     "rows differ, inside an argument": (
         lambda: grads(weighted_batch, W, {**batch, "classes": CLASSES}),
-        "whole of batch['classes']: in_axes=(None, {'x': 0, 'y': 0, 'classes': None}).",
+        "whole of batch['classes']: in_axes=(None, {'classes': None, 'x': 0, 'y': 0}).",
         lambda: grads(
             weighted_batch,
             W,
             {**batch, "classes": CLASSES},
-            in_axes=(None, {"x": 0, "y": 0, "classes": None}),
+            in_axes=(None, {"classes": None, "x": 0, "y": 0}),
         ),
     ),
     "rows differ, in an argument that is named": (

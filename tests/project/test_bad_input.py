@@ -183,7 +183,7 @@ WRONG = {
     "a list of flags for rows": (
         lambda: grads(lambda w, batch: losses(w, batch["x"]), W, {"x": X, "hit": [True] * 10}),
         mt.ArgumentError,
-        r"batch\['hit'\]\[0\] is True \(bool\), in a list.*in_axes=\(None, {'x': 0, 'hit': None}\)",
+        r"batch\['hit'\]\[0\] is True \(bool\), in a list.*in_axes=\(None, {'hit': None, 'x': 0}\)",
     ),
     "a flag to differentiate": (
         lambda: grads(losses, {"w": W, "on": True}),

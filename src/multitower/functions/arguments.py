@@ -73,7 +73,7 @@ def _with_none(axes: Any, tree: Any, path: Sequence[Any]) -> Any:
         return None
     if type(tree) not in (dict, list, tuple):
         raise LookupError
-    keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+    keys = sorted(tree) if isinstance(tree, dict) else range(len(tree))  # as jax.tree sorts them
     here = getattr(path[0], "key", getattr(path[0], "idx", None))
     of = lambda key: axes if isinstance(axes, int) else axes[key]
     found = {k: _with_none(of(k), tree[k], path[1:]) if k == here else of(k) for k in keys}
