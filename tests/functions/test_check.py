@@ -202,6 +202,7 @@ def test_axes_as_in_vmap_and_what_cannot_be_tried():
     assert check_parallel(lambda x: x * 2, BATCH["x"])
     assert check_parallel(lambda x, b: x.sum(0) + b, BATCH["x"].T, jnp.ones(16), in_axes=(1, 0))
     assert not check_parallel(lambda x: x - x.mean(0), BATCH["x"])
+    assert check_parallel(lambda w, x: jnp.log(x) * w, 1.0, BATCH["x"][:, 0], towers=2)  # NaNs
     with pytest.raises(mt.BatchError, match="one row cannot be cut"):
         check_parallel(by_row, W, {"x": BATCH["x"][:1], "y": BATCH["y"][:1]})
 

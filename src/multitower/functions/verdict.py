@@ -86,10 +86,9 @@ def _gradients(
         wanted, *found = trial.gradients([[here], *ways])
     except Exception:  # a loss that is not for differentiation, such as one with a while loop
         return []
-    floor = _OF_LOSS * np.max(np.abs(numbers_of(whole.leaves[0])), initial=0.0)
-    sizes = [np.max(sizes, initial=0.0) for cut in found for _, sizes in cut.values()]
+    sizes = [_largest(sizes) for cut in found for _, sizes in cut.values()]
     relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
-    tolerance = relative * np.nanmax(sizes, initial=0.0) + floor
+    tolerance = relative * max(sizes, default=0.0) + _OF_LOSS * _largest(whole.leaves[0])
     for cut in found:
         for name, (gradient, _) in cut.items():
             pair = numbers_of(gradient), numbers_of(wanted[name][0])
@@ -98,6 +97,12 @@ def _gradients(
                 place = flow.places[0] if flow.places else None
                 return [Problem("gradient", output, place, GRADIENT.format(num=len(ways[0])))]
     return []
+
+
+def _largest(value: Any) -> float:
+    """The largest size of the finite numbers of a result."""
+    numbers = np.abs(numbers_of(value))
+    return float(np.max(numbers, initial=0.0, where=np.isfinite(numbers)))
 
 
 def _draws(read: _Read) -> list[Problem]:
