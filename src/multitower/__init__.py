@@ -1,7 +1,6 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
 from multitower import testing
-from multitower.checks.parallel import check_parallel
 from multitower.data.augmentation import augment_batch, augmented
 from multitower.data.batches import make_batch, make_batches
 from multitower.errors import (
@@ -22,6 +21,7 @@ from multitower.errors import (
 )
 from multitower.functions.autodiff import grad, value_and_grad
 from multitower.functions.averaging import average_gradients
+from multitower.functions.check import check_parallel
 from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import ratio
 from multitower.hardware.configuration import configure

@@ -88,24 +88,10 @@ def test_make_parallel_warns_of_rows_that_meet():
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)
 
 
-def normalised(w, batch, *, model_state):
-    mean = batch.mean(0)
-    return losses(w, batch - mean), {}, 0.9 * model_state + 0.1 * mean
-
-
 def test_nothing_is_said_of_what_is_meant():
-    # The lie: a warning at every BatchNorm, until nobody reads them.
+    # The lie: a warning at every random number, until nobody reads them.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = mt.train_step(normalised, optax.sgd(0.1), devices=2)
-        step(step.init(W, model_state=jnp.zeros(3)), X)
-        run = mt.value_and_grad(
-            lambda w, mean, x: (losses(w, x - x.mean(0)).mean(), 0.9 * mean + 0.1 * x.mean(0)),
-            has_aux=True,
-            in_axes=(None, None, 0),
-            devices=2,
-        )
-        run(W, jnp.zeros(3), X)
         noisy = mt.value_and_grad(
             lambda w, key, x: losses(w, x + jax.random.normal(key, x.shape)), devices=2
         )
@@ -114,6 +100,43 @@ def test_nothing_is_said_of_what_is_meant():
             lambda key, x: x + jax.random.normal(key, x.shape), in_axes=(None, 0), devices=2
         )
         shared(jax.random.key(0), X)
+
+
+def normalised(w, batch, *, model_state):
+    mean = batch.mean(0)
+    return losses(w, batch - mean), {}, 0.9 * model_state + 0.1 * mean
+
+
+def normalised_with_aux(w, mean, x):
+    return losses(w, x - x.mean(0)).mean(), 0.9 * mean + 0.1 * x.mean(0)
+
+
+def step_with_statistics(devices=2, **options):
+    step = mt.train_step(normalised, optax.sgd(0.1), devices=devices, **options)
+    state, metrics = step(step.init(W, model_state=jnp.zeros(3)), X)
+    step(state, X)
+    return metrics["loss"]
+
+
+def value_with_statistics(devices=2, **options):
+    run = mt.value_and_grad(
+        normalised_with_aux, has_aux=True, in_axes=(None, None, 0), devices=devices, **options
+    )
+    (value, _), _ = run(W, jnp.zeros(3), X), run(W, jnp.zeros(3), X)
+    return value[0]
+
+
+@pytest.mark.parametrize("run", [step_with_statistics, value_with_statistics])
+def test_batch_norm_without_towers_is_told_once(run):
+    # The lie: another model on another number of devices, and nobody is told.
+    said = r"loss \(.*mean\(0\).*\): rows are normalised with statistics of their own tower's rows"
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        run()
+    assert len(told) == 1
+    assert "towers=2 gives the same" in str(told[0].message)
+    run(towers=2)  # as it says, and nothing is left to be told: warnings are errors here
+    whole = losses(W, X - X.mean(0)).mean()
+    np.testing.assert_allclose(run(devices=1), whole, rtol=1e-6)  # as it says
 
 
 # ---------------------------------------------------------------- what it used to miss
@@ -200,7 +223,7 @@ def positions(w, x, y, table):
 def test_a_table_as_long_as_the_batch_is_told(loss, towers):
     # The lie: half a table, where an index that is too large is clamped.
     table = np.arange(8.0, dtype=np.float32)
-    said = r"argument 3 \(gather .*looks things up in it like in a table.*in_axes=None for this"
+    said = r"(weights|table) \(gather .*like in a table.*: in_axes=\(None, 0, 0, None\)"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         run_of(loss, X, Y, table, towers=towers)
     assert len(told) == 1

@@ -166,7 +166,7 @@ def test_a_key_that_is_shared_by_mistake_is_named(make_key):
         return (w * x + noise(extra["key"], x)).sum(1)
 
     run = mt.value_and_grad(loss, in_axes=(None, 0, None), devices=2)
-    message = r"in_axes\[2\] is None and shares args\[2\]\['key'\]"
+    message = r"in_axes\[2\] is None and shares extra\['key'\]"
     with pytest.warns(mt.MultitowerWarning, match=message):
         run(1.0, X, {"key": make_key(0)})
     with warnings.catch_warnings():

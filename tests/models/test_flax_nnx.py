@@ -15,6 +15,9 @@ from flax import nnx
 import multitower as mt
 from tower_keys import tower_key
 
+# The statistics of a tower's own rows are what these tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own tower's rows")
+
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
 
 

@@ -137,6 +137,40 @@ def test_skip_leaves_the_step_out_for_all_towers():
     assert prints[0] == prints[1]
 
 
+def bad_loss(params, batch):
+    return losses(params, batch) + jnp.where(batch["x"][:, 0] == 77, jnp.nan, 0.0)
+
+
+def bad_gradient(params, batch):
+    # Zero is a finite number, and the slope there is infinity times zero.
+    return losses(params, batch) + jnp.sqrt(
+        jnp.where(batch["x"][:, 0] == 77, 0 * params["w"][0], 1.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "told", "untold"),
+    [(bad_loss, "tower .* is 1 of 4", "params"), (bad_gradient, r"params\['w'\]", "tower")],
+)
+def test_a_loss_and_a_gradient_are_looked_at_each_for_itself(loss, told, untold):
+    # The lie: one of the two is looked at, and the other is never bad alone in a test.
+    def marked(first):
+        for number, batch in enumerate(batches(first), start=first + 1):
+            batch["x"][9, 0] = 77 if number == 2 else 0
+            yield batch
+
+    options = {"towers": 4, "devices": 1}
+    with pytest.raises(mt.NonFiniteError, match=f"step 2 of 4: .*{told}") as error:
+        mt.Trainer(loss, optax.sgd(0.01), **options).fit(PARAMS, marked, steps=4)
+    assert untold not in str(error.value)
+    skipped = []
+    note = lambda progress: skipped.append(progress.metrics["skipped"])
+    trainer = mt.Trainer(loss, optax.sgd(0.01), on_nonfinite="skip", hooks=[note], **options)
+    state = trainer.fit(PARAMS, marked, steps=3)
+    assert skipped == [0, 1, 0]
+    assert np.isfinite(state.params["w"]).all()
+
+
 def test_hooks_hear_of_towers_and_evaluations():
     told = []
     trainer = make_trainer(2, hooks=[told.append])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import MIXED, SAME_NUMBERS, SUM, TABLE, Problem
+from multitower.checks.problems import MIXED, SAME_NUMBERS, STATISTICS, Problem, summed, table
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.errors import warn
 from multitower.towers.rows import Tower, device_dtype
@@ -26,7 +26,8 @@ def look(
     others: Any,
     *,
     averages: bool,
-    names: Callable[[int], str],
+    num_devices: int,
+    named: Callable[[int], tuple[str, str]],
 ) -> None:
     """Warns of what no tower should do, as far as it can be read off the program.
 
@@ -35,21 +36,25 @@ def look(
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
         others: everything else that the program is made of; sizes that are no rows.
         averages: whether results without rows are averaged over towers.
-        names: what the user calls the arrays that are cut, by their number.
+        num_devices: how many towers there are, if nobody has said `towers`; else 0.
+        named: what the user calls an array that is cut, by its number; and what to write so that
+            every tower gets the whole of it.
 
     Warns:
-        MultitowerWarning: rows are mixed, a sum is averaged, all towers draw the same numbers, or a
-            table is cut.
+        MultitowerWarning: rows are mixed, a sum is averaged, all towers draw the same numbers, a
+            table is cut, or the number of devices decides over how many rows BatchNorm works.
     """
-    traced = _read(outputs, rows, others)
+    traced = read_tower(outputs, rows, others)
     if traced is None:
         return  # a fixed number of rows, or a mistake that the call itself will tell
-    reading, tree, num_rows = traced
+    reading, results = traced[0], Results.of(*traced)
     found = [
-        *(Problem("table", names(n), place, TABLE) for n, place in reading.tables.items()),
+        *(table(*named(n), place) for n, place in reading.tables.items()),
         *_of_draws(reading),
-        *_of_results(_Results.of(reading, tree, num_rows), averages, {*reading.tables.values()}),
+        *_of_results(results, averages, {*reading.tables.values()}),
     ]
+    if num_devices > 1:
+        found.extend(results.statistics(num_devices)[:1])
     for problem in found:
         warn(f"{problem} (mt.check_parallel looks closer.)")
 
@@ -73,7 +78,7 @@ def look_at_key(
     Warns:
         MultitowerWarning: all towers draw the same numbers.
     """
-    alike, own = _read(outputs, rows, others), _read(apart, rows, others)
+    alike, own = read_tower(outputs, rows, others), read_tower(apart, rows, others)
     if alike is None or own is None:
         return
     draws = [place for place in alike[0].draws if place not in own[0].draws]
@@ -84,12 +89,21 @@ def look_at_key(
         )
 
 
-def _read(
-    outputs: Callable[[list[Any], Tower], dict[str, Any]], rows: Sequence[Any], others: Any
+def read_tower(
+    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    rows: Sequence[Any],
+    others: Any,
+    *,
+    batch_rows: int = 0,
+    times: int = 1,
 ) -> tuple[Reading, dict[str, Any], int] | None:
-    """What the program of one tower does, the tree of its outputs, and its number of rows."""
+    """What the program of one tower does, the tree of its outputs, and its number of rows.
+
+    None if it takes some numbers of rows only: a reader needs one of its own choice; `times` is
+    what it will be a multiple of.
+    """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
-    num_rows = unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
+    num_rows = times * unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
@@ -100,7 +114,7 @@ def _read(
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
-    return read(program, flows, num_rows), tree, num_rows
+    return read(program, flows, num_rows, batch_rows), tree, num_rows
 
 
 class _Result(NamedTuple):
@@ -121,7 +135,7 @@ class _Result(NamedTuple):
         return self.kind == "aux" and is_array and self.flow.is_mean and not self.flow.mixed
 
 
-class _Results(NamedTuple):
+class Results(NamedTuple):
     """All of them, and the lines where statistics that are handed on come from.
 
     Who hands on such statistics knows that towers have their own; what else mixes rows is told.
@@ -131,7 +145,8 @@ class _Results(NamedTuple):
     known_lines: set[str]
 
     @classmethod
-    def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "_Results":
+    def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
+        """Of what a program does with rows, and the tree of what it returns, by kind."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
             _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
@@ -140,13 +155,25 @@ class _Results(NamedTuple):
         known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
         return cls(leaves, known)
 
+    def are_statistics(self, flow: Flow) -> bool:
+        """Whether rows are brought together by nothing but statistics that are handed on."""
+        return bool(flow.mixed) and {_line(root) for root in flow.roots} <= self.known_lines
+
+    def statistics(self, num_towers: int) -> list[Problem]:
+        """The results that statistics of a tower's rows have gone into."""
+        return [
+            Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
+            for one in self.leaves
+            if one.kind not in _STATES and self.are_statistics(one.flow)
+        ]
+
 
 def _of_draws(reading: Reading) -> list[Problem]:
     draws = dict.fromkeys(reading.draws)
     return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
 
 
-def _of_results(results: _Results, averages: bool, told: set[str]) -> list[Problem]:
+def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
     problems: list[Problem] = []
     for one in results.leaves:
         if one.kind in _STATES or not (averages or one.has_rows):
@@ -158,7 +185,7 @@ def _of_results(results: _Results, averages: bool, told: set[str]) -> list[Probl
                 place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
                 problems.append(Problem("mixed rows", one.name, place, MIXED))
         elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
-            problems.append(Problem("sum", one.name, flow.origin, SUM))
+            problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
     return problems
 
 

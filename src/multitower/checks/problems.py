@@ -5,7 +5,9 @@ from typing import Literal, NamedTuple
 
 from multitower.errors import OutputError
 
-Kind = Literal["mixed rows", "sum", "row count", "same numbers", "not repeatable", "table"]
+Kind = Literal[
+    "mixed rows", "sum", "mean", "gradient", "row count", "same numbers", "not repeatable", "table"
+]
 
 
 class Problem(NamedTuple):
@@ -35,17 +37,20 @@ class ParallelCheck:
     Attributes:
         problems: what was found.
         num_rows: rows of the examples that it was tried with.
+        num_towers: towers that these were cut into.
     """
 
     problems: tuple[Problem, ...]
     num_rows: int
+    num_towers: int
 
     def __bool__(self) -> bool:
         return not self.problems
 
     def __str__(self) -> str:
         if self:
-            return f"can be cut into towers (tried with {self.num_rows} rows)"
+            tried = f"{self.num_rows} rows in {self.num_towers} towers"
+            return f"can be cut into towers (tried with {tried})"
         lines = [f"{n}. {problem}" for n, problem in enumerate(self.problems, start=1)]
         return "\n".join(["cannot be cut into towers as it is:", *lines])
 
@@ -63,18 +68,67 @@ MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
     "function of a batch's mean are. A tower has only its own rows, so the result would differ "
     "from one device's. Make each row's result depend on that row alone, and leave the mean over "
-    "rows to multitower; or, if statistics of each tower's own rows are what you mean (BatchNorm), "
-    "go on and fix the number of towers with towers=."
+    "rows to multitower; for a mean with weights or a mask return mt.ratio(total, weight); or, if "
+    "statistics of each tower's own rows are what you mean (BatchNorm), go on and fix the number "
+    "of towers with towers=."
+)
+STATISTICS = (
+    "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
+    "without towers= the number of devices decides how many rows these are. Fix the number of "
+    "towers: towers={num} gives the same on any number of devices. Statistics over all "
+    "rows need all of them on one device: devices=1."
+)
+RATIO = (
+    "towers add up the totals and the weights of mt.ratio, and these are no sums over rows: their "
+    "quotient is not that of the whole batch. Give totals and weights with one entry for every "
+    "row, or their sums."
+)
+MEAN = (
+    "it is a mean over rows, and reduction='sum' adds towers up: with T towers it would be T times "
+    "too large. Return one value per row, or their sum; or leave reduction out."
+)
+GRADIENT = (
+    "the loss is the same when the batch is cut into {num} towers, and its gradient is not. A "
+    "backward rule (jax.custom_vjp) that looks over the rows, or a number made of all rows that "
+    "jax.lax.stop_gradient holds, sees only a tower's own rows. Make what a row adds to the "
+    "gradient depend on that row alone."
+)
+
+
+def table(name: str, whole: str, place: str | None) -> Problem:
+    """An argument that is cut, and that every tower needs whole.
+
+    Args:
+        name: what the user calls it.
+        whole: what to write so that every tower gets the whole of it.
+        place: the operation that needs the whole of it, and its line.
+    """
+    return Problem("table", name, place, TABLE.format(whole=whole))
+
+
+def needed_whole(name: str, whole: str, place: str | None) -> Problem:
+    """An argument that is cut, and with which whole in every tower all is right; see `table`."""
+    return Problem("table", name, place, WHOLE.format(whole=whole))
+
+
+def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
+    """A sum over rows, where towers are averaged."""
+    more = "; or, if the sum is what you mean, say reduction='sum'" if is_loss else ""
+    return Problem("sum", name, place, SUM.format(more=more))
+
+
+WHOLE = (
+    "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
+    "that of one device if every tower gets the whole of it: {whole}."
 )
 TABLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the function "
     "looks things up in it like in a table. A tower has only a part of it, and JAX clamps an index "
-    "that is too large. "
-    "Give every tower the whole table: in_axes=None for this argument, or close over it."
+    "that is too large. Give every tower the whole table: {whole}."
 )
 SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "
-    "Return one value per row, or the mean."
+    "Return one value per row, or the mean{more}."
 )
 BAKED = (
     "the number of rows of the whole batch is written into it, and a tower has fewer rows. Divide "
@@ -82,11 +136,11 @@ BAKED = (
 )
 ROW_COUNT = (
     "it works on {whole} rows and fails on {half}, which a tower would have: {error}. Take the "
-    "number of rows from the argument, x.shape[0], not from a constant."
+    "number of rows from the argument, x.shape[0], not from a constant; or use fewer towers."
 )
 SHAPES = (
-    "it has shape {whole} for all rows and {half} for half of them. Results by row need their rows "
-    "on the first axis, exactly one for each row of the batch."
+    "it has shape {whole} for all {rows} rows and {part} for {few} of them. Results by row need "
+    "their rows on the first axis, exactly one for each row of the batch."
 )
 SAME_NUMBERS = (
     "they come from a key that every tower has alike, so all towers would draw the same ones, "

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
 from multitower.functions.objective import Reduction, check_reduction
@@ -91,10 +92,11 @@ def value_and_grad(
 
     Source: the tower scheme of TensorFlow's CIFAR-10 multi-GPU tutorial (`average_gradients`).
     """
-    fun = as_function(fun)
+    arguments = Arguments(fun)
+    names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
+    fun = as_function(fun, names)
     single = not isinstance(argnums, Sequence)
     positions, filters = _positions([argnums] if single else argnums)
-    names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
     where = tuple(devices) if isinstance(devices, list) else devices
     check_reduction(reduction)
     options = (positions, has_aux, Axes.of(in_axes), where, towers, reduction)
@@ -110,7 +112,7 @@ def value_and_grad(
             except TypeError:  # unhashable: nothing to remember it by
                 kind, run = own if opened is fun else _tower_function(opened, *options)
             call = take_call(args, kwargs, closed, filters)
-            return kind, call, run.call(call)
+            return kind, call, run.call(call, arguments)
 
         kind, call, finished = call_opened(fun, names, run_opened)
         call.hand_on(finished.changed)

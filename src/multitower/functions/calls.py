@@ -1,6 +1,5 @@
 """A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +11,7 @@ from multitower.engines import spmd
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits, on_each_device
 from multitower.errors import warn
+from multitower.functions.arguments import Arguments
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
 from multitower.processes.together import spread
@@ -66,7 +66,7 @@ class Kind(Protocol):
 
     @property
     def name(self) -> str:
-        """What the arguments are called in messages."""
+        """What the user calls it, for messages."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Kind(Protocol):
         """What the function itself gives in one tower, by name; only for a first look at it."""
         ...
 
-    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+    def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
         """The row axes of `(args, kwargs, rows)`, None for shared; raises on wrong arguments."""
         ...
 
@@ -113,20 +113,20 @@ class TowerFunction:
         self._looked_at: set[Split] = set()
         self._jitted = jax.jit(self._traced, static_argnums=0)
 
-    def call(self, call: Call) -> Any:
+    def call(self, call: Call, arguments: Arguments) -> Any:
         """Calls the function with what the user gave."""
         refuse_a_mesh()
         if self._towers is not None:
             refuse_disabled_jit()
         placement = self.placement()
         # Models, and arrays that the function closes over, are whole in every tower.
-        axes = (*self._kind.axes(call), None, None)
+        axes = (*self._kind.axes(call, arguments), None, None)
         tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
-        parts = take_apart(tree, axes, name=self._kind.name, constants=True)
+        parts = take_apart(tree, axes, name=arguments, constants=True)
         result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more than a warning
             self._looked_at.add(parts.split)
-            self._look(parts)
+            self._look(parts, tree, axes, arguments)
         return result
 
     def _call(self, parts: Parts, placement: Placement) -> Any:
@@ -150,7 +150,7 @@ class TowerFunction:
             self._placement = place(self._devices, self._towers)
         return self._placement
 
-    def _look(self, parts: Parts) -> None:
+    def _look(self, parts: Parts, tree: Any, axes: Any, arguments: Arguments) -> None:
         from multitower.checks.first_look import look, look_at_key  # noqa: PLC0415 (at the first call: importing stays quick)
 
         def outputs_with(alike: int | None) -> Any:
@@ -165,10 +165,20 @@ class TowerFunction:
 
             return outputs
 
-        names = lambda number: _row_name(parts.split, number)
+        def named(number: int) -> tuple[str, str]:
+            path = parts.split.row_paths()[number]
+            return arguments.of(path), arguments.whole(path, tree, axes)
+
         averages = self._kind.averages
-        look(outputs_with(None), parts.rows, parts.shared, averages=averages, names=names)
-        for number, name in _shared_keys(parts).items():
+        look(
+            outputs_with(None),
+            parts.rows,
+            parts.shared,
+            averages=averages,
+            num_devices=0 if self._towers else self.placement().num_towers,
+            named=named,
+        )
+        for number, name in _shared_keys(parts, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
 
     def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
@@ -224,16 +234,6 @@ class TowerFunction:
         self._engines[key] = engines  # only now: one that failed to compile is not kept
         joined = join_rows(finished.rows, placement, parts.num_rows)
         return self._kind.result(as_global(finished.results, placement), joined)
-
-
-def _row_name(split: Split, number: int) -> str:
-    """What the user calls an array that is cut: `argument 1['x']`, or a variable's name."""
-    path = split.row_paths()[number]  # in (args, kwargs, rows, models, arrays)
-    positional = re.fullmatch(r"\[0\]\[(\d+)\](.*)", path)
-    if positional:
-        return f"argument {positional[1]}{positional[2]}"
-    named = re.fullmatch(r"\[[12]\]\['(\w+)'\](.*)", path)
-    return f"{named[1]}{named[2]}" if named else path
 
 
 def replicate(tree: Any, placement: Placement) -> list[Any]:
@@ -310,7 +310,7 @@ def _is_one_key(leaf: Any) -> bool:
     return (is_key(leaf) and not leaf.ndim) or is_legacy_key(leaf)
 
 
-def _shared_keys(parts: Parts) -> dict[int, str]:
+def _shared_keys(parts: Parts, arguments: Arguments) -> dict[int, str]:
     """Keys in arguments that in_axes shares as a whole, by their number among the shared leaves.
 
     A key that is an argument by itself is none of them: None for it alone is meant.
@@ -325,7 +325,6 @@ def _shared_keys(parts: Parts) -> dict[int, str]:
         of_args, *rest = path
         is_within = kind == SHARED and of_args.idx == 0 and len(rest) > 1
         if is_within and _is_one_key(parts.shared[number]):
-            entry, name = rest[0].idx, jax.tree_util.keystr(tuple(rest))
-            found[number] = f"in_axes[{entry}] is None and shares args{name}"
+            found[number] = f"in_axes[{rest[0].idx}] is None and shares {arguments.of(path)}"
         number += 1
     return found

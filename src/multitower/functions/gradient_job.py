@@ -1,6 +1,6 @@
 """The job of value_and_grad: loss and gradients in every tower, and their means."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, GradientError, OutputError
+from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import (
     is_state_of,
     join_aux,
@@ -81,14 +82,15 @@ class ValueAndGrad(NamedTuple):
     name: str = "arguments"
     averages: bool = True
 
-    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+    def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
         """The row axes of `(args, kwargs, rows)`."""
         args = call.args
         argnums = positive(self.argnums, len(args))
         for argnum in argnums:
-            check_differentiable(args[argnum], f"argument {argnum}")
+            of_user = lambda argnum=argnum: arguments.positional(argnum)
+            check_differentiable(args[argnum], of_user)
             for hole in holes_in(args[argnum]):
-                check_differentiable(call.models[hole].weights, f"argument {argnum}")
+                check_differentiable(call.models[hole].weights, of_user)
         given, of_rows = self.in_axes, {}
         if isinstance(given, Mapping):  # of variables that the loss closes over
             given, of_rows = None, dict(given)
@@ -104,8 +106,8 @@ class ValueAndGrad(NamedTuple):
         for argnum in argnums:
             if jax.tree.leaves(given[argnum]):
                 raise ArgumentError(
-                    f"in_axes={self.in_axes!r} splits argument {argnum}, which is to be "
-                    "differentiated: parameters are shared by all towers. Put None there."
+                    f"in_axes={self.in_axes!r} splits {arguments.positional(argnum)}, which is to "
+                    "be differentiated: parameters are shared by all towers. Put None there."
                 )
         return tuple(given), 0, of_rows
 
@@ -124,7 +126,7 @@ class ValueAndGrad(NamedTuple):
                 wanted: Wanted, rows: list[Any], here: Tower
             ) -> tuple[Any, Any, list[Changed]]:
                 call = self._with(wanted, call_of(shared, rows, here))
-                call = _enter_states(call, entered, here)
+                call = enter_states(call, entered, here)
                 output, changed = self._call(call, here, tower_rows)
                 return *self._loss_and_aux(output), changed
 
@@ -168,7 +170,7 @@ class ValueAndGrad(NamedTuple):
 
         def weights(shared: list[Any], rows: list[Any], here: Tower) -> list[Any]:
             call = Call(*split.rebuild(shared, rows, here))
-            call = _enter_states(call, self._states(split, call, here, tower_rows)[1], here)
+            call = enter_states(call, self._states(split, call, here, tower_rows)[1], here)
             loss = self._loss_and_aux(self._call(call, here, tower_rows)[0])[0]
             return weights_of(loss, here, tower_rows)
 
@@ -189,7 +191,7 @@ class ValueAndGrad(NamedTuple):
         tower_rows = rows[0].shape[0]
         call = Call(*split.rebuild(shared, rows, here))
         structures, entered = self._states(split, call, here, tower_rows)
-        call = _enter_states(call, entered, here)
+        call = enter_states(call, entered, here)
         output, changed = self._call(call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
@@ -254,7 +256,7 @@ class ValueAndGrad(NamedTuple):
         return output
 
 
-def _enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
+def enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
     """The call with the arguments that are states as one tower gets them."""
     args = list(call.args)
     for number in numbers:
@@ -262,8 +264,12 @@ def _enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
     return call._replace(args=tuple(args))
 
 
-def check_differentiable(tree: Any, name: str) -> None:
+def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
     """Refuses parameters that have no gradient.
+
+    Args:
+        tree: the parameters.
+        name: what the user calls them; asked for by errors only.
 
     Raises:
         GradientError: a leaf that is no float; the message names its path.
@@ -273,9 +279,9 @@ def check_differentiable(tree: Any, name: str) -> None:
         is_number = isinstance(leaf, int | float | complex)
         dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
-            refuse_holder(leaf, lambda path=path: f"{name}{jax.tree_util.keystr(path)}")
+            refuse_holder(leaf, lambda path=path: f"{name()}{jax.tree_util.keystr(path)}")
             raise GradientError(
-                f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
+                f"{name()}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
                 "differentiated. Convert it with .astype(jnp.float32), or take it out of the "
                 "parameters (close over it, or pass it as another argument)."
             )

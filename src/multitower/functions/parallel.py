@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, OutputError
+from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import Contents, as_function, call_opened
@@ -71,6 +72,7 @@ def make_parallel(
 
     Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
     """
+    arguments = Arguments(fn)
     fn = as_function(fn)
     where = tuple(devices) if isinstance(devices, list) else devices
     options = (Axes.of(in_axes), Axes.of(out_axes), where, towers)
@@ -87,7 +89,7 @@ def make_parallel(
             except TypeError:  # unhashable: nothing to remember it by
                 run = _tower_function(opened, *options)
             call = take_call(args, kwargs, closed)
-            return call, run.call(call)
+            return call, run.call(call, arguments)
 
         call, (result, changed) = call_opened(fn, (), run_opened)
         call.hand_on(changed)
@@ -113,7 +115,7 @@ class _Parallel(NamedTuple):
     name: str = "arguments"
     averages: bool = False
 
-    def axes(self, call: Call) -> tuple[Any, Any, Any]:
+    def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
         axes, args = self.in_axes, call.args
         if isinstance(axes, list):
             axes = tuple(axes)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from multitower.errors import ArgumentError, MultitowerError
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import is_nnx
-from multitower.models.opening import Left, Opener, OpenFunction, of_partial
+from multitower.models.opening import Left, Opener, OpenFunction, of_partial, variables_of
 
 _Result = TypeVar("_Result")
 
@@ -39,10 +39,15 @@ class Contents(NamedTuple):
     rows: Mapping[str, Any]
 
 
-def as_function(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A module that is called, a method of one, or a partial, as a function that closes over it."""
+def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable[..., Any]:
+    """A module that is called, a method of one, or a partial, as a function that closes over it.
+
+    Args:
+        fun: any callable.
+        rows: which arguments of a partial are rows.
+    """
     if isinstance(fun, functools.partial):
-        return of_partial(fun)
+        return of_partial(fun, rows)
     module, method = fun, type(fun).__call__
     if isinstance(fun, types.MethodType):
         module, method = fun.__self__, fun.__func__
@@ -115,7 +120,7 @@ def open_function(
     opened = opener.open(fun) if isinstance(fun, types.FunctionType) else fun
     for name in names:
         if name not in opener.rows:
-            there = ", ".join(getattr(getattr(fun, "__code__", None), "co_freevars", ()))
+            there = ", ".join(variables_of(fun))
             raise ArgumentError(
                 f"in_axes names {name!r}, and the function closes over {there or 'nothing'}. Name "
                 "a variable that the function itself reads and that is none of its arguments; or "

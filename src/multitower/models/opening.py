@@ -25,8 +25,18 @@ from multitower.towers.rows import is_key, is_legacy_key, is_traced
 _ARRAY = "array"
 
 
-def of_partial(fun: "functools.partial[Any]") -> Callable[..., Any]:
-    """A partial as a function that closes over its arguments."""
+def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Callable[..., Any]:
+    """A partial as a function that closes over its arguments.
+
+    Args:
+        fun: the partial.
+        rows: the names of keyword arguments that are to be variables of that name.
+    """
+    for name in rows:
+        if name in fun.keywords:
+            others = {key: value for key, value in fun.keywords.items() if key != name}
+            rest = functools.partial(fun.func, *fun.args, **others)
+            return _binding(of_partial(rest, rows), name, fun.keywords[name])
     inner, first = fun.func, fun.args
     names, values = tuple(fun.keywords), tuple(fun.keywords.values())
 
@@ -34,6 +44,27 @@ def of_partial(fun: "functools.partial[Any]") -> Callable[..., Any]:
         return inner(*first, *args, **{**dict(zip(names, values, strict=True)), **kwargs})
 
     return call
+
+
+def variables_of(fun: Any) -> tuple[str, ...]:
+    """The variables that a function closes over; of a partial the names that it binds."""
+    if getattr(fun, "__code__", None) is None:
+        return ()
+    held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
+    is_partial = fun.__code__.co_filename == __file__ and "names" in held
+    return held["names"].cell_contents if is_partial else tuple(held)
+
+
+def _binding(inner_: Callable[..., Any], name_: str, rows_: Any) -> Callable[..., Any]:
+    """A function that closes over a variable of a given name, and passes it on by that name."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner_(*args, **{name_: rows_, **kwargs})
+
+    code = call.__code__
+    variables = tuple(name_ if one == "rows_" else one for one in code.co_freevars)
+    code = code.replace(co_freevars=variables)
+    return types.FunctionType(code, call.__globals__, name_, None, call.__closure__)
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,17 @@ class Looked(NamedTuple):
     num_weights: int
 
 
-def look_at_loss(step: StepParts, parts: Parts, fields: Fields, tower_rows: int) -> Looked:
+def look_at_loss(
+    step: StepParts, parts: Parts, fields: Fields, tower_rows: int, *, num_devices: int
+) -> Looked:
     """Looks at what a loss returns, once.
+
+    Args:
+        step: the step.
+        parts: the batch.
+        fields: the state.
+        tower_rows: rows of a full tower.
+        num_devices: how many towers there are, if nobody has said `towers`; else 0.
 
     Raises:
         OutputError: the loss returned something that it must not.
@@ -164,7 +173,11 @@ def look_at_loss(step: StepParts, parts: Parts, fields: Fields, tower_rows: int)
         rows,
         (fields, parts.shared),
         averages=True,
-        names=lambda number: f"batch{parts.split.row_paths()[number]}",
+        num_devices=num_devices,
+        named=lambda number: (
+            f"batch{jax.tree_util.keystr(parts.split.row_paths()[number])}",
+            "take it out of batch and let the function close over it",
+        ),
     )
     for number, one in enumerate(ratios):
         offset_of = lambda rows, number=number: take_ratios(run(rows).metrics)[1][number].offset

@@ -205,7 +205,7 @@ class TrainStep:
         self._step.loss.check_extras(model_state, rng)
         if is_model(params):
             params, model_state = self._take(params, model_state)
-        check_differentiable(params, "params")
+        check_differentiable(params, lambda: "params")
         if self._shard_update:
             fields = Fields(np.int32(0), params, None, None, model_state, rng)
             return self._adopt_blocks(fields, first=True)
@@ -352,5 +352,8 @@ class TrainStep:
         """What there is to know of the loss before a program is made of it."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._looked:
-            self._looked[key] = look_at_loss(self._step, parts, state.shared(), tower_rows)
+            num_devices = 0 if self._towers else self.placement.num_towers
+            self._looked[key] = look_at_loss(
+                self._step, parts, state.shared(), tower_rows, num_devices=num_devices
+            )
         return self._looked[key]

@@ -1,7 +1,7 @@
 """What can neither be cut into towers nor shared, and what to pass instead."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,8 +12,20 @@ from multitower.towers.constants import Constant, leaves_in_lists
 from multitower.towers.lazy_rows import LazyRows
 
 
+class Names(Protocol):
+    """What the user calls the leaves of a tree, by their paths; asked for by errors only."""
+
+    def of(self, path: Sequence[Any]) -> str:
+        """A leaf's name, such as `batch['x']`."""
+        ...
+
+    def whole(self, path: Sequence[Any], tree: Any, axes: Any) -> str:
+        """What to write so that every tower gets the whole of a leaf."""
+        ...
+
+
 def refuse_lists_for_rows(
-    tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str
+    tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str | Names, given_axes: Any
 ) -> None:
     """Refuses labels in a list: every tower would have those of all rows."""
     suspects = {
@@ -25,13 +37,13 @@ def refuse_lists_for_rows(
     if wrong:
         raise ArgumentError(
             f"{path_of(tree, wrong[0], name)} is {shown(suspects[wrong[0]])}, in a list, which "
-            "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray), and what "
-            "every tower needs whole with in_axes=None."
+            "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray). If every "
+            f"tower needs the whole of it: {whole_of(tree, wrong[0], name, given_axes, up=1)}."
         )
 
 
 def refuse_numbers_for_rows(
-    tree: Any, axes: Sequence[int | None], name: str, num_rows: int
+    tree: Any, axes: Sequence[int | None], name: str | Names, num_rows: int, given_axes: Any
 ) -> None:
     """Refuses a list of as many numbers as there are rows: each would be a shared leaf."""
     is_list = lambda sub: isinstance(sub, list) and len(sub) == num_rows
@@ -39,10 +51,10 @@ def refuse_numbers_for_rows(
     for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
         if is_list(sub) and axes[number] is not None and all(map(is_number, sub)):
             raise ArgumentError(
-                f"{name}{jax.tree_util.keystr(path)} is a list of {num_rows} numbers, and the "
-                f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
-                "numpy.asarray(...), to cut them into towers; or, if every tower needs all of "
-                "them, say so with in_axes=None."
+                f"{name_of(path, name)} is a list of {num_rows} numbers, and the batch has "
+                f"{num_rows} rows: every tower would get all of them. Pass an array, "
+                "numpy.asarray(...), to cut them into towers. If every tower needs all of them: "
+                f"{whole_of(tree, number, name, given_axes, up=1)}."
             )
         number += len(sub) if is_list(sub) else 1
 
@@ -119,10 +131,30 @@ def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
         )
 
 
-def path_of(tree: Any, number: int, name: str) -> str:
+def path_of(tree: Any, number: int, name: str | Names) -> str:
     """The path of a leaf in words; only errors need it."""
+    return name_of(jax.tree_util.tree_flatten_with_path(tree)[0][number][0], name)
+
+
+def name_of(path: Sequence[Any], name: str | Names) -> str:
+    """A path in words."""
+    return name + jax.tree_util.keystr(tuple(path)) if isinstance(name, str) else name.of(path)
+
+
+def whole_of(tree: Any, number: int, name: str | Names, axes: Any, up: int = 0) -> str:
+    """What to write so that every tower gets the whole of a leaf.
+
+    Args:
+        tree: the tree.
+        number: the leaf's.
+        name: of the tree, which has no in_axes then; or of its leaves.
+        axes: the axes that were given for it.
+        up: 1 for the list that the leaf lies in.
+    """
     path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
-    return name + jax.tree_util.keystr(path)
+    if isinstance(name, str):
+        return f"take it out of {name} and let the function close over it"
+    return name.whole(path[: len(path) - up], tree, axes)
 
 
 def shown(value: Any) -> str:

@@ -5,6 +5,7 @@ whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; 
 another one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jax.core import Tracer
 from multitower.errors import ArgumentError, BatchError
 from multitower.towers.constants import Constant, is_constant
 from multitower.towers.refusals import (
+    Names,
     is_number,
     path_of,
     refuse_donated,
@@ -24,6 +26,7 @@ from multitower.towers.refusals import (
     refuse_numbers_for_rows,
     refuse_what_is_no_array,
     refuse_what_is_no_number,
+    whole_of,
 )
 
 # Folded into the keys of towers; documented, so that a draw can be repeated by hand.
@@ -78,11 +81,11 @@ class Split:
                 leaves.append(leaf if kind == 0 else jnp.moveaxis(leaf, 0, int(kind)))
         return jax.tree.unflatten(self.treedef, leaves)
 
-    def row_paths(self) -> list[str]:
-        """The paths of the leaves that are cut, such as `['x']`, for messages."""
+    def row_paths(self) -> list[tuple[Any, ...]]:
+        """The paths of the leaves that are cut, for messages."""
         tree = jax.tree.unflatten(self.treedef, range(len(self.kinds)))
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return [jax.tree_util.keystr(path) for path, n in flat if isinstance(self.kinds[n], int)]
+        return [path for path, n in flat if isinstance(self.kinds[n], int)]
 
 
 class Parts(NamedTuple):
@@ -94,13 +97,14 @@ class Parts(NamedTuple):
     num_rows: int
 
 
-def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> Parts:
+def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = False) -> Parts:
     """Sorts the leaves of a tree into shared ones and rows.
 
     Args:
         tree: any pytree of arrays, numbers and typed keys.
         axes: the row axis of every leaf, None for shared; a prefix of the tree, as in `jax.vmap`.
-        name: what the tree is called in messages, such as `batch`.
+        name: what the tree is called in messages, such as `batch`; or what its leaves are called,
+            where the user says `in_axes`.
         constants: whether flags, strings and functions are taken, as parts of the program.
 
     Returns:
@@ -132,18 +136,13 @@ def take_apart(tree: Any, axes: Any, *, name: str, constants: bool = False) -> P
         if num_rows < 0:
             first, num_rows = number, count
         elif count != num_rows:
-            raise _rows_differ(tree, name, (first, num_rows), (number, count))
+            raise _rows_differ(tree, name, axes, kinds)
         rows.append(leaf if kind == 0 else jnp.moveaxis(leaf, kind, 0))
     if num_rows < 0:
-        raise BatchError(
-            f"{name} has no array to split: its leaves are numbers, 0-d arrays or shared. Pass the "
-            "rows as arrays with at least one axis (np.asarray of a list), and in_axes that is not "
-            "None for them. A loss that closes over its batch must take it as an argument, "
-            "loss_fn(params, batch), or say so: in_axes={'batch': 0}."
-        )
-    refuse_lists_for_rows(tree, kinds, all_axes, name)
+        raise _nothing_to_split(name)
+    refuse_lists_for_rows(tree, kinds, all_axes, name, axes)
     if any(map(is_number, leaves)):
-        refuse_numbers_for_rows(tree, all_axes, name, num_rows)
+        refuse_numbers_for_rows(tree, all_axes, name, num_rows, axes)
     if num_rows == 0:
         raise BatchError(
             f"{path_of(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
@@ -275,11 +274,30 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
 
 
-def _rows_differ(
-    tree: Any, name: str, first: tuple[int, int], other: tuple[int, int]
-) -> BatchError:
+def _nothing_to_split(name: str | Names) -> BatchError:
+    text = (
+        f"{name if isinstance(name, str) else 'the call'} has no array to split: its leaves are "
+        "numbers, 0-d arrays or shared. Pass the rows as arrays with at least one axis, np.asarray "
+        "of a list"
+    )
+    if isinstance(name, str):
+        return BatchError(f"{text}.")
     return BatchError(
-        f"{path_of(tree, other[0], name)} has {other[1]} rows and {path_of(tree, first[0], name)} "
-        f"has {first[1]}: all split arrays need the same number of rows. Mark arrays that every "
-        "tower needs whole with in_axes=None."
+        f"{text}, and do not say in_axes=None for them. A loss that closes over its batch must "
+        "take it as an argument, loss_fn(params, batch); or tell mt.value_and_grad the name of its "
+        "variable, such as in_axes={'batch': 0}."
+    )
+
+
+def _rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Kind]) -> BatchError:
+    """Names the leaf with a number of rows that fewer leaves have than another."""
+    leaves = jax.tree.leaves(tree)
+    counts = {n: int(leaves[n].shape[k]) for n, k in enumerate(kinds) if isinstance(k, int)}
+    (usual, _), *_ = Counter(counts.values()).most_common()  # of equally many the first
+    first = next(n for n, count in counts.items() if count == usual)
+    other = next(n for n, count in counts.items() if count != usual)
+    return BatchError(
+        f"{path_of(tree, other, name)} has {counts[other]} rows and {path_of(tree, first, name)} "
+        f"has {usual}: all split arrays need the same number of rows. If every tower needs the "
+        f"whole of {path_of(tree, other, name)}: {whole_of(tree, other, name, axes)}."
     )

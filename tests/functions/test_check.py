@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.checks.parallel import check_parallel
+from multitower import check_parallel
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(5, 3)), jnp.float32)
@@ -79,7 +79,7 @@ def test_a_right_program_is_not_blamed(fn):
     # The lie: a check that cries wolf.
     check = check_parallel(fn, W, BATCH)
     assert check, str(check)
-    assert str(check) == "can be cut into towers (tried with 16 rows)"
+    assert str(check) == "can be cut into towers (tried with 16 rows in 8 towers)"
     check.raise_if_wrong()
 
 
@@ -173,7 +173,7 @@ def test_a_wrong_program_is_named_with_its_line(fn, kind, output, place):
         assert problem.where is None
     else:
         assert problem.where is not None
-        assert "test_parallel.py:" in problem.where
+        assert "test_check.py:" in problem.where
         assert re.search(place, problem.where), problem.where
     with pytest.raises(mt.OutputError, match="cannot be cut into towers as it is"):
         check.raise_if_wrong()
@@ -202,6 +202,7 @@ def test_axes_as_in_vmap_and_what_cannot_be_tried():
     assert check_parallel(lambda x: x * 2, BATCH["x"])
     assert check_parallel(lambda x, b: x.sum(0) + b, BATCH["x"].T, jnp.ones(16), in_axes=(1, 0))
     assert not check_parallel(lambda x: x - x.mean(0), BATCH["x"])
+    assert check_parallel(lambda w, x: jnp.log(x) * w, 1.0, BATCH["x"][:, 0], towers=2)  # NaNs
     with pytest.raises(mt.BatchError, match="one row cannot be cut"):
         check_parallel(by_row, W, {"x": BATCH["x"][:1], "y": BATCH["y"][:1]})
 
@@ -231,3 +232,157 @@ def test_16_bit_results_are_compared_as_coarsely_as_they_are():
     x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
     assert mt.check_parallel(lambda w, x: ((x @ w) ** 2).astype(jnp.bfloat16).mean(), x[0], x)
     assert not mt.check_parallel(lambda w, x: ((x @ w) ** 2).astype(jnp.bfloat16).sum(), x[0], x)
+
+
+# ---------------------------------------------------------------- gradients, and the real cut
+
+
+def losses(w, x):
+    return (x @ w - 1) ** 2
+
+
+@jax.custom_vjp
+def normalised_backwards(z):
+    return z
+
+
+def unit(_, cotangent):
+    return (cotangent / jnp.linalg.norm(cotangent),)
+
+
+normalised_backwards.defvjp(lambda z: (z, None), unit)
+
+
+def clipped_by_all_rows(w, x):
+    return (normalised_backwards(x @ w) - 1) ** 2
+
+
+def straight_through(w, x):
+    z = x @ w
+    scaled = z * jax.lax.stop_gradient(z.std())
+    return (z + scaled - jax.lax.stop_gradient(scaled) - 1) ** 2
+
+
+def fours(w, x):
+    return losses(w, x).reshape(4, -1).reshape(-1)
+
+
+def hardest_four(w, x):
+    return losses(w, x) + 0 * jax.lax.top_k(losses(w, x), 4)[0].sum()
+
+
+VECTOR, X = W[:, 0], BATCH["x"]
+
+
+@pytest.mark.parametrize("fn", [clipped_by_all_rows, straight_through])
+def test_gradients_are_compared(fn):
+    # The lie: the same loss, another training.
+    (problem,) = check_parallel(lambda params, x: fn(params["w"], x), {"w": VECTOR}, X).problems
+    assert (problem.kind, problem.output) == (
+        "gradient",
+        "output's gradient with respect to params['w']",
+    )
+
+
+@pytest.mark.parametrize("fn", [fours, hardest_four])
+def test_the_batch_is_cut_as_it_will_be(fn):
+    # The lie: it can be halved, so it can be cut into as many towers as there are devices.
+    (problem,) = check_parallel(fn, VECTOR, X).problems  # eight devices, two rows each
+    assert problem.kind == "row count"
+    assert "works on 16 rows and fails on 2, which a tower would have" in problem.message
+    assert check_parallel(fn, VECTOR, X, towers=2)  # fewer towers, as it says
+
+
+def by_class(w, x, y, weights):
+    return losses(w, x) * weights[y]
+
+
+def by_output(w, batch):
+    return ((batch["x"] @ jnp.outer(w, jnp.ones(16)) - 1) ** 2 * batch["weights"]).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "name", "in_axes"),
+    [
+        (by_class, (X, BATCH["y"], np.arange(16.0)), "weights", (None, 0, 0, None)),
+        (
+            by_output,
+            ({"x": X, "weights": np.arange(16.0)},),
+            "batch['weights']",
+            (None, {"weights": None, "x": 0}),
+        ),
+    ],
+)
+def test_an_argument_that_is_cut_by_mistake_is_named(fn, args, name, in_axes):
+    # The lie: "rows are brought together", and no word of which argument.
+    (problem,) = check_parallel(fn, VECTOR, *args).problems
+    assert (problem.kind, problem.output) == ("table", name)
+    assert f": in_axes={in_axes!r}." in problem.message
+    assert check_parallel(fn, VECTOR, *args, in_axes=in_axes)  # as it says
+
+
+# ---------------------------------------------------------------- what it used to cry wolf at
+
+
+def masked(w, x, y):
+    return mt.ratio(losses(w, x) * (y > 0), y > 0) + 0.1 * jnp.sum(w**2)
+
+
+def masked_sums(w, x, y):
+    return mt.ratio(jnp.sum(losses(w, x) * (y > 0)), jnp.sum(y > 0))
+
+
+def masked_largest(w, x, y):
+    return mt.ratio(jnp.max(losses(w, x)), jnp.sum(y > 0))
+
+
+def test_ratios_are_judged_as_totals_and_weights():
+    for fn in (masked, masked_sums):
+        assert check_parallel(fn, VECTOR, X, BATCH["y"])
+    (problem,) = check_parallel(masked_largest, VECTOR, X, BATCH["y"]).problems
+    assert problem.message.startswith("towers add up the totals and the weights of mt.ratio")
+
+
+def test_sums_are_told_apart_from_means():
+    summed, mean = (lambda w, x: losses(w, x).sum()), (lambda w, x: losses(w, x).mean())
+    (problem,) = check_parallel(summed, VECTOR, X).problems
+    assert problem.kind == "sum"
+    assert check_parallel(summed, VECTOR, X, reduction="sum")  # as it says
+    assert check_parallel(losses, VECTOR, X, reduction="sum")
+    (problem,) = check_parallel(mean, VECTOR, X, reduction="sum").problems
+    assert problem.kind == "mean"
+
+
+def test_what_train_step_gives_a_loss_is_not_asked_for():
+    assert check_parallel(dropout, W, BATCH)  # it needs rng, and has a fixed one
+
+    def handing_on(w, x, *, model_state):
+        return losses(w, x), {}, model_state + x.mean()
+
+    assert check_parallel(handing_on, VECTOR, X, model_state=jnp.zeros(()))
+    with pytest.raises(mt.ArgumentError, match=r"takes model_state.*model_state=\{...\}\)"):
+        check_parallel(handing_on, VECTOR, X)
+
+
+def test_dropout_of_modules_is_not_blamed():
+    # The lie: "all towers would draw the same", of streams that towers have for themselves.
+    nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
+    dropout, rngs = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+    noisy = lambda w, x, rngs: losses(w, x + jax.random.normal(rngs(), x.shape))
+    assert check_parallel(lambda model, x: losses(VECTOR, model(x)), dropout, X)
+    assert check_parallel(noisy, VECTOR, X, rngs)
+    assert check_parallel(lambda w, x: losses(w, dropout(x)), VECTOR, X)  # it closes over it
+    assert int(rngs.default.count[...]) == int(dropout.rngs.count[...]) == 0
+    each = jax.vmap(lambda x, key: eqx.nn.Dropout(0.5)(x, key=key))
+    of_key = lambda w, x, key: losses(w, each(x, jax.random.split(key, len(x))))
+    assert check_parallel(of_key, VECTOR, X, jax.random.key(0))
+
+
+def test_batch_norm_is_told_once():
+    def normalised(w, x, *, model_state):
+        mean = x.mean(0)
+        per_row = losses(w, x - mean)
+        return per_row, {"error": per_row, "norm": per_row**2}, 0.9 * model_state + 0.1 * mean
+
+    (problem,) = check_parallel(normalised, VECTOR, X, model_state=jnp.zeros(5)).problems
+    assert problem.message.startswith("rows are normalised with statistics of their own tower")

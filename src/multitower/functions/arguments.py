@@ -1,0 +1,84 @@
+"""What the user calls the arguments of a function, and how one of them is not cut, for messages.
+
+Nothing is read from a signature until a message needs it.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Arguments(NamedTuple):
+    """The names of a call's leaves, by their paths in `(args, kwargs, rows, models, arrays)`.
+
+    Attributes:
+        fun: the user's function.
+    """
+
+    fun: Callable[..., Any]
+
+    def positional(self, number: int) -> str:
+        """A positional argument's name in the signature, or else its position."""
+        try:
+            parameters = inspect.signature(self.fun).parameters.values()
+        except (TypeError, ValueError):  # some builtins and C functions tell nothing
+            return f"argument {number}"
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, _BY_POSITION)]
+        return names[number] if number < len(names) else f"argument {number}"
+
+    def of(self, path: Sequence[Any]) -> str:
+        """What the user calls a leaf: `weights`, `batch['x']`."""
+        part, *rest = path
+        if not rest:
+            return "the call"
+        first, inner = rest[0], jax.tree_util.keystr(tuple(rest[1:]))
+        if part.idx == _ARGS:
+            return f"{self.positional(first.idx)}{inner}"
+        if part.idx in (_KWARGS, _ROWS):
+            return f"{first.key}{inner}"
+        return f"the model's {inner}" if part.idx == _MODELS else "an array that is closed over"
+
+    def whole(self, path: Sequence[Any], tree: Any, axes: Any) -> str:
+        """What to write so that every tower gets the whole of a leaf.
+
+        Args:
+            path: of the leaf, in `tree`.
+            tree: the call.
+            axes: the axes that it is cut along, a prefix of the tree.
+        """
+        part, *rest = path
+        name = self.of(path)
+        is_argument = part.idx == _ARGS and not axes[_ROWS]
+        try:
+            if is_argument or part.idx == _ROWS:
+                return f"in_axes={_with_none(axes[part.idx], tree[part.idx], rest)!r}"
+        except LookupError:  # a container of the user's own
+            pass
+        if len(rest) > 1:
+            return f"take it out of {self.of(path[:2])} and close over it"
+        called = getattr(self.fun, "__name__", "fn")
+        called = called if called.isidentifier() else "fn"
+        return f"functools.partial({called}, {name}={name})"
+
+
+def _with_none(axes: Any, tree: Any, path: Sequence[Any]) -> Any:
+    """Axes, a prefix of a tree, with None at a path.
+
+    Raises:
+        LookupError: on the way is something else than a dict, a list or a tuple.
+    """
+    if not path or axes is None:
+        return None
+    if type(tree) not in (dict, list, tuple):
+        raise LookupError
+    keys = sorted(tree) if isinstance(tree, dict) else range(len(tree))  # as jax.tree sorts them
+    here = getattr(path[0], "key", getattr(path[0], "idx", None))
+    of = lambda key: axes if isinstance(axes, int) else axes[key]
+    found = {k: _with_none(of(k), tree[k], path[1:]) if k == here else of(k) for k in keys}
+    return found if isinstance(tree, dict) else type(tree)(found.values())
+
+
+_BY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_ARGS, _KWARGS, _ROWS, _MODELS = range(4)

@@ -1,0 +1,105 @@
+"""One result of a function, of the whole batch and of every tower: do they fit together?"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.checks.first_look import Results
+from multitower.checks.flow import Flow
+from multitower.checks.problems import (
+    BAKED,
+    MEAN,
+    MIXED,
+    RATIO,
+    SHAPES,
+    STATISTICS,
+    Problem,
+    summed,
+)
+from multitower.checks.row_flow import Reading
+from multitower.functions.ratio import RatioSums, join_ratio
+from multitower.hardware.devices import devices
+
+# Of the largest value; sums in another order differ by far less. The second is for 16-bit floats.
+_TOLERANCE, _COARSE = 1e-4, 2e-2
+
+
+class Compared(NamedTuple):
+    """What is known of a result before its values are compared.
+
+    Attributes:
+        name: what it is called.
+        flow: what the program does with rows on the way to it.
+        read: the whole program; None if it could not be read.
+        is_summed: whether it is a loss whose towers are added up.
+        num_rows: of the whole batch.
+    """
+
+    name: str
+    flow: Flow
+    read: tuple[Reading, Results] | None
+    is_summed: bool
+    num_rows: int
+
+    def problems(self, whole: Any, cut: Sequence[Any], *, in_order: bool) -> list[Problem]:
+        """What the values say.
+
+        Args:
+            whole: the result on the whole batch.
+            cut: the results of all towers.
+            in_order: whether the towers have the rows one after another; if not, their own results
+                of rows cannot be joined.
+        """
+        if isinstance(whole, RatioSums):
+            total = jax.tree.map(lambda *parts: sum(parts), *cut)
+            is_right = _is_close(numbers_of(total), numbers_of(whole))
+            return [] if is_right else [self.mixed(RATIO)]
+        whole, cut = numbers_of(whole), [numbers_of(part) for part in cut]
+        if whole.shape == cut[0].shape:  # no rows in it
+            return self._without_rows(whole, sum(cut), len(cut))
+        if not in_order:
+            return []
+        joined = np.concatenate(cut) if cut[0].ndim else cut[0]
+        if joined.shape != whole.shape:
+            rows, few = self.num_rows, self.num_rows // len(cut)
+            text = SHAPES.format(whole=whole.shape, rows=rows, part=cut[0].shape, few=few)
+            return [Problem("row count", self.name, self.flow.origin, text)]
+        return [] if _is_close(joined, whole) else [self.mixed(MIXED)]
+
+    def mixed(self, text: str) -> Problem:
+        """The problem that rows meet, in these words if nothing more is known of it."""
+        if self.read and self.read[1].are_statistics(self.flow):
+            text = STATISTICS.format(num=len(devices()))
+        places = self.flow.places
+        return Problem("mixed rows", self.name, places[0] if places else None, text)
+
+    def _without_rows(self, whole: Any, total: Any, num_towers: int) -> list[Problem]:
+        is_mean, is_sum = _is_close(total / num_towers, whole), _is_close(total, whole)
+        if is_sum if self.is_summed else is_mean:
+            return []
+        if not (is_sum or is_mean):
+            return [self.mixed(MIXED)]
+        if self.is_summed:
+            return [Problem("mean", self.name, self.flow.origin, MEAN)]
+        if self.read and self.read[0].baked:
+            return [Problem("row count", self.name, self.read[0].baked[0], BAKED)]
+        is_loss = self.name in ("output", "output[0]")
+        return [summed(self.name, self.flow.origin, is_loss=is_loss)]
+
+
+def numbers_of(value: Any) -> Any:
+    """A result as numbers on the host; of a ratio its value."""
+    array = np.asarray(join_ratio(value) if isinstance(value, RatioSums) else value)
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
+        return array.astype(np.float32)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _is_close(found: Any, wanted: Any) -> bool:
+    largest = np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted))
+    is_coarse = wanted.dtype == np.float32  # as `numbers_of` leaves 16-bit floats
+    tolerance = (_COARSE if is_coarse else _TOLERANCE) * (largest + 1e-12)
+    return bool(np.allclose(found, wanted, rtol=0, atol=tolerance, equal_nan=True))

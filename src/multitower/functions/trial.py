@@ -1,0 +1,247 @@
+"""A function and example arguments, run on the rows of a tower as a real call would run it."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.checks.first_look import Results, read_tower
+from multitower.checks.row_flow import Reading
+from multitower.errors import ArgumentError, BatchError
+from multitower.functions.arguments import Arguments
+from multitower.functions.auxiliary import is_state_of, split_state, state_structures
+from multitower.functions.gradient_job import enter_states
+from multitower.functions.objective import Reduction, as_mean, share_of
+from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_of
+from multitower.models.closures import as_function, open_function
+from multitower.models.modules import Call, call_tower, holes_in, take_call
+from multitower.models.state import enter
+from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, is_key, take_apart
+
+# The rows of towers, and which towers these are.
+Towers = list[tuple[list[Any], Tower]]
+
+
+class Found(NamedTuple):
+    """What a function returned on some rows.
+
+    Attributes:
+        names: what its results are called, such as `output[0]['loss']`.
+        leaves: the results: arrays, and ratios as they are inside a tower.
+        has_loss: whether the first of them is a loss: a float or a ratio, alone or before others.
+        states: what is handed on to the next call: changes of modules, model states.
+    """
+
+    names: list[str]
+    leaves: list[Any]
+    has_loss: bool
+    states: list[Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A function with example arguments.
+
+    Attributes:
+        fun: the function, or an `OpenFunction`.
+        arguments: what the user calls its arguments.
+        tree: `(args, kwargs, rows, models, arrays)` of the call.
+        axes: their row axes, a prefix of the tree.
+        parts: the tree, taken apart.
+        reduction: what is made of the losses of rows.
+    """
+
+    fun: Any
+    arguments: Arguments
+    tree: tuple[Any, ...]
+    axes: tuple[Any, ...]
+    parts: Parts
+    reduction: Reduction
+
+    @classmethod
+    def of(
+        cls, fn: Any, args: tuple[Any, ...], extras: dict[str, Any], in_axes: Any, reduction: Any
+    ) -> "Trial":
+        """Takes a call apart, as `check_parallel` was given it."""
+        names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
+        opened, closed = open_function(as_function(fn, names), names, values=True)
+        call = take_call(args, _with_what_is_wanted(fn, extras), closed)
+        of_args: Any = None if names else tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        if of_args is None:
+            of_args = 0 if len(args) == 1 and not names else (None, *(0 for _ in args[1:]))
+        # Numbers and arrays are shared among the keyword arguments, keys are those of towers.
+        of_kwargs = {
+            name: jax.tree.map(lambda leaf: 0 if is_key(leaf) and not leaf.ndim else None, value)
+            if name != "model_state"
+            else None
+            for name, value in call.kwargs.items()
+        }
+        axes = (of_args, of_kwargs, dict(in_axes) if names else 0, None, None)
+        tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
+        arguments = Arguments(fn)
+        parts = take_apart(tree, axes, name=arguments, constants=True)
+        if parts.num_rows < 2:
+            raise BatchError("check_parallel needs two rows or more: one row cannot be cut.")
+        return cls(opened, arguments, tree, axes, parts, reduction)
+
+    def sharing(self, leaf: int) -> "Trial":
+        """The same, with one more leaf whole in every tower."""
+        axes = axes_of_leaves(self.axes, self.tree, "in_axes")
+        axes[leaf] = None
+        own_axes = jax.tree.unflatten(jax.tree.structure(self.tree), axes)
+        parts = take_apart(self.tree, own_axes, name=self.arguments, constants=True)
+        return Trial(self.fun, self.arguments, self.tree, own_axes, parts, self.reduction)
+
+    def towers(self, tower_rows: int, *, strided: bool) -> Towers:
+        """The rows of full towers, one after another or every so many; and which tower it is."""
+        count = self.parts.num_rows // tower_rows
+        num_rows = count * tower_rows
+        places = np.arange(num_rows).reshape(count, -1)
+        if strided:
+            places = np.arange(num_rows).reshape(-1, count).T
+        return [
+            (self._rows(own), Tower(jnp.int32(n), jnp.int32(tower_rows), jnp.int32(num_rows)))
+            for n, own in enumerate(places)
+        ]
+
+    def whole(self, num_rows: int) -> tuple[list[Any], Tower]:
+        """The first rows, as those of one tower that has them all."""
+        here = Tower(jnp.int32(0), jnp.int32(num_rows), jnp.int32(num_rows))
+        return self._rows(np.arange(num_rows)), here
+
+    def _rows(self, places: Any) -> list[Any]:
+        return [jnp.asarray(leaf)[places] for leaf in self.parts.rows]
+
+    def run(self, rows: list[Any], here: Tower) -> Found:
+        """What the function finds in a tower; of ratios what is added up over towers."""
+        found = self._call(rows, here)
+        leaves = [sums_of(x, here, len(rows[0])) if is_ratio(x) else x for x in found.leaves]
+        return found._replace(leaves=leaves)
+
+    def _call(self, rows: list[Any], here: Tower, shared: Sequence[Any] | None = None) -> Found:
+        shared = self.parts.shared if shared is None else shared
+        split = self.parts.split
+        call = Call(*split.rebuild(shared, rows, here))
+        structures = state_structures(split, [0])
+        call = enter_states(call, structures, here)
+        if "model_state" in call.kwargs:
+            entered = jax.tree.map(lambda leaf: enter(leaf, here), call.kwargs["model_state"])
+            call = call._replace(kwargs={**call.kwargs, "model_state": entered})
+        with inside_tower():
+            output, changed = call_tower(self.fun, call, here, len(rows[0]))
+        states: list[Any] = [changes.averaged for changes in changed]
+        if "model_state" in call.kwargs and isinstance(output, tuple) and len(output) == 3:
+            states.append(output[2])
+            output = (*output[:2], None)
+        state, output = split_state(output, is_state_of(structures.values()))
+        flat, _ = jax.tree_util.tree_flatten_with_path(output, is_leaf=is_ratio)
+        names = [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
+        leaves = [leaf if is_ratio(leaf) or is_key(leaf) else jnp.asarray(leaf) for _, leaf in flat]
+        has_loss = bool(leaves) and names[0] in ("output", "output[0]")
+        return Found(names, leaves, has_loss and _may_be_loss(leaves[0], rows), [*states, state])
+
+    def reading(self, times: int = 1) -> "tuple[Reading, Results] | None":
+        """What the program does with rows; None if it takes some numbers of rows only.
+
+        Args:
+            times: what these numbers may be multiples of.
+        """
+
+        def by_kind(rows: list[Any], here: Tower) -> dict[str, Any]:
+            found = self._call(rows, here)
+            means = [
+                as_mean(leaf, len(rows[0]), self.reduction if found.has_loss and not n else "mean")
+                for n, leaf in enumerate(found.leaves)
+            ]
+            first = int(found.has_loss)
+            return {"aux": means[first:], "loss": means[:first], "state": found.states}
+
+        given = self.parts.rows, self.parts.shared
+        read = read_tower(by_kind, *given, batch_rows=self.parts.num_rows, times=times)
+        return read and (read[0], Results.of(*read))
+
+    def gradients(self, ways: Sequence[Towers]) -> list[dict[str, tuple[Any, Any]]]:
+        """The gradient of the loss over all towers of each way to cut, and its parts' sizes, added.
+
+        Returns:
+            For each float of the first argument, by name, where that is shared.
+        """
+        numbers = self._weights()
+        wanted = {number: jnp.asarray(self.parts.shared[number]) for number in numbers}
+
+        def share(wanted: dict[int, Any], rows: list[Any], here: Tower, weights: list[Any]) -> Any:
+            shared = [wanted.get(n, leaf) for n, leaf in enumerate(self.parts.shared)]
+            loss = self._call(rows, here, shared).leaves[0]
+            return share_of(loss, here, len(rows[0]), self.reduction, weights)
+
+        differentiate = jax.jit(jax.grad(share))
+        found: list[dict[str, tuple[Any, Any]]] = []
+        for towers in ways:
+            weights = self._weights_of_ratio(towers)
+            parts = [differentiate(wanted, rows, here, weights) for rows, here in towers]
+            sums = {n: sum(part[n] for part in parts) for n in numbers}
+            sizes = {n: sum(jnp.abs(part[n]) for part in parts) for n in numbers}
+            found.append({name: (sums[n], sizes[n]) for n, name in numbers.items()})
+        return found
+
+    def _weights_of_ratio(self, towers: Towers) -> list[Any]:
+        """The weights of a loss that is a ratio, over all towers."""
+        if not isinstance(self.run(*towers[0]).leaves[0], RatioSums):
+            return []
+        own = [self.run(rows, here).leaves[0].weights for rows, here in towers]
+        return [sum(one) for one in zip(*own, strict=True)]
+
+    def is_coarse(self, rows: list[Any], here: Tower) -> bool:
+        """Whether the program has floats of 16 bits."""
+        program = jax.make_jaxpr(lambda rows: [self.run(rows, here).leaves])(rows)
+        return "f16[" in str(program)
+
+    def _weights(self) -> dict[int, str]:
+        """The floats of the first argument, by their number among the shared leaves."""
+        holes = holes_in(self.tree[0][0]) if self.tree[0] else []
+        found: dict[int, str] = {}
+        number = 0
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.tree)
+        for (path, leaf), kind in zip(flat, self.parts.split.kinds, strict=True):
+            if not isinstance(kind, str):
+                continue
+            is_first = path[0].idx == 0 and path[1].idx == 0
+            is_weight = path[0].idx == 3 and path[1].idx in holes and path[2].name == "weights"
+            if kind == SHARED and (is_first or is_weight) and _is_float(leaf):
+                found[number] = self.arguments.of(path)
+            number += 1
+        return found
+
+
+def _with_what_is_wanted(fn: Callable[..., Any], extras: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments, with a key for a loss that asks `train_step` for one.
+
+    Raises:
+        ArgumentError: it asks for its model state.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+        return extras
+    needed = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    if "model_state" in needed - extras.keys():
+        raise ArgumentError(
+            "the function takes model_state, and check_parallel got none: pass what step.init gets,"
+            " check_parallel(loss_fn, params, batch, model_state={...})."
+        )
+    return {"rng": jax.random.key(0), **extras} if "rng" in needed else extras
+
+
+def _may_be_loss(leaf: Any, rows: list[Any]) -> bool:
+    if is_ratio(leaf):
+        return True
+    is_float = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_float and leaf.shape in ((), (len(rows[0]),))
+
+
+def _is_float(leaf: Any) -> bool:
+    return not is_key(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)

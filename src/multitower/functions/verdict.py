@@ -1,0 +1,168 @@
+"""What is wrong with a function that is to be cut into towers: found by trying it out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from multitower.checks.first_look import Results
+from multitower.checks.flow import Flow
+from multitower.checks.problems import (
+    GRADIENT,
+    MIXED,
+    NOT_REPEATABLE,
+    ROW_COUNT,
+    SAME_NUMBERS,
+    STATISTICS,
+    Kind,
+    ParallelCheck,
+    Problem,
+    needed_whole,
+    table,
+)
+from multitower.checks.row_flow import Reading
+from multitower.functions.comparison import Compared, numbers_of
+from multitower.functions.trial import Found, Trial
+from multitower.hardware.devices import devices
+from multitower.towers.rows import is_key
+
+_Read = tuple[Reading, Results] | None
+# What goes wrong where an argument is cut that every tower needs whole.
+_BY_A_TABLE: tuple[Kind, ...] = ("mixed rows", "row count", "gradient", "sum")
+# Of the sum of the towers' gradients without their signs, since these may cancel each other; the
+# second is for 16-bit floats. The third is of the loss: rounding where all gradients are zero.
+_TOLERANCE, _COARSE, _OF_LOSS = 1e-3, 2e-2, 1e-6
+
+
+def judge(trial: Trial, towers: int | None) -> ParallelCheck:
+    """Tries a function on all rows and on those of every tower; see `check_parallel`."""
+    num_rows = trial.parts.num_rows
+    wanted = max(towers or len(devices()), 2)
+    tower_rows = min(-(-num_rows // wanted), num_rows // 2)
+    read = trial.reading() or trial.reading(times=tower_rows)
+    problems = [*_values(trial, tower_rows, read), *_draws(read)]
+    problems = _blame_tables(trial, tower_rows, read, problems)
+    return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
+
+
+def _values(trial: Trial, tower_rows: int, read: _Read) -> list[Problem]:
+    """Compares the whole with its towers, on the real inputs."""
+    num_rows = trial.parts.num_rows // tower_rows * tower_rows
+    whole, again = (trial.run(*trial.whole(num_rows)) for _ in range(2))
+    # Two ways to cut: one alone may agree by chance.
+    ways = [trial.towers(tower_rows, strided=strided) for strided in (False, True)]
+    try:
+        cut, strided = ([trial.run(*tower) for tower in way] for way in ways)
+    except Exception as error:  # whatever the user's function raises on other shapes
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        message = ROW_COUNT.format(whole=num_rows, half=tower_rows, error=text[:200])
+        return [Problem("row count", "the function", None, message)]
+    flows = _flows(read) or [Flow()] * len(whole.names)
+    problems: list[Problem] = []
+    for number, (name, flow) in enumerate(zip(whole.names, flows, strict=True)):
+        is_summed = trial.reduction == "sum" and whole.has_loss and not number
+        of = Compared(name, flow, read, is_summed, num_rows)
+        value, repeated, *parts = (one.leaves[number] for one in (whole, again, *cut, *strided))
+        if is_key(value):
+            continue  # other ones in every tower
+        if flow.mixed and flow.is_drawn:
+            problems.append(of.mixed(MIXED))
+        elif not _is_same(value, repeated):
+            problems.append(Problem("not repeatable", name, None, NOT_REPEATABLE))
+        elif not flow.is_drawn:
+            problems.extend(of.problems(value, parts[: len(cut)], in_order=True))
+            problems.extend(of.problems(value, parts[len(cut) :], in_order=False))
+    if problems or not whole.has_loss or flows[0].is_drawn:
+        return problems
+    return _gradients(trial, num_rows, ways, whole, flows[0])
+
+
+def _gradients(
+    trial: Trial, num_rows: int, ways: Sequence[Any], whole: Found, flow: Flow
+) -> list[Problem]:
+    """Compares the gradients of a loss whose values agree."""
+    here = trial.whole(num_rows)
+    try:
+        wanted, *found = trial.gradients([[here], *ways])
+    except Exception:  # a loss that is not for differentiation, such as one with a while loop
+        return []
+    sizes = [_largest(sizes) for cut in found for _, sizes in cut.values()]
+    relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
+    tolerance = relative * max(sizes, default=0.0) + _OF_LOSS * _largest(whole.leaves[0])
+    for cut in found:
+        for name, (gradient, _) in cut.items():
+            pair = numbers_of(gradient), numbers_of(wanted[name][0])
+            if not np.allclose(*pair, rtol=0, atol=tolerance, equal_nan=True):
+                output = f"{whole.names[0]}'s gradient with respect to {name}"
+                place = flow.places[0] if flow.places else None
+                return [Problem("gradient", output, place, GRADIENT.format(num=len(ways[0])))]
+    return []
+
+
+def _largest(value: Any) -> float:
+    """The largest size of the finite numbers of a result."""
+    numbers = np.abs(numbers_of(value))
+    return float(np.max(numbers, initial=0.0, where=np.isfinite(numbers)))
+
+
+def _draws(read: _Read) -> list[Problem]:
+    draws = dict.fromkeys(read[0].draws) if read else ()
+    return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
+
+
+def _blame_tables(
+    trial: Trial, tower_rows: int, read: _Read, problems: list[Problem]
+) -> list[Problem]:
+    """Names an argument that was cut by mistake, in place of what has come of it."""
+    kinds, split = trial.parts.split.kinds, trial.parts.split
+    cut = [number for number, kind in enumerate(kinds) if isinstance(kind, int)]
+    tables = read[0].tables if read else {}
+    names = [
+        (trial.arguments.of(path), trial.arguments.whole(path, trial.tree, trial.axes))
+        for path in split.row_paths()
+    ]
+    if len(cut) > 1 and any(problem.kind in _BY_A_TABLE for problem in problems):
+        rest = [problem for problem in problems if problem.kind not in _BY_A_TABLE]
+        for n in sorted(range(len(cut)), key=lambda n: n not in tables):
+            if _is_right_without_cutting(trial, cut[n], tower_rows, read):
+                return [(table if n in tables else needed_whole)(*names[n], tables.get(n)), *rest]
+    told = {*tables.values()}
+    found = [table(*names[n], place) for n, place in tables.items()]
+    return [*found, *(problem for problem in problems if problem.where not in told)]
+
+
+def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: _Read) -> bool:
+    """Whether all is right if every tower gets the whole of a leaf, and still works on its rows."""
+    trial = trial.sharing(leaf)
+    shared = trial.reading()
+    if shared is None:
+        return False
+    before = _flows(read) or [Flow("by row")]
+    if any(
+        a.word != "free" and b.word == "free" for a, b in zip(before, _flows(shared), strict=False)
+    ):
+        return False
+    try:
+        return not _values(trial, tower_rows, shared)
+    except Exception:  # the whole of it does not go with other arguments' rows
+        return False
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """Each result once, and BatchNorm once for all that it has gone into."""
+    seen: dict[Any, Problem] = {}
+    for one in problems:
+        is_batch_norm = one.message.startswith(STATISTICS[:40])
+        seen.setdefault(STATISTICS if is_batch_norm else (one.kind, one.output), one)
+    return list(seen.values())
+
+
+def _flows(read: _Read) -> list[Flow]:
+    """Of the results, in their order."""
+    leaves = read[1].leaves if read else []
+    return [one.flow for kind in ("loss", "aux") for one in leaves if one.kind == kind]
+
+
+def _is_same(value: Any, repeated: Any) -> bool:
+    value, repeated = numbers_of(value), numbers_of(repeated)
+    return np.array_equal(value, repeated, equal_nan=value.dtype.kind == "f")

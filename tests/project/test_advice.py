@@ -1,0 +1,264 @@
+"""What a message says to do is done here, word for word, and then it works.
+
+The lie it would catch: "say in_axes=..." where that leads to the next error. A row is the wrong
+call, the words of its message that give the advice, and the call that follows them. Warnings are
+errors here.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+X = np.arange(24, dtype=np.float32).reshape(8, 3)
+Y = np.arange(8.0, dtype=np.float32)
+W = np.ones(3, np.float32)
+CLASSES = np.ones(5, np.float32)
+batch = {"x": X, "y": Y}  # a global variable, as in a notebook
+
+
+def losses(params, x):
+    return (x @ params) ** 2
+
+
+def weighted(params, x, weights):
+    return losses(params, x) * weights.sum()
+
+
+def of_batch(params, batch):
+    return losses(params, batch["x"])
+
+
+def of_global(params):
+    return losses(params, batch["x"])
+
+
+def weighted_batch(params, batch, classes=None):
+    return of_batch(params, batch) * (batch["classes"] if classes is None else classes).sum()
+
+
+def of_kind(params, batch, kind=None):
+    return of_batch(params, batch) * len(kind or batch["kind"])
+
+
+def named(x, names):
+    return x * len(names)
+
+
+def with_rng(params, batch, *, rng):
+    return of_batch(params, batch)
+
+
+def count(params, x):
+    return losses(params, x), {"hits": (x > 0).sum()}
+
+
+def hits(params, x):
+    return losses(params, x), {"hits": (x > 0).any(1)}
+
+
+def grads(fun, *args, **options):
+    return mt.value_and_grad(fun, devices=2, **options)(*args)
+
+
+def parallel(fun, *args, **options):
+    return mt.make_parallel(fun, devices=2, **options)(*args)
+
+
+def step(loss, batch, *, extras=None, **options):
+    made = mt.train_step(loss, optax.sgd(0.1), devices=2, **options)
+    return made(made.init(W, **(extras or {})), batch)
+
+
+def donated(*, use_result):
+    x = jnp.asarray(X)
+    doubled = jax.jit(lambda x: 2 * x, donate_argnums=0)(x)
+    return parallel(jnp.sin, doubled if use_result else x)
+
+
+def sharded(**options):
+    made = mt.train_step(of_batch, optax.sgd(0.1), devices=2, **options)
+    return made(made.init(W), mt.shard(batch, devices=2, towers=4))
+
+
+def twice(*, copies):
+    made = mt.train_step(of_batch, optax.sgd(0.1), devices=2)
+    state = made.init(W)
+    kept = jax.tree.map(jnp.copy, state) if copies else state
+    made(state, batch)
+    return made(kept, batch)
+
+
+def grown(**options):
+    made = mt.train_step(of_batch, optax.sgd(0.1), devices=2, **options)
+    state, _ = made(made.init(W), {"x": X[:6]})
+    return made(state, {"x": X})
+
+
+mean = lambda params, x: losses(params, x).mean()
+ADVICE = {
+    "rows differ": (
+        lambda: grads(weighted, W, X, CLASSES),
+        "weights has 5 rows and x has 8: all split arrays need the same number of rows. If every "
+        "tower needs the whole of weights: in_axes=(None, 0, None).",
+        lambda: grads(weighted, W, X, CLASSES, in_axes=(None, 0, None)),
+    ),
+    "rows differ, inside an argument": (
+        lambda: grads(weighted_batch, W, {**batch, "classes": CLASSES}),
+        "whole of batch['classes']: in_axes=(None, {'classes': None, 'x': 0, 'y': 0}).",
+        lambda: grads(
+            weighted_batch,
+            W,
+            {**batch, "classes": CLASSES},
+            in_axes=(None, {"classes": None, "x": 0, "y": 0}),
+        ),
+    ),
+    "rows differ, in an argument that is named": (
+        lambda: mt.grad(weighted, devices=2)(W, X, weights=CLASSES),
+        "every tower needs the whole of weights: functools.partial(weighted, weights=weights).",
+        lambda: grads(functools.partial(weighted, weights=CLASSES), W, X),
+    ),
+    "rows differ, in a batch": (
+        lambda: step(weighted_batch, {**batch, "classes": CLASSES}),
+        "whole of batch['classes']: take it out of batch and let the function close over it.",
+        lambda: step(functools.partial(weighted_batch, classes=CLASSES), batch),
+    ),
+    "a batch in a global variable": (
+        lambda: grads(of_global, W),
+        "the name of its variable, such as in_axes={'batch': 0}.",
+        lambda: grads(of_global, W, in_axes={"batch": 0}),
+    ),
+    "a batch in a partial": (
+        lambda: grads(functools.partial(of_batch, batch=batch), W),
+        "the name of its variable, such as in_axes={'batch': 0}.",
+        lambda: grads(functools.partial(of_batch, batch=batch), W, in_axes={"batch": 0}),
+    ),
+    "another name than the partial binds": (
+        lambda: grads(functools.partial(of_batch, batch=batch), W, in_axes={"rows": 0}),
+        "the function closes over batch. Name a variable",
+        lambda: grads(functools.partial(of_batch, batch=batch), W, in_axes={"batch": 0}),
+    ),
+    "a list of numbers": (
+        lambda: grads(weighted, W, X, list(Y)),
+        "asarray(...), to cut them into towers. If every tower needs all of them: "
+        "in_axes=(None, 0, None).",
+        lambda: grads(weighted, W, X, np.asarray(list(Y)), in_axes=(None, 0, None)),
+    ),
+    "a list of strings": (
+        lambda: parallel(named, X, ["a"] * 8),
+        "If every tower needs the whole of it: in_axes=(0, None).",
+        lambda: parallel(named, X, ["a"] * 8, in_axes=(0, None)),
+    ),
+    "a string in a batch": (
+        lambda: step(of_kind, {**batch, "kind": "mean"}),
+        "Close over it instead, e.g. functools.partial(fn, name=value)",
+        lambda: step(functools.partial(of_kind, kind="mean"), batch),
+    ),
+    "a masked array": (
+        lambda: parallel(jnp.sin, np.ma.array(X, mask=X > 2)),
+        ".filled(value), and the mask as an array of its own.",
+        lambda: parallel(jnp.sin, np.ma.array(X, mask=X > 2).filled(0)),
+    ),
+    "bytes in another order": (
+        lambda: parallel(jnp.sin, X.astype(">f4")),
+        "Pass x.astype(x.dtype.newbyteorder('=')).",
+        lambda: parallel(jnp.sin, X.astype(">f4").astype(X.dtype.newbyteorder("="))),
+    ),
+    "a donated array": (
+        lambda: donated(use_result=False),
+        "Pass the result of that call",
+        lambda: donated(use_result=True),
+    ),
+    "split parameters": (
+        lambda: grads(losses, W, X, in_axes=(0, 0)),
+        "splits params, which is to be differentiated: parameters are shared by all towers. Put "
+        "None there.",
+        lambda: grads(losses, W, X, in_axes=(None, 0)),
+    ),
+    "integer parameters": (
+        lambda: grads(losses, np.arange(3), X),
+        "params has dtype int64: only floats can be differentiated. Convert it with "
+        ".astype(jnp.float32)",
+        lambda: grads(losses, np.arange(3).astype(jnp.float32), X),
+    ),
+    "a mean of ragged rows": (
+        lambda: mt.grad(mean, devices=4)(W, X[:6]),
+        "Return one value per example, or use 4 or 8 rows, or devices=3 (towers=3, where",
+        lambda: [
+            mt.grad(losses, devices=4)(W, X[:6]),
+            mt.grad(mean, devices=4)(W, X),
+            mt.grad(mean, devices=3)(W, X[:6]),
+        ],
+    ),
+    "a count beside the loss": (
+        lambda: step(count, X),
+        "Return one entry per row (e.g. correct = prediction == label, not their count)",
+        lambda: step(hits, X),
+    ),
+    "a result without rows": (
+        lambda: parallel(lambda x: x.shape[1] * jnp.ones(()), X),
+        "or say out_axes=None for a result that does not depend on the rows.",
+        lambda: parallel(lambda x: x.shape[1] * jnp.ones(()), X, out_axes=None),
+    ),
+    "rng missing": (
+        lambda: step(with_rng, batch),
+        "step.init(params, rng=jax.random.key(0)).",
+        lambda: step(with_rng, batch, extras={"rng": jax.random.key(0)}),
+    ),
+    "rows sharded for another step": (
+        sharded,
+        "pass the same towers=",
+        lambda: sharded(towers=4),
+    ),
+    "a state used twice": (
+        lambda: twice(copies=False),
+        "copy it first: jax.tree.map(jnp.copy, state).",
+        lambda: twice(copies=True),
+    ),
+    "a batch larger than the first": (
+        grown,
+        "Pass train_step(global_batch=8)",
+        lambda: grown(global_batch=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("use", ADVICE)
+def test_advice_is_followed_and_works(use):
+    wrong, advice, right = ADVICE[use]
+    with pytest.raises(mt.MultitowerError) as error:
+        wrong()
+    assert advice in str(error.value)
+    right()
+
+
+@pytest.mark.parametrize(
+    ("fun", "named"),
+    [
+        (lambda params, image: losses(params, image["raw"]), "image['raw']"),
+        (lambda *args: losses(args[0], args[1]["raw"]), "argument 1['raw']"),
+        (jax.jit(lambda params, image: losses(params, image["raw"])), "image['raw']"),
+        (functools.partial(weighted_batch, classes=CLASSES), "batch['raw']"),
+    ],
+    ids=["a signature", "none", "jit", "a partial"],
+)
+def test_arguments_are_called_what_the_signature_calls_them(fun, named):
+    # The lie: arguments[0][1]['raw'], which nobody has written.
+    with pytest.raises(mt.BatchError) as error:
+        grads(fun, W, {"raw": X[:0]})
+    assert str(error.value).startswith(f"{named} has zero rows")
+
+
+def test_warnings_point_at_the_line_that_calls():
+    # The lie: a line inside of multitower, which the user has not written.
+    total = lambda params, x: losses(params, x).sum()
+    runs = [lambda: grads(total, W, X), lambda: step(total, X)]
+    for run in runs:
+        with pytest.warns(mt.MultitowerWarning, match="it is a sum over rows") as told:
+            run()
+        assert [one.filename for one in told] == [__file__]
