@@ -180,7 +180,7 @@ def test_the_notebook_runs_from_top_to_bottom(capsys):
 
 
 def test_the_tower_program(tmp_path, capsys):
-    # The lies (P3): per-tower variables that stay frozen, a saver that restores something else,
+    # The lies: per-tower variables that stay frozen, a saver that restores something else,
     # two points of a step in the summaries.
     path = EXAMPLES / "tower_program" / "tower_program.py"
     assert len(path.read_text().splitlines()) < 120

@@ -45,16 +45,18 @@ class LossFunction:
         """Reads from the signature what the loss takes.
 
         Raises:
-            ArgumentError: `fn` is no function.
+            ArgumentError: `fn` is not a function, or not one of two positional arguments.
         """
         if not callable(fn):
             raise ArgumentError(
                 f"the loss is {fn!r}: train_step takes a function loss_fn(params, batch)."
             )
         try:
-            parameters = inspect.signature(fn).parameters.values()
+            signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins and C functions tell nothing
             return cls(fn, takes_rng=False, takes_model_state=False)
+        _check_arguments(fn, signature)
+        parameters = signature.parameters.values()
         names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return cls(fn, "rng" in names, "model_state" in names)
 
@@ -140,3 +142,27 @@ class LossFunction:
         metrics = given[1] if len(given) > 1 else {}
         check_metrics(metrics)
         return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)
+
+
+def _check_arguments(fn: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Refuses a function that cannot be called with parameters and one batch.
+
+    Raises:
+        ArgumentError: it takes fewer or more positional arguments than two.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    all_of = list(signature.parameters.values())
+    names = [p.name for p in all_of if p.kind in kinds]
+    required = [p for p in all_of if p.kind in kinds and p.default is inspect.Parameter.empty]
+    takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in all_of)
+    if len(required) <= 2 and (takes_any or len(names) >= 2):
+        return
+    name = getattr(fn, "__name__", type(fn).__name__)
+    rest = ", ".join(names[1:])
+    body = f"{rest} = batch" if len(names) > 2 else "..."
+    raise ArgumentError(
+        f"{name}({', '.join(names)}) takes {len(names)} positional argument(s), and it is called "
+        "with two: the parameters and one batch, a pytree of arrays. Write "
+        f"def {name if name.isidentifier() else 'loss'}({names[0] if names else 'params'}, batch): "
+        f"{body}"
+    )
