@@ -44,7 +44,16 @@ compare.main(lambda: compare.compare(sys.argv[1:], known))
 
 
 def run(program, *arguments):
-    command = [sys.executable, str(program), "--work", "Polynomial", "--rounds", "2", "--steps", "2"]
+    command = [
+        sys.executable,
+        str(program),
+        "--work",
+        "Polynomial",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+    ]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
