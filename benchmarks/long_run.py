@@ -1,6 +1,6 @@
 """A long run: is memory flat, are steps even, what do checkpoints cost?
 
-Polynomial (of degree 2, 20 000 steps) and LeNet-5 (distorted CIFAR-10 images, 2000 steps), each with the
+Polynomial (of degree 2, 20 000 steps) and LeNet-5 (on distorted images, 2000 steps), each with the
 whole training system around it: Trainer, prefetch, checkpoints, metrics.jsonl, event files. The
 time of a step is the time between two calls of a hook. On a shared machine any process is stopped
 for a while now and then; a loop that only sleeps beside the run shows how often.

@@ -17,12 +17,12 @@ from multitower.runs.doctor import examine
 def doctor(
     *,
     simulate: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Look at N simulated CPU devices.")
+        int | None, tyro.conf.arg(metavar="N", help="Examine N simulated CPU devices.")
     ] = None,
     as_json: AsJson = False,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
-    """Show devices, memory, settings and versions; test that one device and all of them agree."""
+    """Show devices, memory, settings and versions; check that one device and all give same bits."""
     where = start_devices(None, simulate, None, together=together)
     findings = examine()
     if as_json and is_first():

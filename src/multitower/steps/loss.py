@@ -71,18 +71,18 @@ class LossFunction:
         for name, (value, wanted) in given.items():
             if wanted and value is None:
                 raise ArgumentError(
-                    f"the loss takes {name}, and init got none: "
+                    f"the loss takes {name}, and init got none. Write "
                     f"step.init(params, {name}={examples[name]})."
                 )
             if value is not None and not wanted:
                 raise ArgumentError(
-                    f"init got {name}, and the loss does not take it: add it as keyword-only "
-                    f"argument, loss_fn(params, batch, *, {name})."
+                    f"init got {name}, and the loss does not take it. Add it as a keyword-only "
+                    f"argument: loss_fn(params, batch, *, {name})."
                 )
         if rng is not None and not (is_key(rng) and rng.ndim == 0):
             raise ArgumentError(
                 f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
-                "A legacy key becomes one with jax.random.wrap_key_data(key)."
+                "Turn a legacy key into a typed one with jax.random.wrap_key_data(key)."
             )
 
     def of_model(self, model: Model) -> "LossFunction":
@@ -135,8 +135,8 @@ class LossFunction:
             )
         if not self.takes_model_state and len(given) not in (1, 2):
             raise OutputError(
-                f"the loss returned {len(given)} values: return loss or (loss, metrics); to hand "
-                "on model state, take it as keyword-only argument: loss_fn(params, batch, *, "
+                f"the loss returned {len(given)} values: return loss or (loss, metrics). To return "
+                "model state, take it as a keyword-only argument: loss_fn(params, batch, *, "
                 "model_state)."
             )
         metrics = given[1] if len(given) > 1 else {}
@@ -157,12 +157,12 @@ def _check_arguments(fn: Callable[..., Any], signature: inspect.Signature) -> No
     takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in all_of)
     if len(required) <= 2 and (takes_any or len(names) >= 2):
         return
-    name = getattr(fn, "__name__", type(fn).__name__)
-    rest = ", ".join(names[1:])
-    body = f"{rest} = batch" if len(names) > 2 else "..."
+    given = getattr(fn, "__name__", type(fn).__name__)
+    name = given if given.isidentifier() else "loss"
+    body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
+    count = "1 argument" if len(names) == 1 else f"{len(names)} arguments"
     raise ArgumentError(
-        f"{name}({', '.join(names)}) takes {len(names)} positional argument(s), and it is called "
-        "with two: the parameters and one batch, a pytree of arrays. Write "
-        f"def {name if name.isidentifier() else 'loss'}({names[0] if names else 'params'}, batch): "
-        f"{body}"
+        f"the loss {given}({', '.join(names)}) takes {count}, and a step calls it with two: "
+        "the parameters and one batch, a pytree of arrays. Write "
+        f"def {name}({names[0] if names else 'params'}, batch): {body}"
     )
