@@ -491,7 +491,7 @@ WRONG = {
     "a fingerprint of text": (
         lambda: mt.fingerprint({"a": "text"}),
         TypeError,
-        "'text'.*no number",
+        "'text'.*neither a number",
     ),
 }
 
