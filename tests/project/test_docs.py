@@ -287,6 +287,12 @@ PHRASES = [
 ]
 
 
+def check_flags_stay_in_one_piece(site):
+    page = (site / "guides" / "multi-node" / "index.html").read_text(encoding="utf-8")
+    assert '<span class="flag">--distributed</span>' in page
+    assert not re.search(r"<code>[^<]*--[a-z]", re.sub(r"<pre.*?</pre>", "", page, flags=re.S))
+
+
 def check_search_finds(site):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     titles = [page["title"].lower() for page in index["docs"]]
@@ -358,4 +364,5 @@ def test_the_site_builds_complete_and_needs_nothing_from_outside(tmp_path):
     check_nothing_from_outside(tmp_path)
     check_every_public_name_is_there(tmp_path)
     check_search_finds(tmp_path)
+    check_flags_stay_in_one_piece(tmp_path)
     assert str(ROOT) not in "".join(path.read_text() for path in tmp_path.rglob("*.html"))
