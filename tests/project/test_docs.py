@@ -31,7 +31,13 @@ PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")
 PAGES |= {"../README.md": ROOT / "README.md"}
 
 # Models of these pages take long to compile.
-SLOW = {"guides/mixed-precision.md", "guides/padding.md", "guides/randomness.md"}
+SLOW = {
+    "frameworks.md",
+    "guides/mixed-precision.md",
+    "guides/padding.md",
+    "guides/randomness.md",
+    "tutorial.md",
+}
 
 # A fence of three or more backticks, perhaps indented, to the same one again.
 FENCE = re.compile(
