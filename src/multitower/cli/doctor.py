@@ -33,8 +33,8 @@ def doctor(
             say(line)
     if not findings["same_bits"]:
         raise mt.DeviceError(
-            "one device and all of them do not end with the same bits. Simulated devices: is NPROC "
-            "the same for all? GPUs: are they all of one kind?"
+            "one device and all devices give different bits. Simulated devices need the same NPROC "
+            "everywhere; GPUs must all be of one kind."
         )
 
 

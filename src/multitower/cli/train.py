@@ -192,7 +192,7 @@ def train(
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
     if recipe is None and file.recipe is None:
-        raise RunError(f"name a recipe: {', '.join(SHIPPED)}, or a file of yours, FILE.py.")
+        raise RunError(f"name a recipe: {', '.join(SHIPPED)}, or your own recipe, FILE.py.")
     name = recipe or file.recipe or ""
     if is_file_name(name):
         name = str(Path(name).absolute())  # so that a resume finds it from anywhere
@@ -204,8 +204,8 @@ def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
 def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | None) -> RunOptions:
     if batch_size is not None:
         raise RunError(
-            f"both --batch-size {batch_size} and --tower-batch {tower_batch}: the first is the "
-            "second times the towers, so say one of them."
+            f"both --batch-size {batch_size} and --tower-batch {tower_batch}: the batch size is "
+            "the tower batch times the number of towers. Give one of them."
         )
     towers = options.towers or len(place(options.devices, None).devices)
     return dataclasses.replace(options, global_batch=tower_batch * towers)

@@ -177,9 +177,10 @@ class TrainState:
     def _check_not_spent(self) -> None:
         if self._spent:
             raise StateError(
-                "this state was given to a step already, and the step has overwritten it. Go on "
-                "with the state that the step returned: state, metrics = step(state, batch). To "
-                "keep the old one, copy it first: jax.tree.map(jnp.copy, state)."
+                "this state was given to a step already, and the step has overwritten it. "
+                "Continue with the state that the step returned: state, metrics = "
+                "step(state, batch). To keep the old one, copy it first: "
+                "jax.tree.map(jnp.copy, state)."
             )
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:

@@ -209,7 +209,7 @@ def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
     if parts.num_rows != places.size:
         raise BatchError(
             f"LazyRows: {places.size} rows were asked for and {parts.num_rows} came: "
-            "read(places) returns one row for each of the places."
+            "read(places) must return one row for each place."
         )
     return parts
 
