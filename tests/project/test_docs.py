@@ -302,11 +302,8 @@ def check_flags_stay_in_one_piece(site):
 def check_search_finds(site):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     titles = [page["title"].lower() for page in index["docs"]]
-    texts = [page["text"].lower() for page in index["docs"]]
     for phrase in PHRASES:
-        in_titles = any(phrase in title for title in titles)
-        assert in_titles or phrase == "learning rate", phrase
-        assert any(phrase in text for text in texts) or in_titles, phrase
+        assert any(phrase in title for title in titles), phrase
 
 
 class Loads(HTMLParser):
