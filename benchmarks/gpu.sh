@@ -15,7 +15,7 @@ overhead=(--rounds 7)
 models=(--rounds 5 --steps 10)
 if [[ ${1:-} == --small ]]; then
   here=(--simulate 1,1)
-  overhead=(--rounds 2 --only P2)
+  overhead=(--rounds 2 --only Polynomial)
   models=(--small --rounds 2 --steps 2)
 fi
 

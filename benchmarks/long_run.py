@@ -1,11 +1,11 @@
 """A long run: is memory flat, are steps even, what do checkpoints cost?
 
-P2 (a polynomial, 20 000 steps) and P4 (LeNet-5 on distorted CIFAR-10 images, 2000 steps), each with
-the whole training system around it: Trainer, prefetch, checkpoints, metrics.jsonl, event files. The
+Polynomial (of degree 2, 20 000 steps) and LeNet-5 (on distorted images, 2000 steps), each with the
+whole training system around it: Trainer, prefetch, checkpoints, metrics.jsonl, event files. The
 time of a step is the time between two calls of a hook. On a shared machine any process is stopped
 for a while now and then; a loop that only sleeps beside the run shows how often.
 
-    python benchmarks/long_run.py [--work P2,P4] [--json FILE]
+    python benchmarks/long_run.py [--work Polynomial,LeNet-5] [--json FILE]
 """
 
 import argparse
@@ -27,7 +27,7 @@ SLOW = 5.0  # times the median
 NAP_S = 0.001
 
 
-def p2(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
+def polynomial(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     """20 000 steps of the second-degree polynomial, a checkpoint every 2000."""
     import numpy as np
     import optax
@@ -54,7 +54,7 @@ def p2(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     return lambda: trainer.fit(params, batches, steps=20_000)
 
 
-def p4(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
+def lenet(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     """2000 steps of the recipe cifar10 on synthetic images, a checkpoint every 500."""
     import jax
 
@@ -80,7 +80,7 @@ def p4(run_dir: str, hooks: list[Any]) -> Callable[[], Any]:
     return lambda: trainer.fit(recipe.init(jax.random.key(0)), batches, steps=2000)
 
 
-WORK = {"P2": (p2, 20_000, 2000), "P4": (p4, 2000, 500)}
+WORK = {"Polynomial": (polynomial, 20_000, 2000), "LeNet-5": (lenet, 2000, 500)}
 
 
 def resident_bytes() -> int:
@@ -157,7 +157,7 @@ def measure(name: str) -> dict[str, Any]:
 def main() -> None:
     """Runs all work and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", default="P2,P4", help="names, separated by commas")
+    parser.add_argument("--work", default="Polynomial,LeNet-5", help="names, separated by commas")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
     arguments = parser.parse_args()
     mt.configure(simulated_devices=2)

@@ -37,7 +37,7 @@ class Work:
 
 
 def polynomial(num_devices: int) -> Work:
-    """P2: a second-degree polynomial, batches of 100 rows."""
+    """A second-degree polynomial, batches of 100 rows."""
     import numpy as np
     import optax
 
@@ -48,7 +48,7 @@ def polynomial(num_devices: int) -> Work:
         return (w[0] * batch["x"] ** 2 + w[1] * batch["x"] + w[2] - batch["y"]) ** 2
 
     params = tuple(np.float32(w) for w in (1.0, 1.0, 1.0))
-    return Work("P2", params, losses, {"x": x, "y": 5 * x**2 + 3}, optax.adam(0.1), 200)
+    return Work("Polynomial", params, losses, {"x": x, "y": 5 * x**2 + 3}, optax.adam(0.1), 200)
 
 
 def mlp(num_devices: int) -> Work:

@@ -7,7 +7,7 @@ see the same batches with the same optimizer; losses that differ from the hand-w
 error. The devices are simulated: these are costs on one CPU, and nothing here shows a speed-up.
 
     benchmarks/peers/setup.sh                      once: environments for PyTorch and TensorFlow
-    python benchmarks/peers/compare.py [--work P2,MLP-1024] [--contenders multitower,ddp]
+    python benchmarks/peers/compare.py [--work Polynomial,MLP-1024] [--contenders multitower,ddp]
                                        [--rounds 9] [--steps N] [--json FILE]
 
 README.md beside this file says how to read the numbers.

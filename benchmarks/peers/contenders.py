@@ -84,6 +84,7 @@ CONTENDERS = {
         jax(
             "named-sharding", "JAX: jit + NamedSharding", "jax_named_sharding", batch_norm="global"
         ),
+        jax("multitower-two-lines", "multitower, two lines", "multitower_value_and_grad"),
         jax("multitower", "multitower", "multitower_train_step"),
         jax("multitower-same-bits", "multitower, same bits", "multitower_same_bits"),
         Contender(

@@ -80,4 +80,4 @@ def layer_norm(params: Any, x: Any) -> Any:
     return x * factor * params["scale"] + params["shift"]
 
 
-LOSSES = {"P2": polynomial, "MLP-1024": mlp, "LeNet-5": lenet, "Transformer": transformer}
+LOSSES = {"Polynomial": polynomial, "MLP-1024": mlp, "LeNet-5": lenet, "Transformer": transformer}

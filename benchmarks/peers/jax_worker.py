@@ -46,6 +46,27 @@ def multitower(task: Task, towers: int | None) -> Program:
     return program(one, state, batches)
 
 
+def two_lines(task: Task) -> Program:
+    """The one-device step with `mt.value_and_grad` in place of `jax.value_and_grad`."""
+    optimizer = make_optimizer(task.work)
+
+    def losses(params: Any, statistics: Any, batch: Any) -> Any:
+        if task.work.has_batch_norm:
+            return resnet(params, batch, statistics)
+        return LOSSES[task.work.name](params, batch), statistics
+
+    def step(state: Any, batch: Any) -> Any:
+        params, statistics, opt_state = state
+        (loss, statistics), grads = mt.value_and_grad(
+            losses, has_aux=True, in_axes=(None, None, 0), devices=NUM_DEVICES
+        )(params, statistics, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), statistics, opt_state), loss
+
+    state, batches = placed(task, optimizer, make_mesh())
+    return program(jax.jit(step, donate_argnums=0), state, batches)
+
+
 def hand_written_loss(work: Work) -> Callable[..., Any]:
     """The mean over the rows at hand, and the new statistics where there are any."""
 
@@ -131,6 +152,7 @@ def program(step: Callable[[Any, Any], Any], state: Any, batches: list[Any]) -> 
 
 
 CONTENDERS: dict[str, Callable[[Task], Program]] = {
+    "multitower-two-lines": two_lines,
     "multitower": lambda task: multitower(task, None),
     "multitower-same-bits": lambda task: multitower(task, NUM_DEVICES),
     "named-sharding": named_sharding,

@@ -147,7 +147,7 @@ def given(model: Any, weights: Arrays) -> Any:
 
 
 MODELS = {
-    "P2": polynomial,
+    "Polynomial": polynomial,
     "MLP-1024": mlp,
     "LeNet-5": lenet5,
     "ResNet-20": resnet20,

@@ -26,7 +26,7 @@ def make(task: Task) -> Program:
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     model = MODELS[task.work.name](task.weights)
     adam = keras.optimizers.Adam(task.work.learning_rate, BETA_1, BETA_2, EPSILON)
-    if task.work.name == "P2":
+    if task.work.name == "Polynomial":
         model.compile(adam, keras.losses.MeanSquaredError())
     else:
         model.compile(adam, keras.losses.SparseCategoricalCrossentropy(from_logits=True))

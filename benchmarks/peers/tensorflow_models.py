@@ -119,7 +119,7 @@ def layer_norm(v: Variables, name: str, x: Any) -> Any:
 
 
 LOSSES: dict[str, Callable[..., Any]] = {
-    "P2": polynomial,
+    "Polynomial": polynomial,
     "MLP-1024": mlp,
     "LeNet-5": lenet5,
     "ResNet-20": resnet20,

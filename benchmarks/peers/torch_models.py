@@ -173,7 +173,7 @@ class Transformer(nn.Module):
 
 
 MODELS = {
-    "P2": Polynomial,
+    "Polynomial": Polynomial,
     "MLP-1024": MLP,
     "LeNet-5": LeNet5,
     "ResNet-20": ResNet20,

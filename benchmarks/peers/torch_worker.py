@@ -109,7 +109,7 @@ def make(task: Any) -> Any:
         model.parameters(), task.work.learning_rate, (BETA_1, BETA_2), EPSILON
     )
     model, optimizer, backward = CONTENDERS[task.contender](model, optimizer)
-    loss_of = torch.nn.MSELoss() if task.work.name == "P2" else torch.nn.CrossEntropyLoss()
+    loss_of = torch.nn.MSELoss() if task.work.name == "Polynomial" else torch.nn.CrossEntropyLoss()
     rank = int(os.environ["RANK"])
     batches = [rows_of(batch, rank, NUM_DEVICES) for batch in task.batches]
     steps_done = 0

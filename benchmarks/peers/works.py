@@ -158,7 +158,7 @@ def token_batch(rng: np.random.Generator) -> Arrays:
 WORKS = {
     work.name: work
     for work in (
-        Work("P2", 0.1, 200, False, polynomial_weights, polynomial_batch),
+        Work("Polynomial", 0.1, 200, False, polynomial_weights, polynomial_batch),
         Work("MLP-1024", 1e-3, 10, False, mlp_weights, image_batch(784)),
         Work("LeNet-5", 1e-3, 10, False, lenet5_weights, image_batch(28, 28, 1)),
         Work("ResNet-20", 1e-3, 2, True, resnet20_weights, image_batch(28, 28, 3)),

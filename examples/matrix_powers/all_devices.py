@@ -1,4 +1,4 @@
-"""P6: A^n + B^n. Two devices, both products at the same time."""
+"""Matrix powers: A^n + B^n. Two devices, both products at the same time."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""P6: A^n + B^n. One device, one product after the other."""
+"""Matrix powers: A^n + B^n. One device, one product after the other."""
 
 import sys
 

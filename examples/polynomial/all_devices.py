@@ -1,4 +1,4 @@
-"""P2: learn y = 5 x^2 + 3 as w0 x^2 + w1 x + w2. All devices."""
+"""A polynomial: learn y = 5 x^2 + 3 as w0 x^2 + w1 x + w2. All devices."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""P3: the tower program with its plumbing, on scikit-learn's digits.
+"""The tower program with its plumbing, on scikit-learn's digits.
 
 A one-device model, towers, averaged gradients, SGD; train and test phases over epochs; a saver;
 summaries per phase for TensorBoard. The parts keep the names that the classic program gave them;

@@ -1,4 +1,4 @@
-"""P1: a + b, row by row. All devices."""
+"""Vector add: a + b, row by row. All devices."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""P1: a + b, row by row. One device."""
+"""Vector add: a + b, row by row. One device."""
 
 import sys
 

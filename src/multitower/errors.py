@@ -7,15 +7,15 @@ MultitowerError
 ├── ArgumentError      (TypeError)      an argument of a kind that cannot be split or shared
 ├── BatchError         (ValueError)     rows that are missing, uneven or of different counts
 ├── DataError          (ValueError)     files of a data set that are missing, damaged or not safe
-├── OutputError        (ValueError)     a function returned something that cannot be put together
+├── OutputError        (ValueError)     a returned value that cannot be combined over towers
 ├── GradientError      (ValueError)     gradients that cannot be taken or averaged
 ├── CheckpointError    (RuntimeError)   a checkpoint that cannot be written, read or trusted
 ├── NonFiniteError     (FloatingPointError) a loss or parameter that is no longer finite
 ├── StateError         (ValueError)     a training state that does not fit its step
-├── RunError           (ValueError)     a run that cannot begin, or cannot go on
+├── RunError           (ValueError)     a run that cannot start or continue
 └── Interrupted        (InterruptedError)  asked to stop: saved, and can be resumed
 
-MultitowerWarning (UserWarning)         it works, but hardly as meant
+MultitowerWarning (UserWarning)         it runs, but probably not as intended
 ```
 
 Every class also derives from the builtin in brackets, so `except ValueError` keeps working.
@@ -31,7 +31,7 @@ class MultitowerError(Exception):
 
 
 class ConfigurationError(MultitowerError, RuntimeError):
-    """A setting came too late, or contradicts another one."""
+    """A setting that came too late, or contradicts another one."""
 
 
 class DeviceError(MultitowerError, ValueError):
@@ -51,7 +51,7 @@ class DataError(MultitowerError, ValueError):
 
 
 class OutputError(MultitowerError, ValueError):
-    """A function returned something that cannot be put together from towers."""
+    """A function returned a value that cannot be combined over towers."""
 
 
 class GradientError(MultitowerError, ValueError):
@@ -71,11 +71,11 @@ class StateError(MultitowerError, ValueError):
 
 
 class RunError(MultitowerError, ValueError):
-    """A run that cannot begin, or cannot go on: its recipe, its numbers or its directory."""
+    """A run that cannot start or continue, because of its recipe, settings or directory."""
 
 
 class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing went wrong)
-    """A run that was asked to stop, finished its step, saved, and can be resumed.
+    """A run was asked to stop: it finished its step, saved its state, and can be resumed.
 
     Attributes:
         signal: the number of the signal that asked.
@@ -87,7 +87,7 @@ class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing wen
 
 
 class MultitowerWarning(UserWarning):
-    """The program runs, but hardly as it was meant."""
+    """The program runs, but probably not as you intended."""
 
 
 def warn(text: str) -> None:

@@ -34,16 +34,16 @@ def assert_same_bits(
         optimizer: as for `train_step`.
         params: as for `TrainStep.init`.
         batches: the batches of the first few steps, on the host.
-        devices: numbers of devices, at least two; by default 1, 2, ... all, of which no more than
-            `towers`. The same number twice checks that a run repeats itself.
+        devices: at least two numbers of devices; by default 1, 2, ... up to all devices, and at
+            most `towers`. The same number twice checks that a run repeats itself.
         towers: by default the largest number of devices.
         model_state: as for `TrainStep.init`.
         rng: as for `TrainStep.init`.
-        **options: further ones of `train_step`, such as `ema_decay`.
+        **options: further options of `train_step`, such as `ema_decay`.
 
     Raises:
-        AssertionError: not the same bits; the message names the first step, stage, leaf and
-            element that differ, and the two values.
+        AssertionError: the bits differ; the message names the first step, stage, leaf and element
+            that differ, and the two values.
         ArgumentError: no batches, or fewer than two numbers of devices.
         MultitowerError: what `train_step` and its steps raise.
 

@@ -376,6 +376,16 @@ WRONG = {
         "the optimizer is 0.1.*optax.adam",
     ),
     "no function": (lambda: mt.train_step("mse", optax.sgd(0.1)), mt.ArgumentError, "'mse'"),
+    "a loss of three arguments": (
+        lambda: mt.train_step(lambda w, x, y: (w * x - y) ** 2, optax.sgd(0.1)),
+        mt.ArgumentError,
+        r"\(w, x, y\) takes 3 arguments.*with two.*def loss\(w, batch\): x, y = batch",
+    ),
+    "a loss without a batch": (
+        lambda: mt.train_step(lambda w: w**2, optax.sgd(0.1)),
+        mt.ArgumentError,
+        r"\(w\) takes 1 argument,.*def loss\(w, batch\)",
+    ),
     "model_state from the last": (
         lambda: step(model_state_from="last"),
         mt.ArgumentError,
@@ -481,7 +491,7 @@ WRONG = {
     "a fingerprint of text": (
         lambda: mt.fingerprint({"a": "text"}),
         TypeError,
-        "'text'.*no number",
+        "'text'.*neither a number",
     ),
 }
 

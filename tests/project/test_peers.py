@@ -44,7 +44,16 @@ compare.main(lambda: compare.compare(sys.argv[1:], known))
 
 
 def run(program, *arguments):
-    command = [sys.executable, str(program), "--work", "P2", "--rounds", "2", "--steps", "2"]
+    command = [
+        sys.executable,
+        str(program),
+        "--work",
+        "Polynomial",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+    ]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
@@ -58,7 +67,7 @@ def test_all_contenders_on_jax_do_the_same_work(tmp_path):
         *("--json", str(tmp_path / "peers.json")),
     )
     assert found.returncode == 0, found.stderr
-    rows = json.loads((tmp_path / "peers.json").read_text())["P2"]
+    rows = json.loads((tmp_path / "peers.json").read_text())["Polynomial"]
     assert list(rows) == ON_JAX
     for row in rows.values():
         assert row["losses"] == pytest.approx(rows["shard-map"]["losses"], rel=1e-5)
@@ -74,7 +83,7 @@ def test_other_work_is_refused(tmp_path):
     driver.write_text(CHEATING_DRIVER.format(peers=str(PEERS), worker=str(worker)))
     found = run(driver)
     assert found.returncode == 1
-    assert "A cheat did other work at P2" in found.stderr
+    assert "A cheat did other work at Polynomial" in found.stderr
     assert "ms/step" not in found.stdout
 
 

@@ -1,4 +1,4 @@
-"""The recipe cifar10 is P4, without what the classic program got wrong."""
+"""The recipe cifar10, without what the classic program got wrong."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The distortions of P4: the device against NumPy, and every example on its own."""
+"""The distortions of cifar10: the device against NumPy, and every example on its own."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The recipe mnist is P5: dropout of its own in every tower, every test image counted once."""
+"""The recipe mnist: dropout of its own in every tower, every test image counted once."""
 
 import json
 

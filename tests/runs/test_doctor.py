@@ -36,7 +36,7 @@ def test_devices_that_disagree_are_found(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "train_step", one_program)
     monkeypatch.setattr(doctor, "find_devices", lambda: mt.devices(2))
     assert main(["doctor"]) == 2
-    assert "do not end with the same bits" in capsys.readouterr().err
+    assert "give different bits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("simulate", ["0", "-1"])

@@ -227,7 +227,7 @@ def test_every_device_shows_its_towers(tmp_path):
 
 def test_trap_simulated_devices_taken_for_a_speed_up(tmp_path):
     # The lie: "2152 examples/s on 2 devices", which are two threads of one CPU.
-    warning = "say nothing about the speed-up"
+    warning = "do not show the speed-up"
     assert warning in Outline(make_page(tmp_path)).text
     gpu = {**RESULT, "host": {"platform": "gpu", "device_kind": "NVIDIA H100"}}
     outline = Outline(make_page(tmp_path, result=gpu))
@@ -348,10 +348,10 @@ def test_a_metric_without_any_finite_value_still_has_a_chart(tmp_path):
 
 
 def test_an_empty_file_and_none_at_all_give_a_report_without_curves(tmp_path):
-    assert "has written no metrics" in make_page(tmp_path)
+    assert "wrote no metrics" in make_page(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     path = write_report(tmp_path, config=CONFIG, result={"recipe": "digits"}, placement=[])
-    assert "has written no metrics" in path.read_text(encoding="utf-8")
+    assert "wrote no metrics" in path.read_text(encoding="utf-8")
 
 
 def test_a_single_step_is_a_dot(tmp_path):

@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undistu
     (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()
     with pytest.raises(mt.CheckpointError, match="--allow-previous"):
         make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=60, resume=True)
-    with pytest.warns(mt.MultitowerWarning, match="goes on from checkpoint 20"):
+    with pytest.warns(mt.MultitowerWarning, match="Continuing from checkpoint 20"):
         state = make_trainer(1, run_dir=tmp_path).fit(
             PARAMS, batches, steps=60, resume=True, allow_previous=True
         )

@@ -1,4 +1,4 @@
-"""P2 in JAX with jit and NamedSharding on all devices."""
+"""The polynomial in JAX with jit and NamedSharding on all devices."""
 
 import jax
 import numpy as np

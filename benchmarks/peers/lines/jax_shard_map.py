@@ -1,4 +1,4 @@
-"""P2 in JAX with shard_map and pmean on all devices."""
+"""The polynomial in JAX with shard_map and pmean on all devices."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""P2 in Keras with DataParallel on all devices."""
+"""The polynomial in Keras with DataParallel on all devices."""
 
 import keras
 import numpy as np

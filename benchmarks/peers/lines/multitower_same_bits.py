@@ -1,4 +1,4 @@
-"""P2 with multitower.train_step on all devices, the same bits on any number of them."""
+"""The polynomial with multitower.train_step on all devices, the same bits on any number of them."""
 
 import numpy as np
 import optax

@@ -1,4 +1,4 @@
-"""P2 with multitower.train_step on all devices."""
+"""The polynomial with multitower.train_step on all devices."""
 
 import numpy as np
 import optax

@@ -1,4 +1,4 @@
-"""P2 with multitower.value_and_grad on all devices."""
+"""The polynomial with multitower.value_and_grad on all devices."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""P2 in JAX on one device."""
+"""The polynomial in JAX on one device."""
 
 import jax
 import numpy as np

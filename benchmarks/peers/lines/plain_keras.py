@@ -1,4 +1,4 @@
-"""P2 in Keras on one device."""
+"""The polynomial in Keras on one device."""
 
 import keras
 import numpy as np

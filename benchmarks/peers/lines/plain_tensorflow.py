@@ -1,4 +1,4 @@
-"""P2 in TensorFlow on one device."""
+"""The polynomial in TensorFlow on one device."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""P2 in PyTorch on one device."""
+"""The polynomial in PyTorch on one device."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

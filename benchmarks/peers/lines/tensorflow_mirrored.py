@@ -1,4 +1,4 @@
-"""P2 in TensorFlow with MirroredStrategy on all devices."""
+"""The polynomial in TensorFlow with MirroredStrategy on all devices."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""P2 with Accelerate, started by `torchrun --nproc-per-node 2 torch_accelerate.py`."""
+"""The polynomial with Accelerate, started by `torchrun --nproc-per-node 2 torch_accelerate.py`."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""P2 with PyTorch DDP, started by `torchrun --nproc-per-node 2 torch_ddp.py`."""
+"""The polynomial with PyTorch DDP, started by `torchrun --nproc-per-node 2 torch_ddp.py`."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""P2 with Lightning Fabric, which starts the second process itself."""
+"""The polynomial with Lightning Fabric, which starts the second process itself."""
 
 import torch
 from lightning_fabric import Fabric

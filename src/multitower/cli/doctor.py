@@ -17,12 +17,12 @@ from multitower.runs.doctor import examine
 def doctor(
     *,
     simulate: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Look at N simulated CPU devices.")
+        int | None, tyro.conf.arg(metavar="N", help="Examine N simulated CPU devices.")
     ] = None,
     as_json: AsJson = False,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
-    """Show devices, memory, settings and versions; test that one device and all of them agree."""
+    """Show devices, memory, settings and versions; check that one device and all give same bits."""
     where = start_devices(None, simulate, None, together=together)
     findings = examine()
     if as_json and is_first():
@@ -33,8 +33,8 @@ def doctor(
             say(line)
     if not findings["same_bits"]:
         raise mt.DeviceError(
-            "one device and all of them do not end with the same bits. Simulated devices: is NPROC "
-            "the same for all? GPUs: are they all of one kind?"
+            "one device and all devices give different bits. Simulated devices need the same NPROC "
+            "everywhere; GPUs must all be of one kind."
         )
 
 

@@ -26,18 +26,18 @@ Devices = Annotated[
     WHERE,
     flag(
         "N",
-        "Use the first N accelerators, or CPU devices where there are no accelerators.",
-        "all accelerators, or else two simulated devices",
+        "Use the first N accelerators, or CPU devices if there are none.",
+        "all accelerators, or two simulated devices",
     ),
 ]
 Simulate = Annotated[
     int | None,
     WHERE,
-    flag("N", "Use N simulated CPU devices, whatever accelerators there are.", "none"),
+    flag("N", "Use N simulated CPU devices, even if there are accelerators.", "none"),
 ]
 Data = Annotated[
     Path | None,
-    flag("DIR", "Read the data set from this directory.", "where --download puts it"),
+    flag("DIR", "Read the data set from this directory.", "the directory of --download"),
 ]
 Steps = Annotated[int | None, flag("N", "Make N updates.", "the recipe's number")]
 BatchSize = Annotated[
@@ -45,15 +45,16 @@ BatchSize = Annotated[
     flag("N", "Take N examples per step, over all towers.", "the recipe's number"),
 ]
 Seed = Annotated[
-    int | None, flag("N", "Draw the first parameters and the order of the examples from N.", "0")
+    int | None,
+    flag("N", "Seed of the initial parameters and the order of the examples.", "0"),
 ]
 Synthetic = Annotated[
-    bool, tyro.conf.FlagCreatePairsOff, switch("Make images up instead of reading files.")
+    bool, tyro.conf.FlagCreatePairsOff, switch("Use synthetic images instead of files.")
 ]
 ShardUpdate = Annotated[
     bool,
     tyro.conf.FlagCreatePairsOff,
-    switch("With --towers: keep the optimizer's state in blocks, one for each tower."),
+    switch("With --towers: split the optimizer state over the devices, to save memory."),
 ]
 SetOptions = Annotated[
     tuple[str, ...],
@@ -70,7 +71,7 @@ RecipeName = Annotated[
     tyro.conf.Positional,
     tyro.conf.arg(
         metavar="RECIPE",
-        help=f"One of {', '.join(SHIPPED)}, or a file of yours, FILE.py.",
+        help=f"One of {', '.join(SHIPPED)}, or your own recipe, FILE.py.",
         help_behavior_hint="",
     ),
 ]

@@ -31,13 +31,13 @@ def resume(
     allow_previous: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        switch("When the newest checkpoint is damaged, go on from the one before."),
+        switch("If the newest checkpoint is damaged, continue from the one before."),
     ] = False,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
-    """Go on with a run that was stopped or killed, on any number of devices.
+    """Resume a run that was stopped or killed, on any number of devices.
 
-    With --towers, the result has the same bits as if the run had never stopped.
+    With --towers, the result has the same bits as an uninterrupted run.
     """
     recipe, options = _read_run(directory, devices)
     if (directory / RESULT).exists():
@@ -61,7 +61,7 @@ def evaluate(
     ] = False,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
-    """Score the newest checkpoint of a run, or its best one, on a test set; prints JSON."""
+    """Score the newest or the best checkpoint of a run on a test set. Prints JSON."""
     recipe, options = _read_run(directory, devices, data)
     start_devices(devices, simulate, options.towers, together=together)
     found = score(recipe, options, directory, best=best)

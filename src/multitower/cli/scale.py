@@ -52,8 +52,8 @@ def scale(
         int | None,
         flag(
             "T",
-            "Cut every batch into T towers, and measure the mode that gives the same bits.",
-            "one per device, as fast as can be",
+            "Split every batch into T towers, and measure the mode with the same bits.",
+            "one per device, which is faster",
         ),
     ] = None,
     strong: Annotated[
@@ -64,7 +64,7 @@ def scale(
     weak: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        switch("Measure weak scaling: as many more examples as there are more devices."),
+        switch("Measure weak scaling: the same number of examples per device."),
     ] = False,
     steps: Annotated[
         int, flag("N", "Measure N steps in each turn.", str(_DEFAULTS.steps))

@@ -18,8 +18,8 @@ _OPTIONS = "; ".join(
     f"{name}: {', '.join(names)}" for name in SHIPPED if (names := option_names(name))
 )
 SET_HELP = (
-    "Set an option of the recipe; may be repeated. Short for --set lr_base=0.002 is --lr-base "
-    f"0.002. {_OPTIONS}."
+    "Set an option of the recipe; may be repeated. --lr-base 0.002 is short for --set "
+    f"lr_base=0.002. {_OPTIONS}."
 )
 
 

@@ -18,17 +18,17 @@ class Together:
     distributed: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        switch("This is one process of a cluster's job: join the others, which JAX finds."),
+        switch("This process is one of a cluster job: join the others, which JAX detects."),
     ] = False
     coordinator: Annotated[
         str | None,
-        flag("HOST:PORT", "The same where JAX detects no cluster: where process 0 is.", "detected"),
+        flag("HOST:PORT", "The address of process 0, if JAX detects no cluster.", "detected"),
     ] = None
     num_processes: Annotated[
-        int | None, flag("N", "With --coordinator: how many processes there are.", "detected")
+        int | None, flag("N", "With --coordinator: the number of processes.", "detected")
     ] = None
     process_id: Annotated[
-        int | None, flag("I", "With --coordinator: which one this is, from 0.", "detected")
+        int | None, flag("I", "With --coordinator: the number of this process, from 0.", "detected")
     ] = None
     simulate_processes: Annotated[
         int | None,

@@ -51,8 +51,8 @@ def train(
         tyro.conf.Positional,
         tyro.conf.arg(
             metavar="RECIPE",
-            help=f"What to train: {', '.join(SHIPPED)}, or a file of yours, FILE.py.",
-            help_behavior_hint="(default: the one that --config names)",
+            help=f"What to train: {', '.join(SHIPPED)}, or your own recipe, FILE.py.",
+            help_behavior_hint="(default: the recipe of --config)",
         ),
     ] = None,
     *,
@@ -60,8 +60,8 @@ def train(
         Path | None,
         flag(
             "FILE",
-            "Take from this JSON or TOML file what no flag says; config.json in the directory of "
-            "a run is one.",
+            "Read settings from this JSON or TOML file, such as the config.json of a run; flags "
+            "take precedence.",
             "none",
         ),
     ] = None,
@@ -71,15 +71,15 @@ def train(
         int | None,
         flag(
             "T",
-            "Cut every batch into T towers: the result then has the same bits on any number of "
+            "Split every batch into T towers: the result then has the same bits on any number of "
             "devices.",
-            "one per device, as fast as can be",
+            "one per device, which is faster",
         ),
     ] = None,
     steps: Steps = None,
     batch_size: BatchSize = None,
     tower_batch: Annotated[
-        int | None, flag("N", "The same per tower: N times the number of towers.", "see above")
+        int | None, flag("N", "Take N examples per step and tower.", "see --batch-size")
     ] = None,
     data: Data = None,
     synthetic: Synthetic = False,
@@ -87,23 +87,24 @@ def train(
         bool,
         tyro.conf.FlagCreatePairsOff,
         switch(
-            "Download the data set first, to --data or to the user's cache directory; files that "
-            "are there are kept."
+            "Download the data set first, to --data or to your cache directory; existing files are "
+            "kept."
         ),
     ] = False,
     set_options: SetOptions = (),
     checkpoint_every: Annotated[
-        int | None, flag("N", "Save a checkpoint every N steps, and after the last one.", "1000")
+        int | None, flag("N", "Save a checkpoint every N steps and after the last step.", "1000")
     ] = None,
     evaluate_every: Annotated[
-        int | None, flag("N", "Score the test set every N steps, and at the end.", "at the end")
+        int | None, flag("N", "Score the test set every N steps and at the end.", "at the end")
     ] = None,
     keep_best: Annotated[
         str | None,
-        flag("NAME", "Keep the state with the best NAME on the test set, DIR/best.", "none"),
+        flag("NAME", "Keep the state with the best test score NAME in DIR/best.", "none"),
     ] = None,
     best: Annotated[
-        Literal["max", "min"] | None, flag("max|min", "Which NAME is the best.", "max")
+        Literal["max", "min"] | None,
+        flag("max|min", "Whether a high or a low score is better.", "max"),
     ] = None,
     seed: Seed = None,
     shard_update: ShardUpdate = False,
@@ -117,20 +118,20 @@ def train(
     force: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
-        switch("Replace the result of another run in --run-dir."),
+        switch("Overwrite the run in --run-dir."),
     ] = False,
     resume: Annotated[
         Literal["auto"] | None,
         flag(
             "auto",
-            "Go on with the run in --run-dir if there is one: for clusters, which start a job "
-            "again with the same command.",
-            "start anew",
+            "Resume the run in --run-dir if there is one, for clusters that start a job again with "
+            "the same command.",
+            "start a new run",
         ),
     ] = None,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
-    """Train a recipe on all devices and score it; writes DIR/result.json."""
+    """Train a recipe on all devices and score it. Writes DIR/result.json and DIR/report.html."""
     file = Config(None, {}, {}) if config is None else read_config_file(config)
     name = _recipe_name(recipe, file, config)
     settings = collect_settings(set_options, data, synthetic, before=file.settings)
@@ -191,7 +192,7 @@ def train(
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
     if recipe is None and file.recipe is None:
-        raise RunError(f"name a recipe: {', '.join(SHIPPED)}, or a file of yours, FILE.py.")
+        raise RunError(f"name a recipe: {', '.join(SHIPPED)}, or your own recipe, FILE.py.")
     name = recipe or file.recipe or ""
     if is_file_name(name):
         name = str(Path(name).absolute())  # so that a resume finds it from anywhere
@@ -203,8 +204,8 @@ def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
 def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | None) -> RunOptions:
     if batch_size is not None:
         raise RunError(
-            f"both --batch-size {batch_size} and --tower-batch {tower_batch}: the first is the "
-            "second times the towers, so say one of them."
+            f"both --batch-size {batch_size} and --tower-batch {tower_batch}: the batch size is "
+            "the tower batch times the number of towers. Give one of them."
         )
     towers = options.towers or len(place(options.devices, None).devices)
     return dataclasses.replace(options, global_batch=tower_batch * towers)

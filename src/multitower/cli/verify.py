@@ -31,7 +31,7 @@ def verify(
     devices: DeviceCounts = None,
     simulate: SimulatedCounts = None,
     towers: Annotated[
-        int | None, flag("T", "Cut every batch into T towers.", "8, or the most devices")
+        int | None, flag("T", "Split every batch into T towers.", "8, or the most devices")
     ] = None,
     steps: Annotated[int | None, flag("N", "Compare after each of N steps.", "5")] = None,
     batch_size: BatchSize = None,

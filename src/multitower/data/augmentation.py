@@ -15,10 +15,10 @@ _GENERATOR = "threefry2x32"
 
 
 def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., Any]:
-    """Makes a loss that changes its examples first.
+    """Makes a loss with data augmentation on the devices.
 
-    Every row of a batch brings its key along. So a change belongs to an example and an epoch, and
-    not to a tower, a device or a place in the batch.
+    Every row of a batch has its own PRNG key. So a random change depends on the example and the
+    epoch, and not on the tower, the device or the place in the batch.
 
     Args:
         loss_fn: a loss as for `multitower.train_step`, of batches that are dicts.
@@ -54,14 +54,14 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
 
 
 def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
-    """Changes the examples of a keyed batch, as a loss made by `augmented` sees them.
+    """Augments one keyed batch, to look at what a loss made by `augmented` gets.
 
     Args:
         augment: as for `augmented`.
         batch: with `"key"`.
 
     Returns:
-        What `augment` makes of the batch without its keys.
+        The augmented batch, without its keys.
 
     Raises:
         KeyError: the batch has no `"key"`.

@@ -35,14 +35,14 @@ def make_batch(
 ) -> Any:
     """Makes the batch of one step, or some of its rows.
 
-    The examples are shuffled anew for every epoch, and the epochs form one endless row. Batch s is
-    its places `s * global_batch` to `(s + 1) * global_batch - 1`. So every batch is full, whatever
-    the number of examples, and every example is seen equally often, give or take one.
+    The examples are shuffled anew in every epoch, and the epochs follow each other without a gap.
+    Batch s holds the places `s * global_batch` to `(s + 1) * global_batch - 1` of this sequence. So
+    every batch is full, and every example is seen equally often, to within one.
 
     Args:
         dataset: a pytree of NumPy arrays with one example per row on axis 0.
         global_batch: rows of the batch, 1 or more; it may be more than there are examples.
-        seed: of all that is drawn, 0 or more.
+        seed: the seed of all random numbers, 0 or more.
         step: number of the batch; the first one is 0.
         distort: `distort(batch, generator)` returns the batch with random changes, drawn from the
             generator alone; it may change the arrays in place.
@@ -57,7 +57,7 @@ def make_batch(
         entry `"key"`, uint32, shape (rows, 2).
 
     Raises:
-        BatchError: no examples, row counts that differ, a batch or step that is none, or a data
+        BatchError: no examples, different row counts, a wrong `global_batch` or `step`, or a data
             set that cannot be keyed.
 
     Example:
@@ -110,13 +110,13 @@ def make_batches(
     keyed: bool = False,
     lazy: bool = False,
 ) -> Iterator[Any]:
-    """Makes the batches of all steps from one on, without end.
+    """Makes the batches of all steps, without end.
 
     Args:
         dataset: as for `make_batch`.
         global_batch: as for `make_batch`.
         seed: as for `make_batch`.
-        first: the step to begin with.
+        first: the number of the first step.
         distort: as for `make_batch`.
         keyed: as for `make_batch`.
         lazy: make `multitower.LazyRows`, of which each process reads only the rows of its towers.

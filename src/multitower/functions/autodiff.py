@@ -28,42 +28,42 @@ def value_and_grad(
     towers: int | None = None,
     reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the mean over all rows, computed on all devices.
+    """Computes loss and gradients of the mean over all rows, on all devices.
 
-    The law: it equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up
-    to rounding. The `argnums` arguments are shared; every array of the others is split on axis 0
-    and cut into towers; numbers and 0-d arrays are shared; flags, strings and functions are handed
-    on as they are, like static arguments of `jax.jit`; a key (`jax.random.key`, or a
-    `jax.random.PRNGKey` among other rows) is tower 0's as it is, and another one in every other
-    tower, so that each draws its own numbers. Called eagerly, `fun` is compiled like a `jax.jit`
-    function: but for what it closes over, it must depend on its arguments alone.
+    The result equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up to
+    rounding. Every tower gets the `argnums` arguments whole, and its slice of every other array
+    along axis 0. Numbers and 0-d arrays are whole in every tower. Flags, strings and functions are
+    passed on like static arguments of `jax.jit`. Each tower gets a different PRNG key: tower 0
+    gets your key (`jax.random.key`, or a `jax.random.PRNGKey` beside rows) as it is, and the other
+    towers get keys made from it. Called outside of `jax.jit`, `fun` is compiled like a `jax.jit`
+    function, so apart from what it closes over it must depend on its arguments alone.
 
-    It takes the place of `nnx.value_and_grad` and `eqx.filter_value_and_grad` too. Modules, in any
-    argument, are whole in every tower, and gradients have the framework's own form. What an NNX
-    module changes in itself is put together over towers and written back: floats (BatchNorm) are
-    averaged, everything else is tower 0's, and random streams advance as on one device, with
-    other keys in every tower but the first. The same becomes of a state that is an argument with
-    `in_axes` None and comes back in `aux` (Haiku, Keras), and of `eqx.nn.State`.
+    It also replaces `nnx.value_and_grad` and `eqx.filter_value_and_grad`. Modules, in any argument,
+    are whole in every tower, and gradients have the framework's own form. Changes that an NNX
+    module makes in itself are combined over towers and written back: floats (BatchNorm) are
+    averaged, everything else comes from tower 0, and random streams advance as on one device. A
+    state that is an argument with `in_axes` None and is returned in `aux` (Haiku, Keras) is
+    combined in the same way, and so is `eqx.nn.State`.
 
     Args:
-        fun: a loss. It returns the losses of its rows, shape (rows,) - the better contract: the
-            mean over all real rows is then exact for any number of rows - or their mean, shape ().
+        fun: a loss. It returns one loss per row, shape (rows,), or their mean, shape (). One loss
+            per row is recommended: the mean is then exact for any number of rows.
         argnums: which positional arguments to differentiate, as in `jax.value_and_grad`; an
             `nnx.DiffState` may say which Variables of a module.
         has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
-            laid side by side; other float leaves are averaged over towers. Integers and flags
-            without rows must be the same in every tower, as a counter is that `fun` closes over.
-        in_axes: where the rows are, for every positional argument; None for `argnums` and for what
-            every tower gets whole. By default axis 0 for all that is not in `argnums`. Or a dict:
-            the axes of variables that `fun` closes over, such as `{"batch": 0}`, for a loss that
-            takes its parameters only.
+            concatenated; other float leaves are averaged over towers. Integers and flags without
+            rows must be equal in every tower.
+        in_axes: the axis of the rows for every positional argument; None for `argnums` and for
+            arguments that every tower gets whole. By default axis 0 for all arguments that are not
+            in `argnums`. Or a dict with the axes of variables that `fun` closes over, such as
+            `{"batch": 0}`, for a loss that takes its parameters only.
         devices: as for `multitower.devices`; all by default.
-        towers: cut the batch into this many towers. Called eagerly, values and gradients then have
-            the same bits on any number of devices. Inside `jax.jit` and the like it keeps the
-            towers' rows and keys, and equals that up to rounding.
-        reduction: what is made of the losses of rows: their mean, `"mean"`, or their sum, `"sum"`,
-            for summed losses and log densities; a loss of shape () is then the sum over its rows.
-            For the mean over tokens or weights return `mt.ratio(total, weight)` instead.
+        towers: split the batch into this many towers. Called outside of `jax.jit`, values and
+            gradients then have the same bits on any number of devices. Inside `jax.jit` and the
+            like, rows and keys of the towers stay the same, and results are equal up to rounding.
+        reduction: how the losses of rows are combined: `"mean"`, or `"sum"` for summed losses and
+            log densities; a loss of shape () is then the sum over its rows. For the mean over
+            tokens or weights return `mt.ratio(total, weight)` instead.
 
     Returns:
         A function with the arguments of `fun`, which returns `(loss, gradients)`, or
@@ -72,14 +72,14 @@ def value_and_grad(
 
     Raises:
         ArgumentError: an argument that can be neither split nor shared, such as a list of strings;
-            or the call is inside a function that is cut into towers.
-        BatchError: no rows, or row counts that differ.
+            or the call is inside a function that runs on towers already.
+        BatchError: no rows, or different row counts.
         ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
         OutputError: a loss that is no scalar and no vector over rows; a mean that would be wrong
             because rows do not fill the towers evenly; an `aux` leaf, or a change in a module, that
-            cannot be put together.
-        GradientError: an argument to differentiate with leaves that are no floats.
-        DeviceError: devices that are not there.
+            cannot be combined over towers.
+        GradientError: an argument to differentiate has leaves that are not floats.
+        DeviceError: more devices than there are, or an unknown name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -134,7 +134,7 @@ def grad(
     towers: int | None = None,
     reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
-    """`jax.grad` of the mean over all rows, computed on all devices; see `value_and_grad`.
+    """Computes gradients of the mean over all rows, on all devices; see `value_and_grad`.
 
     Args:
         fun: a loss, as for `value_and_grad`.

@@ -90,7 +90,7 @@ def find_row_leaves(
             hint = _several_to_a_row(shape, more[number], tower_rows)
             raise OutputError(
                 f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
-                f"{tower_rows + 1}: it can neither be averaged over towers nor laid side by side. "
+                f"{tower_rows + 1}: it can neither be averaged over towers nor concatenated. "
                 "Return one entry per row on axis 0, or something whose shape does not depend on "
                 f"the rows.{hint}"
             )
@@ -98,8 +98,8 @@ def find_row_leaves(
             raise OutputError(
                 f"{where} has dtype {leaf.dtype} and no axis of rows: a tower's {leaf.dtype} "
                 "cannot be averaged. Return one entry per row (e.g. correct = prediction == label, "
-                "not their count), or a float that is a mean over the rows. A state that is handed "
-                "on from call to call must also be an argument, with in_axes=None."
+                "not their count), or a float that is a mean over the rows. A state for the next "
+                "call must also be an argument, with in_axes=None."
             )
         verdicts.append(by_row)
     return verdicts

@@ -32,26 +32,26 @@ def make_parallel(
 ) -> Callable[_P, _R]:
     """Runs a function of batched arrays on all devices, each on its share of the rows.
 
-    The law: `make_parallel(f)(batch) == f(batch)` for every `f` that treats rows one by one, any
-    number of rows and any number of devices. Rows that do not fill the devices are filled up with
-    copies and cut off again.
+    `make_parallel(f)(batch) == f(batch)` for every `f` that treats rows one by one, for any number
+    of rows and any number of devices. Uneven rows are filled up with copies, which are cut off
+    again.
 
     Args:
-        fn: a function of pytrees of arrays; it gets whole batches, not single rows. Or a Flax NNX
-            or Equinox module that is called. Modules, and what `fn` closes over, are whole on every
-            device; what an NNX module changes in itself is handed on as by `value_and_grad`.
-        in_axes: where the rows are, as in `jax.vmap`: an int, None for arguments that every device
-            gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
-            Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole; a 0-d
-            typed key becomes another key in every tower but the first. Flags, strings and functions
-            are handed on as they are, like static arguments of `jax.jit`.
-        out_axes: where the rows are in the results; None for a result that does not depend on the
-            rows (it is taken from the first tower).
+        fn: a function of pytrees of arrays, which gets many rows at once; or a Flax NNX or Equinox
+            module. Modules, and what `fn` closes over, are whole on every device. Changes that an
+            NNX module makes in itself are combined as by `value_and_grad`.
+        in_axes: the axis of the rows, as in `jax.vmap`: an int, None for arguments that every
+            device gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
+            Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole. Each
+            tower gets a different PRNG key from a 0-d typed key; tower 0 gets the key as it is.
+            Flags, strings and functions are passed on like static arguments of `jax.jit`.
+        out_axes: the axis of the rows in the results; None for a result that does not depend on
+            the rows (it is taken from the first tower).
         devices: as for `multitower.devices`; all by default.
-        towers: cut the batch into this many towers. Inside a function that is cut into towers
-            already it is `fn` itself. Called eagerly, the result then has the same
-            bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
-            `jax.lax.scan` it keeps the towers' rows and keys, and equals that up to rounding.
+        towers: split the batch into this many towers. Called outside of `jax.jit`, the result has
+            the same bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
+            `jax.lax.scan`, rows and keys of the towers stay the same, and the result is equal up to
+            rounding. Inside a function that runs on towers already it is `fn` itself.
 
     Returns:
         A function with the arguments of `fn`. Its results stay on their devices, split over them
@@ -59,9 +59,9 @@ def make_parallel(
 
     Raises:
         ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
-        BatchError: no rows, or row counts that differ.
+        BatchError: no rows, or different row counts.
         OutputError: a result without an axis of rows.
-        DeviceError: devices that are not there.
+        DeviceError: more devices than there are, or an unknown name.
 
     Example:
         >>> import jax.numpy as jnp

@@ -25,30 +25,29 @@ _in_tower = jax.make_user_context(default_value=False)
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """The sum of `total` over the sum of `weight`, both over the rows of all towers.
+    """Divides the sum of `total` by the sum of `weight`, over the rows of all towers.
 
-    For losses and metrics that are no mean over rows: tokens that are not masked, padded sequences,
-    importance weights. The equivalent on one device: `jnp.sum(total) / jnp.sum(weight)`, which is
-    also what it returns outside of towers. As a loss it may be added to other ratios and to numbers
-    such as a regulariser, and be multiplied and divided by numbers.
+    Use it for a loss or metric that is a mean over tokens, padded sequences or weighted rows. On
+    one device, and outside of towers, it is `jnp.sum(total) / jnp.sum(weight)`. You can add a ratio
+    to other ratios and to numbers such as a penalty, and multiply or divide it by numbers.
 
-    The towers' weights are added up before gradients are computed, so that cotangents are those of
-    one device, and hold for every backward rule. That costs a small program and an exchange more. A
-    division of summed gradients afterwards would be right for linear backward rules only.
+    The towers' weights are added up before gradients are computed, so that the gradients are those
+    of one device, also with a `jax.custom_vjp` that is not linear. That costs a small program and
+    one more exchange between devices.
 
     Args:
-        total: what is added up, shape (rows,) or (rows, ...), so that any number of rows fits any
-            number of towers; or shape (), the sum over a tower's rows, which must then be full.
-        weight: what it is divided by, likewise: numbers or flags, such as a mask. It may depend on
-            the batch and on random numbers, not on the parameters.
+        total: the values to add up, shape (rows,) or (rows, ...). Or shape (), the sum over the
+            rows of one tower; the rows must then fill all towers evenly.
+        weight: the weights to add up, such as a padding mask, of the same kinds of shapes. They may
+            depend on the batch and on random numbers, not on the parameters.
 
     Returns:
         A scalar, float32 or wider. Inside the loss of `value_and_grad`, `grad` or `train_step`, and
-        inside metrics, an object that stands for it until the towers have met.
+        inside metrics, an object that stands for the scalar until all towers are added up.
 
     Raises:
         OutputError: inside a tower, the weight depends on the parameters; or the ratio is used in
-            another way than to be added and multiplied.
+            another way than to be added, multiplied or divided.
 
     Example:
         >>> import jax.numpy as jnp

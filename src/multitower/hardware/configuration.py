@@ -32,34 +32,35 @@ def configure(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> None:
-    """Sets what must be set before JAX starts its backends.
+    """Sets devices, memory and processes, before JAX starts.
 
     Call it first, right after the imports: JAX starts at the first array, `jax.devices()` or
-    `jax.jit` call. Settings that are not named stay as they are; repeating the settings of a
-    process that has already started is allowed and does nothing (a notebook cell run twice).
+    `jax.jit` call. Settings that you do not pass stay as they are. Repeating the same settings
+    later is allowed and does nothing, so you can run a notebook cell twice.
 
     Args:
         simulated_devices: this many CPU devices in this process (1 or more), whatever GPUs the
-            machine has. They prove what a program means; they make nothing faster. Also sets
-            `NPROC`, the size of XLA's CPU thread pool, to 32 (or two per device, if that is
-            more): too few threads dead-lock XLA's CPU collectives, and another number can change
-            the last bits.
+            machine has. They show what a program computes on several devices; they do not make
+            it faster. Also sets `NPROC`, the size of XLA's CPU thread pool, to 32 (or two per
+            device, if that is more): too few threads dead-lock XLA's CPU collectives, and another
+            size can change the last bits.
         visible_devices: the GPUs that JAX may see, as `"0,1"`, `0` or `[0, 1]`.
         memory_fraction: the share of each GPU's memory that JAX may take, in (0, 1].
         preallocate: take that share at the start (JAX's default), or grow as needed.
-        distributed: this process is one of several, usually one a machine, that make one run: join
-            them with `jax.distributed.initialize` and wait until all have come. `simulated_devices`
-            and the other settings are those of each process. Towers then run on the devices of
-            all processes; `devices=2` and `devices="gpu:0"` mean these of every process, a list
-            of `jax.Device` what it names. Every process makes the same calls, on the same values.
+        distributed: this process is one of several, usually one per machine, that make one run:
+            join them with `jax.distributed.initialize` and wait until all have started.
+            `simulated_devices` and the other settings are those of each process. Towers then run
+            on the devices of all processes. `devices=2` and `devices="gpu:0"` mean these devices of
+            every process; a list of `jax.Device` means exactly these. Every process must make the
+            same calls, with the same values.
         coordinator: `"HOST:PORT"` of process 0, where JAX cannot detect a cluster; the same in
             every process, as is `num_processes`. All three are needed, or none.
         num_processes: how many processes there are.
         process_id: which of them this is, from 0.
 
     Raises:
-        ConfigurationError: JAX has already started, or a value makes no sense; or there is no
-            cluster to join.
+        ConfigurationError: JAX has already started, a value is wrong, or there is no cluster to
+            join.
 
     Example:
         >>> import multitower as mt

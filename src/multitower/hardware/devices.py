@@ -13,19 +13,19 @@ DeviceSpec = int | str | jax.Device | Sequence[str | jax.Device]
 
 
 def devices(spec: DeviceSpec | None = None, *, soft: bool = False) -> list[jax.Device]:
-    """Lists devices of this process.
+    """Lists devices of this process, by number or by name.
 
     Args:
-        spec: nothing for all local accelerators, or all CPU devices where there are none; a
-            number for the first so many of those; `"gpu"`, `"cpu"`, `"gpu:1"`, `"cpu:0"` for a
-            platform or one device of it; a list of names or devices.
-        soft: soft placement: what is missing is replaced by what there is, with a warning.
+        spec: None for all local accelerators, or all CPU devices if there are none; a number for
+            the first so many of those; `"gpu"`, `"cpu"`, `"gpu:1"`, `"cpu:0"` for a platform or one
+            device of it; a list of names or devices.
+        soft: soft placement: use other devices in place of missing ones, with a warning.
 
     Returns:
-        A list of `jax.Device`, at least one, none of them twice.
+        A list of `jax.Device`, at least one, without repetition.
 
     Raises:
-        DeviceError: what was asked for is not there (and not `soft`), or makes no sense.
+        DeviceError: a device does not exist (and not `soft`), or `spec` is of the wrong kind.
 
     Example:
         >>> import multitower as mt
@@ -39,17 +39,17 @@ def devices(spec: DeviceSpec | None = None, *, soft: bool = False) -> list[jax.D
 
 @contextlib.contextmanager
 def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Device]:
-    """Makes one device the home of the arrays that are made inside.
+    """Makes new arrays on one device, inside a `with` block.
 
     Args:
         spec: a name as for `devices`, such as `"gpu:0"`, or a `jax.Device`.
-        soft: fall back to a device that is there, with a warning.
+        soft: use another device if this one is missing, with a warning.
 
     Yields:
         The `jax.Device`.
 
     Raises:
-        DeviceError: the device is not there and `soft` is false.
+        DeviceError: the device does not exist and `soft` is false.
 
     Example:
         >>> import jax.numpy as jnp

@@ -79,8 +79,8 @@ class Model:
             if old.shape != new.shape or old.dtype != new.dtype:
                 raise OutputError(
                     f"the model's {jax.tree_util.keystr(path)} is {old.dtype}{list(old.shape)} "
-                    f"before the call and {new.dtype}{list(new.shape)} after it: what is handed on "
-                    "to the next step must keep its shape and dtype."
+                    f"before the call and {new.dtype}{list(new.shape)} after it: model state must "
+                    "keep its shape and dtype."
                 )
         return after
 

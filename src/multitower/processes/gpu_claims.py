@@ -38,7 +38,7 @@ def claim_gpus(devices: Sequence[jax.Device]) -> None:
                 "another process of this machine does (CUDA_VISIBLE_DEVICES="
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Give every process its "
                 "own: let the cluster do it (srun --gpus-per-task=1), set CUDA_VISIBLE_DEVICES "
-                "or visible_devices= for each process, or start one process a machine."
+                "or visible_devices= for each process, or start one process per machine."
             )
 
 

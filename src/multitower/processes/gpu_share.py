@@ -42,8 +42,8 @@ def gpus_of_process(environ: Mapping[str, str]) -> str | None:
     if rest or not each:
         raise ConfigurationError(
             f"{count} processes on this machine share its GPUs {', '.join(visible)} "
-            "(CUDA_VISIBLE_DEVICES): that cannot be done equally. Start one process a machine, or "
-            f"as many as GPUs, or have the cluster hand them out (srun --gpus-per-task=N)."
+            "(CUDA_VISIBLE_DEVICES): they cannot be shared equally. Start one process per machine, "
+            "or as many as GPUs, or have the cluster assign them (srun --gpus-per-task=N)."
         )
     return ",".join(str(gpu) for gpu in range(rank * each, (rank + 1) * each))
 

@@ -61,8 +61,8 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         )
     if (path / CHECKPOINTS).exists():
         raise RunError(
-            f"{path} holds a run that is not finished: multitower resume {path} goes on with it. "
-            "Name another directory, or say --force (overwrite=True) to throw it away."
+            f"{path} holds a run that is not finished: multitower resume {path} continues it. "
+            "Name another directory, or pass --force (overwrite=True) to delete it."
         )
     return path
 

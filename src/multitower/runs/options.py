@@ -17,7 +17,7 @@ class RunOptions:
     Attributes:
         devices: how many to use; all by default.
         towers: how many towers, for the same bits on any number of devices; by default one per
-            device, as fast as can be.
+            device, which is faster.
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
         shard_update: keep the optimizer's state in blocks, as for `multitower.train_step`.

@@ -90,5 +90,5 @@ def _dress(axes: Axes, counts: Sequence[int]) -> None:
 def _title(result: Mapping[str, Any]) -> str:
     mode = "" if result["towers"] is None else f", {result['towers']} towers"
     if result["simulated"]:
-        return f"{result['recipe']}{mode}: simulated devices: no speed-up can be read off"
+        return f"{result['recipe']}{mode}: simulated devices cannot show a speed-up"
     return f"{result['recipe']}{mode} on {result['host']['device_kind']}"

@@ -9,8 +9,8 @@ from multitower.runs.report_page.wording import ABSENT, counted, number
 _TITLES = {"strong": "Strong scaling", "weak": "Weak scaling"}
 _SPEED_HEADS = (
     "devices",
-    "examples a step",
-    "ms a step",
+    "examples per step",
+    "ms per step",
     "examples/s",
     "speed-up",
     "efficiency",
@@ -65,7 +65,7 @@ def split_tables(result: Mapping[str, Any]) -> list[Table]:
     heads = ("devices", *_PARTS.values())
     return [
         Table(
-            f"{_TITLES[kind]}: ms in the parts of a step, seen one by one",
+            f"{_TITLES[kind]}: ms in each part of a step",
             heads,
             [
                 (str(entry["devices"]), *(_ms(entry["split"][part]) for part in _PARTS))
@@ -80,28 +80,28 @@ def split_tables(result: Mapping[str, Any]) -> list[Table]:
 def split_in_words(result: Mapping[str, Any]) -> str:
     """Says what the parts of a step are."""
     text = (
-        "input: a batch is made on the host and copied to the devices (a training does that ahead "
-        "of need); host: until step() returns, and on CPUs small programs may run inside it; step: "
-        "until all devices are done."
+        "input: make a batch on the host and copy it to the devices (training does this ahead of "
+        "need). host: until step() returns; on CPUs small programs may run inside it. step: until "
+        "all devices are done."
     )
     if result["towers"] is None:
-        return f"{text} Without --towers a step is one program; with --towers T its parts are seen."
-    return f"{text} Tower programs, reduction and update are waited for, which makes them longer."
+        return f"{text} With --towers T, the parts of a step are measured too."
+    return f"{text} Waiting for each part makes tower programs, reduction and update longer."
 
 
 def caution(result: Mapping[str, Any]) -> str | None:
-    """Says that no speed-up can be read off simulated devices; None where one can.
+    """Says that simulated devices cannot show a speed-up; None for other devices.
 
     Example:
         >>> from multitower.scaling.words import caution
         >>> print(caution({"simulated": True, "host": {"cpu_cores": 2}}))
-        Simulated devices: no speed-up can be read off, as they share the 2 cores of one machine.
+        Simulated devices share the 2 cores of one machine, so they cannot show a speed-up.
     """
     if not result["simulated"]:
         return None
     cores = result["host"].get("cpu_cores")
     shared = f"the {counted(int(cores), 'core')}" if cores else "the cores"
-    return f"Simulated devices: no speed-up can be read off, as they share {shared} of one machine."
+    return f"Simulated devices share {shared} of one machine, so they cannot show a speed-up."
 
 
 def losses_in_words(result: Mapping[str, Any]) -> str:
@@ -129,7 +129,7 @@ def prediction_in_words(result: Mapping[str, Any]) -> str | None:
     told = [_held_out(one) for one in prediction["held_out"]]
     of = "simulated device" if result["simulated"] else "device"
     return (
-        f"{counted(prediction['devices'], of)} would take {_ms(prediction['step_s'])} ms a step, "
+        f"{counted(prediction['devices'], of)} would take {_ms(prediction['step_s'])} ms per step, "
         f"speed-up {prediction['speedup']:.2f}, by a fit of compute {_ms(fit['compute_s'])} ms / D "
         f"+ transfer {_ms(fit['transfer_s'])} ms * 2 (D - 1) / D + latency "
         f"{_ms(fit['latency_s'])} ms * ({fit['rounds']}). "
@@ -148,12 +148,12 @@ def _title(kind: str, result: Mapping[str, Any]) -> str:
     entries: Sequence[Mapping[str, Any]] = result[kind]
     if kind == "weak":
         each = entries[0]["batch_size"] / entries[0]["devices"]
-        return f"{_TITLES[kind]}: {number(each)} examples a step on every device"
+        return f"{_TITLES[kind]}: {number(each)} examples per step on every device"
     towers = result["towers"]
     mode = "one tower per device" if towers is None else f"the same {counted(towers, 'tower')}"
     sharded = ", update sharded" if result["shard_update"] else ""
     each = counted(entries[0]["batch_size"], "example")
-    return f"{_TITLES[kind]}: {each} a step, {mode}{sharded}"
+    return f"{_TITLES[kind]}: {each} per step, {mode}{sharded}"
 
 
 def _speed_row(entry: Mapping[str, Any]) -> tuple[str, ...]:

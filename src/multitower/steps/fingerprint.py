@@ -11,10 +11,10 @@ from multitower.processes.together import whole_on_host
 
 
 def fingerprint(tree: Any) -> str:
-    """Hashes the leaves of a pytree.
+    """Returns a hash of all dtypes, shapes and bytes of a pytree.
 
     Two trees have the same fingerprint if their leaves, in `jax.tree.leaves` order, have the same
-    dtypes, shapes and bytes. Where the arrays lie does not matter, nor does the kind of container.
+    dtypes, shapes and bytes. The devices of the arrays and the kinds of containers do not matter.
 
     Args:
         tree: any pytree of arrays, numbers and typed keys.
@@ -23,7 +23,7 @@ def fingerprint(tree: Any) -> str:
         The SHA-256 of dtype, shape and bytes (little-endian, C order) of each leaf, in hex.
 
     Raises:
-        TypeError: a leaf that is no number and no array.
+        TypeError: a leaf is neither a number nor an array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -53,5 +53,7 @@ def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
         return whole_on_host(leaf)  # host-device sync
     value = np.asarray(leaf)
     if value.dtype.kind in "OSU":
-        raise TypeError(f"fingerprint: {leaf!r} ({type(leaf).__name__}) is no number and no array.")
+        raise TypeError(
+            f"fingerprint: {leaf!r} ({type(leaf).__name__}) is neither a number nor an array."
+        )
     return value

@@ -45,16 +45,18 @@ class LossFunction:
         """Reads from the signature what the loss takes.
 
         Raises:
-            ArgumentError: `fn` is no function.
+            ArgumentError: `fn` is not a function, or not one of two positional arguments.
         """
         if not callable(fn):
             raise ArgumentError(
                 f"the loss is {fn!r}: train_step takes a function loss_fn(params, batch)."
             )
         try:
-            parameters = inspect.signature(fn).parameters.values()
+            signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins and C functions tell nothing
             return cls(fn, takes_rng=False, takes_model_state=False)
+        _check_arguments(fn, signature)
+        parameters = signature.parameters.values()
         names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return cls(fn, "rng" in names, "model_state" in names)
 
@@ -69,18 +71,18 @@ class LossFunction:
         for name, (value, wanted) in given.items():
             if wanted and value is None:
                 raise ArgumentError(
-                    f"the loss takes {name}, and init got none: "
+                    f"the loss takes {name}, and init got none. Write "
                     f"step.init(params, {name}={examples[name]})."
                 )
             if value is not None and not wanted:
                 raise ArgumentError(
-                    f"init got {name}, and the loss does not take it: add it as keyword-only "
-                    f"argument, loss_fn(params, batch, *, {name})."
+                    f"init got {name}, and the loss does not take it. Add it as a keyword-only "
+                    f"argument: loss_fn(params, batch, *, {name})."
                 )
         if rng is not None and not (is_key(rng) and rng.ndim == 0):
             raise ArgumentError(
                 f"rng is {rng!r}: it must be one typed key, jax.random.key(seed), shape (). "
-                "A legacy key becomes one with jax.random.wrap_key_data(key)."
+                "Turn a legacy key into a typed one with jax.random.wrap_key_data(key)."
             )
 
     def of_model(self, model: Model) -> "LossFunction":
@@ -133,10 +135,34 @@ class LossFunction:
             )
         if not self.takes_model_state and len(given) not in (1, 2):
             raise OutputError(
-                f"the loss returned {len(given)} values: return loss or (loss, metrics); to hand "
-                "on model state, take it as keyword-only argument: loss_fn(params, batch, *, "
+                f"the loss returned {len(given)} values: return loss or (loss, metrics). To return "
+                "model state, take it as a keyword-only argument: loss_fn(params, batch, *, "
                 "model_state)."
             )
         metrics = given[1] if len(given) > 1 else {}
         check_metrics(metrics)
         return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)
+
+
+def _check_arguments(fn: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Refuses a function that cannot be called with parameters and one batch.
+
+    Raises:
+        ArgumentError: it takes fewer or more positional arguments than two.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    all_of = list(signature.parameters.values())
+    names = [p.name for p in all_of if p.kind in kinds]
+    required = [p for p in all_of if p.kind in kinds and p.default is inspect.Parameter.empty]
+    takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in all_of)
+    if len(required) <= 2 and (takes_any or len(names) >= 2):
+        return
+    given = getattr(fn, "__name__", type(fn).__name__)
+    name = given if given.isidentifier() else "loss"
+    body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
+    count = "1 argument" if len(names) == 1 else f"{len(names)} arguments"
+    raise ArgumentError(
+        f"the loss {given}({', '.join(names)}) takes {count}, and a step calls it with two: "
+        "the parameters and one batch, a pytree of arrays. Write "
+        f"def {name}({names[0] if names else 'params'}, batch): {body}"
+    )

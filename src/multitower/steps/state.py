@@ -12,21 +12,22 @@ from multitower.steps.fields import Fields
 
 @jax.tree_util.register_pytree_with_keys_class
 class TrainState:
-    """Everything that one update changes. A pytree; made by `TrainStep.init`.
+    """The training state, a pytree made by `TrainStep.init`.
 
-    Its arrays lie whole on every device. A step overwrites the state that it is given: keep the
-    state that it returns. To keep an older one, copy it (`jax.tree.map(jnp.copy, state)`).
-    Values may be changed in place before a step, as in
-    `state.opt_state.hyperparams["learning_rate"] = 0.01`; shapes and the tree stay.
+    Its arrays are whole on every device. A step overwrites the state that you pass, so continue
+    with the state that it returns. To keep an older state, copy it
+    (`jax.tree.map(jnp.copy, state)`). You may change values before a step, as in
+    `state.opt_state.hyperparams["learning_rate"] = 0.01`, but not shapes or the tree.
 
     Attributes:
         step: number of updates made, int32, shape ().
-        params: the parameters, as given to `init`; of a module its weights (`TrainStep.model`).
+        params: the parameters, or the weights of a module (see `TrainStep.model`).
         opt_state: the optimizer's state.
         ema_params: the moving average of the parameters, or None; 16-bit floats are kept in
             float32, where small changes are not rounded away.
-        model_state: what the loss hands on from step to step (BatchNorm statistics), or None.
-        rng: the key from which every step and tower draws its own, or None.
+        model_state: what the model changes and does not train, such as BatchNorm statistics; or
+            None.
+        rng: the PRNG key from which the keys of all steps and towers are made, or None.
 
     Raises:
         StateError: on reading a state that a step has overwritten.
@@ -176,9 +177,10 @@ class TrainState:
     def _check_not_spent(self) -> None:
         if self._spent:
             raise StateError(
-                "this state was given to a step already, and the step has overwritten it. Go on "
-                "with the state that the step returned: state, metrics = step(state, batch). To "
-                "keep the old one, copy it first: jax.tree.map(jnp.copy, state)."
+                "this state was given to a step already, and the step has overwritten it. "
+                "Continue with the state that the step returned: state, metrics = "
+                "step(state, batch). To keep the old one, copy it first: "
+                "jax.tree.map(jnp.copy, state)."
             )
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:

@@ -60,56 +60,57 @@ def train_step(
     reduction: Reduction = "mean",
     shard_update: bool = False,
 ) -> "TrainStep":
-    """Makes a training step that runs on all devices and means the same as on one.
+    """Makes a training step that runs on all devices and computes the same as on one.
 
-    One step is: each tower computes the loss of its rows and the gradients; both are averaged over
-    all real rows; the optimizer makes one update. The equivalent one-device step is
+    In one step each tower computes the loss and the gradients of its rows, both are averaged over
+    all real rows, and the optimizer makes one update. The equivalent one-device step is
     `optimizer.update(jax.grad(lambda p: loss_fn(p, batch).mean())(params), ...)`.
 
     Args:
-        loss_fn: `loss_fn(params, batch)`, where params is what `init` was given, such as a Flax NNX
-            or Equinox module; it may also take keyword-only `rng` (this tower's key for this step,
-            in tower 0 that of one device) and `model_state`, in which keys are other ones in every
-            tower but the first. It returns `loss`,
-            `(loss, metrics)`, or with model state `(loss, metrics, model_state)`. The loss has
-            shape (rows,), the better contract, or (), the mean over the rows. Metrics are a dict;
-            those with one entry per row are averaged over all real rows, other floats over towers.
-        optimizer: an optax optimizer. Its schedules count updates, whatever the devices.
+        loss_fn: `loss_fn(params, batch)`, where `params` is what you gave to `init`, such as a
+            pytree or a Flax NNX or Equinox module. It may also take the keyword-only arguments
+            `rng`, a PRNG key that is different in every tower and step (tower 0 gets the key of
+            one device), and `model_state`. It returns `loss`, `(loss, metrics)`, or with model
+            state `(loss, metrics, model_state)`. The loss has shape (rows,), which is recommended,
+            or shape (), the mean over the rows. Metrics are a dict; those with one entry per row
+            are averaged over all real rows, other floats over towers.
+        optimizer: an optax optimizer. Its schedules count updates, on any number of devices.
         devices: as for `multitower.devices`; all by default.
-        towers: the number of towers. With it, everything has the same bits on any number of
-            devices, from 1 to `towers`; without it there is one tower per device, as fast as
-            can be, and equal up to rounding.
+        towers: the number of towers. With it, all results have the same bits on any number of
+            devices from 1 to `towers`. Without it there is one tower per device, which is faster,
+            and results are equal up to rounding.
         ema_decay: keep a moving average of the parameters: a decay, or a function of the number
             of updates made (int32, this one included) that returns it.
         model_state_from: floats of the model state are averaged over towers, weighted by rows
             (`"mean"`), or taken from tower 0 (`"first"`). Other dtypes come from tower 0.
-        global_batch: rows of a full batch. By default those of the first batch. Say it when a run
-            may begin with a smaller one (a resume), so that the same program is compiled.
+        global_batch: rows of a full batch; by default those of the first batch. Pass it if a run
+            may begin with a smaller batch.
         diagnostics: add `"tower_losses"`, float32, shape (towers,), the mean loss of each tower's
             rows (0 for a tower without rows), and `"finite_params"`, bool, one for each parameter
             leaf: whether all of it is finite after the update.
-        skip_nonfinite: make no update where the loss or a new parameter is not finite, decided
-            once for all towers. The step is counted all the same; `"skipped"` is then 1.
-        clip_norm: clip the mean gradient to this global norm, as `optax.clip_by_global_norm` does;
-            above 0. None by default: no clipping. It works with `shard_update`, where an optimizer
-            that looks at all gradients cannot.
-        reduction: what is made of the losses of rows, as for `multitower.value_and_grad`: `"mean"`,
-            or `"sum"` for summed losses and log densities; `metrics["loss"]` is that sum. The loss
-            and metrics may be `mt.ratio(total, weight)` too.
-        shard_update: every tower keeps and updates a block of the optimizer's state and of the
-            moving average, instead of all of both on every device: the same traffic, the same bits
-            on any number of devices, less memory; and the result of the whole update up to
-            rounding. It needs `towers` and an optimizer whose program works element by element
-            (sgd, adam, adamw, lion, ...; no norms over parameters: see `clip_norm`). Seen from
-            outside the state is whole: `opt_state` is then NumPy arrays, joined on the host when
-            somebody looks at it. Of several processes all must look, as at the moving average.
+        skip_nonfinite: make no update if the loss or a new parameter is not finite, on all towers
+            together. The step still counts, and `"skipped"` is 1.
+        clip_norm: clip the mean gradient to this global norm, above 0, as
+            `optax.clip_by_global_norm` does; None, the default, for no clipping. It also works
+            with `shard_update`.
+        reduction: how the losses of rows are combined: `"mean"`, or `"sum"` for summed losses and
+            log densities; `metrics["loss"]` is then that sum. The loss and metrics may also be
+            `mt.ratio(total, weight)`.
+        shard_update: every tower keeps and updates one block of the optimizer state and of the
+            moving average, instead of a whole copy on every device. It takes less memory and sends
+            as many bytes. Results have the same bits on any number of devices, and equal those of
+            the whole update up to rounding. It needs `towers` and an optimizer that treats every
+            element alone (sgd, adam, adamw, lion, ...; for clipping see `clip_norm`). Reading
+            `opt_state` or `ema_params` joins the blocks on the host; with several processes, read
+            them on every process.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        ArgumentError: a loss or an optimizer that is none, or options that exclude each other.
-        DeviceError: devices or towers that are not there.
+        ArgumentError: the loss is not a function of two arguments, the optimizer is not an optax
+            optimizer, or two options exclude each other.
+        DeviceError: more devices or towers than there are.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -177,21 +178,21 @@ class TrainStep:
 
     @property
     def placement(self) -> Placement:
-        """Which device runs which towers; asking starts JAX."""
+        """Which device runs which towers. Reading it starts JAX."""
         if self._placement is None:
             self._placement = place(self._devices, self._towers)
         return self._placement
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
-        """Makes the first state. What is given is copied, never overwritten.
+        """Makes the initial training state. Your arrays are copied and never overwritten.
 
         Args:
-            params: a pytree of float arrays; or a Flax NNX or Equinox module, which the loss then
-                takes as its first argument. `state.params` are the module's weights, and
-                `step.model(state)` is the module. The other Variables of an NNX module, which the
-                loss may change in place, are `state.model_state`.
-            model_state: what the loss takes as `model_state`: a pytree of arrays.
-            rng: what the loss's `rng` is drawn from: a typed key, shape ().
+            params: a pytree of float arrays, or a Flax NNX or Equinox module, which the loss then
+                takes as its first argument. `state.params` holds the module's weights, and
+                `step.model(state)` returns the module. The other Variables of an NNX module, which
+                the loss may change in place, are in `state.model_state`.
+            model_state: a pytree of arrays, which the loss takes as `model_state`.
+            rng: a typed PRNG key, shape (), from which the loss's `rng` is made.
 
         Returns:
             A `TrainState` on all devices, with `step` 0.
@@ -214,14 +215,14 @@ class TrainStep:
         return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
 
     def model(self, state: TrainState) -> Any:
-        """What `init` was given as `params`, with the values of a state.
+        """Returns the parameters or the module with the values of a state.
 
         Args:
             state: a state of this step. For a moving average give
                 `state.replace(params=state.ema_params)`.
 
         Returns:
-            The parameters; or the NNX or Equinox module. Like the state, it can be used until the
+            The parameters, or the NNX or Equinox module. Like the state, it is valid until the
             next step overwrites the state.
         """
         return self._step.loss.build(state.params, state.model_state)
@@ -230,20 +231,21 @@ class TrainStep:
         """Makes one update.
 
         Args:
-            state: from `init` or from the step before; it is overwritten.
+            state: from `init` or from the previous step; it is overwritten.
             batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
 
         Returns:
             The new state, and the metrics: `"loss"` and those of the loss function, each a mean
-            over all real rows, float32, on the first device. Nothing waits for the devices.
+            over all real rows, float32, on the first device. The call does not wait for the
+            devices.
 
         Raises:
-            StateError: the state is none, or has been overwritten; at the first call, other
-                processes have other variables.
-            BatchError: no rows, row counts that differ, or more rows than a full batch; at the
-                first call, other processes pass other shapes or have other towers.
-            ArgumentError: batch leaves that are no numbers.
-            OutputError: the loss returned something that it must not.
+            StateError: it is not a state, or it has been overwritten; at the first call, processes
+                have different variables.
+            BatchError: no rows, different row counts, or more rows than a full batch; at the first
+                call, processes pass different shapes or have different numbers of towers.
+            ArgumentError: the batch has leaves that are not numbers.
+            OutputError: the loss returned a value of the wrong kind or shape.
             ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
         """
         refuse_inside_a_tower("train_step")

@@ -27,29 +27,29 @@ def shard(
 ) -> Any:
     """Copies each tower's rows to its device.
 
-    Tower i gets the rows `x[i*b:(i+1)*b]`, b = rows / towers rounded up. The arrays may be changed
-    or freed afterwards: they are copied.
+    Tower i gets the rows `x[i*b:(i+1)*b]`, where b is rows / towers, rounded up. The arrays are
+    copied, so you may change or free them afterwards.
 
-    Of several processes, all together call it with the same batch, and each one keeps the rows of
-    its own towers. Arrays may be whole in every process, or global `jax.Array`s that lie as the
-    result would; `LazyRows` are read by each process where it needs them.
+    With several processes, call it on every process with the same batch. Each process keeps the
+    rows of its own towers. Arrays may be whole in every process, or global `jax.Array`s that are
+    split as the result is. Of `LazyRows` each process reads the rows that it needs.
 
     Args:
-        batch: a pytree of arrays with rows on axis 0; numbers and 0-d arrays are left alone. Or
-            `LazyRows`.
+        batch: a pytree of arrays with rows on axis 0, or `LazyRows`. Numbers and 0-d arrays are
+            returned as they are.
         devices: as for `multitower.devices`.
-        towers: the number of towers, for functions that were made with the same `towers`.
+        towers: the number of towers, the same as for the function that takes the batch.
         global_batch: rows of a full batch; a smaller one fills the first towers and leaves the
-            last ones empty, so that it fits the program compiled for full ones.
+            last ones empty, so that no new program is compiled.
 
     Returns:
         The same pytree. Without `towers`: `jax.Array`s split over the devices (whole on every
         device where the rows do not divide evenly). With `towers`: `TowerRows` in place of arrays.
 
     Raises:
-        BatchError: no rows, or row counts that differ.
-        ArgumentError: leaves that are no numbers, such as strings.
-        DeviceError: devices that are not there.
+        BatchError: no rows, or different row counts.
+        ArgumentError: leaves that are not numbers, such as strings.
+        DeviceError: more devices than there are, or an unknown name.
 
     Example:
         >>> import numpy as np
@@ -80,7 +80,7 @@ def prefetch(
     towers: int | None = None,
     global_batch: int | None = None,
 ) -> Generator[Any]:
-    """Yields sharded batches, made and copied by a thread up to `size` batches ahead.
+    """Copies batches to the devices in a thread, up to `size` batches ahead of need.
 
     Args:
         batches: an iterable of what `shard` takes, such as host batches; it is read in a
@@ -209,7 +209,7 @@ def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
     if parts.num_rows != places.size:
         raise BatchError(
             f"LazyRows: {places.size} rows were asked for and {parts.num_rows} came: "
-            "read(places) returns one row for each of the places."
+            "read(places) must return one row for each place."
         )
     return parts
 

@@ -11,10 +11,10 @@ from multitower.errors import BatchError
 
 @dataclass(frozen=True, eq=False)
 class LazyRows:
-    """A batch whose rows are read where they are needed: by each process those of its towers.
+    """A batch of which each process reads only the rows of its own towers.
 
-    For `multitower.shard`, `multitower.prefetch` and `Trainer.fit`. With arrays instead, every
-    process of several makes the whole batch and leaves out the rows of the others.
+    `multitower.shard`, `multitower.prefetch` and `Trainer.fit` take it in place of arrays. With
+    arrays, every process makes the whole batch.
 
     Args:
         num_rows: rows of the whole batch, 1 or more, the same in every process.

@@ -15,12 +15,12 @@ from multitower.towers.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class TowerRows:
-    """One array of a batch, cut into towers: what `shard(..., towers=T)` puts in its place.
+    """One array of a batch, split into towers on their devices; made by `shard(..., towers=T)`.
 
     Attributes:
         pieces: for each tower that this process runs, its rows on its device; None for others.
         placement: which device runs which tower.
-        num_rows: real rows; the rows beyond fill the last towers up.
+        num_rows: real rows; further rows only fill up the last towers.
         sample: some of the bits that were cut, where several processes have them; else nothing.
     """
 

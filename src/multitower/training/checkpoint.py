@@ -266,8 +266,8 @@ class Checkpoints:
     def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
         self._set_aside(list(failures))
         warn(
-            f"{'; '.join(failures.values())}. It goes on from checkpoint {found}; what is damaged "
-            f"was renamed to {self.directory}/damaged-*."
+            f"{'; '.join(failures.values())}. Continuing from checkpoint {found}; the damaged "
+            f"files were renamed to {self.directory}/damaged-*."
         )
 
     def _set_aside(self, steps: list[int]) -> None:

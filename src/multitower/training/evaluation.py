@@ -37,34 +37,34 @@ def evaluate(
     towers: int | None = None,
     reduction: Reduction = "mean",
 ) -> dict[str, float]:
-    """The mean of each metric over all examples.
+    """Scores a data set on all devices: the mean of each metric over all examples.
 
-    The law: it equals `{name: fsum(v) / len(v) for name, v in metrics(params, dataset).items()}`:
-    a sum over examples, never a mean of means.
+    The result equals `{name: fsum(v) / len(v) for name, v in metrics(params, dataset).items()}`.
+    Every example counts once.
 
     Args:
         metrics: `metrics(params, batch)` returns a dict with one number per row for each name, or
             `mt.ratio(total, weight)` with an entry per row in both: totals and weights are then
             added over all examples and divided once. It may also take keyword-only
             `model_state`, like a loss.
-        params: its first argument, whole on every device. NNX and Equinox modules in it are scored
-            in evaluation mode, as after `model.eval()` and by `eqx.nn.inference_mode`: without
-            dropout, with BatchNorm's moving averages; your own module is not changed. Models that
-            are functions of arrays (plain JAX, Flax Linen, Haiku, Keras) have no mode to set:
-            `metrics` calls them as for evaluation, such as with `training=False`.
+        params: the first argument of `metrics`, whole on every device. Copies of NNX and Equinox
+            modules in it are scored in evaluation mode, as after `model.eval()` and by
+            `eqx.nn.inference_mode`: without dropout, with BatchNorm's running statistics. Models
+            that are functions of arrays (plain JAX, Flax Linen, Haiku, Keras) have no mode:
+            `metrics` calls them with `training=False` or the like.
         dataset: a pytree of NumPy arrays with one example per row on axis 0.
         global_batch: rows to score at a time, 1 or more.
-        model_state: what `metrics` gets as such, if it takes it; whole on every device.
+        model_state: passed to `metrics`, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
-        towers: with it, the results have the same bits on any number of devices.
-        reduction: what is made of the numbers of rows: their mean, `"mean"`, or their sum, `"sum"`.
+        towers: the number of towers; results then have the same bits on any number of devices.
+        reduction: how the numbers of the rows are combined: `"mean"` or `"sum"`.
 
     Returns:
         For each name the mean (the sum, the ratio). The sums are exact before they are rounded to
         float64, so that they do not depend on the order of the examples.
 
     Raises:
-        BatchError: no examples, row counts that differ, or a batch without rows.
+        BatchError: no examples, different row counts, or a batch without rows.
         OutputError: a metric that is not one number per row.
 
     Example:

@@ -53,7 +53,7 @@ class Loop(NamedTuple):
                 if batch is None:
                     raise RunError(
                         f"the batches ran out after step {number - 1} of {last}: batches(first) "
-                        "must go on for as long as it is asked."
+                        "must return an iterator that does not end before the run."
                     )
                 state, metrics = self.step(state, batch)
                 # Metrics are read one step late: reading this step's would let the devices run

@@ -17,17 +17,17 @@ from multitower.towers.lazy_rows import LazyRows
 
 @dataclass(frozen=True)
 class Progress:
-    """What a hook is told.
+    """What a hook is called with after a step or an evaluation.
 
     Attributes:
         phase: `"train"` after a step, `"test"` after an evaluation.
         step: updates made so far.
         num_steps: updates to make.
         metrics: of that step, or of the whole evaluation: means over all examples.
-        examples_per_s: mean since the first step of this process, which compiles, without test
-            phases; None before.
+        examples_per_s: mean since the first step of this process, without test phases; None at
+            the first step, which compiles.
         tower_losses: the mean loss of each tower's rows, in the order of towers.
-        state: what was evaluated, in the phase `"test"`; a training step's state is gone by then.
+        state: the state that was evaluated, in the phase `"test"`; None in the phase `"train"`.
     """
 
     phase: Literal["train", "test"]

@@ -37,35 +37,35 @@ Batches = Callable[[int], Iterator[Any]]
 
 
 class Trainer:
-    """The whole job: steps, checkpoints, resume, signals, non-finite numbers, evaluation.
+    """The training loop: steps, checkpoints, resume, signals, checks for NaN, evaluation.
 
     Args:
         loss_fn: as for `multitower.train_step`.
         optimizer: an optax optimizer; its schedules count updates.
         run_dir: keep checkpoints in `run_dir/checkpoints`; None for none.
         devices: as for `multitower.devices`.
-        towers: with it, a run has the same bits on any number of devices, also when it is stopped
-            and resumed on another number.
+        towers: the number of towers. With it, a run has the same bits on any number of devices,
+            also if it is stopped and resumed on another number.
         global_batch: rows of a full batch.
         ema_decay: as for `multitower.train_step`.
         model_state_from: as for `multitower.train_step`.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         keep_last: how many checkpoints to keep.
-        keep_best: name of a score; an evaluation that has the best one so far keeps its state in
-            `run_dir/best`, beside the checkpoints. None for none.
-        best: whether the best score is the highest, `"max"`, or the lowest, `"min"`.
+        keep_best: name of a score. The state with the best score so far is kept in `run_dir/best`,
+            beside the checkpoints. None to keep none.
+        best: `"max"` if a higher score is better, `"min"` if a lower one is.
         on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
-            update of that step and goes on. Decided once for all towers.
-        check_replicas_every: steps from one comparison of the devices' variables to the next, after
-            one at the first step; and before every save. 0 for never.
+            update in that step and continues, on all towers together.
+        check_replicas_every: compare the devices' variables every so many steps, after the first
+            step and before every save; 0 for never.
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
         reduction: as for `multitower.train_step`: `"sum"` for summed losses.
-        shard_update: as for `multitower.train_step`: the optimizer's state in blocks.
+        shard_update: as for `multitower.train_step`: split the optimizer state over the devices.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
     Raises:
-        ArgumentError: an option that makes no sense.
+        ArgumentError: an option has a wrong value.
         CheckpointError: `run_dir` cannot be written.
 
     Example:
@@ -167,19 +167,19 @@ class Trainer:
         evaluate: Callable[[TrainState], Any] | None = None,
         evaluate_every: int = 0,
     ) -> TrainState:
-        """Trains until `steps` updates are made, from the start or from the last checkpoint.
+        """Trains until `steps` updates have been made, from the start or from a checkpoint.
 
         Args:
-            params: the first parameters; their values do not matter on a resume.
+            params: the initial parameters; on a resume their values are not used.
             batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
-                ...; a batch must depend on its number alone, so that a resume sees the same ones.
-            steps: updates to make in all, over all sittings.
+                ... A batch must depend on its number alone, so that a resume gets the same ones.
+            steps: updates in all, over the first run and all resumes.
             model_state: as for `TrainStep.init`.
             rng: as for `TrainStep.init`.
-            resume: go on from the newest checkpoint, if there is one.
-            allow_previous: when the newest checkpoint is damaged, go on from the one before.
-            allow_changes: go on although towers, batch size, optimizer or another option that
-                determines the bits is not what the checkpoint was saved with.
+            resume: continue from the newest checkpoint, if there is one.
+            allow_previous: if the newest checkpoint is damaged, continue from the one before.
+            allow_changes: continue although towers, batch size, optimizer or another option that
+                determines the results differs from that of the checkpoint.
             about: JSON values to keep with every checkpoint, such as the configuration.
             evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
             evaluate_every: steps from one test phase to the next; 0 for none.
@@ -191,8 +191,8 @@ class Trainer:
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
             CheckpointError: a checkpoint cannot be written or read.
-            RunError: there are checkpoints, and `resume` is false, or they are of a run with other
-                settings; another run trains in `run_dir`; or the batches ran out.
+            RunError: there are checkpoints and `resume` is false, or the checkpoints are of a run
+                with other settings; another run uses `run_dir`; or the batches ran out.
         """
         if steps < 1:
             raise RunError(f"steps={steps}: a run makes at least one step.")
@@ -249,13 +249,13 @@ class Trainer:
     def restore(
         self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
     ) -> TrainState:
-        """Reads the newest checkpoint, or the best one, without training on.
+        """Reads the newest checkpoint, or the best one, without training.
 
         Args:
-            params: as for `fit`; the values do not matter.
+            params: as for `fit`; the values are not used.
             model_state: as for `fit`.
             rng: as for `fit`.
-            best: read what `keep_best` kept.
+            best: read the state that `keep_best` kept.
 
         Returns:
             The state after the last step that was saved, or the best one.
@@ -291,8 +291,8 @@ class Trainer:
             global_batch: rows to score at a time.
 
         Returns:
-            For each name the mean over all examples, each counted once. Hooks are told too, and
-            with `keep_best` the state is kept if it is the best so far.
+            For each name the mean over all examples, each counted once. Hooks are called with it,
+            and with `keep_best` the state is kept if it is the best so far.
 
         Raises:
             MultitowerError: as `multitower.evaluate`.
@@ -329,7 +329,7 @@ class Trainer:
 
     @property
     def best(self) -> tuple[int, dict[str, float]] | None:
-        """Step and scores of what `keep_best` kept; None if there is none."""
+        """Step and scores of the state that `keep_best` kept; None if there is none."""
         return None if self._best is None else self._best.scores()
 
     def _tell(self, progress: Progress) -> None:
