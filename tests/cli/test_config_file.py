@@ -103,4 +103,4 @@ def test_a_recipe_must_be_named_once(tmp_path, capsys):
     assert main(["train", "digits", "--config", str(tmp_path / "a.toml")]) == 2
     assert "is of the recipe cifar10" in capsys.readouterr().err
     assert main(["train", "digits", "--batch-size", "8", "--tower-batch", "4"]) == 2
-    assert "say one of them" in capsys.readouterr().err
+    assert "Give one of them" in capsys.readouterr().err

@@ -262,7 +262,7 @@ def test_a_counter_in_aux_is_that_of_one_device(towers, jit):
     @wrap
     def step(count, key):
         loss = counting(count, key, lambda count, x, key: (jax.jit(jnp.add)(count, 1), count > 3))
-        return mt.grad(loss, has_aux=True, devices=4, towers=towers)(1.0, x)
+        return mt.grad(loss, has_aux=True, devices=2, towers=towers)(1.0, x)
 
     _, aux = step(jnp.array(6), jax.random.key(0))
     assert aux["count"] == (7, True)
@@ -285,7 +285,7 @@ def test_a_counter_of_a_tower_stays_an_error(counts, towers):
     """Lie: the count of tower 0, a quarter of the rows, for that of all."""
     loss = counting(jnp.array(6), jax.random.key(0), OTHER_COUNTS[counts])
     with pytest.raises(mt.OutputError, match=r"aux\['count'\] has dtype int32 and no axis of rows"):
-        mt.grad(loss, has_aux=True, devices=4, towers=towers)(1.0, np.arange(8.0))
+        mt.grad(loss, has_aux=True, devices=2, towers=towers)(1.0, np.arange(8.0))
 
 
 # ---------------------------------------------------------------- arguments that are no data
@@ -306,12 +306,12 @@ def test_flags_strings_and_functions_are_handed_on(towers):
         args, kwargs = (w, x, training, "square", None), {"act": jnp.tanh}
         plain = lambda *args, **kwargs: settings_loss(*args, **kwargs).mean()
         expected = jax.value_and_grad(plain)(*args, **kwargs)
-        run = mt.value_and_grad(settings_loss, devices=4, towers=towers)
+        run = mt.value_and_grad(settings_loss, devices=2, towers=towers)
         assert_close(run(*args, **kwargs), expected)
         assert_close(
             jax.jit(run, static_argnames=("training", "name", "act"))(*args, **kwargs), expected
         )
-        rows = mt.make_parallel(settings_loss, (None, 0, 0, 0, 0), devices=4, towers=towers)
+        rows = mt.make_parallel(settings_loss, (None, 0, 0, 0, 0), devices=2, towers=towers)
         assert_close(rows(*args, **kwargs), settings_loss(*args, **kwargs))
         assert mt.check_parallel(settings_loss, *args, **kwargs)
     wrong = mt.check_parallel(

@@ -101,7 +101,7 @@ def test_a_key_in_a_state_comes_back_as_on_one_device(make_key, towers, num_rows
         drawing,
         has_aux=True,
         in_axes=(None, None, 0),
-        devices=4 if num_rows > 2 else 2,
+        devices=2,
         towers=towers,
     )
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_a_key_that_is_an_argument_comes_back(make_key, towers, num_rows):
         return (w * x + drawn).sum(1), (key, drawn[:, 0])
 
     key = make_key(0)
-    run = mt.value_and_grad(loss, has_aux=True, devices=4 if num_rows > 2 else 2, towers=towers)
+    run = mt.value_and_grad(loss, has_aux=True, devices=2, towers=towers)
     (_, (new, drawn)), _ = run(1.0, key, X[:num_rows])
     _, (expected, _) = loss(1.0, key, X[:num_rows])
     np.testing.assert_array_equal(data_of(new), data_of(expected))

@@ -144,7 +144,7 @@ def test_trap_mean_of_means(towers):
     def loss(params, batch):
         return losses(params, batch), {"y": batch["y"], "two": {"y": 2 * batch["y"]}}
 
-    step = mt.train_step(loss, optax.sgd(0.0), devices=4, towers=towers, global_batch=12)
+    step = mt.train_step(loss, optax.sgd(0.0), devices=2, towers=towers, global_batch=12)
     for num_rows in (10, 1, 12):
         batch = batch_of(num_rows, seed=num_rows)
         _, metrics = step(step.init(params_of()), batch)
@@ -162,7 +162,7 @@ def test_trap_a_schedule_that_runs_n_times_too_fast(towers):
     def schedule(count):
         return jnp.where(count == 0, 1.0, 0.0)  # only the first update counts
 
-    step = mt.train_step(losses, optax.sgd(schedule), devices=4, towers=towers)
+    step = mt.train_step(losses, optax.sgd(schedule), devices=2, towers=towers)
     state = step.init(params_of())
     for number, batch in enumerate(RAGGED[:3]):
         state, _ = step(state, batch)
@@ -213,7 +213,11 @@ def statistics_loss(params, batch, *, model_state):
 def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     """Lie: the last tower's statistics, counters averaged, or an empty tower's copies counted."""
     step = mt.train_step(
-        statistics_loss, optax.sgd(0.1), devices=4, towers=towers, model_state_from=source
+        statistics_loss,
+        optax.sgd(0.1),
+        devices=2 if towers else 4,
+        towers=towers,
+        model_state_from=source,
     )
     key = jax.random.key(5)
     first = {"mean": 0.0, "count": np.int32(0), "seen": np.int32(0), "key": key}
@@ -259,7 +263,7 @@ def test_trap_the_same_dropout_mask_on_every_tower_or_step(towers):
         return losses(params, batch), {"draw": draws, "square": draws**2}
 
     def draws():
-        step = mt.train_step(loss, optax.sgd(0.1), devices=4, towers=towers)
+        step = mt.train_step(loss, optax.sgd(0.1), devices=2 if towers else 4, towers=towers)
         state = step.init(params_of(), rng=jax.random.key(0))
         found = []
         for _ in range(2):
