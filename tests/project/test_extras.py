@@ -74,7 +74,7 @@ def take_away(module, monkeypatch):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     package, monkeypatch, tmp_path, capsys
 ):
-    """Lie: a command that fails where multitower is no package of the index, or installs another."""
+    """Lie: a command that fails, or installs a stranger's package, where an index is asked."""
     module, use = NEEDED[package]
     take_away(module, monkeypatch)
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: lines_of_the_metadata())
