@@ -15,7 +15,7 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-cluster test-long mutants check format bench docs lock clean
+.PHONY: help setup train test test-slow test-cluster test-long mutants check format bench docs package lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
@@ -88,6 +88,12 @@ bench: $(stamp)  ## the cost of one step against hand-written JAX
 # A warning is an error: a broken link, a name that the reference cannot find.
 docs: $(stamp)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict $(ARGS)
+
+# The tests build the same files once more, install them in clean environments and run them there.
+package: $(stamp)  ## build the sdist and the wheel into dist/, and try them
+	rm -rf dist
+	$(bin)/python -m hatchling build -d dist
+	$(bin)/python -m pytest -m "slow or not slow" tests/project/test_package.py $(ARGS)
 
 # Keeps every pin that still fits; `make lock ARGS=--upgrade` takes the newest releases.
 # "universal" hashes all platforms' wheels; "fewest" gives one version for one Python.

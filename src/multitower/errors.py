@@ -21,6 +21,9 @@ MultitowerWarning (UserWarning)         it runs, but probably not as intended
 Every class also derives from the builtin in brackets, so `except ValueError` keeps working.
 """
 
+import importlib.metadata
+import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -88,6 +91,38 @@ class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing wen
 
 class MultitowerWarning(UserWarning):
     """The program runs, but probably not as you intended."""
+
+
+def install_command(*packages: str) -> str:
+    """Returns the `pip install` command for packages that an optional part needs.
+
+    The command works wherever multitower was installed from. It names the packages themselves,
+    because pip would look up an extra such as `multitower[cli]` in its package index.
+
+    Args:
+        packages: names of packages, such as `"orbax-checkpoint"`.
+
+    Returns:
+        The command. Each package has the version range of the installed multitower. A source tree
+        that is not installed knows no ranges; then the names stand alone.
+
+    Example:
+        >>> from multitower.errors import install_command
+        >>> install_command("left-pad", "right-pad")
+        'pip install left-pad right-pad'
+    """
+    try:
+        requirements = importlib.metadata.requires("multitower") or []
+    except importlib.metadata.PackageNotFoundError:
+        requirements = []
+    # A line of the metadata: "orbax-checkpoint>=0.11.1; extra == 'checkpoint'".
+    needed = [line.partition(";")[0].strip() for line in requirements]
+    ranges = {_normalized(re.split(r"[^\w.-]", one)[0]): one for one in needed}
+    return "pip install " + shlex.join(ranges.get(_normalized(name), name) for name in packages)
+
+
+def _normalized(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def warn(text: str) -> None:

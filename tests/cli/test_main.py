@@ -158,7 +158,7 @@ def test_words_that_are_no_command_are_code_2(words, capsys):
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["train", "digits"]) == 2
-    assert "pip install 'multitower[cli]'" in capsys.readouterr().err
+    assert "needs tyro, which is not installed. Run: pip install" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch, capsys, tmp_path):

@@ -150,7 +150,7 @@ def test_an_unknown_recipe_is_an_error_that_lists_those_there_are():
 
 def test_without_scikit_learn_digits_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(mt.RunError, match=r"pip install 'multitower\[cli\]'"):
+    with pytest.raises(mt.RunError, match=r"Run: pip install .*scikit-learn"):
         digits.load()
 
 

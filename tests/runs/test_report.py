@@ -462,7 +462,7 @@ def test_a_library_that_is_missing_is_named_before_the_training(tmp_path, monkey
         monkeypatch.delitem(sys.modules, name)
     for name in [one for one in sys.modules if one.split(".")[0] == library]:
         monkeypatch.setitem(sys.modules, name, None)
-    said = rf"the report of a run needs {library}, .*pip install 'multitower\[cli\]'"
+    said = rf"the report of a run needs {library}, which is not installed\. Run: pip install"
     with pytest.raises(mt.RunError, match=said):
         run(find_recipe("digits"), RunOptions(steps=1), directory=tmp_path)
     assert list(tmp_path.iterdir()) == []

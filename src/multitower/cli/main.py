@@ -10,9 +10,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from multitower.errors import Interrupted, MultitowerError, MultitowerWarning
+from multitower.errors import Interrupted, MultitowerError, MultitowerWarning, install_command
 
-_MISSING = "multitower: the command line needs more packages: pip install 'multitower[cli]'"
+# Those of the extra `cli`, so that one command is enough (guarded by tests/project/test_extras.py).
+_PACKAGES = (
+    "jinja2",
+    "matplotlib",
+    "orbax-checkpoint",
+    "pillow",
+    "rich",
+    "scikit-learn",
+    "tensorboardX",
+    "tyro",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,9 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.verify import verify
         from multitower.processes.leaving import await_verdict_if_lost, leave_if_together
     except ModuleNotFoundError as error:
-        if error.name not in ("rich", "tyro"):
+        library = (error.name or "").partition(".")[0]
+        if library not in ("rich", "tyro"):
             raise
-        print(f"{_MISSING}  ({error})", file=sys.stderr)
+        print(
+            f"multitower: the command line needs {library}, which is not installed. "
+            f"Run: {install_command(*_PACKAGES)}",
+            file=sys.stderr,
+        )
         return 2
     with warnings.catch_warnings():
         warnings.simplefilter("always", MultitowerWarning)

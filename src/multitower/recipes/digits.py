@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 import multitower as mt
+from multitower.errors import install_command
 from multitower.recipes.definition import DataSets, Recipe
 from multitower.recipes.networks import lenet5
 from multitower.recipes.scores import score
@@ -42,8 +43,8 @@ def load() -> DataSets:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise mt.RunError(
-            "the recipe digits needs scikit-learn, which holds its images: "
-            "pip install 'multitower[cli]'."
+            "the recipe digits needs scikit-learn, which holds its images and is not installed. "
+            f"Run: {install_command('scikit-learn')}"
         ) from error
     found: Any = load_digits()
     images = enlarge(found.images.astype(np.float32) / 16, lenet5.IMAGE_SIZE)

@@ -3,9 +3,10 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from multitower.errors import RunError
+from multitower.errors import RunError, install_command
 
 _LIBRARIES = ("PIL", "jinja2", "markupsafe", "matplotlib")
+_PACKAGES = ("jinja2", "matplotlib", "pillow")  # what brings them
 
 
 @contextmanager
@@ -30,5 +31,5 @@ def drawing_libraries(what: str) -> Generator[None]:
         if library not in _LIBRARIES:
             raise
         raise RunError(
-            f"{what} needs {library}, which is not installed: pip install 'multitower[cli]'."
+            f"{what} needs {library}, which is not installed. Run: {install_command(*_PACKAGES)}"
         ) from error

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.errors import RunError
+from multitower.errors import RunError, install_command
 from multitower.processes.together import is_first
 from multitower.training.event_writer import EventFile, open_writer
 from multitower.training.progress import Progress
@@ -126,7 +126,8 @@ class EventFiles:
             importlib.import_module("tensorboardX")  # slow, and optional
         except ImportError as error:
             raise RunError(
-                "event files need tensorboardX: pip install 'multitower[cli]'."
+                "event files need tensorboardX, which is not installed. "
+                f"Run: {install_command('tensorboardX')}"
             ) from error
         self._directory = Path(directory)
         self._texts = dict(texts or {})

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from multitower.errors import CheckpointError
+from multitower.errors import CheckpointError, install_command
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)
 
@@ -22,7 +22,8 @@ def load_orbax() -> Any:
         import orbax.checkpoint as ocp  # noqa: PLC0415 (a second to import, and optional)
     except ImportError as error:
         raise CheckpointError(
-            "checkpoints need Orbax: pip install 'multitower[cli]', or orbax-checkpoint."
+            "checkpoints need Orbax, which is not installed. "
+            f"Run: {install_command('orbax-checkpoint')}"
         ) from error
     _keep_quiet()
     return ocp
