@@ -53,6 +53,9 @@ train: $(stamp)  ## the main job: train the digits recipe
 test test-slow test-long mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
 test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+# Nor do everyday tests wait for most optimizations; where bits are what is tested they do, and the
+# long tests run as users do (conftest.py).
+test mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
@@ -63,10 +66,10 @@ test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, sev
 
 # Each file of tests starts engines of its own, in one worker, and mostly waits for them.
 test-cluster: $(engines)  ## on the engines themselves: SLURM, Open MPI, Ray, two hosts (root, Debian)
-	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadgroup -m cluster tests $(ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m cluster tests $(ARGS)
 
 test-long: $(engines)  ## the last two at once, as CI does: while some wait, others compute
-	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) --dist loadgroup -m "slow or cluster" tests $(ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "slow or cluster" tests $(ARGS)
 
 mutants: $(stamp) $(mutator)  ## do tests notice small bugs? MODULE=engines/reduction
 	$(mutator) benchmarks/mutants.py $(abspath $(bin)/python) $(MODULE) $(ARGS)

@@ -1,5 +1,47 @@
 """Every test and docstring example runs on eight simulated devices."""
 
+import os
+from pathlib import Path
+
+import jax
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
 import multitower as mt
 
 mt.configure(simulated_devices=8)
+
+# `make test` has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
+# wait for. Not so where bits are what is tested, since optimizations are what may change them.
+LEFT_OUT = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
+OPTIMIZED = [Path(__file__).parent / "tests" / name for name in ("engines", "proof", "processes")]
+# Files whose tests share what is dear to set up: one worker runs all of a file.
+TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures of a test: how it is compiled."""
+    if any(folder in item.path.parents for folder in OPTIMIZED):
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After them: as the environment says."""
+    jax.config.update("jax_disable_most_optimizations", LEFT_OUT)
+
+
+class SomeFilesTogether(LoadScopeScheduling):
+    """Any worker takes any test, but for the files of TOGETHER.
+
+    (Marks of pytest-xdist 3.8 for this, `xdist_group`, do nothing with pytest 9.2.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file.removeprefix("tests/").startswith(TOGETHER) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SomeFilesTogether:
+    """Used by `pytest -n`."""
+    return SomeFilesTogether(config, log)

@@ -10,4 +10,3 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.cluster)
-            item.add_marker(pytest.mark.xdist_group(item.path.name))  # the engines of a file

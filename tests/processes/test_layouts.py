@@ -104,7 +104,6 @@ def on_eight_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("layouts")  # what they are compared with is computed once
 @pytest.mark.parametrize("layout", [(2, 4), (8, 1), (3, 1)], ids=str)
 def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     whats = list(on_eight_devices) if layout in [(2, 4), (3, 1)] else ["same_bits"]

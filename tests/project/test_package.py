@@ -19,8 +19,6 @@ import yaml
 from places import CIRCLE, ROOT
 from processes import clean_environment
 
-pytestmark = pytest.mark.xdist_group("package")  # one worker builds and installs once for all
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 UV = Path(sys.executable).parent / "uv"
 LOCK = ROOT / "requirements" / f"python3.{min(sys.version_info.minor, 13)}.txt"

@@ -104,7 +104,7 @@ def test_towers_and_devices_do_not_matter(devices, towers):
     # The lie: the same image distorted otherwise, because another tower got it.
     found = mt.make_parallel(distortions.distort, devices=devices, towers=towers)(IMAGES, KEYS)
     # Other tower sizes are other programs, whose float32 sums are ordered otherwise.
-    np.testing.assert_allclose(found, distort(IMAGES, KEYS), atol=1e-5)
+    np.testing.assert_allclose(found, distort(IMAGES, KEYS), atol=2e-5)
 
 
 def test_an_augmented_loss_sees_each_example_with_its_own_key():

@@ -19,6 +19,7 @@ from multitower.processes.together import whole_on_host
 from multitower.training.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
+jax.config.update("jax_disable_most_optimizations", False)
 
 TOWERS = 8
 COLUMNS, HIDDEN = 6, 5
