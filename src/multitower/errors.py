@@ -34,7 +34,7 @@ class MultitowerError(Exception):
 
 
 class ConfigurationError(MultitowerError, RuntimeError):
-    """A setting that came too late, or contradicts another one."""
+    """A setting that came too late, or that contradicts another setting."""
 
 
 class DeviceError(MultitowerError, ValueError):

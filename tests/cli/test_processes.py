@@ -239,7 +239,7 @@ def test_a_process_that_is_killed_while_all_save(tmp_path):
     (_, errors), _ = end(running, 120)
     assert time.monotonic() - began < 90
     assert [process.returncode for process in running] == [-signal.SIGABRT, -signal.SIGKILL], errors
-    assert "multitower: process 0 has lost the connection to another one (" in errors
+    assert "multitower: process 0 has lost the connection to another process (" in errors
     assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
     assert "make room" not in errors.lower()
 

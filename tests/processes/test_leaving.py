@@ -40,7 +40,7 @@ def test_a_lost_connection_says_where_to_look(together, capsys):
     with pytest.raises(Left):
         leaving.leave_if_together(1, error)
     shown = capsys.readouterr().err
-    assert "process 0 has lost the connection to another one (UNKNOWN: Gloo all-reduce" in shown
+    assert "process 0 has lost the connection to another process (UNKNOWN: Gloo all-reduce" in shown
     assert "Which one is missing is said below" in shown
 
 

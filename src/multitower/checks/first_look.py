@@ -136,7 +136,7 @@ class _Result(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All of them, and the lines where statistics that are handed on come from.
+    """All of them, and the lines where returned statistics come from.
 
     Who hands on such statistics knows that towers have their own; what else mixes rows is told.
     """
@@ -156,7 +156,7 @@ class Results(NamedTuple):
         return cls(leaves, known)
 
     def are_statistics(self, flow: Flow) -> bool:
-        """Whether rows are brought together by nothing but statistics that are handed on."""
+        """Whether rows are brought together by nothing but returned statistics."""
         return bool(flow.mixed) and {_line(root) for root in flow.roots} <= self.known_lines
 
     def statistics(self, num_towers: int) -> list[Problem]:

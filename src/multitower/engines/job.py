@@ -24,7 +24,7 @@ class Shared(NamedTuple):
 
 
 class TowerResult(NamedTuple):
-    """What one tower hands on; each a pytree of arrays, () for nothing.
+    """What one tower returns; each a pytree of arrays, () for nothing.
 
     Attributes:
         means: floats, summed over towers, then divided by the number of towers' worth of rows

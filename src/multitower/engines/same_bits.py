@@ -30,7 +30,7 @@ _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for mor
 
 
 class TowerSums(NamedTuple):
-    """What one tower hands on, or a sum of several.
+    """What one tower returns to be added up, or a sum of several.
 
     Attributes:
         packed: means and sums.
@@ -41,7 +41,7 @@ class TowerSums(NamedTuple):
     blocks: Any
 
 
-# What is called with (stage, place, sums): ("tower program", tower, what the tower hands on), then
+# What is called with (stage, place, sums): ("tower program", tower, what the tower returns), then
 # ("reduction", local device, the totals there).
 Tap = Callable[[str, int, TowerSums], None]
 

@@ -1,4 +1,4 @@
-"""What a loss returns beside the loss: rows, means, and state that is handed on.
+"""What a loss returns beside the loss: rows, means, and model state.
 
 Haiku, Keras and Equinox hand state from call to call: an argument comes back in `aux`, changed.
 """

@@ -145,7 +145,7 @@ class Ratio:
 
 
 class RatioSums(NamedTuple):
-    """What a tower hands on of a ratio, to be added up.
+    """What a tower returns of a ratio, to be added up.
 
     Attributes:
         totals: scalars, for each term.
@@ -194,7 +194,7 @@ def fill_ratios(tree: Any, values: Sequence[Any]) -> Any:
 
 
 def sums_of(value: Ratio, here: Tower, tower_rows: int) -> RatioSums:
-    """What a tower hands on.
+    """What a tower returns.
 
     Raises:
         OutputError: a total or a weight that has neither rows nor the shape ().

@@ -1,4 +1,4 @@
-"""Model state over towers: what one call hands on to the next, such as BatchNorm's averages.
+"""Model state over towers: what one call returns for the next, such as BatchNorm's averages.
 
 Every tower gets the state whole and returns its own. Floats are averaged over towers, weighted by
 real rows; everything else is tower 0's, so counters advance as they would on one device. Keys
@@ -49,7 +49,7 @@ def enter(leaf: Any, tower: Tower) -> Any:
 def sort_changes(
     given: Sequence[Any], new: Sequence[Any], here: Tower, tower_rows: int, source: str = "mean"
 ) -> Changed:
-    """What a tower hands on of the state that it was given.
+    """What a tower returns of the state that it was given.
 
     Args:
         given: the leaves that went in.

@@ -85,7 +85,7 @@ def await_verdict_if_lost(error: BaseException) -> None:
         return
     with contextlib.suppress(OSError):
         print(
-            f"multitower: process {jax.process_index()} has lost the connection to another one "
+            f"multitower: process {jax.process_index()} has lost the connection to another process "
             f"({str(lost).splitlines()[0]}). Which one is missing is said below, when JAX has not "
             f"heard of it for {HEARTBEAT_S} s.",
             file=sys.stderr,

@@ -52,7 +52,8 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         _check_writable(path)
     except OSError as error:
         raise RunError(
-            f"the run directory {path} cannot be used: {error.strerror or error}. Name another one."
+            f"the run directory {path} cannot be used: {error.strerror or error}. Choose another "
+            "directory."
         ) from error
     if result.exists():
         raise RunError(

@@ -43,7 +43,8 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False) -> Path:
             (path / name).unlink(missing_ok=True)
     except OSError as error:
         raise RunError(
-            f"the directory {path} cannot be used: {error.strerror or error}. Name another one."
+            f"the directory {path} cannot be used: {error.strerror or error}. Choose another "
+            "directory."
         ) from error
     write_whole(old, "{}\n").unlink()  # a directory that cannot be written is an error now
     return path

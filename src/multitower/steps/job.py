@@ -28,14 +28,14 @@ from multitower.towers.surroundings import inside_a_tower
 
 
 class Means(NamedTuple):
-    """What a tower hands on to be averaged."""
+    """What a tower returns to be averaged."""
 
     metrics: Any
     model_state: Any
 
 
 class Sums(NamedTuple):
-    """What a tower hands on to be added up."""
+    """What a tower returns to be added up."""
 
     gradients: Any
     metrics: MetricSums

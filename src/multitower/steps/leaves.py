@@ -60,5 +60,6 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
         if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
-                f"{leaf.dtype.name}{list(leaf.shape)} in the model: it was saved with another one."
+                f"{leaf.dtype.name}{list(leaf.shape)} in the model. The checkpoint is of "
+                "another model."
             )

@@ -1,4 +1,4 @@
-"""The metrics of a step: what a tower hands on of them, and how they are put together."""
+"""The metrics of a step: what a tower returns of them, and how they are put together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from multitower.towers.rows import Tower
 
 
 class MetricSums(NamedTuple):
-    """What a tower hands on to be added up.
+    """What a tower returns to be added up.
 
     Attributes:
         by_row: sums over rows of the metrics that have any.

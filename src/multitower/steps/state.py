@@ -109,7 +109,7 @@ class TrainState:
 
     @property
     def model_state(self) -> Any:
-        """What the loss hands on from step to step, or None."""
+        """The model state that the loss returned, or None."""
         return self._show("model_state", self.shared())
 
     @property
