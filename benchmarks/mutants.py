@@ -34,8 +34,8 @@ TIMEOUT_S = 600
 
 # The tests of a module whose own file is not all that guards it.
 TESTS = {
-    "checks/along_rows": ["checks/test_first_look", "functions/test_check"],
-    "checks/row_flow": ["checks/test_first_look", "functions/test_check"],
+    "checks/along_rows": ["checks/test_first_look", "trials/test_check"],
+    "checks/row_flow": ["checks/test_first_look", "trials/test_check"],
     "cli/resume": ["cli/test_wiring", "cli/test_resume"],
     "cli/train": ["cli/test_wiring", "cli/test_main"],
     "engines/same_bits": ["engines/test_same_bits", "proof/test_verification", "steps/test_train"],
@@ -45,7 +45,8 @@ TESTS = {
     "models/opening": ["models/test_closures"],
     "steps/clipping": ["steps/test_clip_norm"],
     "steps/job": ["steps/test_train", "steps/test_ratio", "steps/test_clip_norm"],
-    "steps/leaves": ["steps/test_sharded_replay", "steps/test_state", "steps/test_changed_state"],
+    "steps/state/changes": ["steps/state/test_changed_state"],
+    "steps/state/leaves": ["steps/test_sharded_replay", "steps/state/test_state"],
     "steps/sharded_state": ["steps/test_sharded_replay", "steps/test_sharded_update"],
     "steps/sharded_update": ["steps/test_sharded_replay", "steps/test_sharded_update"],
     "towers/rows": ["towers/test_rows", "functions/test_parallel", "functions/test_autodiff"],

@@ -21,22 +21,22 @@ from multitower.errors import (
 )
 from multitower.functions.autodiff import grad, value_and_grad
 from multitower.functions.averaging import average_gradients
-from multitower.functions.check import check_parallel
 from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import ratio
 from multitower.hardware.configuration import configure
 from multitower.hardware.devices import device, devices
-from multitower.steps.fingerprint import fingerprint
-from multitower.steps.state import TrainState
+from multitower.steps.state.fingerprint import fingerprint
+from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep, train_step
 from multitower.towers.feeding import prefetch, shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows
-from multitower.training.checkpoint import Checkpoints
+from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.evaluation import evaluate
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Progress
 from multitower.training.trainer import Trainer
+from multitower.trials.check import check_parallel
 
 __all__ = [
     "ArgumentError",

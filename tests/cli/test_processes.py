@@ -20,7 +20,7 @@ import multitower as mt
 import places
 from multitower.cli.local_processes import split_off_processes
 from multitower.cli.main import main
-from multitower.training.checkpoint import Checkpoints
+from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import clean_environment, free_port
 
 # Compiled in a moment.
@@ -228,7 +228,7 @@ def test_a_process_that_is_killed_while_all_save(tmp_path):
     """Lie: "a checkpoint could not be written: make room", of a disk that has done nothing."""
     file = tmp_path / "recipe.py"
     kill = (
-        "import os, signal\nfrom multitower.training.checkpoint import Checkpoints\n"
+        "import os, signal\nfrom multitower.training.checkpoints.checkpoint import Checkpoints\n"
         "def killed(*_, **how): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def load():\n    if jax.process_index() == 1: Checkpoints.save = killed\n"
     )

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.training.checkpoint import Checkpoints
+from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_python
 
 ROWS = np.random.default_rng(0).normal(size=(3, 14, 4)).astype(np.float32)  # 14 rows on 4 towers

@@ -13,7 +13,7 @@ import pytest
 
 import multitower as mt
 from multitower.data.batches import make_batches
-from multitower.steps.replicas import check_replicas
+from multitower.steps.state.replicas import check_replicas
 
 RNG = np.random.default_rng(0)
 DATA = {

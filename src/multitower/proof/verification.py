@@ -17,8 +17,8 @@ import numpy as np
 
 from multitower.engines.packing import unpack
 from multitower.engines.same_bits import TowerSums, tapped
-from multitower.steps.fingerprint import fingerprint
-from multitower.steps.state import TrainState
+from multitower.steps.state.fingerprint import fingerprint
+from multitower.steps.state.train_state import TrainState
 
 # Makes a run on so many devices; yields the state and the metrics after each step.
 MakeRun = Callable[[Any], Iterator[tuple[TrainState, dict[str, jax.Array]]]]

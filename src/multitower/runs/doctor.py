@@ -13,7 +13,7 @@ from multitower.hardware import provenance
 from multitower.hardware.devices import devices as find_devices
 from multitower.processes.together import are_several, lines_of_all
 from multitower.runs.exchanges import time_exchanges
-from multitower.steps.fingerprint import fingerprint
+from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.train import train_step
 from multitower.towers.placement import place
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from multitower.data.augmentation import augment_batch
 from multitower.recipes.definition import Recipe, takes
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 
 _NUM_INPUTS = 16
 _NUM_SCORED = 256

@@ -14,10 +14,10 @@ from multitower.hardware import provenance
 from multitower.processes.together import are_several
 from multitower.recipes.definition import DataSets, Recipe, takes
 from multitower.runs.options import LARGEST_SEED, RunOptions
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import take_apart
-from multitower.training.best_checkpoint import check_score
+from multitower.training.checkpoints.best import check_score
 from multitower.training.trainer import Trainer
 
 # Without gradients so many batches fit where one did: fewer round trips.

@@ -15,8 +15,8 @@ from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
 from multitower.runs.samples import sample_inputs, sample_predictions
 from multitower.runs.setup import RecipeJob, placement_by_name
-from multitower.steps.fingerprint import fingerprint
-from multitower.steps.state import TrainState
+from multitower.steps.state.fingerprint import fingerprint
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Hook, Progress

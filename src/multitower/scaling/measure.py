@@ -209,9 +209,7 @@ def _check_losses(
     if not curves:
         reason = "weak scaling trains on other batches with every number of devices"
     elif options.towers is None and takes(recipe.loss, "rng"):
-        reason = (
-            "the loss draws random numbers, which differ by device; --towers T fixes them"
-        )
+        reason = "the loss draws random numbers, which differ by device; --towers T fixes them"
     elif options.towers is None and recipe.model_state is not None:
         reason = "the model state depends on the rows of each tower; --towers T fixes them"
     if reason is not None:

@@ -14,7 +14,7 @@ import jax
 
 from multitower.engines.same_bits import TowerSums, tapped
 from multitower.proof.verification import TOWER
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep
 from multitower.towers.feeding import shard
 from multitower.towers.split import TowerRows

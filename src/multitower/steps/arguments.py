@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from multitower.errors import ArgumentError
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import Parts, is_traced
 
 

@@ -18,10 +18,10 @@ from multitower.functions.objective import (
 from multitower.functions.outputs import find_row_leaves, row_sum, wide
 from multitower.functions.ratio import inside_tower, is_ratio, join_ratio, sums_of, take_ratios
 from multitower.models.state import Changed, enter, join, sort_changes
-from multitower.steps.fields import Fields
 from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
 from multitower.steps.update import finite_leaves, update
 from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
 from multitower.towers.surroundings import inside_a_tower

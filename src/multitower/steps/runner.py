@@ -11,11 +11,11 @@ from multitower.engines import spmd
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
 from multitower.functions.calls import as_global, replicate
-from multitower.steps.changes import Changes, with_changes
-from multitower.steps.fields import Fields
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import StepParts
-from multitower.steps.state import TrainState
+from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Split, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows

@@ -15,9 +15,9 @@ import numpy as np
 from multitower.functions.calls import as_global, replicate
 from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
-from multitower.steps.changes import Changes, with_changes
-from multitower.steps.fields import Fields
-from multitower.steps.state import TrainState
+from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.blocks import BlockLayout
 from multitower.towers.gather import gather_rows
 from multitower.towers.placement import Placement

@@ -14,11 +14,9 @@ from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
 from multitower.steps.arguments import check_numbers, refuse_tracers
-from multitower.steps.fields import Fields
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
-from multitower.steps.replicas import check_replicas
 from multitower.steps.runner import (
     FastRunner,
     Metrics,
@@ -28,7 +26,9 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.state import TrainState
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.replicas import check_replicas
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call

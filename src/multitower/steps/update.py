@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from multitower.errors import OutputError
 from multitower.steps.clipping import clipped, leaf_squares
-from multitower.steps.fields import Fields
 from multitower.steps.optimizer import call_update
 from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
 
 
 def finite_leaves(params: Any) -> jax.Array:

@@ -5,13 +5,13 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from multitower.errors import RunError
-from multitower.steps.replicas import check_replicas
-from multitower.steps.state import TrainState
+from multitower.steps.state.replicas import check_replicas
+from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep
 from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
+from multitower.training.checkpoints.saving import Saver
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
-from multitower.training.saving import Saver
 from multitower.training.test_phase import TestPhase
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from multitower.errors import NonFiniteError
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.lazy_rows import LazyRows
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from multitower.errors import ArgumentError
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 
 
 class TestPhase:

@@ -11,11 +11,12 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.parts import EmaDecay
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep, train_step
 from multitower.training.agreement import StopVote
-from multitower.training.best_checkpoint import BestCheckpoint
-from multitower.training.checkpoint import Checkpoints
+from multitower.training.checkpoints.best import BestCheckpoint
+from multitower.training.checkpoints.checkpoint import Checkpoints
+from multitower.training.checkpoints.saving import Saver
 from multitower.training.evaluation import evaluate
 from multitower.training.interruption import noted_signals
 from multitower.training.loop import Loop
@@ -25,7 +26,6 @@ from multitower.training.progress import (
     Progress,
     num_rows_of,
 )
-from multitower.training.saving import Saver
 from multitower.training.test_phase import TestPhase
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.training.checkpoint import Checkpoints
+from multitower.training.checkpoints.checkpoint import Checkpoints
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 5)).astype(np.float32)}
 

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from multitower.errors import RunError
 from multitower.processes.together import of_first
-from multitower.steps.state import TrainState
-from multitower.training.checkpoint import Checkpoints
+from multitower.steps.state.train_state import TrainState
+from multitower.training.checkpoints.checkpoint import Checkpoints
 
 
 class BestCheckpoint(NamedTuple):
@@ -23,7 +23,7 @@ class BestCheckpoint(NamedTuple):
         >>> import tempfile, jax.numpy as jnp, optax
         >>> from pathlib import Path
         >>> import multitower as mt
-        >>> from multitower.training.best_checkpoint import BestCheckpoint
+        >>> from multitower.training.checkpoints.best import BestCheckpoint
         >>> state = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1)).init(jnp.float32(3))
         >>> best = BestCheckpoint(Path(tempfile.mkdtemp()), "accuracy", "max")
         >>> best.offer(1, state, {"accuracy": 0.5}), best.offer(2, state, {"accuracy": 0.25})

@@ -16,7 +16,7 @@ import numpy as np
 
 from multitower.errors import CheckpointError
 from multitower.processes.together import are_several
-from multitower.training.orbax_library import first_line, load_orbax
+from multitower.training.checkpoints.orbax_library import first_line, load_orbax
 
 # A reader that a run overtakes looks again, so often and after so many seconds.
 TRIES = 50

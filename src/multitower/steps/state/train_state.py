@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from multitower.errors import StateError
-from multitower.steps.changes import Changes, Shown
-from multitower.steps.fields import Fields
+from multitower.steps.state.changes import Changes, Shown
+from multitower.steps.state.fields import Fields
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -20,11 +20,11 @@ import numpy as np
 
 from multitower.errors import CheckpointError, warn
 from multitower.processes.together import is_first, of_first
-from multitower.steps.fingerprint import fingerprint
-from multitower.steps.leaves import check_same_leaves, leaf_like, named_leaves, on_host
-from multitower.steps.state import TrainState
-from multitower.training.orbax_library import first_line
-from multitower.training.orbax_manager import TRIES, OrbaxManager
+from multitower.steps.state.fingerprint import fingerprint
+from multitower.steps.state.leaves import check_same_leaves, leaf_like, named_leaves, on_host
+from multitower.steps.state.train_state import TrainState
+from multitower.training.checkpoints.orbax_library import first_line
+from multitower.training.checkpoints.orbax_manager import TRIES, OrbaxManager
 
 
 class Restored(NamedTuple):

@@ -60,7 +60,7 @@ def check_parallel(
     """
     check_reduction(reduction)
     check_towers(towers)
-    from multitower.functions.trial import Trial  # noqa: PLC0415 (at the first call: importing stays quick)
-    from multitower.functions.verdict import judge  # noqa: PLC0415 (at the first call: importing stays quick)
+    from multitower.trials.trial import Trial  # noqa: PLC0415 (at the first call: importing stays quick)
+    from multitower.trials.verdict import judge  # noqa: PLC0415 (at the first call: importing stays quick)
 
     return judge(Trial.of(fn, example_args, extras, in_axes, reduction), towers)

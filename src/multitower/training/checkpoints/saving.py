@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from multitower.errors import Interrupted
-from multitower.steps.state import TrainState
-from multitower.training.checkpoint import Checkpoints
+from multitower.steps.state.train_state import TrainState
+from multitower.training.checkpoints.checkpoint import Checkpoints
 
 
 class Saver:

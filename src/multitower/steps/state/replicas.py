@@ -8,7 +8,7 @@ import numpy as np
 
 from multitower.errors import StateError
 from multitower.processes.together import gathered
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 
 
 def check_replicas(state: TrainState) -> None:
@@ -26,7 +26,7 @@ def check_replicas(state: TrainState) -> None:
     Example:
         >>> import jax.numpy as jnp, optax
         >>> import multitower as mt
-        >>> from multitower.steps.replicas import check_replicas
+        >>> from multitower.steps.state.replicas import check_replicas
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
-from multitower.steps.fields import Fields
+from multitower.steps.state.fields import Fields
 from multitower.towers.rows import is_key
 
 # For each attribute of a state the new leaves by number.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import CheckpointError
-from multitower.steps.state import TrainState
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import is_key
 
 

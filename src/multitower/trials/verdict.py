@@ -21,10 +21,10 @@ from multitower.checks.problems import (
     table,
 )
 from multitower.checks.row_flow import Reading
-from multitower.functions.comparison import Compared, numbers_of
-from multitower.functions.trial import Found, Trial
 from multitower.hardware.devices import devices
 from multitower.towers.rows import is_key
+from multitower.trials.comparison import Compared, numbers_of
+from multitower.trials.trial import Found, Trial
 
 _Read = tuple[Reading, Results] | None
 # What goes wrong where an argument is cut that every tower needs whole.

@@ -1,0 +1,4 @@
+"""Is this function safe to run data parallel? It is tried on all rows and on each tower's rows.
+
+Read `check.py` first. Nothing that trains needs this folder.
+"""
