@@ -1,7 +1,6 @@
 """Every test and docstring example runs on eight simulated devices."""
 
 import os
-from pathlib import Path
 
 import jax
 import pytest
@@ -12,16 +11,21 @@ import multitower as mt
 mt.configure(simulated_devices=8)
 
 # `make test` has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
-# wait for. Not so where bits are what is tested, since optimizations are what may change them.
+# wait for. Not so where bits or memory are what is tested: optimizations decide over both.
 LEFT_OUT = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
-OPTIMIZED = [Path(__file__).parent / "tests" / name for name in ("engines", "proof", "processes")]
+OPTIMIZED = ("engines/", "processes/", "proof/", "steps/test_budgets")
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
 
 
+def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
+    """Whether a test is in one of these folders or files of tests/."""
+    return nodeid.removeprefix("tests/").startswith(places)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures of a test: how it is compiled."""
-    if any(folder in item.path.parents for folder in OPTIMIZED):
+    if is_in(item.nodeid, OPTIMIZED):
         jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -37,8 +41,7 @@ class SomeFilesTogether(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return file if file.removeprefix("tests/").startswith(TOGETHER) else nodeid
+        return nodeid.partition("::")[0] if is_in(nodeid, TOGETHER) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

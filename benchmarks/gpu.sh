@@ -11,10 +11,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-.venv/bin/python}
 here=(--devices 1,1)
+same=(--towers 8 --steps 3)
 overhead=(--rounds 7)
 models=(--rounds 5 --steps 10)
 if [[ ${1:-} == --small ]]; then
   here=(--simulate 1,1)
+  same=(--towers 2 --steps 1)
   overhead=(--rounds 2 --only Polynomial)
   models=(--small --rounds 2 --steps 2)
 fi
@@ -23,13 +25,13 @@ heading() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
 heading "doctor"
 "$python" -m multitower doctor
-heading "the same bits: 8 towers on one device, twice"
-"$python" -m multitower verify digits --towers 8 --steps 3 "${here[@]}"
+heading "the same bits on one device, twice"
+"$python" -m multitower verify digits "${same[@]}" "${here[@]}"
 if [[ ${1:-} != --small ]]; then
   count=$("$python" -c 'import multitower as mt; print(len(mt.devices("gpu")))')
   if ((count > 1)); then
-    heading "the same bits: 8 towers on 1 and on $count devices"
-    "$python" -m multitower verify digits --towers 8 --steps 3 --devices "1,$count"
+    heading "the same bits on 1 and on $count devices"
+    "$python" -m multitower verify digits "${same[@]}" --devices "1,$count"
   fi
   overhead+=(--devices "$count" --real)
 fi
