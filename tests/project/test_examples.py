@@ -106,6 +106,7 @@ def test_two_products_run_at_the_same_time():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
     # The lies: a framework that "is supported" and learns nothing; a loss of another size.
