@@ -65,10 +65,8 @@ def main() -> int:
     options = parser.parse_args()
     module = Path("src/multitower", options.module.removesuffix(".py") + ".py")
     source = (ROOT / module).read_text()
-    mutants = draw(module, source, options.number, options.seed)
     tests = tests_of(Path(options.module))
-    if not tests:
-        sys.exit(f"No tests are known for {options.module}: name them in TESTS.")
+    mutants = draw(module, source, options.number, options.seed)
     print(f"{module}: {len(mutants)} mutants; {' '.join(tests)}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         copies: Queue[Path] = Queue()
@@ -125,7 +123,10 @@ def tests_of(module: Path) -> list[str]:
     """What is run, in this order."""
     names = TESTS.get(module.as_posix(), [f"{module.parent}/test_{module.name}"])
     places = [f"tests/{name}.py" for name in names]
-    return [place for place in places if (ROOT / place).exists()]
+    missing = [place for place in places if not (ROOT / place).exists()]
+    if missing:
+        sys.exit(f"{', '.join(missing)}: no such tests. Name those of {module} in TESTS.")
+    return places
 
 
 def copy_to(directory: Path) -> Path:

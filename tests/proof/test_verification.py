@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
+from faults import change_results, divide_parameters
 from multitower.engines import reduction, same_bits
 from multitower.proof.verification import compare
 
@@ -90,48 +91,29 @@ def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
 
 def test_an_update_that_knows_its_devices_is_found_in_the_update(fault):
     # The lie: a mean over devices instead of towers.
-    finish = same_bits.SameBits.run
-
-    def run(self, replicas, rows):
-        finished = finish(self, replicas, rows)
-        for i, (fields, metrics) in enumerate(finished.results):
-            params = jax.tree.map(lambda x: x / len(finished.results), fields.params)
-            finished.results[i] = (fields._replace(params=params), metrics)
-        return finished
-
-    fault.setattr(same_bits.SameBits, "run", run)
+    change_results(fault, divide_parameters)
     message = r"step 1: .* part in the update \(the copy on device 0\): params\[0\] is"
     with pytest.raises(AssertionError, match=message):
         check()
 
 
 def test_a_device_that_differs_from_its_neighbours_is_named(fault):
-    finish = same_bits.SameBits.run
+    def change(i, num_devices, fields, metrics):
+        if num_devices == 2 and i == 1:
+            fields = fields._replace(step=fields.step + 1)
+        return fields, metrics
 
-    def run(self, replicas, rows):
-        finished = finish(self, replicas, rows)
-        if len(finished.results) == 2:
-            fields, metrics = finished.results[1]
-            finished.results[1] = (fields._replace(step=fields.step + 1), metrics)
-        return finished
-
-    fault.setattr(same_bits.SameBits, "run", run)
+    change_results(fault, change)
     with pytest.raises(AssertionError, match=r"update \(the copy on device 1\): step"):
         check(devices=(1, 2))
 
 
 def test_a_metric_that_depends_on_the_devices_is_found(fault):
     # The lie: states are compared, and what is reported of them is not.
-    finish = same_bits.SameBits.run
+    def change(_, num_devices, fields, metrics):
+        return fields, {**metrics, "loss": metrics["loss"] * num_devices}
 
-    def run(self, replicas, rows):
-        finished = finish(self, replicas, rows)
-        for i, (fields, metrics) in enumerate(finished.results):
-            loss = metrics["loss"] * len(finished.results)
-            finished.results[i] = (fields, {**metrics, "loss": loss})
-        return finished
-
-    fault.setattr(same_bits.SameBits, "run", run)
+    change_results(fault, change)
     with pytest.raises(AssertionError, match=r"update \(.*\): \['metrics'\]\['loss'\]"):
         check(devices=(1, 2))
 

@@ -2,12 +2,11 @@
 
 import json
 
-import jax
 import pytest
 
 import places
+from faults import change_results, divide_parameters
 from multitower.cli.main import main
-from multitower.engines import same_bits
 
 RECIPE = str(places.CIRCLE)
 FLAGS = ["--towers", "2", "--steps", "2", "--batch-size", "14", "--devices", "1,2"]
@@ -32,16 +31,7 @@ def test_it_checks_what_train_does(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_difference_is_code_1_and_one_line(monkeypatch, capsys):
-    run = same_bits.SameBits.run
-
-    def by_devices(self, replicas, rows):
-        finished = run(self, replicas, rows)
-        for i, (fields, metrics) in enumerate(finished.results):
-            params = jax.tree.map(lambda x: x / len(finished.results), fields.params)
-            finished.results[i] = (fields._replace(params=params), metrics)
-        return finished
-
-    monkeypatch.setattr(same_bits.SameBits, "run", by_devices)
+    change_results(monkeypatch, divide_parameters)
     assert main(["verify", RECIPE, *FLAGS, "--json", "--steps", "1"]) == 1
     captured = capsys.readouterr()
     found = json.loads(captured.out)

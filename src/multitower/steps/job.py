@@ -23,6 +23,7 @@ from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
 from multitower.steps.update import finite_leaves, update
+from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
 from multitower.towers.surroundings import inside_a_tower
 
@@ -175,8 +176,8 @@ def look_at_loss(
         averages=True,
         num_devices=num_devices,
         named=lambda number: (
-            f"batch{jax.tree_util.keystr(parts.split.row_paths()[number])}",
-            "take it out of batch and let the function close over it",
+            name_of(parts.split.row_paths()[number], "batch"),
+            taken_out_of("batch"),
         ),
     )
     for number, one in enumerate(ratios):

@@ -153,8 +153,13 @@ def whole_of(tree: Any, number: int, name: str | Names, axes: Any, up: int = 0) 
     """
     path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
     if isinstance(name, str):
-        return f"take it out of {name} and let the function close over it"
+        return taken_out_of(name)
     return name.whole(path[: len(path) - up], tree, axes)
+
+
+def taken_out_of(name: str) -> str:
+    """What to write for a leaf of a tree that has no in_axes."""
+    return f"take it out of {name} and let the function close over it"
 
 
 def shown(value: Any) -> str:
