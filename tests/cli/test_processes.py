@@ -331,6 +331,41 @@ def test_the_best_state_of_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_directories_of_checkpoints_at_once(tmp_path):
+    """Lie: the end of one save meets the beginning of the other, "Barrier is already ongoing"."""
+    running = start_programs(tmp_path, TWO_DIRECTORIES, str(tmp_path))
+    ends = end(running, 120)
+    assert [process.returncode for process in running] == [0, 0], ends
+    for name in ("one", "two"):
+        with Checkpoints(tmp_path / name, read_only=True) as checkpoints:
+            assert checkpoints.steps() == [2, 3, 4]
+
+
+TWO_DIRECTORIES = """
+import os, sys, time
+from pathlib import Path
+import jax.numpy as jnp, multitower as mt, optax
+port, number, where = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+
+def slow(rename):
+    def renamed(*words, **flags):
+        time.sleep(0.3)  # process 0 is at its end of a save for longer than the others
+        return rename(*words, **flags)
+    return renamed
+
+os.rename, os.replace = slow(os.rename), slow(os.replace)
+them = dict(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=number)
+mt.configure(simulated_devices=1, distributed=True, **them)
+step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1))
+state = step.init(jnp.zeros(50))
+with mt.Checkpoints(where / "one") as one, mt.Checkpoints(where / "two") as two:
+    for k in range(5):
+        one.save(k, state, {})
+        two.save(k, state, {})
+"""
+
+
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_all_processes(tmp_path):
     """Lie: all wait for one another, as the failed save never comes to the end of its barrier."""
     began = time.monotonic()

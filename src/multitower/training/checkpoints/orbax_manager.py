@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,10 @@ class OrbaxManager:
         CheckpointError: the directory cannot be made or written, or Orbax is not installed.
     """
 
+    # Orbax numbers all saves of a program in one row, and its processes meet under these names and
+    # numbers: two saves of different managers at once would meet each other.
+    _last_to_save: ClassVar["OrbaxManager | None"] = None
+
     def __init__(self, directory: Path, *, keep_last: int, read_only: bool) -> None:
         self._directory = directory
         self._ocp = load_orbax()
@@ -58,8 +62,12 @@ class OrbaxManager:
         """Saves in the background; returns when the arrays may be overwritten.
 
         Raises:
-            CheckpointError: this save has failed.
+            CheckpointError: this save has failed, or that of another manager in the background.
         """
+        before = OrbaxManager._last_to_save
+        if before not in (None, self) and not before._is_broken:
+            before.wait()
+        OrbaxManager._last_to_save = self
         args = self._ocp.args
         self._handled = sys.exception()
         try:
@@ -141,6 +149,8 @@ class OrbaxManager:
         Raises:
             CheckpointError: a save has failed.
         """
+        if OrbaxManager._last_to_save is self:
+            OrbaxManager._last_to_save = None
         if self._is_broken and are_several():
             return  # it has been said, and Orbax would wait for the others, who wait for this one
         try:
