@@ -189,7 +189,7 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     (_, errors), _ = end(running, 120)
     assert time.monotonic() - began < 90  # 45 on a machine that has nothing else to do
     assert running[0].returncode == -signal.SIGABRT
-    assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
+    assert f"multitower: missing: process 1 on {socket.gethostname()}. It was killed" in errors
 
     code, _, errors = run("resume", str(run_dir), "--simulate", "1")
     assert code == 0, errors
@@ -240,7 +240,7 @@ def test_a_process_that_is_killed_while_all_save(tmp_path):
     assert time.monotonic() - began < 90
     assert [process.returncode for process in running] == [-signal.SIGABRT, -signal.SIGKILL], errors
     assert "multitower: process 0 has lost the connection to another process (" in errors
-    assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
+    assert f"multitower: missing: process 1 on {socket.gethostname()}. It was killed" in errors
     assert "make room" not in errors.lower()
 
 
@@ -260,7 +260,7 @@ def test_a_process_that_is_stopped_ends_the_others(tmp_path):
         running[1].communicate()
     assert time.monotonic() - began < 60
     assert running[0].returncode == -signal.SIGABRT
-    assert f"multitower: missing: process 1 on {socket.gethostname()}. Killed" in errors
+    assert f"multitower: missing: process 1 on {socket.gethostname()}. It was killed" in errors
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         assert max(checkpoints.steps()) >= 40
 
@@ -423,7 +423,7 @@ def test_a_signal_to_the_one_that_started_the_others_before_they_train(tmp_path,
 def test_processes_with_unequal_devices_are_told_so(tmp_path):
     running = start_programs(tmp_path, UNEQUAL)
     for _, errors in end(running, 60):
-        assert "each must have as many as the others" in errors
+        assert "all must have equally many" in errors
     assert [process.returncode for process in running] == [1, 1]
 
 

@@ -106,7 +106,7 @@ def test_a_run_that_was_refused_stands_in_nobodys_way(tmp_path, capsys):
         assert not (tmp_path / "checkpoints").exists()
     assert main([*command, "--keep-best", "loss", "--resume", "auto"]) == 0
     assert main([*command, "--keep-best", "accuracy", "--resume", "auto"]) == 2
-    assert "holds another run" in capsys.readouterr().err
+    assert "holds a run with" in capsys.readouterr().err
 
 
 def test_resume_auto_refuses_another_run(tmp_path, capsys):
@@ -116,7 +116,7 @@ def test_resume_auto_refuses_another_run(tmp_path, capsys):
     assert main([*command, *here]) == 0
     capsys.readouterr()
     assert main([*command, *here, "--seed", "1"]) == 2
-    assert "holds another run: there seed is 0, and here 1" in capsys.readouterr().err
+    assert "holds a run with seed 0, and this command has seed 1" in capsys.readouterr().err
     assert main([*command, *here, "--force"]) == 2
     assert "leave --force out" in capsys.readouterr().err
     assert main([*command, "--resume", "auto"]) == 2

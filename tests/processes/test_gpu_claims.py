@@ -38,7 +38,7 @@ def other_process(tmp_path, monkeypatch):
 def test_a_gpu_of_another_process_is_an_error(other_process, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     gpu_claims.claim_gpus([gpu(0), gpu(1, process_index=1)])  # the other one's is its own affair
-    with pytest.raises(mt.DeviceError, match=r"GPU 3, and another process .*=2,3\)\. Give every"):
+    with pytest.raises(mt.DeviceError, match=r"GPU 3, which another process .*=2,3\)\. Give every"):
         gpu_claims.claim_gpus([gpu(1)])
 
 

@@ -54,7 +54,7 @@ def test_trap_every_gpu_has_one_process(environ, expected):
 
 @pytest.mark.parametrize("processes", [3, 8])
 def test_what_cannot_be_shared_is_an_error(processes):
-    with pytest.raises(mt.ConfigurationError, match="one process per machine, or as many as GPUs"):
+    with pytest.raises(mt.ConfigurationError, match="one process per machine or one per GPU"):
         gpus_of_process(mpi(0, processes, **FOUR))
 
 

@@ -118,7 +118,7 @@ def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     ("given", "message"),
     [
         ({"coordinator": "a:1"}, "are for distributed=True"),
-        ({"distributed": True, "num_processes": 2}, "all three are needed, or none"),
+        ({"distributed": True, "num_processes": 2}, "give all three, or none"),
         (
             {"distributed": True, "coordinator": "a", "num_processes": 2, "process_id": 0},
             "must be HOST:PORT",
@@ -164,7 +164,7 @@ def test_another_run_listens_at_the_coordinator(monkeypatch):
         other.bind(("127.0.0.1", 0))
         other.listen()
         here = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(mt.ConfigurationError, match="Another run has that port"):
+        with pytest.raises(mt.ConfigurationError, match="Another run uses that port"):
             mt.configure(distributed=True, coordinator=here, num_processes=2, process_id=0)
 
 

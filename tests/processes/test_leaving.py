@@ -41,7 +41,7 @@ def test_a_lost_connection_says_where_to_look(together, capsys):
         leaving.leave_if_together(1, error)
     shown = capsys.readouterr().err
     assert "process 0 has lost the connection to another process (UNKNOWN: Gloo all-reduce" in shown
-    assert "Which one is missing is said below" in shown
+    assert "JAX names the missing process below" in shown
 
 
 def test_a_stop_that_all_have_agreed_on_is_a_regular_end(together, capsys):
@@ -67,4 +67,4 @@ def test_a_host_that_others_cannot_reach_says_why(
     error = ValueError(text)
     with pytest.raises(Left):
         leaving.leave_if_together(1, error)
-    assert ("put that into /etc/hosts" in capsys.readouterr().err) == told
+    assert ("Add these addresses to /etc/hosts" in capsys.readouterr().err) == told

@@ -41,15 +41,15 @@ os.abort()
 )
 def test_who_is_missing(said, missing):
     line = verdict(FATAL + said, 2, HOSTS)
-    assert f"missing: {missing}. Killed" in line
-    assert "So process 2 on carl was ended too" in line
+    assert f"missing: {missing}. It was killed" in line
+    assert "JAX therefore ended process 2 on carl, too" in line
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("ALREADY_EXISTS: Aborted connect attempt as there", "joined under the same number"),
-        ("DEADLINE_EXCEEDED: Deadline Exceeded", "not all processes came in time"),
+        ("ALREADY_EXISTS: Aborted connect attempt as there", "two processes have the same number"),
+        ("DEADLINE_EXCEEDED: Deadline Exceeded", "not all processes connected in time"),
     ],
 )
 def test_what_kept_a_process_from_joining(said, told):
@@ -65,7 +65,7 @@ def test_no_verdict_on_any_other_end():
 
 
 def test_before_the_hosts_are_known():
-    assert "missing: process 1. Killed" in verdict(FATAL + UNHEALTHY + "1\n")
+    assert "missing: process 1. It was killed" in verdict(FATAL + UNHEALTHY + "1\n")
 
 
 def run(known):
@@ -84,7 +84,7 @@ def run(known):
 def test_a_process_that_is_aborted_has_the_last_word():
     shown = run("verdict.tell_hosts(0, ['anna', 'bert'])").splitlines()
     assert "early" in shown[0]
-    assert shown[-1].startswith("[process 0] multitower: missing: process 1 on bert. Killed")
+    assert shown[-1].startswith("[process 0] multitower: missing: process 1 on bert. It was killed")
     assert all(line.startswith("[process 0] ") for line in shown[1:])
     assert not any("@" in line or "Gloo" in line or "stack trace" in line for line in shown)
 
@@ -92,9 +92,9 @@ def test_a_process_that_is_aborted_has_the_last_word():
 def test_the_names_of_very_many_hosts():
     """Lie: a relay that ends at half a message, and with it the process that writes next."""
     shown = run("verdict.tell_hosts(0, ['h' * 60, 'bert'] + 2000 * ['c' * 60])")
-    assert "missing: process 1 on bert. Killed" in shown
+    assert "missing: process 1 on bert. It was killed" in shown
 
 
 def test_a_child_that_holds_on_to_stderr_does_not_keep_the_verdict_waiting():
     shown = run("print(subprocess.Popen(['sleep', '20']).pid)")
-    assert "missing: process 1. Killed" in shown
+    assert "missing: process 1. It was killed" in shown

@@ -53,7 +53,7 @@ def test_a_file_in_the_way_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(mt.RunError, match="cannot be used"):
         make_run_directory(tmp_path / "file")
-    with pytest.raises(mt.RunError, match="is no directory"):
+    with pytest.raises(mt.RunError, match="is a file, and runs"):
         fresh_run_directory(tmp_path / "file", "digits")
 
 

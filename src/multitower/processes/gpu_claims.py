@@ -1,8 +1,8 @@
-"""GPU claims: no two processes of one machine on the same GPU.
+"""GPU claims: two processes of one machine cannot use the same GPU.
 
-A launcher and CUDA_VISIBLE_DEVICES can contradict each other, and then every process of a machine
-uses its first GPU, or all of them (jax#16788, jax#23452). CUDA lets them; it ends in a lack of
-memory, or in one GPU that does the work of all.
+A launcher and CUDA_VISIBLE_DEVICES can contradict each other; then every process of a machine uses
+its first GPU, or all of them (jax#16788, jax#23452). CUDA allows that, and the processes run out of
+memory, or one GPU does the work of all.
 """
 
 import os
@@ -15,7 +15,7 @@ import jax
 from multitower.errors import DeviceError
 from multitower.processes.run_lock import try_lock
 
-# Open files, for as long as the process lives: the system gives a lock back with its process.
+# Files that stay open while the process lives; the system releases their locks when it ends.
 _claimed: dict[str, int] = {}
 
 
@@ -34,11 +34,12 @@ def claim_gpus(devices: Sequence[jax.Device]) -> None:
         name = visible[number] if number < len(visible) else str(number)
         if name not in _claimed and not _lock(name):
             raise DeviceError(
-                f"process {jax.process_index()} of {jax.process_count()} would use GPU {name}, and "
-                "another process of this machine does (CUDA_VISIBLE_DEVICES="
+                f"process {jax.process_index()} of {jax.process_count()} would use GPU {name}, "
+                "which another process of this machine already uses (CUDA_VISIBLE_DEVICES="
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}). Give every process its "
-                "own: let the cluster do it (srun --gpus-per-task=1), set CUDA_VISIBLE_DEVICES "
-                "or visible_devices= for each process, or start one process per machine."
+                "own GPU: let the cluster assign it (srun --gpus-per-task=1), set "
+                "CUDA_VISIBLE_DEVICES or visible_devices= for each process, or start one process "
+                "per machine."
             )
 
 

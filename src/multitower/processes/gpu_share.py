@@ -1,9 +1,9 @@
-"""GPU share: which of the GPUs that a process of a cluster's job sees are its own.
+"""GPU share: which of the visible GPUs belong to this process of a cluster job.
 
-JAX gives every process that it detects in a cluster one GPU, numbered like the process on its
-machine. That is right for one process a GPU that all see the same ones. It leaves GPUs idle for one
-process a machine, and names a GPU that is not there where the cluster has handed out the GPUs
-already, as with `srun --gpus-per-task` (jax#16788, jax#23452).
+JAX gives every process of a detected cluster one GPU, by the process's number on its machine. That
+is right if there is one process per GPU and every process sees all GPUs. With one process per
+machine it leaves GPUs idle. Where the cluster has assigned the GPUs already, as with
+`srun --gpus-per-task`, it names a GPU that does not exist (jax#16788, jax#23452).
 """
 
 import re
@@ -15,7 +15,7 @@ _RUN = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def gpus_of_process(environ: Mapping[str, str]) -> str | None:
-    """Says which GPUs to use, by the variables of SLURM or Open MPI.
+    """Chooses this process's GPUs by the environment variables of SLURM or Open MPI.
 
     Args:
         environ: the environment of this process.
@@ -37,19 +37,19 @@ def gpus_of_process(environ: Mapping[str, str]) -> str | None:
     if count == 1 or len(visible) == 1 or (visible and by_task):
         return "all"
     if not visible:
-        return None  # nobody has said how many there are: one each, as JAX does
+        return None  # the number of GPUs is unknown: one each, as JAX does
     each, rest = divmod(len(visible), count)
     if rest or not each:
         raise ConfigurationError(
             f"{count} processes on this machine share its GPUs {', '.join(visible)} "
-            "(CUDA_VISIBLE_DEVICES): they cannot be shared equally. Start one process per machine, "
-            "or as many as GPUs, or have the cluster assign them (srun --gpus-per-task=N)."
+            "(CUDA_VISIBLE_DEVICES), which do not divide equally. Start one process per machine or "
+            "one per GPU, or let the cluster assign the GPUs (srun --gpus-per-task=N)."
         )
     return ",".join(str(gpu) for gpu in range(rank * each, (rank + 1) * each))
 
 
 def _place_on_machine(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Number of this process among those of the job on this machine, and how many they are."""
+    """This process's number on this machine, and the number of processes there."""
     try:
         if "SLURM_LOCALID" in environ:
             node = int(environ.get("SLURM_NODEID", "0"))
@@ -63,5 +63,5 @@ def _place_on_machine(environ: Mapping[str, str]) -> tuple[int, int] | None:
                 int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
             )
     except (KeyError, ValueError, IndexError):
-        return None  # of another version of theirs: as JAX does
+        return None  # variables of another version: as JAX does
     return None

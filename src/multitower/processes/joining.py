@@ -1,7 +1,7 @@
-"""Joining: several processes, usually one a machine, become one run under JAX's own runtime.
+"""Joining: connects several processes, usually one per machine, through JAX's distributed runtime.
 
-JAX finds the others through the cluster's own variables (SLURM, Open MPI, Kubernetes, TPU pods), or
-is told where process 0 is. Nothing here starts processes, and nothing talks to them but JAX.
+JAX finds the other processes through the cluster's environment variables (SLURM, Open MPI,
+Kubernetes, TPU pods), or you give the address of process 0. Nothing here starts processes.
 """
 
 import os
@@ -16,42 +16,43 @@ from multitower.processes.gpu_share import gpus_of_process
 from multitower.processes.leaving import HEARTBEAT_S, leave_on_errors
 from multitower.processes.verdict import start_verdict
 
-# For processes that start late; and for those that are still at work when others have ended: JAX
-# ends all of them if that takes longer (marin#8295). One that has died is missed by its heartbeat;
-# one that left with sys.exit, while others train, looks like one that has ended.
+# How long to wait for processes that start late.
 JOIN_S = 300
+# How long a process that has finished waits for the others. JAX ends all of them if that takes
+# longer (marin#8295). A process that dies is noticed by its heartbeat; one that calls sys.exit
+# while others train looks like one that has finished.
 SHUTDOWN_S = 600
-FREE_S = 10  # for the port of a run that was killed, whose process 0 is not quite gone
+FREE_S = 10  # how long the port of a killed run may stay taken by its process 0
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 def join_processes(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Joins this process to the others of its run; waits until all have come.
+    """Connects this process with the others of its run, and waits until all are connected.
 
     Args:
-        coordinator: `"HOST:PORT"` of process 0, the same in every process. None, with the other
-            two, for what JAX can detect.
-        num_processes: how many there are.
-        process_id: which one this is, from 0.
+        coordinator: `"HOST:PORT"` of process 0, the same in every process. None for all three
+            arguments lets JAX detect the cluster.
+        num_processes: number of processes.
+        process_id: number of this process, from 0.
 
     Raises:
-        ConfigurationError: only some of the three are given, one makes no sense, nothing was
-            detected, process 0 does not answer, its port is another run's, or this process has
-            joined already.
+        ConfigurationError: only some of the three arguments are given; one is invalid; JAX detects
+            no cluster; process 0 does not answer; its port belongs to another run; or this process
+            is already connected.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
         raise ConfigurationError(
             f"coordinator={coordinator!r}, num_processes={num_processes!r} and "
-            f"process_id={process_id!r}: all three are needed, or none, for JAX to find them in a "
-            "cluster. (--coordinator HOST:PORT --num-processes N --process-id I)"
+            f"process_id={process_id!r}: give all three, or none in a cluster that JAX detects. "
+            "(--coordinator HOST:PORT --num-processes N --process-id I)"
         )
     if jax.distributed.is_initialized():
         raise ConfigurationError(
-            "distributed=True, and this process has joined its run already: call "
-            "mt.configure(distributed=True) or jax.distributed.initialize, once."
+            "distributed=True, but this process is already connected to its run: call "
+            "mt.configure(distributed=True) or jax.distributed.initialize once."
         )
     bind: str | None = None
     if coordinator is not None and num_processes is not None and process_id is not None:
@@ -63,9 +64,10 @@ def join_processes(
         else:
             _check_free(port, coordinator)
     start_verdict(process_id)
-    # JAX would take SIGTERM and only note it; Trainer.fit takes it, and elsewhere it is to end.
+    # JAX's preemption service would catch SIGTERM. Trainer.fit handles it; elsewhere it must end
+    # the process.
     jax.config.update("jax_enable_preemption_service", False)
-    # Collectives of CPU devices between processes; JAX's default, said aloud.
+    # Collectives of CPU devices between processes; JAX's default, made explicit.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -76,18 +78,18 @@ def join_processes(
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
             coordinator_bind_address=bind,
-            # JAX would ask the cluster all the same, and fail where that does not answer.
+            # Otherwise JAX would query the cluster as well, and fail where it does not answer.
             cluster_detection_method="deactivate" if coordinator is not None else None,
         )
     except ValueError as error:
         raise ConfigurationError(
-            f"distributed=True, and JAX detects no cluster here ({error}). Start the program with "
-            "the cluster's own command (srun, mpirun, ...), or say where the processes are: "
+            f"distributed=True, but JAX detects no cluster ({error}). Start the program with the "
+            "cluster's launcher (srun, mpirun, ...), or give "
             "coordinator='HOST:PORT', num_processes=N, process_id=I, on the command line "
             "--coordinator HOST:PORT --num-processes N --process-id I."
         ) from error
     except RuntimeError as error:
-        raise ConfigurationError(f"this process cannot join its run: {error}") from error
+        raise ConfigurationError(f"this process cannot connect to its run: {error}") from error
     if (gpus := gpus_of_process(os.environ)) is not None:
         jax.config.update("jax_cuda_visible_devices", gpus)
         jax.config.update("jax_rocm_visible_devices", gpus)
@@ -105,13 +107,13 @@ def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str
     if len(numbers) < 2 or not 0 <= process_id < num_processes:
         raise ConfigurationError(
             f"process_id={process_id!r} of num_processes={num_processes!r}: with N processes, "
-            "they are numbered 0 to N-1, each number once."
+            "process_id is 0 to N-1, and each number is used once."
         )
     return host, int(port)
 
 
 def _check_free(port: int, coordinator: str) -> None:
-    """JAX would listen beside another run on the same port, and the system mix their processes."""
+    """Refuses a port in use: JAX would share it with another run and mix up their processes."""
     deadline = time.monotonic() + FREE_S
     while True:
         try:
@@ -120,14 +122,14 @@ def _check_free(port: int, coordinator: str) -> None:
             if time.monotonic() > deadline:
                 raise ConfigurationError(
                     f"coordinator={coordinator!r}: process 0 cannot listen there ({error}). "
-                    "Another run has that port, or two processes have number 0: give each run a "
-                    "port of its own, and each process its own number."
+                    "Another run uses that port, or two processes have process_id 0. Give each run "
+                    "its own port and each process its own number."
                 ) from error
             time.sleep(0.2)
 
 
 def _wait_for(host: str, port: int, coordinator: str) -> None:
-    """Waits until process 0 listens: JAX itself would end this process without an exception."""
+    """Waits until process 0 listens; JAX would end this process without an exception."""
     deadline = time.monotonic() + JOIN_S
     while True:
         try:
@@ -135,8 +137,9 @@ def _wait_for(host: str, port: int, coordinator: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"coordinator={coordinator!r} has not answered for {JOIN_S} s ({error}): is "
-                    "process 0 running there, and may this machine connect to that port?"
+                    f"coordinator={coordinator!r} has not answered for {JOIN_S} s ({error}). "
+                    "Check that process 0 runs there, and that this machine can connect to that "
+                    "port."
                 ) from error
             time.sleep(0.2)
         else:

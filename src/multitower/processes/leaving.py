@@ -1,8 +1,8 @@
-"""Leaving: how a process of several ends when something is wrong, so that no other one hangs.
+"""Leaving: how one of several processes ends after an error, so that no other process hangs.
 
-A regular end waits for the others, and they wait for this one's part of a sum: JAX would then call
-those missing that only wait. So a process that fails says why and is gone; JAX misses it within
-`HEARTBEAT_S` and ends the others, and the verdict names it.
+A normal exit waits for the other processes, which wait for this one's part of a sum; JAX would then
+report the waiting processes as missing. So a process that fails prints its error and exits at once.
+JAX notices that within `HEARTBEAT_S` and ends the others, and the verdict names the failed one.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from multitower.errors import Interrupted
 from multitower.processes.together import is_first, lines_of_all
 from multitower.processes.verdict import tell_hosts
 
-# A process that has not been heard of for so long is missing: JAX then ends all the others.
+# A process that sends no heartbeat for this long counts as missing: JAX then ends all the others.
 HEARTBEAT_S = 30
 
-# What Gloo says where hosts cannot find each other, and not where a connection breaks later on.
+# Gloo's messages where hosts cannot find each other, but not where a connection breaks later.
 _NEVER_CONNECTED = ("Gloo context initialization failed", "gloo/transport/tcp/device.cc")
-# What exchanges, and JAX's barriers, say where a connection breaks. The errors have several types.
+# Messages of collectives and of JAX's barriers when a connection breaks; their types differ.
 _LOST = (
     "Gloo ",
     "NCCL operation",
@@ -36,11 +36,11 @@ _LOST = (
 
 
 def leave_if_together(code: int, error: BaseException | None = None) -> None:
-    """Ends a process of several at once; does nothing in a process that is alone.
+    """Ends this process at once if it is one of several; does nothing in a single process.
 
     Args:
-        code: what to exit with.
-        error: what to show, if nothing has been said of it.
+        code: the exit code.
+        error: the error to print, if it has not been printed yet.
     """
     if not jax.distributed.is_initialized():
         return
@@ -48,22 +48,24 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
         if any(text in str(error) for text in _NEVER_CONNECTED):
             _say_how_this_host_is_reached()
         await_verdict_if_lost(error)
-    with contextlib.suppress(OSError):  # a reader that has gone must not keep this process here
+    with contextlib.suppress(OSError):  # a closed pipe must not keep this process alive
         if error is not None:
             traceback.print_exception(error)
         sys.stderr.flush()
         sys.stdout.flush()
     if is_first():
-        time.sleep(1)  # the others have the same to say, and are ended when process 0 is gone
+        time.sleep(
+            1
+        )  # JAX ends the others when process 0 exits: let them print their own errors first
     os._exit(code)
 
 
 def leave_on_errors() -> None:
-    """From now on, an exception that nobody catches ends this process as above."""
+    """From now on, an uncaught exception ends this process as `leave_if_together` does."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if isinstance(error, Interrupted):  # all processes have agreed to stop: a regular end
+        if isinstance(error, Interrupted):  # all processes stop at the same step: a normal exit
             before(kind, error, where)
         else:
             leave_if_together(1, error)
@@ -72,13 +74,13 @@ def leave_on_errors() -> None:
 
 
 def await_verdict_if_lost(error: BaseException) -> None:
-    """Waits until JAX ends this process with code 134, where an error is that another is missing.
+    """If an error means that another process is missing, waits until JAX ends this process (134).
 
-    What fails first may be anything that needs the others, as a checkpoint does, whose own error
-    would send its reader to the disk. Does nothing in a process that is alone.
+    Anything that needs the other processes may fail first. A checkpoint's own error, for example,
+    would send its reader to the disk. Does nothing in a single process.
 
     Args:
-        error: what was raised.
+        error: the exception that was raised.
     """
     lost = _lost_connection(error) if jax.distributed.is_initialized() else None
     if lost is None:
@@ -86,8 +88,8 @@ def await_verdict_if_lost(error: BaseException) -> None:
     with contextlib.suppress(OSError):
         print(
             f"multitower: process {jax.process_index()} has lost the connection to another process "
-            f"({str(lost).splitlines()[0]}). Which one is missing is said below, when JAX has not "
-            f"heard of it for {HEARTBEAT_S} s.",
+            f"({str(lost).splitlines()[0]}). JAX names the missing process below, after it has "
+            f"sent no heartbeat for {HEARTBEAT_S} s.",
             file=sys.stderr,
             flush=True,
         )
@@ -96,14 +98,14 @@ def await_verdict_if_lost(error: BaseException) -> None:
 
 @functools.cache  # it is the same for as long as the processes live
 def hosts_of_all() -> list[str]:
-    """The host of every process; all together. From now on a verdict names them."""
+    """The host of every process; call it on every process. Verdicts name the hosts from now on."""
     hosts = lines_of_all(socket.gethostname())
     tell_hosts(jax.process_index(), hosts)
     return hosts
 
 
 def _lost_connection(error: BaseException) -> BaseException | None:
-    """The error of a lost connection that led to this one, or is this one; the first of them."""
+    """The first error of a lost connection among this error and its causes."""
     found, looked_at = None, error
     while looked_at is not None:
         if any(text in str(looked_at) for text in _LOST):
@@ -113,7 +115,7 @@ def _lost_connection(error: BaseException) -> BaseException | None:
 
 
 def _say_how_this_host_is_reached() -> None:
-    """Says so where others cannot reach this host's CPU devices: Gloo goes by the host's name."""
+    """Warns if other hosts cannot reach this one's CPU devices: Gloo resolves the host's name."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -121,9 +123,9 @@ def _say_how_this_host_is_reached() -> None:
         address = "nothing"
     if address == "nothing" or address.startswith("127."):
         print(
-            f"multitower: the name of this host, {name}, means {address} here. For CPU devices of "
-            "several hosts it must mean the address that the others reach it at: put that into "
-            "/etc/hosts on each of them.",
+            f"multitower: the name of this host, {name}, resolves to {address}. CPU devices of "
+            "several hosts connect by these names, so each name must resolve to the address at "
+            "which the other hosts reach it. Add these addresses to /etc/hosts on each host.",
             file=sys.stderr,
             flush=True,
         )

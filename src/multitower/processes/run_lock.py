@@ -1,7 +1,7 @@
-"""Run locks: one run at a time in a directory, for two that write there spoil both.
+"""Run locks: one run at a time in a directory, because two runs would damage each other's files.
 
-The lock is `flock` on a file that stays: the system gives it back with its process, however that
-ends. `gpu_claims` uses it, too.
+The lock is `flock` on a file that is never deleted. The system releases it when the process ends,
+however it ends. `gpu_claims` uses it, too.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ _holders: dict[Path, int] = {}
 
 
 def try_lock(descriptor: int) -> bool:
-    """Locks an open file, until it is closed or this process ends, unless another has done so."""
+    """Locks an open file until it is closed or this process ends; False if another one holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks keeps nobody out
+        return True  # a file system without locks
     return True
 
 
@@ -39,17 +39,16 @@ def try_lock(descriptor: int) -> bool:
 def held_run_directory(path: Path, *, wait_s: float = 0, nested: bool = False) -> Generator[None]:
     """Keeps other runs out of a directory.
 
-    A file system without locks keeps nobody out; nor does a directory that cannot be written, where
-    two runs can do no harm.
+    Where files cannot be locked, and in a read-only directory, it does nothing.
 
     Args:
         path: the directory of the run.
-        wait_s: how long to wait for another run to end, in seconds: a cluster may start a job again
-            while processes of the last time still lie in their last throes.
-        nested: whether it will do that this thread holds the directory already.
+        wait_s: how long to wait for another run to end, in seconds. A cluster may restart a job
+            while the processes of its last attempt are still exiting.
+        nested: whether to accept that this thread already holds the directory.
 
     Raises:
-        RunError: another run trains there; or the lock cannot be made, as the disk is full.
+        RunError: another run trains there; or the lock file cannot be made.
     """
     key = path.absolute()
     if nested and _holders.get(key) == threading.get_ident():
@@ -64,7 +63,7 @@ def held_run_directory(path: Path, *, wait_s: float = 0, nested: bool = False) -
         raise RunError(f"{path / _NAME} cannot be made: {error.strerror or error}.") from error
     try:
         _wait_for_lock(descriptor, path, time.monotonic() + wait_s)
-        with contextlib.suppress(OSError):  # no room for a line, which is but for people
+        with contextlib.suppress(OSError):  # a full disk: the line is only information
             (path / _NAME).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         _holders[key] = threading.get_ident()
         try:
@@ -72,12 +71,12 @@ def held_run_directory(path: Path, *, wait_s: float = 0, nested: bool = False) -
         finally:
             _holders.pop(key, None)
     finally:
-        os.close(descriptor)  # and so unlocked
+        os.close(descriptor)  # which unlocks it
 
 
 @contextlib.contextmanager
 def held_for_all(path: Path, *, wait_s: float = 0, nested: bool = False) -> Generator[None]:
-    """As `held_run_directory`, by process 0 for all of them; all together."""
+    """Like `held_run_directory`, locked by process 0 for all; call it on every process."""
     with contextlib.ExitStack() as stack:
         held = held_run_directory(path, wait_s=wait_s, nested=nested)
         by_first(lambda: str(stack.enter_context(held)))
@@ -101,7 +100,7 @@ def _wait_for_lock(descriptor: int, path: Path, deadline: float) -> None:
         if time.monotonic() >= deadline:
             holder = os.read(descriptor, 200).decode(errors="replace").strip()
             raise RunError(
-                f"another run trains in {path}{f' ({holder})' if holder else ''}: wait until it "
-                "has ended, or name another directory (run_dir=, on the command line --run-dir)."
+                f"another run trains in {path}{f' ({holder})' if holder else ''}. Wait until it "
+                "ends, or use another directory (run_dir=, on the command line --run-dir)."
             )
         time.sleep(0.2)

@@ -1,7 +1,8 @@
-"""Processes: what arrays and decisions need when several processes drive the devices together.
+"""Together: arrays and decisions of several processes that drive the devices of one run.
 
-Every process runs the same program, and calls what is marked "all together" here in the same
-order: it waits for the others. In a single process all of this is a plain copy or nothing at all.
+Every process runs the same program. Functions marked "call it on every process" wait for the other
+processes, so all processes must call them in the same order. In a single process they are a plain
+copy or do nothing.
 """
 
 import collections
@@ -24,26 +25,26 @@ def are_several() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes what a run needs once."""
+    """Whether this is process 0, the only one that writes files of a run."""
     return jax.process_index() == 0
 
 
 def spans_processes(target: Any) -> bool:
-    """Whether a device or sharding is, in part, another process's."""
+    """Whether a sharding includes devices of other processes."""
     return isinstance(target, Sharding) and not target.is_fully_addressable
 
 
 def spread(leaf: Any, target: Sharding) -> jax.Array:
     """Copies this process's part of an array that every process has whole.
 
-    Nothing is sent to other processes, so that any thread may call it: `jax.device_put` would
-    compare the values between processes first.
+    Nothing is sent to other processes, so any thread may call it; `jax.device_put` would first
+    compare the values between processes.
     """
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         if leaf.sharding == target:
             return leaf
         if not leaf.is_fully_replicated:
-            return jax.device_put(leaf, target)  # all together
+            return jax.device_put(leaf, target)  # every process must call it
         leaf = leaf.addressable_shards[0].data
     leaf = leaf if hasattr(leaf, "shape") else jax.device_put(leaf)
     places = target.addressable_devices_indices_map(leaf.shape)
@@ -53,7 +54,7 @@ def spread(leaf: Any, target: Sharding) -> jax.Array:
 
 
 def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """The whole of an array, wherever its blocks are; all together."""
+    """An array with all its blocks, from all processes; call it on every process."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         if leaf.is_fully_replicated:
             leaf = leaf.addressable_shards[0].data
@@ -63,10 +64,10 @@ def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def gathered(value: Any, *, tiled: bool = False) -> Any:
-    """What every process has, stacked along a new first axis; all together.
+    """The values of all processes, stacked along a new first axis; call it on every process.
 
     Raises:
-        DeviceError: they have not the same number of devices each.
+        DeviceError: the processes have different numbers of devices.
     """
     _check_equal_devices()
     from jax.experimental import multihost_utils  # noqa: PLC0415 (slow; not for one process)
@@ -80,27 +81,27 @@ def _check_equal_devices() -> None:
     if len(set(counts.values())) > 1:
         each = ", ".join(str(counts[process]) for process in sorted(counts))
         raise DeviceError(
-            f"the processes have {each} devices: each must have as many as the others. Let them "
-            "see equally many (visible_devices=, or what the cluster sets)."
+            f"the processes have {each} devices, and all must have equally many. Set "
+            "visible_devices=, or what the cluster gives each process."
         )
 
 
 def of_first(number: int) -> int:
-    """The number that process 0 has; all together."""
+    """The number that process 0 has; call it on every process."""
     return int(gathered(np.int32(number))[0]) if are_several() else number
 
 
 def by_first(make: Callable[[], str]) -> str:
-    """Has process 0 alone make something that is there once; all together.
+    """Calls a function on process 0 alone; call it on every process.
 
     Args:
-        make: returns a line that says what it has made, such as a path.
+        make: returns a line for the other processes, such as the path it has made.
 
     Returns:
         That line, in every process.
 
     Raises:
-        RunError: in every process, what was raised in process 0.
+        RunError: in every process, the error that process 0 raised.
     """
     if not are_several():
         return make()
@@ -117,7 +118,7 @@ def by_first(make: Callable[[], str]) -> str:
 
 
 def lines_of_all(line: str) -> list[str]:
-    """A line of every process, in their order; all together."""
+    """A line of every process, in the order of processes; call it on every process."""
     if not are_several():
         return [line]
     sent = np.zeros(_LONGEST_LINE, np.uint8)

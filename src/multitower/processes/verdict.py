@@ -1,9 +1,9 @@
-"""Verdict: the last line of a process that JAX has ended says which process is missing, and where.
+"""Verdict: the last line of a process that JAX has ended names the missing process and its host.
 
-When one of several processes is missing, JAX ends the others from C++: its number stands in a page
-of other words, and nothing in Python runs after that. So a small child process passes on what its
-parent writes to standard error, with the number of the process, and adds the line. The child runs
-this file alone, without multitower and JAX: it is there within milliseconds.
+When one of several processes is missing, JAX ends the others from C++. Its number is buried in a
+page of text, and no Python code runs after that. So a small child process relays standard error of
+its parent, adds the process number to each line, and adds the verdict at the end. The child runs
+this file alone, without multitower and JAX, so that it starts within milliseconds.
 """
 
 import json
@@ -18,18 +18,18 @@ from collections.abc import Sequence
 _ENDED_BY_JAX = "JAX distributed service detected fatal errors"
 _WHILE_JOINING = "CoordinationService/RegisterTask"
 _UNHEALTHY = re.compile(r"(?:tasks are unhealthy|timed out task names:)[^\n]*\n((?:\d+\n)+)")
-# What is not passed on: frames of C++, and Gloo's report of every connection of CPU devices.
+# Lines that are dropped: C++ stack frames, and Gloo's report of every connection.
 _NOISE = re.compile(rb"\s+@ +(0x)?[0-9a-f]{6,}|\*\*\* Check failure stack trace|\[Gloo\] Rank ")
-_LINE_S = 0.1  # a line without an end, such as a progress bar, is passed on after so long
+_LINE_S = 0.1  # an unfinished line, such as a progress bar, is relayed after this time
 
 _children: list[subprocess.Popen[bytes]] = []
 
 
 def start_verdict(process: int | None) -> None:
-    """Has a child process pass on standard error.
+    """Starts the child process that relays standard error.
 
     Args:
-        process: the number of this one, if it is known.
+        process: the number of this process, if it is known.
     """
     if _children or sys.stderr is None:
         return
@@ -53,21 +53,21 @@ def _known(process: int | None) -> list[str]:
 
 
 def tell_hosts(process: int, hosts: Sequence[str]) -> None:
-    """Says which process this is, and on which host each one is, once this is known."""
+    """Tells the child the number of this process and the hosts of all processes."""
     for child in _children:
         if child.stdin is not None:
             told = json.dumps({"process": process, "hosts": list(hosts)}) + "\n"
             child.stdin.write(told.encode())
-            child.stdin.flush()  # and it stays open: its end says that this process is gone
+            child.stdin.flush()  # it stays open: its end tells the child that this process ended
 
 
 def verdict(text: str, process: int | None = None, hosts: Sequence[str] = ()) -> str:
-    r"""The line to end with; empty, unless JAX has ended the process.
+    r"""The last line to print; empty unless JAX has ended the process.
 
     Args:
         text: what the process wrote, at least from JAX's fatal line on.
-        process: its number, where it is known.
-        hosts: of all processes, where they are known.
+        process: its number, if known.
+        hosts: the hosts of all processes, if known.
 
     Example:
         >>> from multitower.processes.verdict import verdict
@@ -86,22 +86,23 @@ def verdict(text: str, process: int | None = None, hosts: Sequence[str] = ()) ->
     others = [_named(number, hosts) for number in missing if number != process]
     this = "this process" if process is None else _named(process, hosts)
     return (
-        f"multitower: missing: {', '.join(others) or 'another process'}. Killed, stopped, out of "
-        "memory, cut off from the network, or ended by an error of its own: look at what it wrote "
-        f"last, and at its host. So {this} was ended too. The last complete checkpoint is intact; "
-        "on the command line --resume auto goes on from it.\n"
+        f"multitower: missing: {', '.join(others) or 'another process'}. It was killed or stopped, "
+        "ran out of memory, lost its network, or failed with an error: look at its last lines and "
+        f"at its host. JAX therefore ended {this}, too. The last complete checkpoint is intact: "
+        "--resume auto continues from it on the command line.\n"
     )
 
 
 def _not_joined(is_number_taken: bool) -> str:
     if is_number_taken:
         return (
-            "multitower: another process has joined under the same number: give each one its own "
+            "multitower: two processes have the same number. Give each process its own "
             "(--process-id, or what the cluster sets).\n"
         )
     return (
-        "multitower: not all processes came in time. Start as many as --num-processes says, and "
-        "look at the last lines of those that did not come: can they reach process 0?\n"
+        "multitower: not all processes connected in time. Start as many as --num-processes, and "
+        "look at the last lines of those that did not connect: they must be able to reach process "
+        "0.\n"
     )
 
 
@@ -110,7 +111,7 @@ def _named(process: int, hosts: Sequence[str]) -> str:
 
 
 class _Relay:
-    """Passes on what the parent writes, line by line, and keeps what a verdict needs."""
+    """Relays the parent's lines, and keeps what a verdict needs."""
 
     def __init__(self, process: int | None) -> None:
         self.unfinished = b""
@@ -121,20 +122,20 @@ class _Relay:
         self._told = b""
 
     def know(self, told: bytes) -> None:
-        """Takes what the parent says of itself and of the hosts, piece by piece."""
+        """Takes what the parent sends with `tell_hosts`, piece by piece."""
         self._told += told
         if self._told.endswith(b"\n"):
             known = json.loads(self._told)
             self._process, self._hosts, self._told = known["process"], known["hosts"], b""
 
     def take(self, data: bytes) -> None:
-        """Passes on what are whole lines by now."""
+        """Relays the lines that are complete."""
         *lines, self.unfinished = (self.unfinished + data).split(b"\n")
         for line in lines:
             self._pass_on(line + b"\n")
 
     def flush(self) -> None:
-        """Passes on the beginning of a line."""
+        """Relays an unfinished line."""
         line, self.unfinished = self.unfinished, b""
         if line:
             self._pass_on(line)
@@ -157,7 +158,7 @@ class _Relay:
 
 
 def _relay(source: int, process: int | None) -> None:
-    """Until nobody can write any more, or the parent is gone and its children are silent."""
+    """Relays until the pipe is closed, or the parent has ended and its children are silent."""
     relay, parent_lives = _Relay(process), True
     waiting = selectors.DefaultSelector()
     for one in (0, source):
@@ -186,5 +187,7 @@ def _relay(source: int, process: int | None) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent's; this process ends when it does
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # signals are for the parent; this process ends with it
     _relay(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -1,4 +1,4 @@
-"""The directory of one run: made early, never overwritten unasked, results written whole."""
+"""The directory of one run: made before training, and never overwritten without `overwrite`."""
 
 import contextlib
 import json
@@ -21,19 +21,19 @@ REPORT = "report.html"
 
 
 def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
-    """Makes the directory of a run, before any work is done for it.
+    """Makes the directory of a run, before training starts.
 
     Args:
-        path: where; it may exist.
-        overwrite: whether a run that is there already may be thrown away. Its result and its
-            checkpoints go at once, so that a run that fails leaves none behind as its own.
+        path: the directory; it may exist.
+        overwrite: whether to delete a run that is already there. Its result and checkpoints are
+            deleted at once, so that a new run that fails does not leave them behind as its own.
 
     Returns:
         The path.
 
     Raises:
-        RunError: there is a run already, or the directory cannot be made; with `overwrite`, a run
-            that still trains there.
+        RunError: the directory holds another run, or cannot be made; with `overwrite`, a run
+            still trains there.
 
     Example:
         >>> import tempfile
@@ -57,29 +57,30 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
         ) from error
     if result.exists():
         raise RunError(
-            f"{result} holds the result of another run. Name another directory, or say --force "
+            f"{result} holds the result of another run. Use another directory, or pass --force "
             "(overwrite=True) to replace it."
         )
     if (path / CHECKPOINTS).exists():
         raise RunError(
             f"{path} holds a run that is not finished: multitower resume {path} continues it. "
-            "Name another directory, or pass --force (overwrite=True) to delete it."
+            "Use another directory, or pass --force (overwrite=True) to delete it."
         )
     return path
 
 
 def run_found_in(path: Path, config: dict[str, Any]) -> str:
-    """Looks for the run that the same command began, to go on with it.
+    """Looks for a run that the same command started, to resume it.
 
     Args:
         path: the directory of the run; it need not exist.
-        config: what `write_config` would be given; only `devices` may differ, among its options.
+        config: the configuration of this command, as for `write_config`; only the option `devices`
+            may differ.
 
     Returns:
         `"finished"`, `"begun"`, or `"nothing"`.
 
     Raises:
-        RunError: the run there is another one, or nobody can tell.
+        RunError: the directory holds a run with other options, or its files cannot be read.
     """
     if not (path / CONFIG).exists():
         return "nothing"
@@ -88,28 +89,28 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
     differs = sorted(name for name in before | now if before.get(name) != now.get(name))
     finished = (path / RESULT).exists()
     if differs and not finished and not (path / CHECKPOINTS).exists():
-        return "nothing"  # the other one was refused: it has trained nothing
+        return "nothing"  # that command was refused before it trained
     if differs:
         name = differs[0]
         raise RunError(
-            f"{path} holds another run: there {name} is {before.get(name)!r}, and here "
-            f"{now.get(name)!r}. Give the command of that run, or another --run-dir."
+            f"{path} holds a run with {name} {before.get(name)!r}, and this command has {name} "
+            f"{now.get(name)!r}. Use the command of that run, or another --run-dir."
         )
     return "finished" if finished else "begun"
 
 
 def fresh_run_directory(parent: Path, name: str) -> Path:
-    """Makes a directory `name-<date>-<time>` that no other run has, not even one just begun.
+    """Makes a new directory `name-<date>-<time>`, which no other run uses.
 
     Args:
-        parent: in which directory.
-        name: of the recipe.
+        parent: the directory in which it is made.
+        name: the recipe's name.
 
     Returns:
         The path.
 
     Raises:
-        RunError: it cannot be made.
+        RunError: the directory cannot be made.
 
     Example:
         >>> import tempfile
@@ -130,7 +131,10 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
             path.mkdir()
         except FileExistsError:
             if not parent.is_dir():
-                raise RunError(f"{parent} is no directory, and runs go there by default.") from None
+                raise RunError(
+                    f"{parent} is a file, and runs are written there by default. Pass "
+                    "--run-dir DIR."
+                ) from None
             number += 1
         except OSError as error:
             raise RunError(f"the run directory {path} cannot be made: {error.strerror}.") from error
@@ -139,11 +143,11 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> Path:
-    """Writes `result.json`, whole or not at all.
+    """Writes `result.json`; readers see the complete file or none.
 
     Args:
-        directory: of the run.
-        result: what is to be written; numbers that JSON has no word for (NaN) are refused.
+        directory: the directory of the run.
+        result: JSON values; NaN and infinity are refused.
 
     Returns:
         The path of the file.
@@ -166,10 +170,10 @@ def write_result(directory: Path, result: dict[str, Any]) -> Path:
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
-    """Writes `config.json`, what `multitower resume` needs to go on, whole or not at all.
+    """Writes `config.json`, which `multitower resume` reads; readers see all of it or none.
 
     Args:
-        directory: of the run.
+        directory: the directory of the run.
         config: JSON values.
 
     Returns:
@@ -194,32 +198,32 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Reads what `write_config` wrote.
 
     Args:
-        directory: of the run.
+        directory: the directory of the run.
 
     Returns:
         The configuration.
 
     Raises:
-        RunError: there is none, or it cannot be read.
+        RunError: the file does not exist, or cannot be read.
     """
     path = directory / CONFIG
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(
-            f"{path} is not there: {directory} is not the directory of a run. It is named in the "
-            "last line that the run printed, under runs/ if none was chosen."
+            f"{path} does not exist, so {directory} is not the directory of a run. The last line "
+            "that a run prints names its directory; by default it is under runs/."
         ) from error
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}.") from error
 
 
 def write_whole(target: Path, content: str | bytes) -> Path:
-    """Writes a file, whole or not at all.
+    """Writes a file; readers see the complete file or the old one.
 
     Args:
         target: the file; an old one stays until the new one is complete.
-        content: what goes in; characters that UTF-8 cannot say are written as escapes.
+        content: the content; characters that UTF-8 cannot encode are written as escapes.
 
     Returns:
         The path of the file.
@@ -245,7 +249,7 @@ def _write_json(target: Path, content: dict[str, Any]) -> Path:
 
 
 def _said(config: dict[str, Any]) -> dict[str, Any]:
-    """Every choice of a configuration, by its name; where it runs is none."""
+    """Every option of a configuration by name, without the devices."""
     options = {**config.get("options", {}), "devices": None}
     settings = {f"--set {name}": value for name, value in config.get("settings", {}).items()}
     return {"recipe": config.get("recipe"), **options, **settings}

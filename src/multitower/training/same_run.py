@@ -1,7 +1,7 @@
-"""Same run: what determines a run's bits, kept with its checkpoints and compared at a resume.
+"""Same run: the settings that determine a run's results, saved with its checkpoints.
 
-A resume with another learning rate or batch size goes on, and is no longer the run that was begun.
-Where it runs is none of it: devices, processes and `shard_update` may change.
+A resume with another learning rate or batch size would give the results of neither run, so the
+settings are compared. Devices, processes and `shard_update` may change.
 """
 
 import functools
@@ -23,23 +23,24 @@ from multitower.steps.optimizer import call_update
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"
 _WAY_OUT = (
-    "Going on would give the result of neither. Use the settings of that run, choose another "
+    "Resuming would give the results of neither run. Use the saved settings, choose another "
     "run_dir, or pass allow_changes=True."
 )
-# So many numbers of an optimizer's update tell one learning rate from another.
+# How many numbers of an optimizer's update are kept, to name the learning rate that differs.
 _MANY = 40
 
 
 def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines a run's bits, as JSON values.
+    """The settings that determine a run's results, as JSON values.
 
     Args:
         optimizer: an optax optimizer.
         params: its parameters, or their shapes and dtypes.
-        settings: options that determine the bits; a function counts by what it computes of a step.
+        settings: options that determine the results; a function of the step count is described by
+            its program.
 
     Returns:
-        The settings, and what identifies the optimizer's update.
+        The settings, and a description of the optimizer's update.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     opt_state = jax.eval_shape(optimizer.init, shapes)
@@ -55,15 +56,15 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
-    """Compares what determines the bits with what a checkpoint was saved with.
+    """Compares the settings of this run with those of a checkpoint.
 
     Args:
-        saved: what was saved; empty if that is not known.
-        now: as of `describe_run`.
+        saved: settings saved with the checkpoint; empty if there are none.
+        now: settings of this run, from `describe_run`.
         where: the directory of the checkpoints, for the message.
 
     Raises:
-        RunError: something differs; the message names it.
+        RunError: a setting differs; the message names it.
     """
     # Another version of JAX or optax may write the same update in another way.
     is_comparable = saved.get("versions") == now["versions"]
@@ -75,16 +76,17 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
             continue
         there, here = _difference(saved[name], value)
         raise RunError(
-            f"{where} holds a run with another {name}: there {there}, here {here}. {_WAY_OUT}"
+            f"{where} holds a run with another {name}: the run there has {there}, this one has "
+            f"{here}. {_WAY_OUT}"
         )
 
 
 class BatchRows:
-    """The rows of a run's batches, where no `global_batch` says how many there are.
+    """The batch size of a run without `global_batch`, found from its batches.
 
     Args:
-        run: as of `describe_run`; the largest number of rows so far is written into it.
-        saved: what the checkpoint was saved with; empty if the run begins, or changes are allowed.
+        run: settings from `describe_run`; the largest number of rows so far is written into it.
+        saved: settings saved with the checkpoint; empty for a new run, or if changes are allowed.
     """
 
     def __init__(self, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -93,10 +95,10 @@ class BatchRows:
         self._num_seen = 0
 
     def see(self, num_rows: int) -> None:
-        """Takes note of a batch. One with fewer rows may be the last one of an epoch, two may not.
+        """Notes the rows of a batch. One smaller batch may end an epoch; two are another size.
 
         Raises:
-            RunError: the run was begun with batches of another size.
+            RunError: the checkpoint's run has batches of another size.
         """
         if self._num_seen >= 2 and num_rows <= self._run[_ROWS]:
             return
@@ -105,7 +107,7 @@ class BatchRows:
         wanted = self._wanted
         if wanted is not None and (most > wanted or (self._num_seen == 2 and most < wanted)):
             raise RunError(
-                f"the run was begun with batches of {wanted} rows, and they have {most} here. "
+                f"the run in the checkpoint has batches of {wanted} rows, this one has {most}. "
                 f"{_WAY_OUT}"
             )
 
@@ -116,17 +118,17 @@ def _difference(saved: Any, now: Any) -> tuple[str, str]:
     old, new = Counter(saved["numbers"]), Counter(now["numbers"])
     there, here = list(old - new), list(new - old)
     if not (there or here):
-        return "it computes something else", "with the same numbers"
-    return f"it computes with {_listed(there)}", f"with {_listed(here)}"
+        return "one with another program", "the same numbers in it"
+    return f"one with the numbers {_listed(there)}", _listed(here)
 
 
 def _listed(numbers: Sequence[float]) -> str:
-    return ", ".join(f"{number:g}" for number in numbers) or "none of its own"
+    return ", ".join(f"{number:g}" for number in numbers) or "none"
 
 
 def _program(program: Any) -> dict[str, Any]:
-    """A program by a checksum and by the numbers in it."""
-    # Functions inside are shown with their addresses.
+    """A program's checksum and the numbers in it."""
+    # The text shows addresses of functions, which differ from process to process.
     text = re.sub(r"0x[0-9a-f]+", "", str(program))
     checksum = hashlib.sha256(text.encode())
     for constant in program.consts:
@@ -136,7 +138,7 @@ def _program(program: Any) -> dict[str, Any]:
 
 
 def _numbers(program: Any) -> list[float]:
-    """The numbers that a program computes with, in the programs inside of it too."""
+    """The numbers in a program, and in the programs inside it."""
     jaxpr = getattr(program, "jaxpr", program)
     values = [small_constant(value) for value in getattr(program, "consts", ())]
     found = [float(value) for value in values if value is not None and value.ndim == 0]
