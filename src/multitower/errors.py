@@ -26,6 +26,7 @@ import re
 import shlex
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -123,6 +124,27 @@ def install_command(*packages: str) -> str:
 
 def _normalized(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the known word that is most like a mistyped one.
+
+    Args:
+        word: what was given.
+        known: the words that are possible.
+
+    Returns:
+        A sentence and a space; empty if no word is like it.
+
+    Example:
+        >>> from multitower.errors import did_you_mean
+        >>> did_you_mean("digist", ["digits", "mnist"])
+        "Did you mean 'digits'? "
+    """
+    import difflib  # noqa: PLC0415 (only after a mistake)
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def warn(text: str) -> None:

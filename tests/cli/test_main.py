@@ -1,5 +1,6 @@
 """The command line: every flag does what it says, every mistake is one clear line."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -110,8 +111,14 @@ def test_help_reads_well(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "mnits"], "there is no recipe 'mnits'. There are: digits, mnist, cifar10, "),
+        (["train", "mnits"], "there is no recipe 'mnits'. Did you mean 'mnist'? There are: digits"),
         (["train", "digits", "--data", "."], "digits has no option 'data'. It has none."),
+        (["trian", "digits"], "there is no command 'trian'. Did you mean 'train'? There are: tr"),
+        (["fly"], "there is no command 'fly'. There are: train, resume"),
+        (
+            ["train", "cifar10", "--set", "ma_deca=1"],
+            "no option 'ma_deca'. Did you mean 'ma_decay'?",
+        ),
         (["train", "digits", "--download"], "digits has nothing to download"),
         (["train", "cifar10", "--data", "/nowhere", "--synthetic"], "both synthetic images and"),
         (["train", "cifar10", "--set", "lr=1"], "no option 'lr'. There are: data=None"),
@@ -143,7 +150,6 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
     "words",
     [
         [],
-        ["fly"],
         ["train", "digits", "--stepz", "3"],
         ["train", "digits", "--steps", "many"],
         ["train", "digits", "--devices", "1", "--simulate", "2"],
@@ -230,3 +236,22 @@ def test_the_main_job_reaches_its_accuracy(tmp_path, seed):
     done = in_new_process("train", "digits", *where)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["test_accuracy"] >= 0.98
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"multitower {importlib.metadata.version('multitower')}\n"
+
+
+def test_a_word_in_the_place_of_a_number(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "digits", "--steps", "ten"])
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "Error parsing --steps: 'ten' is not a whole number, such as 8." in shown
+    assert "multitower train --help" in shown
+
+
+def test_a_mistyped_file_name(tmp_path, capsys):
+    (tmp_path / "circle.py").touch()
+    assert main(["train", str(tmp_path / "circl.py")]) == 2
+    assert f"Did you mean '{tmp_path}/circle.py'?" in capsys.readouterr().err

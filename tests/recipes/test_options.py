@@ -49,7 +49,10 @@ def test_words_become_values(name, word, value):
         ({"count": "1.5"}, "count=1.5: this option of mine is a whole number"),
         ({"wide": "2"}, "wide=2: this option of mine is true or false"),
         ({"maybe": "x"}, "maybe=x: this option of mine is a number or none"),
-        ({"rat": "1"}, r"no option 'rat'. There are: rate=0.5 \(learning rate\); count=3; wide="),
+        (
+            {"rat": "1"},
+            r"no option 'rat'. Did you mean 'rate'\? There are: rate=0.5 \(learning rate\); co",
+        ),
     ],
 )
 def test_words_that_do_not_fit_are_errors(settings, message):

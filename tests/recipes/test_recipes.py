@@ -144,7 +144,9 @@ def test_a_shipped_recipe_goes_by_its_name(name):
 
 
 def test_an_unknown_recipe_is_an_error_that_lists_those_there_are():
-    with pytest.raises(mt.RunError, match=r"no recipe 'mnits'\. There are: digits, mnist, "):
+    with pytest.raises(
+        mt.RunError, match=r"no recipe 'mnits'\. Did you mean 'mnist'\? There are: digits, mnist, "
+    ):
         find_recipe("mnits")
 
 

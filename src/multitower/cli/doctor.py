@@ -7,7 +7,7 @@ import tyro
 
 import multitower as mt
 from multitower.cli.console import say
-from multitower.cli.flags import AsJson
+from multitower.cli.flags import AsJson, WholeNumber
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.processes.together import is_first
@@ -17,7 +17,7 @@ from multitower.runs.doctor import examine
 def doctor(
     *,
     simulate: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help="Examine N simulated CPU devices.")
+        WholeNumber, tyro.conf.arg(metavar="N", help="Examine N simulated CPU devices.")
     ] = None,
     as_json: AsJson = False,
     together: Annotated[Together, TOGETHER] = ALONE,

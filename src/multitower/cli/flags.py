@@ -21,8 +21,27 @@ def switch(text: str) -> Any:
     return tyro.conf.arg(help=text, help_behavior_hint="")
 
 
-Devices = Annotated[
+def _whole_number(words: list[str]) -> int:
+    try:
+        return int(words[0])
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is not a whole number, such as 8.") from None
+
+
+# tyro's own message for a word in the place of a number lists its attempts to convert it.
+WholeNumber = Annotated[
     int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=_whole_number,
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+
+Devices = Annotated[
+    WholeNumber,
     WHERE,
     flag(
         "N",
@@ -31,7 +50,7 @@ Devices = Annotated[
     ),
 ]
 Simulate = Annotated[
-    int | None,
+    WholeNumber,
     WHERE,
     flag("N", "Use N simulated CPU devices, even if there are accelerators.", "none"),
 ]
@@ -39,13 +58,13 @@ Data = Annotated[
     Path | None,
     flag("DIR", "Read the data set from this directory.", "the directory of --download"),
 ]
-Steps = Annotated[int | None, flag("N", "Make N updates.", "the recipe's number")]
+Steps = Annotated[WholeNumber, flag("N", "Make N updates.", "the recipe's number")]
 BatchSize = Annotated[
-    int | None,
+    WholeNumber,
     flag("N", "Take N examples per step, over all towers.", "the recipe's number"),
 ]
 Seed = Annotated[
-    int | None,
+    WholeNumber,
     flag("N", "Seed of the initial parameters and the order of the examples.", "0"),
 ]
 Synthetic = Annotated[

@@ -6,11 +6,20 @@ that are wrong, or a run that cannot go on, with one line that says so; 130 when
 processes that JAX ends because another is missing.
 """
 
+import importlib.metadata
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from multitower.errors import Interrupted, MultitowerError, MultitowerWarning, install_command
+from multitower.errors import (
+    Interrupted,
+    MultitowerError,
+    MultitowerWarning,
+    RunError,
+    did_you_mean,
+    install_command,
+)
 
 # Those of the extra `cli`, so that one command is enough (guarded by tests/project/test_extras.py).
 _PACKAGES = (
@@ -43,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     try:
-        import tyro
+        import tyro  # noqa: F401 (it may be missing)
 
         from multitower.cli import console
         from multitower.cli.doctor import doctor
@@ -72,19 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count, words = split_off_processes(words)
             if count is not None:
                 return run_local_processes(count, words)
-            code = tyro.extras.subcommand_cli_from_dict(
-                {
-                    "train": train,
-                    "resume": resume,
-                    "eval": evaluate,
-                    "verify": verify,
-                    "scale": scale,
-                    "doctor": doctor,
-                },
-                prog="multitower",
-                description="Data-parallel training: the same answer on any number of devices.",
-                args=expand_flags(words, {"train": train, "verify": verify, "scale": scale}),
-            )
+            commands = {
+                "train": train,
+                "resume": resume,
+                "eval": evaluate,
+                "verify": verify,
+                "scale": scale,
+                "doctor": doctor,
+            }
+            words = expand_flags(words, {"train": train, "verify": verify, "scale": scale})
+            code = _run_command(words, commands)
         except Interrupted as stop:
             console.show_error(str(stop))
             return 128 + stop.signal
@@ -101,3 +107,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             leave_if_together(130)
             return 130
     return code or 0
+
+
+def _run_command(words: Sequence[str], commands: Mapping[str, Callable[..., Any]]) -> int | None:
+    import tyro
+
+    if words and words[0] in commands:  # by itself, so that its errors point to its own --help
+        name = words[0]
+        return tyro.cli(commands[name], prog=f"multitower {name}", args=words[1:])
+    if list(words) == ["--version"]:
+        print(f"multitower {importlib.metadata.version('multitower')}")
+        return 0
+    if words and not words[0].startswith("-"):
+        raise RunError(
+            f"there is no command {words[0]!r}. {did_you_mean(words[0], commands)}There are: "
+            f"{', '.join(commands)}. multitower --help describes them."
+        )
+    return tyro.extras.subcommand_cli_from_dict(  # --help, and flags that no command has
+        dict(commands),
+        prog="multitower",
+        description="Data-parallel training: the same answer on any number of devices.",
+        args=words,
+    )

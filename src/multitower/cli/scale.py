@@ -19,6 +19,7 @@ from multitower.cli.flags import (
     SetOptions,
     ShardUpdate,
     Synthetic,
+    WholeNumber,
     flag,
     switch,
 )
@@ -49,7 +50,7 @@ def scale(
     devices: DeviceCounts = None,
     simulate: SimulatedCounts = None,
     towers: Annotated[
-        int | None,
+        WholeNumber,
         flag(
             "T",
             "Split every batch into T towers, and measure the mode with the same bits.",
@@ -73,7 +74,7 @@ def scale(
         int, flag("N", "Give every number of devices N turns.", str(_DEFAULTS.rounds))
     ] = _DEFAULTS.rounds,
     predict: Annotated[
-        int | None, flag("N", "Predict the step time on N devices from those measured.", "none")
+        WholeNumber, flag("N", "Predict the step time on N devices from those measured.", "none")
     ] = None,
     batch_size: BatchSize = None,
     data: Data = None,

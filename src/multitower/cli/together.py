@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.flags import flag, switch
+from multitower.cli.flags import WholeNumber, flag, switch
 from multitower.processes.leaving import hosts_of_all
 
 
@@ -25,13 +25,14 @@ class Together:
         flag("HOST:PORT", "The address of process 0, if JAX detects no cluster.", "detected"),
     ] = None
     num_processes: Annotated[
-        int | None, flag("N", "With --coordinator: the number of processes.", "detected")
+        WholeNumber, flag("N", "With --coordinator: the number of processes.", "detected")
     ] = None
     process_id: Annotated[
-        int | None, flag("I", "With --coordinator: the number of this process, from 0.", "detected")
+        WholeNumber,
+        flag("I", "With --coordinator: the number of this process, from 0.", "detected"),
     ] = None
     simulate_processes: Annotated[
-        int | None,
+        WholeNumber,
         flag("N", "Start N processes on this machine, with --simulate M devices each.", "none"),
     ] = None
 

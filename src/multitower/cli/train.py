@@ -19,6 +19,7 @@ from multitower.cli.flags import (
     Simulate,
     Steps,
     Synthetic,
+    WholeNumber,
     flag,
     switch,
 )
@@ -68,7 +69,7 @@ def train(
     devices: Devices = None,
     simulate: Simulate = None,
     towers: Annotated[
-        int | None,
+        WholeNumber,
         flag(
             "T",
             "Split every batch into T towers: the result then has the same bits on any number of "
@@ -79,7 +80,7 @@ def train(
     steps: Steps = None,
     batch_size: BatchSize = None,
     tower_batch: Annotated[
-        int | None, flag("N", "Take N examples per step and tower.", "see --batch-size")
+        WholeNumber, flag("N", "Take N examples per step and tower.", "see --batch-size")
     ] = None,
     data: Data = None,
     synthetic: Synthetic = False,
@@ -93,10 +94,10 @@ def train(
     ] = False,
     set_options: SetOptions = (),
     checkpoint_every: Annotated[
-        int | None, flag("N", "Save a checkpoint every N steps and after the last step.", "1000")
+        WholeNumber, flag("N", "Save a checkpoint every N steps and after the last step.", "1000")
     ] = None,
     evaluate_every: Annotated[
-        int | None, flag("N", "Score the test set every N steps and at the end.", "at the end")
+        WholeNumber, flag("N", "Score the test set every N steps and at the end.", "at the end")
     ] = None,
     keep_best: Annotated[
         str | None,

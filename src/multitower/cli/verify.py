@@ -14,6 +14,7 @@ from multitower.cli.flags import (
     SetOptions,
     ShardUpdate,
     Synthetic,
+    WholeNumber,
     flag,
 )
 from multitower.cli.settings import collect_settings
@@ -31,9 +32,9 @@ def verify(
     devices: DeviceCounts = None,
     simulate: SimulatedCounts = None,
     towers: Annotated[
-        int | None, flag("T", "Split every batch into T towers.", "8, or the most devices")
+        WholeNumber, flag("T", "Split every batch into T towers.", "8, or the most devices")
     ] = None,
-    steps: Annotated[int | None, flag("N", "Compare after each of N steps.", "5")] = None,
+    steps: Annotated[WholeNumber, flag("N", "Compare after each of N steps.", "5")] = None,
     batch_size: BatchSize = None,
     data: Data = None,
     synthetic: Synthetic = False,

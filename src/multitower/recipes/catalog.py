@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import multitower as mt
+from multitower.errors import did_you_mean
 from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name, load_recipe_file
 from multitower.recipes.options import as_json, make_options
@@ -75,8 +76,8 @@ def _module(name: str) -> ModuleType:
         return load_recipe_file(Path(name))
     if name not in SHIPPED:
         raise mt.RunError(
-            f"there is no recipe {name!r}. There are: {', '.join(SHIPPED)}; or name a file of "
-            "yours, FILE.py."
+            f"there is no recipe {name!r}. {did_you_mean(name, SHIPPED)}There are: "
+            f"{', '.join(SHIPPED)}; or name a file of yours, FILE.py."
         )
     return importlib.import_module(f"multitower.recipes.{name.replace('-', '_')}")
 

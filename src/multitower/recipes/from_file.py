@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import multitower as mt
+from multitower.errors import did_you_mean
 
 
 def is_file_name(name: str) -> bool:
@@ -40,7 +41,11 @@ def load_recipe_file(path: Path) -> ModuleType:
     """
     path = path.absolute()
     if not path.is_file():
-        raise mt.RunError(f"there is no file {path}. Name a Python file that defines a recipe.")
+        files = [str(one) for one in path.parent.glob("*.py")]
+        raise mt.RunError(
+            f"there is no file {path}. {did_you_mean(str(path), files)}Name a Python file that "
+            "defines a recipe."
+        )
     name = f"multitower_recipe_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import multitower as mt
+from multitower.errors import did_you_mean
 
 Options = TypeVar("Options")
 
@@ -79,7 +80,9 @@ def convert_options(
     values: dict[str, Any] = {}
     for name, word in settings.items():
         if name not in known:
-            raise mt.RunError(f"{owner} has no option {name!r}. {describe(kind)}")
+            raise mt.RunError(
+                f"{owner} has no option {name!r}. {did_you_mean(name, known)}{describe(kind)}"
+            )
         try:
             values[name] = _convert(known[name], word)
         except ValueError:
