@@ -172,7 +172,7 @@ def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
     assert names["same"]
     np.testing.assert_array_equal(names["on_eight"], names["on_one"])
     assert names["rows"].max() == 1000
-    assert "cannot be cut into towers" in capsys.readouterr().out
+    assert "not safe to run data parallel" in capsys.readouterr().out
     names["plt"].close("all")
 
 

@@ -79,7 +79,7 @@ def test_a_right_program_is_not_blamed(fn):
     # The lie: a check that cries wolf.
     check = check_parallel(fn, W, BATCH)
     assert check, str(check)
-    assert str(check) == "can be cut into towers (tried with 16 rows in 8 towers)"
+    assert str(check) == "safe to run data parallel (tried with 16 rows in 8 towers)"
     check.raise_if_wrong()
 
 
@@ -175,7 +175,7 @@ def test_a_wrong_program_is_named_with_its_line(fn, kind, output, place):
         assert problem.where is not None
         assert "test_check.py:" in problem.where
         assert re.search(place, problem.where), problem.where
-    with pytest.raises(mt.OutputError, match="cannot be cut into towers as it is"):
+    with pytest.raises(mt.OutputError, match="not safe to run data parallel"):
         check.raise_if_wrong()
 
 

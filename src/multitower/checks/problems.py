@@ -50,9 +50,9 @@ class ParallelCheck:
     def __str__(self) -> str:
         if self:
             tried = f"{self.num_rows} rows in {self.num_towers} towers"
-            return f"can be cut into towers (tried with {tried})"
+            return f"safe to run data parallel (tried with {tried})"
         lines = [f"{n}. {problem}" for n, problem in enumerate(self.problems, start=1)]
-        return "\n".join(["cannot be cut into towers as it is:", *lines])
+        return "\n".join(["not safe to run data parallel:", *lines])
 
     def raise_if_wrong(self) -> None:
         """Raises what was found.

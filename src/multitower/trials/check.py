@@ -1,4 +1,4 @@
-"""check_parallel: can this function be cut into towers? Said before any training, and why not."""
+"""check_parallel: is this function safe to run data parallel? If not, why, before any training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,44 +16,46 @@ def check_parallel(
     reduction: Reduction = "mean",
     **extras: Any,
 ) -> ParallelCheck:
-    """Says whether a function can be cut into towers, and if not, which result and which line.
+    """Checks whether a function is safe to run data parallel; names the result and line if not.
 
-    It runs `fn` on the whole batch and on the rows of every tower, and reads its program. By row:
-    the towers' results joined must be the whole. Without rows: their mean must be the whole's.
-    `mt.ratio`: the totals and weights of the towers, added up, must give the whole's. If the first
-    argument is shared, as parameters are, the gradients of the loss must be the whole's, too.
-    Results that random numbers went into are judged by the program alone.
+    It reads the program of `fn`, and runs `fn` on the whole batch and on the rows of every tower:
+
+    - results with one entry per row: the towers' results, concatenated, must equal the batch's;
+    - other results: the mean over towers must equal the batch's value;
+    - `mt.ratio`: the towers' totals and weights must add up to the batch's;
+    - gradients of the loss, if the first argument is shared like parameters: likewise.
+
+    Results that depend on random numbers are judged by the program alone.
 
     Args:
-        fn: a loss, a metric, a model: what is to go to `value_and_grad`, `train_step` or
-            `make_parallel`.
-        *example_args: real inputs, two rows or more; better as many as a real batch has.
-        in_axes: as for `value_and_grad`; by default the first of several arguments is shared, as
-            the parameters of a loss are, and the others are cut along axis 0.
-        towers: into how many towers the rows are cut; by default one for each device, two at
-            least.
+        fn: a loss, a metric or a model, as for `value_and_grad`, `train_step` or `make_parallel`.
+        *example_args: real inputs with two or more rows, best as many as in a real batch.
+        in_axes: as for `value_and_grad`. By default the first of several arguments is shared, like
+            the parameters of a loss, and the others are split along axis 0.
+        towers: the number of towers to split the rows into; by default one for each device, and at
+            least two.
         reduction: as for `value_and_grad`: a loss of shape () is the `"mean"` over its rows, or
             their `"sum"`.
-        **extras: keyword arguments of `fn` such as `rng` and `model_state`, which are shared; a
-            typed key is another one in every tower. Flags, strings and functions are handed on as
-            they are. A loss that needs `rng` and gets none has a fixed key. What `fn` itself calls
-            `in_axes`, `towers` or `reduction` goes there by `functools.partial`.
+        **extras: keyword arguments of `fn`, such as `rng` and `model_state`. They are shared, but
+            each tower gets a different typed PRNG key. A loss that takes `rng` gets a fixed key if
+            you pass none. Bind keyword arguments that `fn` itself calls `in_axes`, `towers` or
+            `reduction` with `functools.partial`.
 
     Returns:
-        What was found; print it.
+        A `ParallelCheck`: print it, or use it as a bool.
 
     Raises:
-        ArgumentError: an argument that can neither be split nor shared; or the loss needs
-            `model_state`, and there is none.
-        BatchError: fewer than two rows, or row counts that differ.
-        DeviceError: `towers` is no number of towers.
+        ArgumentError: an argument can be neither split nor shared; or the loss takes
+            `model_state`, and you passed none.
+        BatchError: fewer than two rows, or different row counts.
+        DeviceError: `towers` is not a whole number above 0.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import multitower as mt
         >>> x = jnp.arange(12.0).reshape(6, 2)
         >>> print(mt.check_parallel(lambda w, x: (x @ w - 1) ** 2, jnp.ones(2), x, towers=3))
-        can be cut into towers (tried with 6 rows in 3 towers)
+        safe to run data parallel (tried with 6 rows in 3 towers)
         >>> check = mt.check_parallel(lambda w, x: jnp.sum((x @ w - 1) ** 2), jnp.ones(2), x)
         >>> bool(check), check.problems[0].kind
         (False, 'sum')
