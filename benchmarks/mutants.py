@@ -100,15 +100,20 @@ def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
         database = stack.enter_context(use_db(Path(directory, "db"), WorkDB.Mode.create))
         init([ROOT / module], database, {})
         found = [item.mutations[0] for item in database.work_items]
-    annotations = [
-        ((a.lineno, a.col_offset), (a.end_lineno, a.end_col_offset))
+    unseen = [  # types, and options such as frozen=True: no test can tell, nor should it
+        ((one.lineno, one.col_offset), (one.end_lineno, one.end_col_offset))
         for node in ast.walk(ast.parse(source))
-        if (a := getattr(node, "annotation", None) or getattr(node, "returns", None))
+        for one in (
+            getattr(node, "annotation", None),
+            getattr(node, "returns", None),
+            *getattr(node, "decorator_list", ()),
+        )
+        if one is not None
     ]
     places: dict[tuple[int, int], list] = {}
     for mutation in found:
-        is_type = any(start <= mutation.start_pos < end for start, end in annotations)
-        if not is_type and "Decorator" not in mutation.operator_name:
+        is_unseen = any(start <= mutation.start_pos < end for start, end in unseen)
+        if not is_unseen and "Decorator" not in mutation.operator_name:
             places.setdefault(mutation.start_pos, []).append(mutation)
     generator = random.Random(seed)
     drawn = generator.sample(sorted(places), min(number, len(places)))
