@@ -76,6 +76,25 @@ def test_distortions_differ_from_step_to_step_and_from_seed_to_seed():
     assert len(drawn) == 9
 
 
+def test_distortions_are_the_same_for_ever():
+    batch = make_batch({"x": np.zeros(2)}, global_batch=2, seed=7, step=3, distort=noisy)
+    assert batch["x"].tolist() == [0.8219707778346799, 0.5585910984475059]
+
+
+def test_some_rows_of_a_distorted_batch_are_those_of_the_whole():
+    """Lie: a process that reads only its own rows gets the distortion of others."""
+    options = {"global_batch": 6, "seed": 7, "step": 3, "distort": noisy}
+    whole = make_batch(rows(9), **options)
+    places = np.array([4, 1, 5])
+    own = make_batch(rows(9), **options, places=places)
+    np.testing.assert_array_equal(own["x"], whole["x"][places])
+    np.testing.assert_array_equal(own["y"], whole["y"][places])
+
+
+def test_batches_have_keys_only_when_asked():
+    assert next(make_batches(rows(3), global_batch=2, seed=0)).keys() == {"x", "y"}
+
+
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [

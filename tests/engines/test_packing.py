@@ -55,3 +55,15 @@ def test_16_bit_floats_are_added_in_32():
 def test_a_tree_without_leaves():
     assert pack({}).buffers == ()
     assert unpack(pack({"a": None})) == {"a": None}
+
+
+def test_a_leaf_that_fills_its_buffer_keeps_its_shape():
+    """Lie: a column comes back as a row, as its buffer has as many elements."""
+    column = jnp.arange(5.0).reshape(5, 1)
+    assert unpack(pack([column]))[0].shape == (5, 1)
+
+
+def test_64_bit_floats_stay_as_they_are():
+    with jax.enable_x64(True):
+        (buffer,) = pack([jnp.ones(3, jnp.float64)]).buffers
+        assert buffer.dtype == jnp.float64

@@ -60,8 +60,8 @@ def test_whole_subtrees_send_one_partial_sum():
     assert plan(contiguous(mt.devices(3), 6)).num_parts <= 2
 
 
-def total_of(values, placement, reduce=None):
-    """Runs the additions of a placement as the engine does; returns every device's total."""
+def partial_sums(values, placement):
+    """What the engine's devices have added up alone: for each part a global array."""
     how = plan(placement)
     spare = jnp.zeros_like(values[0])
     sums = []
@@ -74,10 +74,15 @@ def total_of(values, placement, reduce=None):
         part_sums += [spare] * (how.num_parts - len(part_sums))
         sums.append([jax.device_put(part, home) for part in part_sums])
     shape = (len(sums) * values[0].shape[0], *values[0].shape[1:])
-    lists = [
+    return [
         [jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))]
         for blocks in zip(*sums, strict=True)
     ]
+
+
+def total_of(values, placement, reduce=None):
+    """Runs the additions of a placement as the engine does; returns every device's total."""
+    lists = partial_sums(values, placement)
     (total,) = (reduce or make_reduction(placement))(lists, [[]] * len(lists)).buffers
     return [np.asarray(shard.data) for shard in total.addressable_shards]
 
@@ -104,6 +109,26 @@ def test_any_placement_any_size_same_bits_on_every_device(num_devices, size, see
     placement = Placement(tuple(mt.devices(max(owners) + 1)), owners)
     for total in total_of(values, placement):
         assert total.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("owners", [(0, 0, 1, 1, 2), (1, 0, 0, 2, 1, 0)])
+def test_every_device_gets_the_block_rows_of_its_own_towers(owners):
+    """Lie: a device with several towers, or fewer than others, gets a row of somebody else."""
+    num_towers = len(owners)
+    flat = values_in_doubt(num_towers, num_towers * 7)
+    values = [value.reshape(num_towers, 7) for value in flat]
+    placement = Placement(tuple(mt.devices(max(owners) + 1)), owners)
+    expected = evaluate(sum_tree(0, num_towers), lambda t: np.asarray(values[t]), np.add)
+    lists = partial_sums(values, placement)
+    (rows,) = make_reduction(placement)([[]] * len(lists), lists).blocks
+    for device, towers in enumerate(placement.towers_on):
+        for slot, tower in enumerate(towers):
+            (found,) = [
+                s.data
+                for s in rows[slot].addressable_shards
+                if s.index[0].start in (7 * device, None)
+            ]
+            assert np.asarray(found).tobytes() == expected[tower].tobytes()
 
 
 def test_integers_are_added_without_rounding():
