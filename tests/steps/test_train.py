@@ -540,7 +540,11 @@ def test_a_skipped_step_leaves_nothing_but_its_number(towers):
 def test_16_bit_parameters_train_as_by_hand(options):
     """Lie: the same bits everywhere, of a gradient that lost some. (All numbers here are exact.)"""
     step = mt.train_step(
-        lambda w, x: w.astype(jnp.float32) * x, optax.sgd(0.125), devices=2, ema_decay=0.5, **options
+        lambda w, x: w.astype(jnp.float32) * x,
+        optax.sgd(0.125),
+        devices=2,
+        ema_decay=0.5,
+        **options,
     )
     state = step.init(jnp.bfloat16(1))
     state, _ = step(state, np.arange(8, dtype=np.float32))  # a mean of 3.5
