@@ -225,12 +225,16 @@ def test_law_l4_a_module_is_saved_and_resumed(tmp_path):
         trainer = mt.Trainer(losses, optax.adam(0.1), devices=devices, towers=4, **options)
         return trainer, trainer.fit(Net(), batches, steps=steps, resume=True)
 
+    asked = []
+
     def batches(first):
+        asked.append(first)
         return (X[number % 2] for number in itertools.count(first))
 
     _, whole = fit(2, 4)
     fit(1, 2, run_dir=tmp_path)
     trainer, resumed = fit(3, 4, run_dir=tmp_path)
+    assert asked == [0, 0, 2]  # one that begins anew comes to the same bits
     assert mt.fingerprint(resumed) == mt.fingerprint(whole)
     assert trainer.step.model(resumed).calls[...] == 4
 
