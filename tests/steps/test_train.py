@@ -485,7 +485,7 @@ def test_optimizers_that_look_at_more_or_at_less(name, towers, tmp_path):
         ),
         "polyak_sgd": lambda: optax.polyak_sgd(0.1),
     }[name]()
-    rows = np.linspace(-1, 1, 8, dtype=np.float32)
+    rows = np.linspace(-1, 2, 8, dtype=np.float32)
     loss = lambda w, x: (w * x - 0.5) ** 2
     w, opt_state = jnp.float32(1), optimizer.init(jnp.float32(1))
     for _ in range(4):

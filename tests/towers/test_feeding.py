@@ -104,6 +104,18 @@ def test_prefetch_is_shard_of_every_batch_in_order(size, towers):
     assert_no_threads_left()
 
 
+@pytest.mark.parametrize("towers", [None, 5])
+@pytest.mark.parametrize("num_rows", [12, 7])
+def test_lazy_rows_are_the_rows(num_rows, towers):
+    """Lie: other rows than the same batch has as arrays; several processes only compare these."""
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+    lazy = mt.LazyRows(num_rows, lambda places: {"x": x[places]})
+    options = dict(devices=3, towers=towers, global_batch=12)
+    (ahead,) = mt.prefetch([lazy], **options)
+    for cut in (mt.shard(lazy, **options), ahead):
+        np.testing.assert_array_equal(cut["x"], x[:num_rows])
+
+
 def test_lazy_rows_that_do_not_come():
     """Lie: a run on the few rows that came."""
     batch = mt.LazyRows(48, lambda places: {"x": np.ones((2, 3))})
