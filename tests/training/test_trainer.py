@@ -168,7 +168,10 @@ def bad_gradient(params, batch):
     [(bad_loss, "tower .* is 1 of 4", "params"), (bad_gradient, r"params\['w'\]", "tower")],
 )
 def test_a_loss_and_a_gradient_are_looked_at_each_for_itself(loss, told, untold):
-    # The lie: one of the two is looked at, and the other is never bad alone in a test.
+    # The lie: one of the two is looked at, and the other is never bad alone in a test; or the
+    # first parameter is named, whichever it is.
+    params = {"fine": jnp.ones(2), **PARAMS}
+
     def marked(first):
         for number, batch in enumerate(batches(first), start=first + 1):
             batch["x"][9, 0] = 77 if number == 2 else 0
@@ -176,12 +179,12 @@ def test_a_loss_and_a_gradient_are_looked_at_each_for_itself(loss, told, untold)
 
     options = {"towers": 4, "devices": 1}
     with pytest.raises(mt.NonFiniteError, match=f"step 2 of 4: .*{told}") as error:
-        mt.Trainer(loss, optax.sgd(0.01), **options).fit(PARAMS, marked, steps=4)
+        mt.Trainer(loss, optax.sgd(0.01), **options).fit(params, marked, steps=4)
     assert untold not in str(error.value)
     skipped = []
     note = lambda progress: skipped.append(progress.metrics["skipped"])
     trainer = mt.Trainer(loss, optax.sgd(0.01), on_nonfinite="skip", hooks=[note], **options)
-    state = trainer.fit(PARAMS, marked, steps=3)
+    state = trainer.fit(params, marked, steps=3)
     assert skipped == [0, 1, 0]
     assert np.isfinite(state.params["w"]).all()
 
