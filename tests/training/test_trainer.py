@@ -284,6 +284,23 @@ def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
 
 
+def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path):
+    # The lie: the same fingerprint, and a best state that an undisturbed run would not have kept.
+    tested = []
+
+    def stop_in_step_2(progress):  # hooks hear of a step one step late
+        if progress.phase == "train" and progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[stop_in_step_2])
+    options = {"steps": 4, "evaluate_every": 2, "evaluate": lambda s: tested.append(int(s.step))}
+    with pytest.raises(mt.Interrupted, match="stopped after step 2 of 4"):
+        trainer.fit(PARAMS, batches, **options)
+    assert tested == []
+    trainer.fit(PARAMS, batches, resume=True, **options)
+    assert tested == [2, 4]
+
+
 def test_the_rate_of_training_does_not_count_test_phases(monkeypatch):
     # The lie: a run that gets slower the more often it is tested. A step takes a second here, and
     # a test phase a thousand, on a clock of our own: a busy machine changes nothing.
