@@ -94,6 +94,7 @@ def test_a_saved_configuration_makes_the_same_run_and_flags_come_first(tmp_path)
     assert main(["train", RECIPE, *flags]) == 0
     other = json.loads((tmp_path / "other" / "result.json").read_text())
     assert (other["seed"], other["steps"]) == (8, 3)
+    assert other["fingerprint"] != results[0]["fingerprint"]
 
 
 def test_a_recipe_must_be_named_once(tmp_path, capsys):

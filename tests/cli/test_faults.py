@@ -73,6 +73,7 @@ def walk(directory, fault, cache):
     for stage, one in found.items():
         assert one["resumed"] == 0, (stage, one["said again"])
         assert one["fingerprint"] == whole, stage
+        assert one["went on"], stage  # a run that begins anew has the same bits
     return found
 
 

@@ -174,6 +174,7 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     assert [process.returncode for process in running] == [143, 143], said
     stopped = [text[text.index("SIGTERM: stopped after step") :] for text in said]
     assert stopped[0].splitlines()[0] == stopped[1].splitlines()[0]
+    before = (run_dir / "metrics.jsonl").read_text().splitlines()
 
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(run_dir, elsewhere)
@@ -181,6 +182,9 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     code, _, errors = run("resume", str(elsewhere), *four, timeout_s=300)
     assert code == 0, errors
     assert result(elsewhere)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
+    # Each with its own speed: a run that begins anew comes to the same bits, and to other lines.
+    lines = (elsewhere / "metrics.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before, "it began anew"
 
     running = start_two("resume", str(run_dir), devices="4")
     wait_for_steps(run_dir, 20)
@@ -195,6 +199,7 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     assert code == 0, errors
     assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before, "it began anew"
     assert [json.loads(line)["step"] for line in lines] == [
         *range(1, 801),
         800,

@@ -22,6 +22,14 @@ def result_of(directory):
     return json.loads((directory / "result.json").read_text())
 
 
+def lines_of(directory):
+    """What each step gave, and how fast it was: a step that is made again has another line.
+
+    A run that begins anew comes to the same bits, so these show whether it went on.
+    """
+    return (directory / "metrics.jsonl").read_text().splitlines()
+
+
 @pytest.mark.slow
 def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     # The lie (law L4), as a user would see it: another fingerprint, another accuracy.
@@ -42,7 +50,10 @@ def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     assert process.returncode == 143
     assert "Resume to go on from there" in told
     assert not (stopped / "result.json").exists()
+    before = lines_of(stopped)
+    assert len(before) >= 50
     assert main(["resume", str(stopped), "--devices", "3"]) == 0
+    assert lines_of(stopped)[: len(before)] == before, "it began anew"
     same = ("fingerprint", "test_accuracy", "test_loss", "steps", "towers")
     assert [result_of(stopped)[k] for k in same] == [result_of(whole)[k] for k in same]
     capsys.readouterr()
@@ -77,7 +88,7 @@ def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
     command += ["--checkpoint-every", "2", "--run-dir", str(run_dir), "--resume", "auto"]
     assert main([*command, "--devices", "1"]) == 0
     assert "training circle" in capsys.readouterr().out
-    whole = result_of(run_dir)["fingerprint"]
+    whole, lines = result_of(run_dir)["fingerprint"], lines_of(run_dir)
 
     assert main(command) == 0
     assert "is finished" in capsys.readouterr().out
@@ -87,8 +98,8 @@ def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
     assert main([*command, "--devices", "2"]) == 0
     assert "resuming circle" in capsys.readouterr().out
     assert result_of(run_dir)["fingerprint"] == whole
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+    assert lines_of(run_dir)[:4] == lines[:4], "it began anew"
+    assert [json.loads(line)["step"] for line in lines_of(run_dir)] == [1, 2, 3, 4, 5, 6, 6]
 
     (run_dir / "result.json").unlink()  # killed before the first checkpoint
     shutil.rmtree(run_dir / "checkpoints")
@@ -131,11 +142,12 @@ def test_clip_norm_is_kept_by_a_resume(tmp_path):
     assert main([*command, "--run-dir", str(plain)]) == 0
     assert main([*command, "--run-dir", str(clipped), "--clip-norm", "0.001"]) == 0
     assert json.loads((clipped / "config.json").read_text())["options"]["clip_norm"] == 0.001
-    whole = result_of(clipped)["fingerprint"]
+    whole, lines = result_of(clipped)["fingerprint"], lines_of(clipped)
     assert whole != result_of(plain)["fingerprint"]
 
     (clipped / "result.json").unlink()  # as if killed after step 2
     shutil.rmtree(clipped / "checkpoints" / "4")
     assert main(["resume", str(clipped), "--devices", "2"]) == 0
     assert result_of(clipped)["fingerprint"] == whole
+    assert lines_of(clipped)[:2] == lines[:2], "it began anew"
     assert main(["train", CIRCLE, "--clip-norm", "0"]) == 2

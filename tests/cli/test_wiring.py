@@ -8,6 +8,7 @@ import importlib
 
 import pytest
 
+import multitower as mt
 import places
 from multitower.cli.main import main
 from multitower.processes.run_lock import held_run_directory
@@ -16,6 +17,8 @@ from multitower.runs.options import RunOptions
 CIRCLE = str(places.CIRCLE)
 train_command = importlib.import_module("multitower.cli.train")
 resume_command = importlib.import_module("multitower.cli.resume")
+verify_command = importlib.import_module("multitower.cli.verify")
+scale_command = importlib.import_module("multitower.cli.scale")
 
 
 @pytest.fixture
@@ -107,10 +110,89 @@ def test_resume_auto_goes_on_only_with_the_same_settings(passed, stopped, capsys
     ((_, how),) = passed
     assert how["resume"]
     assert main([*words, "--seed", "4"]) == 2
-    assert "there seed is 3, and here 4" in " ".join(capsys.readouterr().err.split())
+    assert "holds a run with seed 3, and this command has seed 4" in capsys.readouterr().err
     begun = ["train", "cifar10", "--synthetic", "--run-dir", str(stopped.parent / "set")]
     assert main([*begun, "--set", "lr_base=0.1"]) == 0
     (stopped.parent / "set" / "checkpoints").mkdir()
     passed.clear()
     assert main([*begun, "--resume", "auto", "--set", "lr_base=0.2"]) == 2
     assert not passed
+
+
+@pytest.fixture
+def recipes(passed, monkeypatch):
+    """The recipe of each call of `run` and `score`."""
+    found = []
+
+    def noting(call):
+        def noted(recipe, *rest, **how):
+            found.append(recipe)
+            return call(recipe, *rest, **how)
+
+        return noted
+
+    monkeypatch.setattr(train_command, "run", noting(train_command.run))
+    monkeypatch.setattr(resume_command, "score", noting(resume_command.score))
+    return found
+
+
+def test_what_is_set_of_a_recipe_arrives_and_is_kept(recipes, tmp_path):
+    directory = str(tmp_path / "run")
+    flags = ["--set", "lr_base=0.25", "--lr-decay", "0.5", "--data", str(tmp_path)]
+    assert main(["train", "cifar10", "--run-dir", directory, *flags]) == 0
+    assert main(["resume", directory]) == 0
+    assert main(["eval", directory, "--data", str(tmp_path / "other")]) == 0
+    trained, resumed, scored = (recipe.options for recipe in recipes)
+    assert (trained["lr_base"], trained["lr_decay"]) == (0.25, 0.5)
+    assert trained["data"] == str(tmp_path)
+    assert resumed == trained
+    assert scored == {**trained, "data": str(tmp_path / "other")}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `verify` and `scale` would compare and measure."""
+    calls = []
+
+    def look(*arguments):
+        calls.append(arguments)
+        raise mt.RunError("this is all that is looked at")
+
+    monkeypatch.setattr(verify_command, "compare_runs", look)
+    monkeypatch.setattr(scale_command, "measure", look)
+    return calls
+
+
+OF_BOTH = {
+    "--towers 4": {"towers": 4},
+    "--batch-size 24": {"global_batch": 24},
+    "--seed 5": {"seed": 5},
+    "--shard-update --towers 4": {"shard_update": True, "towers": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "expected"),
+    [
+        *(("verify", *pair) for pair in OF_BOTH.items()),
+        *(("scale", *pair) for pair in OF_BOTH.items()),
+        ("verify", "--steps 7", {"steps": 7}),
+    ],
+)
+def test_a_flag_of_verify_or_scale_arrives(command, flags, expected, asked, tmp_path):
+    where = ["--run-dir", str(tmp_path)] if command == "scale" else []
+    assert main([command, CIRCLE, "--devices", "1,2", *flags.split(), *where]) == 2
+    ((recipe, options, counts, *_),) = asked
+    assert (recipe.name, list(counts)) == ("circle", [1, 2])
+    assert options == RunOptions(**expected)
+
+
+def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):
+    flags = ["--weak", "--steps", "3", "--rounds", "2", "--run-dir", str(tmp_path)]
+    sets = ["--synthetic", "--set", "lr_base=0.25"]
+    assert main(["scale", "cifar10", "--devices", "2", *flags, *sets]) == 2
+    assert main(["verify", "cifar10", "--devices", "1,2", *sets]) == 2
+    (scaled, _, _, how), (verified, _, _) = asked
+    assert (how.kinds, how.steps, how.rounds, how.predict) == (("weak",), 3, 2, None)
+    for recipe in (scaled, verified):
+        assert (recipe.options["lr_base"], recipe.options["synthetic"]) == (0.25, True)

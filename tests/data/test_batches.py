@@ -51,6 +51,21 @@ def test_leaves_stay_side_by_side(num_rows, global_batch, seed, step):
     np.testing.assert_array_equal(batch["y"][:, 0], 2 * batch["x"])
 
 
+@given(**sizes, **draws, keyed=st.booleans(), distort=st.sampled_from([None, noisy]))
+def test_rows_read_by_a_process_are_those_of_the_batch(
+    num_rows, global_batch, seed, step, keyed, distort
+):
+    """Lie: each process of several draws rows, keys or distortions for its own rows alone."""
+    data, options = rows(num_rows), {"global_batch": global_batch, "seed": seed}
+    options |= {"keyed": keyed, "distort": distort}
+    whole = make_batch(data, **options, step=step)
+    lazy = next(make_batches(data, **options, first=step, lazy=True))
+    assert lazy.num_rows == global_batch
+    places = np.array([*range(global_batch // 2, global_batch), 0])  # and one that fills up
+    for name, leaf in lazy.read(places).items():
+        np.testing.assert_array_equal(leaf, whole[name][places], err_msg=name)
+
+
 def test_epochs_and_seeds_differ():
     orders = {
         tuple(make_batch(np.arange(50), global_batch=50, seed=seed, step=epoch))

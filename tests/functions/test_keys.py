@@ -57,18 +57,25 @@ def test_on_one_device_it_is_jax(make_key, towers):
     np.testing.assert_allclose((value, gradient), jax.value_and_grad(mean)(2.0), rtol=1e-6)
 
 
-def test_on_one_device_a_training_step_draws_what_jax_draws():
-    def loss(w, x, *, rng):
-        drawn = noise(rng, x)
-        return (w * x).sum(1), {"drawn": drawn.sum(1)}
+@pytest.mark.parametrize(("devices", "towers"), [(1, None), (1, 1), (4, None), (2, 4)])
+def test_a_training_step_draws_what_jax_draws_with_the_keys_of_towers(devices, towers):
+    """Lie: draws that differ from tower to tower, of keys that nobody could work out."""
+    places = np.arange(8, dtype=np.float32)  # which tower has which key shows
 
-    for towers in (None, 1):
-        step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=towers)
-        state = step.init(jnp.float32(1), rng=jax.random.key(7))
-        for number in range(2):
-            state, metrics = step(state, X)
-            drawn = noise(jax.random.fold_in(jax.random.key(7), number), X)
-            np.testing.assert_allclose(metrics["drawn"], drawn.sum(1).mean(), rtol=1e-5)
+    def loss(w, batch, *, rng):
+        drawn = noise(rng, batch["x"])
+        return (w * batch["x"]).sum(1), {"drawn": drawn.sum(1) * batch["place"]}
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=devices, towers=towers)
+    state = step.init(jnp.float32(1), rng=jax.random.key(7))
+    num_towers = towers or devices
+    for number in range(2):
+        state, metrics = step(state, {"x": X, "place": places})
+        key = jax.random.fold_in(jax.random.key(7), number)
+        own = X[: 8 // num_towers]
+        drawn = [noise(tower_key(key, tower), own) for tower in range(num_towers)]
+        expected = (np.concatenate(drawn).sum(1) * places).mean()
+        np.testing.assert_allclose(metrics["drawn"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

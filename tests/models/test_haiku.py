@@ -103,7 +103,10 @@ def test_law_l3_same_bits(two_towers):
 
 
 def test_train_step_takes_the_state():
-    """The whole step: Haiku's state is model state, and its counters are those of one device."""
+    """The whole step: Haiku's state is model state, and its counters are those of one device.
+
+    Lie: one mask for all towers, or statistics of one of them: no counter would show it.
+    """
 
     def losses(params, x, *, rng, model_state):
         y, state = NET.apply(params, model_state, rng, x)
@@ -117,3 +120,9 @@ def test_train_step_takes_the_state():
     counters = [x for x in jax.tree.leaves(state.model_state) if x.dtype == jnp.int32]
     assert counters
     assert all(counter == 2 for counter in counters)
+    run = towers_by_hand(2)(loss_fn, has_aux=True)
+    for number, x in enumerate(X):
+        key = jax.random.fold_in(jax.random.key(1), number)
+        (_, model_state), gradients = run(params, model_state, key, x)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    assert_close((state.params, state.model_state), (params, model_state))

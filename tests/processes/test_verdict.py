@@ -96,5 +96,6 @@ def test_the_names_of_very_many_hosts():
 
 
 def test_a_child_that_holds_on_to_stderr_does_not_keep_the_verdict_waiting():
-    shown = run("print(subprocess.Popen(['sleep', '20']).pid)")
+    # For longer than `run` waits: else a verdict that comes after the child would do, too.
+    shown = run("subprocess.Popen(['sleep', '75'], stdout=subprocess.DEVNULL)")
     assert "missing: process 1. It was killed" in shown

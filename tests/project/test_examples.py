@@ -64,7 +64,8 @@ def test_vector_add_is_exact(num_rows):
 
 
 def test_polynomial_equals_one_device():
-    # The lie: a gradient N times too big still converges, to other weights on the way.
+    # The lie: rows that do not count, or a loss of another size. (Adam hides the size of a
+    # gradient; test_trap_gradients_n_times_too_big looks at that.)
     one, every = versions("polynomial")
     loss, weights = one(1001)
     all_loss, all_weights = every(1001)

@@ -89,6 +89,7 @@ def test_law_l4_a_run_learns_scores_by_its_statistics_and_takes_them_along(small
     assert through["test_accuracy"] > 0.5
     first = dataclasses.replace(options, steps=20)
     run(small_recipe, first, directory=tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines()[:20]
     resumed = run(
         small_recipe,
         dataclasses.replace(options, devices=1),
@@ -96,6 +97,8 @@ def test_law_l4_a_run_learns_scores_by_its_statistics_and_takes_them_along(small
         resume=True,
     )
     assert resumed["fingerprint"] == through["fingerprint"]
+    # One that begins anew comes to the same bits, at another speed.
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:20] == before
 
 
 @pytest.mark.slow

@@ -50,3 +50,4 @@ def test_a_bad_disk_is_told_and_the_run_goes_on_when_it_is_mended(tmp_path, how,
     assert found["left"]
     assert found["left"] == list(range(2, found["left"][-1] + 1, 2))
     assert found["same"]
+    assert found["began_with"] == found["left"][-1] + 1  # a run begun anew has the same bits

@@ -12,6 +12,7 @@ import pytest
 import multitower as mt
 from multitower.recipes.definition import DataSets, Recipe
 from multitower.runs.options import RunOptions
+from multitower.runs.setup import RecipeJob
 from multitower.runs.train import run, score
 
 TRUE = np.array([1.0, -2.0, 3.0], np.float32)
@@ -102,9 +103,10 @@ def test_one_step_has_no_rate():
 
 
 def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
-    # Two test phases in one run, and the last one only once.
+    # Two test phases in one run, and the last one only once. The loss falls, so that the highest
+    # one is not the last: who kept the last state, or the lowest score, would be seen.
     seen = []
-    options = RunOptions(devices=2, towers=4, steps=4, evaluate_every=2, keep_best="accuracy")
+    options = RunOptions(devices=2, towers=4, steps=4, evaluate_every=2, keep_best="loss")
     result = run(LINE, options, seen.append, directory=tmp_path)
     assert [(now.phase, now.step) for now in seen] == [
         ("train", 1), ("train", 2), ("test", 2), ("train", 3), ("train", 4),
@@ -116,10 +118,31 @@ def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     assert result["placement"] == {"cpu:0": [0, 1], "cpu:1": [2, 3]}
     assert set(result["best"]) == {"step", "loss", "accuracy"}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["phase"] == "test"] == [2, 4]
+    tests = {line["step"]: line["loss"] for line in lines if line["phase"] == "test"}
+    assert list(tests) == [2, 4]
+    assert tests[2] > tests[4]
+    assert (result["best"]["step"], result["best"]["loss"]) == (2, pytest.approx(tests[2]))
     scored = score(LINE, options, tmp_path, best=True)
     assert scored["step"] == result["best"]["step"]
-    assert scored["test_accuracy"] == result["best"]["accuracy"]
+    assert scored["test_loss"] == result["best"]["loss"]
+    assert score(LINE, options, tmp_path)["fingerprint"] == result["fingerprint"]
+
+
+def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
+    # The lie: an option that stands in config.json and in the report, and is dropped.
+    given = {}
+    monkeypatch.setattr(
+        "multitower.runs.setup.Trainer", lambda *_, **options: given.update(options)
+    )
+    chosen = {
+        "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
+        "best": "min", "shard_update": True, "clip_norm": 0.5,
+    }  # fmt: skip
+    RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
+    assert given == {**chosen, "run_dir": tmp_path, "ema_decay": LINE.ema_decay}
+    names = {field.name for field in dataclasses.fields(RunOptions)}
+    # These three are the loop's and the data's; they are looked at above.
+    assert names == {*chosen, "steps", "seed", "evaluate_every"}
 
 
 def test_a_run_that_diverges_stops_and_says_where():

@@ -1,8 +1,8 @@
 """Trains on a disk that goes bad, mends it, and resumes: `python bad_disk_program.py DIR HOW`.
 
 HOW is `full` or `read-only`. It mounts a small file system of its own, so it needs to be root, if
-only in a namespace (`unshare -rm`). Prints JSON: the error, the checkpoints that were left, and
-whether the resumed run has the bits of one that was never disturbed.
+only in a namespace (`unshare -rm`). Prints JSON: the error, the checkpoints that were left, the
+first step of the resumed run, and whether it has the bits of one that was never disturbed.
 """
 
 import json
@@ -80,8 +80,10 @@ def main(directory, how):
     except mt.MultitowerError as error:
         again = f"{type(error).__name__}: {error}"
     mount(disk, MENDED[how])
-    resumed = train(disk / "run", resume=True)
-    print(json.dumps({"told": told, "left": left, "again": again, "same": resumed == whole}))
+    steps = []
+    resumed = train(disk / "run", [lambda progress: steps.append(progress.step)], resume=True)
+    found = {"told": told, "left": left, "again": again, "same": resumed == whole}
+    print(json.dumps(found | {"began_with": steps[0]}))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ python fault_program.py DIR FAULT [STAGE ...]
 FAULT is SIGINT, SIGTERM, SIGKILL, two-SIGINTs, exception or full-disk; the last one mounts a small
 file system, so it needs to be root, if only in a namespace (`unshare -rm`). Every run is forked
 from this process, which has imported everything and started nothing. Prints JSON: for each stage
-the exit code and what the run wrote on stderr, and the code and the fingerprint of the resumed run;
-the fingerprint of a run that nothing happened to.
+the exit code and what the run wrote on stderr, the code and the fingerprint of the resumed run, and
+whether it went on from the newest checkpoint; the fingerprint of a run that nothing happened to.
 """
 
 import atexit
@@ -105,6 +105,18 @@ def fork_run(run_dir, log, stage=None, fault=None):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def newest_checkpoint(run_dir):
+    """Its number; 0 if there is none."""
+    found = (path.name for path in (run_dir / "checkpoints").glob("*"))
+    return max((int(name) for name in found if name.isdecimal()), default=0)
+
+
+def first_lines(run_dir, count):
+    """What the first steps gave, and how fast they were: made again they have other lines."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().splitlines()[:count] if path.exists() else []
+
+
 def main(directory, fault, stages):
     log = directory / "log"
     whole = directory / "whole" / "run"
@@ -121,6 +133,8 @@ def main(directory, fault, stages):
         said = log.read_text()
         with contextlib.suppress(FileNotFoundError):
             (disk / "filler").unlink()
+        saved = newest_checkpoint(disk / "run")
+        before = first_lines(disk / "run", saved)
         again = fork_run(disk / "run", log)
         result = json.loads((disk / "run" / "result.json").read_text()) if again == 0 else {}
         found[stage] = {
@@ -129,6 +143,7 @@ def main(directory, fault, stages):
             "resumed": again,
             "said again": log.read_text()[-2000:],
             "fingerprint": result.get("fingerprint"),
+            "went on": len(before) == saved and first_lines(disk / "run", saved) == before,
         }
     print(json.dumps(found))
 

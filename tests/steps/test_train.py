@@ -8,6 +8,7 @@ import pytest
 
 import multitower as mt
 from same_bits_program import MODELS
+from tower_keys import tower_key
 
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
 
@@ -242,16 +243,20 @@ def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     """tensorflow#41657; here it even returns NaN as its statistics."""
 
     def loss(params, batch, *, model_state):
-        # Rows are filled up with copies in order: an empty tower starts at row 6 mod 5 = 1.
+        # Rows are filled up with copies in order: the empty tower starts at row 6 mod 5 = 1.
         bad = jnp.where(batch["n"][0] % 2 == 1, jnp.nan, 1.0)
         return losses(params, batch), {}, bad
 
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=towers, global_batch=8)
-    batch = batch_of(4) | {"n": np.array([0, 1, 2, 4], np.int32)}
+    devices = 2 if towers else 4  # four towers of two rows, and five rows: the last one is empty
+    step = mt.train_step(loss, optax.sgd(0.1), devices=devices, towers=towers, global_batch=8)
+    batch = batch_of(5) | {"n": np.arange(5, dtype=np.int32)}
     state, metrics = step(step.init(params_of(), model_state=np.float32(0)), batch)
-    assert np.isfinite(float(metrics["loss"]))
-    if towers is not None:  # towers of two rows: two of them are empty
-        assert float(state.model_state) == 1.0
+    assert_close(metrics["loss"], losses(params_of(), batch).mean())
+    assert float(state.model_state) == 1.0
+    # With a full batch the last tower starts at row 6, and one of odd number is heard of.
+    odd = batch_of(8) | {"n": np.array([0, 9, 2, 9, 4, 9, 7, 9], np.int32)}
+    state, _ = step(state, odd)
+    assert np.isnan(float(state.model_state)), "the trap is none, so the test proves nothing"
 
 
 @both_ways
@@ -397,7 +402,8 @@ def test_rows_of_typed_keys(towers):
     def losses(w, batch):
         return w * jax.vmap(jax.random.normal)(batch["key"]) * batch["x"]
 
-    batch = {"key": jax.random.split(jax.random.key(0), 8), "x": np.ones(8, np.float32)}
+    keys = jax.random.split(jax.random.key(0), 8)
+    batch = {"key": keys, "x": np.arange(1, 9, dtype=np.float32)}  # other rows' keys would show
     expected = jax.grad(lambda w: losses(w, batch).mean())(1.0)
     step = mt.train_step(losses, optax.sgd(1.0), towers=towers, devices=2)
     given = [batch]
@@ -405,11 +411,14 @@ def test_rows_of_typed_keys(towers):
         given += [mt.shard(batch, towers=towers, devices=d) for d in (2, 3)]
     for rows in given:
         state, _ = step(step.init(np.float32(1)), rows)
-        np.testing.assert_allclose(1 - state.params, expected, rtol=1e-5)
+        np.testing.assert_allclose(state.params, 1 - expected, rtol=1e-5)
 
 
 def test_values_in_a_batch_that_are_no_rows():
-    """Python numbers, 0-d arrays and keys in a batch: whole on every tower, keys folded."""
+    """Python numbers, 0-d arrays and keys in a batch: whole on every tower, keys folded.
+
+    Lie: the number of the first step for ever, or one key for all; alike on all devices.
+    """
 
     def loss(params, batch):
         draw = jax.random.uniform(batch["key"], ())
@@ -421,9 +430,14 @@ def test_values_in_a_batch_that_are_no_rows():
         state = step.init(params_of())
         for number in range(2):
             extra = {"factor": 0.5 + number, "key": jax.random.key(number)}
+            before = jax.tree.map(np.asarray, state.params)
             state, metrics = step(state, batch_of(8) | extra)
         found.append(mt.fingerprint((state, metrics)))
     assert found[0] == found[1]
+    keys = [tower_key(jax.random.key(1), tower) for tower in range(4)]
+    draw = np.mean([jax.random.uniform(key, ()) for key in keys])
+    assert_close(metrics["draw"], np.full(4, draw))
+    assert_close(metrics["loss"], 1.5 * losses(before, batch_of(8)).mean() + draw)
 
 
 def test_an_empty_parameter_tree_still_counts_the_loss():
@@ -471,7 +485,7 @@ def test_optimizers_that_look_at_more_or_at_less(name, towers, tmp_path):
         ),
         "polyak_sgd": lambda: optax.polyak_sgd(0.1),
     }[name]()
-    rows = np.linspace(-1, 1, 8, dtype=np.float32)
+    rows = np.linspace(-1, 2, 8, dtype=np.float32)
     loss = lambda w, x: (w * x - 0.5) ** 2
     w, opt_state = jnp.float32(1), optimizer.init(jnp.float32(1))
     for _ in range(4):
@@ -482,3 +496,60 @@ def test_optimizers_that_look_at_more_or_at_less(name, towers, tmp_path):
     trainer = mt.Trainer(loss, optimizer, devices=2, towers=towers, run_dir=tmp_path)
     state = trainer.fit(np.float32(1), lambda first: iter([rows] * 9), steps=4)
     np.testing.assert_allclose(state.params, w, rtol=1e-5)
+
+
+@both_ways
+def test_a_skipped_step_leaves_nothing_but_its_number(towers):
+    """Lie: the parameters are kept, and momentum, average or statistics have seen the bad rows.
+
+    A loss and a gradient are bad each by itself. The replay has never heard of these steps.
+    """
+
+    def loss(w, x, *, model_state):
+        bad_loss = jnp.where(x == 77, jnp.nan, 0.0)
+        bad_slope = jnp.sqrt(jnp.where(x == 88, 0 * w, 1.0))  # finite, and its slope is not
+        return (w * x - 1) ** 2 + bad_loss + bad_slope, {}, 0.5 * model_state + x.mean()
+
+    rows = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    rows[1, 3], rows[3, 6] = 77, 88
+    decay = lambda count: count / (count + 1.0)
+    step = mt.train_step(
+        loss, optax.sgd(0.1, momentum=0.9), devices=2, towers=towers,
+        ema_decay=decay, skip_nonfinite=True,
+    )  # fmt: skip
+    state = step.init(np.float32(1), model_state=np.float32(0))
+    w, trace, average, statistics = 1.0, 0.0, 1.0, 0.0
+    for number, x in enumerate(rows.astype(float), start=1):
+        state, metrics = step(state, rows[number - 1])
+        assert float(metrics["skipped"]) == (number in (2, 4))
+        assert np.isnan(float(metrics["loss"])) == (number == 2)
+        if number not in (2, 4):
+            trace = 0.9 * trace + (2 * (w * x - 1) * x).mean()
+            w = w - 0.1 * trace
+            average = decay(number) * average + (1 - decay(number)) * w
+            statistics = 0.5 * statistics + x.mean()
+        expected = (w, trace, average, statistics)
+        found = (state.params, state.opt_state[0].trace, state.ema_params, state.model_state)
+        assert_close(found, expected)
+        assert int(state.step) == number
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}], ids=str
+)
+def test_16_bit_parameters_train_as_by_hand(options):
+    """Lie: the same bits everywhere, of a gradient that lost some. (All numbers here are exact.)"""
+    step = mt.train_step(
+        lambda w, x: w.astype(jnp.float32) * x,
+        optax.sgd(0.125),
+        devices=2,
+        ema_decay=0.5,
+        **options,
+    )
+    state = step.init(jnp.bfloat16(1))
+    state, _ = step(state, np.arange(8, dtype=np.float32))  # a mean of 3.5
+    state, metrics = step(state, np.array([1, 2, 3, 4, 5], np.float32))  # and of 3
+    assert float(metrics["loss"]) == 0.5625 * 3
+    assert float(state.params) == 1 - 0.125 * 3.5 - 0.125 * 3
+    assert float(state.ema_params) == 0.5 * (0.5 * 1 + 0.5 * 0.5625) + 0.5 * 0.1875
+    assert (state.params.dtype, state.ema_params.dtype) == (jnp.bfloat16, jnp.float32)

@@ -62,11 +62,12 @@ def test_a_mean_of_a_tower_is_refused():
 
 def test_model_state_goes_to_metrics_that_take_it():
     def with_state(scale, batch, *, model_state):
-        return {"value": scale * batch["x"] + model_state["shift"]}
+        return {"value": scale * batch["x"] * model_state["factor"]}
 
-    options = {"global_batch": 7, "devices": 3, "model_state": {"shift": jnp.float32(0.0)}}
+    # A power of two, so that the mean stays exact; and none that would not be missed.
+    options = {"global_batch": 7, "devices": 3, "model_state": {"factor": jnp.float32(4.0)}}
     scores = evaluate(with_state, 2.0, {"x": VALUES}, **options)
-    assert scores == {"value": 2 * EXACT}
+    assert scores == {"value": 8 * EXACT}
     assert evaluate(metrics, 2.0, {"x": VALUES}, **options)["value"] == 2 * EXACT
 
 
@@ -120,11 +121,11 @@ def test_nnx_modules_are_scored_in_evaluation_mode():
 
 
 def test_equinox_modules_are_scored_in_inference_mode():
-    # The lie: an evaluation with dropout.
+    # The lie: an evaluation with dropout, or of some rows twice.
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.Sequential([eqx.nn.Dropout(0.5), eqx.nn.Linear(3, 2, key=jax.random.key(0))])
     metrics = lambda model, x: {"size": jax.vmap(model)(x).sum(1)}
-    x = np.ones((5, 3), np.float32)
+    x = np.arange(15, dtype=np.float32).reshape(5, 3)
     found = mt.evaluate(metrics, model, x, global_batch=4, devices=2)["size"]
     expected = jax.vmap(eqx.nn.inference_mode(model))(x).sum(1).mean()
     np.testing.assert_allclose(found, expected, rtol=1e-6)

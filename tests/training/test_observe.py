@@ -36,6 +36,17 @@ def test_one_line_per_step_also_after_a_resume(tmp_path):
     assert lines[-1] == {"phase": "train", "step": 4, "loss": 0.25, "examples_per_s": 1234.6}
 
 
+def test_a_run_that_ended_before_its_test_phase_keeps_its_last_step(tmp_path):
+    """Lie: a run that was killed between its last checkpoint and its result loses a line."""
+    path, phases = tmp_path / "metrics.jsonl", []
+    for phase, steps in [("train", [1, 2, 3]), ("test", [3]), ("test", [3]), ("train", [3])]:
+        with MetricsFile(path) as hook:
+            report(hook, steps, phase=phase)
+        phases.append([(line["phase"], line["step"]) for line in read_lines(path)])
+    train = [("train", step) for step in (1, 2, 3)]
+    assert phases == [train, [*train, ("test", 3)], [*train, ("test", 3)], train]
+
+
 def test_a_nan_is_null(tmp_path):
     # The lie: a line that only Python takes for JSON.
     with MetricsFile(tmp_path / "m") as hook:
@@ -107,7 +118,7 @@ def test_a_full_disk_is_one_error_and_not_a_page_of_lines(tmp_path, capfd):
 
 
 def wait_until(is_so):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

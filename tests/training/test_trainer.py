@@ -1,9 +1,10 @@
 """Trainer: a run that stops anywhere goes on as if it had not; what is not finite is named."""
 
+import inspect
 import os
 import signal
 import threading
-import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +74,11 @@ def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2)
     with pytest.raises(mt.RunError, match=r"holds checkpoints of steps \[2\]: pass resume=True"):
         make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=4)
-    state = make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2, resume=True)
-    assert int(state.step) == 2  # nothing is left to do, and nothing is done
+    told = []
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[told.append])
+    state = trainer.fit(PARAMS, batches, steps=2, resume=True)
+    assert int(state.step) == 2
+    assert told == []  # nothing is left to do, and nothing is done
 
 
 def poisoned(first):
@@ -114,7 +118,10 @@ def test_stop_names_step_tower_and_parameter_and_keeps_the_good_checkpoint(tmp_p
     named = r"step 7 of 20: .* tower .* is 1 of 4; .*params\['w'\]"
     with pytest.raises(mt.NonFiniteError, match=named):
         trainer.fit(PARAMS, poisoned, steps=20)
-    state = make_trainer(2, run_dir=tmp_path).fit(PARAMS, batches, steps=8, resume=True)
+    told = []
+    trainer = make_trainer(2, run_dir=tmp_path, hooks=[lambda progress: told.append(progress.step)])
+    state = trainer.fit(PARAMS, batches, steps=8, resume=True)
+    assert told == [7, 8]  # from the beginning it would come to the same bits
     assert mt.fingerprint(state) == mt.fingerprint(make_trainer(1).fit(PARAMS, batches, steps=8))
 
 
@@ -136,6 +143,14 @@ def test_skip_leaves_the_step_out_for_all_towers():
         prints.append(mt.fingerprint(state))
     assert prints[0] == prints[1]
 
+    def without_step_7(first):
+        return (batch for number, batch in enumerate(batches(first), start=1) if number != 7)
+
+    # As if there had never been such a batch.
+    plain = trainer.fit(PARAMS, without_step_7, steps=11)
+    found, expected = ((s.params, s.opt_state, s.ema_params) for s in (state, plain))
+    assert mt.fingerprint(found) == mt.fingerprint(expected)
+
 
 def bad_loss(params, batch):
     return losses(params, batch) + jnp.where(batch["x"][:, 0] == 77, jnp.nan, 0.0)
@@ -153,7 +168,10 @@ def bad_gradient(params, batch):
     [(bad_loss, "tower .* is 1 of 4", "params"), (bad_gradient, r"params\['w'\]", "tower")],
 )
 def test_a_loss_and_a_gradient_are_looked_at_each_for_itself(loss, told, untold):
-    # The lie: one of the two is looked at, and the other is never bad alone in a test.
+    # The lie: one of the two is looked at, and the other is never bad alone in a test; or the
+    # first parameter is named, whichever it is.
+    params = {"fine": jnp.ones(2), **PARAMS}
+
     def marked(first):
         for number, batch in enumerate(batches(first), start=first + 1):
             batch["x"][9, 0] = 77 if number == 2 else 0
@@ -161,12 +179,12 @@ def test_a_loss_and_a_gradient_are_looked_at_each_for_itself(loss, told, untold)
 
     options = {"towers": 4, "devices": 1}
     with pytest.raises(mt.NonFiniteError, match=f"step 2 of 4: .*{told}") as error:
-        mt.Trainer(loss, optax.sgd(0.01), **options).fit(PARAMS, marked, steps=4)
+        mt.Trainer(loss, optax.sgd(0.01), **options).fit(params, marked, steps=4)
     assert untold not in str(error.value)
     skipped = []
     note = lambda progress: skipped.append(progress.metrics["skipped"])
     trainer = mt.Trainer(loss, optax.sgd(0.01), on_nonfinite="skip", hooks=[note], **options)
-    state = trainer.fit(PARAMS, marked, steps=3)
+    state = trainer.fit(params, marked, steps=3)
     assert skipped == [0, 1, 0]
     assert np.isfinite(state.params["w"]).all()
 
@@ -266,12 +284,40 @@ def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
 
 
-def test_the_rate_of_training_does_not_count_test_phases():
-    # The lie: a run that gets slower the more often it is tested.
-    rates = []
-    trainer = make_trainer(1, hooks=[lambda progress: rates.append(progress.examples_per_s)])
-    trainer.fit(PARAMS, batches, steps=40, evaluate=lambda _: time.sleep(0.5), evaluate_every=20)
-    assert rates[-1] > 0.1 * rates[18]  # a fiftieth, if it counted them
+def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path):
+    # The lie: the same fingerprint, and a best state that an undisturbed run would not have kept.
+    tested = []
+
+    def stop_in_step_2(progress):  # hooks hear of a step one step late
+        if progress.phase == "train" and progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[stop_in_step_2])
+    options = {"steps": 4, "evaluate_every": 2, "evaluate": lambda s: tested.append(int(s.step))}
+    with pytest.raises(mt.Interrupted, match="stopped after step 2 of 4"):
+        trainer.fit(PARAMS, batches, **options)
+    assert tested == []
+    trainer.fit(PARAMS, batches, resume=True, **options)
+    assert tested == [2, 4]
+
+
+def test_the_rate_of_training_does_not_count_test_phases(monkeypatch):
+    # The lie: a run that gets slower the more often it is tested. A step takes a second here, and
+    # a test phase a thousand, on a clock of our own: a busy machine changes nothing.
+    now, rates = [0.0], []
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("multitower.training.progress.time", clock)
+
+    def note(progress):
+        rates.append(progress.examples_per_s)
+        now[0] += 1
+
+    def evaluate(_):
+        now[0] += 1000
+
+    trainer = make_trainer(1, hooks=[note])
+    trainer.fit(PARAMS, batches, steps=6, evaluate=evaluate, evaluate_every=2)
+    assert rates == [None, *[32.0] * 5]
 
 
 def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
@@ -289,10 +335,10 @@ def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
             self.flushed.append(self.last)
 
     hook = Hook()
-    make_trainer(1, run_dir=tmp_path, checkpoint_every=2, hooks=[hook]).fit(
-        PARAMS, batches, steps=5
-    )
+    options = {"checkpoint_every": 2, "keep_last": 2}
+    make_trainer(1, run_dir=tmp_path, hooks=[hook], **options).fit(PARAMS, batches, steps=5)
     assert hook.flushed == [2, 4, 5]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "5"}
 
 
 def test_what_keep_best_needs_is_said(tmp_path):
@@ -313,10 +359,11 @@ def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undistu
     (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()
     with pytest.raises(mt.CheckpointError, match="--allow-previous"):
         make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=60, resume=True)
+    told = []
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[lambda progress: told.append(progress.step)])
     with pytest.warns(mt.MultitowerWarning, match="Continuing from checkpoint 20"):
-        state = make_trainer(1, run_dir=tmp_path).fit(
-            PARAMS, batches, steps=60, resume=True, allow_previous=True
-        )
+        state = trainer.fit(PARAMS, batches, steps=60, resume=True, allow_previous=True)
+    assert told == list(range(21, 61))
     assert mt.fingerprint(state) == undisturbed
 
 
@@ -337,6 +384,26 @@ def test_the_devices_are_compared_when_it_is_due(monkeypatch, tmp_path):
     rows = np.ones(4, np.float32)
     trainer.fit(np.float32(0), lambda first: iter([rows] * 10), steps=8)
     assert seen == [1, 3, 5, 6, 8]
+
+
+def test_every_option_of_a_step_arrives_there(monkeypatch):
+    # The lie: an option that is checked, compared at a resume, and dropped.
+    given = {}
+    monkeypatch.setattr(
+        "multitower.training.trainer.train_step", lambda *_, **options: given.update(options)
+    )
+    chosen = {
+        "devices": 2, "towers": 4, "global_batch": 8, "ema_decay": 0.5, "model_state_from": "first",
+        "clip_norm": 1.0, "reduction": "sum", "shard_update": True,
+    }  # fmt: skip
+    optimizer = optax.sgd(0.1)
+    mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)
+    assert given == {**chosen, "diagnostics": True, "skip_nonfinite": True}
+    mt.Trainer(losses, optimizer)
+    assert given["skip_nonfinite"] is False
+    both = set(inspect.signature(mt.Trainer).parameters)
+    both &= set(inspect.signature(mt.train_step).parameters)
+    assert both == {"loss_fn", "optimizer", *chosen}  # none is forgotten here
 
 
 def test_scores_see_the_model_state():

@@ -47,6 +47,10 @@ class Loop(NamedTuple):
             MultitowerError: as `Trainer.fit`.
         """
         reader, every = self.reader, self.check_replicas_every
+        if first and self.test.is_due(first):
+            # The run may have ended after its save and before this test phase. Made again, it
+            # comes to the same scores.
+            self.test.run(state)
         with closing(prefetch(batches, **self.feeding)) as ahead:
             for number in range(first + 1, last + 1):
                 batch = next(ahead, None)

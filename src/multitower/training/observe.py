@@ -54,7 +54,7 @@ class MetricsFile:
         if not is_first():
             return
         if self._file is None:
-            self._file = self._open(progress.step)
+            self._file = self._open(progress)
         # JSON has no word for a NaN or an infinity: null stands for both.
         numbers = {k: v if math.isfinite(v) else None for k, v in progress.metrics.items()}
         line: dict[str, Any] = {"phase": progress.phase, "step": progress.step, **numbers}
@@ -78,9 +78,15 @@ class MetricsFile:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _open(self, first_step: int) -> Any:
+    def _open(self, first: Progress) -> Any:
+        def is_made_again(line: dict[str, Any]) -> bool:
+            # A test phase comes after the step of its number, which is not made again with it.
+            if first.phase == "test" and line["phase"] == "train":
+                return line["step"] > first.step
+            return line["step"] >= first.step
+
         try:
-            kept = [line for line in _whole_lines(self._path) if line["step"] < first_step]
+            kept = [line for line in _whole_lines(self._path) if not is_made_again(line)]
             self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
             # Line by line, so that a killed run leaves whole lines.
             return self._path.open("a", buffering=1, encoding="utf-8")

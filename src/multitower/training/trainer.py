@@ -182,7 +182,8 @@ class Trainer:
                 determines the results differs from that of the checkpoint.
             about: JSON values to keep with every checkpoint, such as the configuration.
             evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
-            evaluate_every: steps from one test phase to the next; 0 for none.
+            evaluate_every: steps from one test phase to the next; 0 for none. A run that goes on
+                from the step of a test phase begins with it: it may not have been made.
 
         Returns:
             The state after the last step.

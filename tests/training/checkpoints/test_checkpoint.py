@@ -61,7 +61,8 @@ def test_keeps_the_last_ones_and_a_named_one_can_be_read(saved):
     directory, _ = saved
     with Checkpoints(directory) as checkpoints:
         assert checkpoints.steps() == [1, 2, 3]
-        assert checkpoints.restore(like=make(1)[1], step=2).about == {"number": 2}
+        found = checkpoints.restore(like=make(1)[1], step=2)
+        assert (int(found.state.step), found.about) == (2, {"number": 2})
         with pytest.raises(
             mt.CheckpointError, match=r"no complete checkpoint 7; it has \[1, 2, 3\]"
         ):
@@ -92,10 +93,13 @@ def damage(directory, number):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["flipped bytes", "a missing file", "other bits"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, how):
-    # The lie: "latest" that cannot be read, or that is read without complaint.
-    _, state = make(1)
+    # The lie: "latest" that cannot be read, or that is read without complaint; or its content
+    # under the number of the one before.
+    _, before = make(1)
+    state = jax.tree.map(jnp.copy, before)
+    state = state.replace(params=jax.tree.map(lambda leaf: 2 * leaf, state.params))
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, {})
+        checkpoints.save(1, before, {})
         checkpoints.save(2, state, {})
         checkpoints.wait()
         if how == "flipped bytes":
@@ -116,11 +120,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered(tmp_path, h
             checkpoints.restore(like=state)
         warned = pytest.warns(mt.MultitowerWarning, match=r"checkpoint 2: .* from checkpoint 1")
         with warned:
-            assert checkpoints.restore(like=state, allow_previous=True).step == 1
+            found = checkpoints.restore(like=state, allow_previous=True)
+        assert (found.step, mt.fingerprint(found.state)) == (1, mt.fingerprint(before))
         # Nothing is deleted, and step 2 can be saved anew.
         assert (tmp_path / "damaged-2" / "about").exists()
         checkpoints.save(2, state, {})
-        assert checkpoints.restore(like=state).step == 2
+        found = checkpoints.restore(like=state)
+        assert (found.step, mt.fingerprint(found.state)) == (2, mt.fingerprint(state))
     gc.collect()  # here, where such reports are ignored
 
 
@@ -156,15 +162,18 @@ def test_a_checkpoint_under_another_number_is_found(saved, tmp_path):
 
 def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
     """Lie: "damaged", of a checkpoint that the run has just replaced by a newer one."""
-    like, ended, errors = make(1)[1], threading.Event(), []
+    like, ended, errors, read_of = make(1)[1], threading.Event(), [], set()
 
     def read():
-        while not ended.is_set():
+        last_time = False
+        while not last_time:
+            last_time = ended.is_set()
             try:
                 with Checkpoints(tmp_path, read_only=True) as checkpoints:
                     number, _, about = checkpoints.restore(like=like)
                     assert about == {"number": number}
                     assert checkpoints.newest_about()[0] >= number
+                    read_of.add(number)
             except Exception as error:
                 errors.append(error)
 
@@ -181,6 +190,7 @@ def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
         for reader in readers:
             reader.join()
     assert errors == []
+    assert 14 in read_of  # whoever was starved till then reads the last one
     assert capfd.readouterr().err == ""  # nor lines of the libraries below
 
 

@@ -1,0 +1,26 @@
+"""The best state: kept by its score alone, whatever comes after it."""
+
+import math
+
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.training.checkpoints.best import BestCheckpoint
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
+def test_only_a_better_score_replaces_the_best(mode, sign, tmp_path):
+    """Lies: the last one, the other end, an equal one; a NaN, than which nothing is better."""
+    step = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1)
+    best = BestCheckpoint(tmp_path / "best", "score", mode)
+    assert best.scores() is None
+    offers = [(math.nan, False), (3.0, True), (4.0, False), (math.nan, False), (3.0, False)]
+    offers += [(2.0, True), (2.5, False)]
+    for number, (score, is_kept) in enumerate(offers, start=1):
+        scores = {"score": sign * score, "other": float(number)}
+        assert best.offer(number, step.init(np.float32(number)), scores) == is_kept, number
+    assert best.scores() == (6, {"score": sign * 2.0, "other": 6.0})
+    with mt.Checkpoints(tmp_path / "best", read_only=True) as checkpoints:
+        assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 6
