@@ -6,6 +6,7 @@ other towers. Values go from one to the next by number.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -78,6 +79,8 @@ def read_program(
     closed: Any,
     is_mark: Callable[[Any], bool],
     refuse: Callable[[Any, Any], Exception],
+    *,
+    rules: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
     """Reads a closed jaxpr, and opens every call that has a mark in it, however deep.
 
@@ -86,10 +89,13 @@ def read_program(
         is_mark: whether the program may have to be cut at an equation.
         refuse: what to raise for an equation with a mark inside that cannot be opened (a loop, a
             branch, a rule of differentiation), given that equation and the mark.
+        rules: calls that have a rule of differentiation and may be opened, because nobody
+            differentiates the program: where the program in them is.
 
     Returns:
         The program; calls without a mark are one step each.
     """
+    calls = {**_CALLS, **rules}
     consts: dict[int, Any] = {}
     steps: list[Step] = []
     count = iter(range(10**9))
@@ -109,8 +115,8 @@ def read_program(
             if mark is None or mark is equation:
                 results: list[Any] = [next(count) for _ in equation.outvars]
                 steps.append(Step(equation, inputs, results))
-            elif equation.primitive.name in _CALLS:
-                inner = equation.params[_CALLS[equation.primitive.name]]
+            elif equation.primitive.name in calls:
+                inner = equation.params[calls[equation.primitive.name]]
                 results = descend(getattr(inner, "jaxpr", inner), inputs, _consts(inner))
             else:
                 raise refuse(equation, mark)
@@ -120,6 +126,17 @@ def read_program(
     inputs = [next(count) for _ in closed.jaxpr.invars]
     outputs = descend(closed.jaxpr, inputs, closed.consts)
     return Program(inputs, consts, steps, outputs)
+
+
+def without_dead_steps(program: Program) -> Program:
+    """The program without steps that nothing needs and that have no effects."""
+    needed = {x for x in program.outputs if isinstance(x, int)}
+    steps: list[Step] = []
+    for step in reversed(program.steps):
+        if step.equation.effects or not needed.isdisjoint(step.outputs):
+            steps.append(step)
+            needed.update(x for x in step.inputs if isinstance(x, int))
+    return program._replace(steps=steps[::-1])
 
 
 def cut(program: Program, places: Sequence[int], num_segments: int) -> list[Segment]:
@@ -168,4 +185,4 @@ def _marks(equation: Any, is_mark: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _consts(inner: Any) -> Sequence[Any]:
-    return inner.consts if isinstance(inner, core.ClosedJaxpr) else ()
+    return getattr(inner, "consts", ())
