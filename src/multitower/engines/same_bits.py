@@ -167,7 +167,7 @@ class SameBits:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
 
-        def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
+        def to_trace(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
             result = job.tower(shared, rows, here)
             return TowerSums(pack((result.means, result.sums)), list(result.blocks)), result.rows
 
@@ -176,11 +176,13 @@ class SameBits:
             means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
             return job.finish(state, means, sums)
 
-        traced = trace(tower, arguments, self._placement.num_towers)
+        traced = trace(to_trace, arguments, self._placement.num_towers)
+
+        def tower(*args: Any) -> Any:
+            return traced(*args)
+
         rounds = traced.rounds(final=True)
         if rounds is None:
-            tower = lambda *args: traced(*args)  # it has been traced: its program is run
-            tower.__name__ = "tower"
             towers = compile_for_each(tower, arguments, devices)
             sums: TowerSums = towers[0].out_info[0]
         else:
