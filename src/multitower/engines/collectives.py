@@ -146,11 +146,11 @@ def _permuted(every: jax.Array, number: jax.Array, params: Mapping[str, Any]) ->
 
 
 def _exchanged(every: jax.Array, number: jax.Array, params: Mapping[str, Any]) -> jax.Array:
-    """`all_to_all`: of every tower's value the part for this one."""
+    """`all_to_all`: of every tower's value the part for this one.
+
+    Without `tiled` JAX adds and removes the axes in equations of their own.
+    """
     split, concat = params["split_axis"], params["concat_axis"]
-    if not params["tiled"]:
-        own = lax.dynamic_index_in_dim(every, number, split + 1, keepdims=False)
-        return jnp.moveaxis(own, 0, concat)
     size = every.shape[split + 1] // every.shape[0]
     own = lax.dynamic_slice_in_dim(every, number * size, size, split + 1)
     return _side_by_side(own, concat, tiled=True)

@@ -133,7 +133,9 @@ def without_dead_steps(program: Program) -> Program:
     needed = {x for x in program.outputs if isinstance(x, int)}
     steps: list[Step] = []
     for step in reversed(program.steps):
-        if step.equation.effects or not needed.isdisjoint(step.outputs):
+        # That a collective names an axis is an "effect" of no consequence.
+        effects = [x for x in step.equation.effects if "NamedAxis" not in type(x).__name__]
+        if effects or not needed.isdisjoint(step.outputs):
             steps.append(step)
             needed.update(x for x in step.inputs if isinstance(x, int))
     return program._replace(steps=steps[::-1])
