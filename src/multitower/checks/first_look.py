@@ -18,7 +18,7 @@ from multitower.errors import warn
 from multitower.towers.rows import Tower, device_dtype
 
 # As many towers as no program has, so that the rows of all of them are known by their number.
-_TOWERS = 13
+_TOWERS = 7
 # What is handed on from step to step; how towers put it together is said elsewhere.
 _STATES = ("model", "model_state", "state")
 

@@ -19,7 +19,7 @@ from multitower.checks.along_rows import row_axes, works_along_rows
 from multitower.checks.equations import computed, num_same, program_inside, small_constant
 from multitower.checks.flow import Flow, Word, all_places, join, join_all, worst_of
 from multitower.checks.loops import frozen_by_row, sums_up
-from multitower.engines.collectives import is_axis_index, is_collective
+from multitower.engines.collectives import needs_axis
 from multitower.engines.source_lines import line_of
 
 # Sums over rows, and what keeps a sum a sum.
@@ -108,7 +108,7 @@ class _Reader:
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
-        if is_collective(equation) or is_axis_index(equation):
+        if needs_axis(equation):
             is_drawn = any(flow.is_drawn for flow in inputs)
             own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn)
             return [own] * len(equation.outvars)

@@ -39,13 +39,18 @@ def is_sum(equation: Any) -> bool:
     return equation.primitive.name in _OF_SUMS
 
 
-def first_collective(program: Any) -> Any:
+def needs_axis(equation: Any) -> bool:
+    """Whether an equation has a meaning only where the axis of towers exists."""
+    return is_collective(equation) or is_axis_index(equation)
+
+
+def first_collective(program: Any, wanted: Callable[[Any], bool] = is_collective) -> Any:
     """The first collective of a jaxpr, however deep it is inside; None if there is none."""
     for equation in getattr(program, "jaxpr", program).eqns:
-        if is_collective(equation):
+        if wanted(equation):
             return equation
         for inner in core.jaxprs_in_params(equation.params):
-            found = first_collective(inner)
+            found = first_collective(inner, wanted)
             if found is not None:
                 return found
     return None

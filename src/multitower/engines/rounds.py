@@ -16,6 +16,7 @@ from multitower.engines.collectives import (
     is_axis_index,
     is_collective,
     is_sum,
+    needs_axis,
     received,
     refuse_inside,
     sent,
@@ -134,9 +135,8 @@ def cut_into_rounds(program: Any, number: int, treedef: Any, *, final: bool) -> 
     Raises:
         OutputError: a collective that towers do not have, or that is where they cannot meet.
     """
-    has_mark = lambda equation: is_collective(equation) or is_axis_index(equation)
-    read = read_program(program, has_mark, refuse_inside, rules=_RULES if final else {})
-    if not any(has_mark(step.equation) for step in read.steps):
+    read = read_program(program, needs_axis, refuse_inside, rules=_RULES if final else {})
+    if not any(needs_axis(step.equation) for step in read.steps):
         return None
     for step in read.steps:
         if is_collective(step.equation):
