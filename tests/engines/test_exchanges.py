@@ -78,6 +78,12 @@ COLLECTIVES = {
     ),
     "in jit": jax.jit(jax.jit(lambda x: lax.psum(jnp.sin(x), "towers") * x)),
     "in vmap": jax.vmap(lambda row: lax.all_gather(row, "towers")),
+    "along an axis of vmap, too": jax.vmap(
+        lambda row: lax.pmean(row, ("rows", "towers")), axis_name="rows"
+    ),
+    "most along an axis of vmap": jax.vmap(
+        lambda row: lax.pmax(row, ("rows", "towers")), axis_name="rows"
+    ),
     "in a rule": in_a_rule,
 }  # fmt: skip
 

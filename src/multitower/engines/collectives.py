@@ -95,6 +95,10 @@ def refuse_inside(equation: Any, mark: Any) -> OutputError:
 
 def sent(equation: Any, value: jax.Array) -> jax.Array:
     """What a tower sends: to be added up as it is, or (1, ...), to be laid side by side."""
+    # Under `jax.vmap`, a collective over its axis and ours works along an axis of the array, too.
+    along = tuple(axis for axis in _axes(equation) if isinstance(axis, int))
+    if along:
+        value = _ALONG[equation.primitive.name](value, along)
     return value if is_sum(equation) else value[None]
 
 
@@ -172,4 +176,9 @@ _OF_ALL: Mapping[str, _Rule] = {
     "all_gather": _gathered,
     "ppermute": _permuted,
     "all_to_all": _exchanged,
+}
+_ALONG: Mapping[str, Callable[[jax.Array, tuple[int, ...]], jax.Array]] = {
+    "psum": lambda value, axes: value.sum(axes, dtype=value.dtype),
+    "pmax": lambda value, axes: value.max(axes),
+    "pmin": lambda value, axes: value.min(axes),
 }

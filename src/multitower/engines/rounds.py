@@ -78,16 +78,13 @@ class Round(NamedTuple):
         self._receive(known, arrived, number)
         found = self.segment([known[x] for x in self.segment.inputs])
         known.update(zip(self.segment.outputs, found, strict=True))
-        given = [
-            (step.equation, [_value(x, known) for x in step.inputs]) for step in self.departures
+        left = [
+            (is_sum(step.equation), sent(step.equation, _value(x, known)))
+            for step in self.departures
+            for x in step.inputs
         ]
-        sums = [value for equation, values in given if is_sum(equation) for value in values]
-        every = [
-            sent(equation, value)
-            for equation, values in given
-            if not is_sum(equation)
-            for value in values
-        ]
+        sums = [value for added, value in left if added]
+        every = [value for added, value in left if not added]
         return [known[x] for x in self.outputs], Sent(pack(sums), every)
 
     def last(self, values: Sequence[Any], arrived: Sent, number: jax.Array) -> list[Any]:
