@@ -1,7 +1,8 @@
 """A tower's function, traced where the axis of towers exists: do the towers meet in it?"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from multitower.errors import OutputError
 from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
+
+# Part of what JAX keeps traces by: where some rows are there twice a function is traced anew.
+_repeats = jax.make_user_context(default_value=False)
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,29 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=weak)
 
 
+@contextmanager
+def some_rows_repeat() -> Generator[None]:
+    """Where a batch has been filled up before it came here, so that its rows must not meet."""
+    with _repeats(True):
+        yield
+
+
 def refuse_filled(meets: str | None, num_rows: int, tower_rows: int, placement: Placement) -> None:
     """Refuses rows that only fill up where towers would see them.
 
     Raises:
-        OutputError: towers meet, and the rows do not fill them evenly.
+        OutputError: towers meet, and the rows do not fill them evenly; or some are there twice.
     """
-    num_towers = placement.num_towers
-    if meets is None or num_rows == tower_rows * num_towers:
+    if meets is None:
         return
-    raise uneven(meets, num_rows, num_towers)
+    if _repeats.value:
+        raise OutputError(
+            f'the metrics exchange values between towers over the axis "{AXIS}" ({meets}), and the '
+            "last batch of this evaluation is filled up with examples of the first one. Use a "
+            "global_batch that divides the number of examples, or metrics of each row alone."
+        )
+    if num_rows != tower_rows * placement.num_towers:
+        raise uneven(meets, num_rows, placement.num_towers)
 
 
 def uneven(meets: str, num_rows: int, num_towers: int) -> OutputError:
