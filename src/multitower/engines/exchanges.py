@@ -17,8 +17,8 @@ from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.totals import Totals, TowerSums, Turn, on_each_device, stacked
 from multitower.towers.placement import Placement
 
-# Shows what a tower sends in an exchange, as `same_bits.Tap` does.
-See = Callable[[int, Sent], None]
+# Is shown (round, tower, what it sends).
+See = Callable[[int, int, Sent], None]
 
 
 class _Programs(NamedTuple):
@@ -115,7 +115,7 @@ class Exchanges:
             # A value that no later round needs is let go as soon as the tower has used it.
             values[turn] = {x: value for x, value in own.items() if x in needed}
             if see is not None:
-                see(turn.tower, left)
+                see(n, turn.tower, left)
             self._totals.put(stacks, turn, TowerSums(left.sums, []), programs.add)
             every[turn.tower] = left.every
         sums = [_nothing().sums] * len(stacks)

@@ -31,8 +31,8 @@ from multitower.towers.split import TowerRows
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 
 
-# What is called with (stage, place, sums): ("tower program", tower, what the tower returns), then
-# ("reduction", local device, the totals there).
+# What is called with (stage, place, sums): where towers meet ("exchange", tower, what it sends);
+# ("tower program", tower, what the tower returns); ("reduction", local device, the totals there).
 Tap = Callable[[str, int, TowerSums], None]
 
 _tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
@@ -135,8 +135,12 @@ class SameBits:
         if isinstance(tower, list):
             return lambda turn: tower[turn.i](*arguments(turn))
         refuse_filled(programs.meets, rows[0].num_rows, rows[0].tower_rows, self._placement)
-        see = tap and (lambda tower, sent: tap("exchange", tower, TowerSums(pack(((), sent)), [])))
-        return tower.run(arguments, see)
+
+        def see(n: int, number: int, sent: Any) -> None:
+            if tap is not None:
+                tap("exchange", number, TowerSums(pack(((), {f"round {n}": sent})), []))
+
+        return tower.run(arguments, see if tap else None)
 
     def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
         tower_rows = rows[0].tower_rows
