@@ -254,6 +254,38 @@ def test_law_l3_same_bits_where_towers_meet(name, towers, devices, options):
     assert len(set(found.values())) == 1, found
 
 
+def test_law_l3_keys_and_16_bits_cross_an_exchange():
+    """A key that is drawn from before an exchange and after it; sums and moves in bfloat16."""
+
+    def loss(params, x, *, rng):
+        before, after = jax.random.split(rng)
+        h = (x @ params).astype(jnp.bfloat16)
+        h *= jax.random.bernoulli(before, 0.8, h.shape)
+        h -= lax.pmean(h.mean(0), "towers")
+        h *= jax.random.bernoulli(after, 0.8, h.shape)
+        return (h @ mt.all_rows(h).T).astype(jnp.float32).sum(1)
+
+    found = set()
+    for devices in (1, 3):
+        step = mt.train_step(loss, optax.adam(0.1), towers=4, devices=devices)
+        state, metrics = step(step.init(W, rng=jax.random.key(1)), X)
+        found.add(mt.fingerprint((state, metrics)))
+    assert len(found) == 1
+
+
+def test_one_nan_comes_of_many():
+    """Which of two an addition passes on depends on the order of its operands."""
+    bits = np.array([0x7FC00001, 0x7FC00002, 0xFFC00003, 0x7F800000], np.uint32)
+    found = [
+        mt.make_parallel(lambda x: lax.psum(x, "towers"), towers=4, devices=devices)(
+            bits.view(np.float32)
+        )
+        for devices in (1, 3)
+    ]
+    for total in found:
+        np.testing.assert_array_equal(np.asarray(total).view(np.uint32), np.full(4, 0x7FC00000))
+
+
 def test_negative_zeros_and_nans_arrive_as_they_are():
     """A sum in place of a move would make 0.0 of -0.0."""
     x = np.array([[-0.0], [0.0], [np.nan], [-0.0]], np.float32)
