@@ -19,6 +19,7 @@ from multitower.errors import (
     RunError,
     StateError,
 )
+from multitower.functions.all_rows import all_rows, row_index
 from multitower.functions.autodiff import grad, value_and_grad
 from multitower.functions.averaging import average_gradients
 from multitower.functions.parallel import make_parallel
@@ -62,6 +63,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Trainer",
+    "all_rows",
     "augment_batch",
     "augmented",
     "average_gradients",
@@ -77,6 +79,7 @@ __all__ = [
     "make_parallel",
     "prefetch",
     "ratio",
+    "row_index",
     "shard",
     "testing",
     "train_step",

@@ -16,6 +16,7 @@ import multitower as mt
 from places import EXAMPLES
 
 NAMES = ["vector_add", "polynomial", "matrix_powers"]
+SHOWN = [*NAMES, "contrastive"]
 FRAMEWORKS = ["flax_nnx", "flax_linen", "equinox", "haiku", "keras", "plain_jax"]
 
 
@@ -43,7 +44,7 @@ def test_two_lines_differ(name):
     assert "+import multitower as mt" in added
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHOWN)
 def test_under_sixty_lines_and_shown_as_it_is(name):
     # The lie: a page that shows another diff than the files have.
     page = (EXAMPLES / "README.md").read_text()
@@ -83,6 +84,22 @@ def test_matrix_powers_equal_one_device_and_numpy():
     expected = sum(np.linalg.matrix_power(m.astype(np.float64), 5) for m in (a, b))
     np.testing.assert_allclose(total, expected, rtol=1e-4)
     np.testing.assert_allclose(total, one(5, 40), rtol=1e-5)
+
+
+def test_a_contrastive_loss_equals_that_of_the_whole_batch():
+    # The lie: negatives of a tower's own rows only, which trains, to something else.
+    one, every = versions("contrastive")
+    loss, params = one(steps=4)
+    all_loss, all_params = every(steps=4)
+    assert all_loss == pytest.approx(loss, rel=1e-4)
+    for found, wanted in zip(all_params, params, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
+
+
+def test_the_contrastive_loss_changes_two_lines_and_one_call():
+    added = [line for line in changed_lines("contrastive") if line[0] == "+"]
+    assert len(added) == 4
+    assert sum("mt.all_rows" in line or "mt.row_index" in line for line in added) == 2
 
 
 def test_two_products_run_at_the_same_time():

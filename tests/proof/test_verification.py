@@ -72,6 +72,22 @@ def test_a_product_in_the_reduction_is_found_there(fault):
         check(devices=(1, 4))
 
 
+def test_a_product_in_an_exchange_is_found_in_what_a_tower_sends_next(fault):
+    # The lie: only the reduction can part, so that an exchange need not be looked at.
+    def fused(left, right):
+        return [(3 * a + 3 * b) * jnp.float32(1 / 3) for a, b in zip(left, right, strict=True)]
+
+    def centred(w, batch):
+        h = jnp.tanh(batch * w)
+        return ((h - jax.lax.pmean(h.mean(0), "towers")) ** 3).sum(1)
+
+    check(devices=(1, 3), loss=centred)
+    fault.setattr(reduction, "add_buffers", fused)
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match=r"part in the exchange \(tower 0\): \['round 1'\]"):
+        check(devices=(1, 4), loss=centred)
+
+
 def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
     # The lie (accelerate#114): towers' random numbers that follow the devices.
     def noisy(w, batch, *, rng):

@@ -234,8 +234,27 @@ def unlike(devices=None):
     return found | {"an argument": "".join(str(one.message) for one in told)}
 
 
+def meeting(devices=None):
+    """Towers that meet, forward and backward: sums, all rows, and who is who."""
+
+    def loss(params, rows):
+        z = jnp.tanh(rows["x"] @ params["in"])
+        z = z - jax.lax.pmean(z.mean(0), "towers")
+        alike = z @ mt.all_rows(z).T
+        right = jnp.take_along_axis(alike, (mt.row_index(z) ^ 1)[:, None], 1)[:, 0]
+        return jax.nn.logsumexp(alike, axis=1) - right * params["out"].mean()
+
+    step = mt.train_step(loss, optax.adam(1e-2), towers=TOWERS, devices=devices)
+    state, history = step.init(first_params()), []
+    for number in range(2):
+        state, metrics = step(state, batch(number, 32))
+        history.append(metrics)
+    return mt.fingerprint((state, history))
+
+
 WHATS = {
     "same_bits": same_bits,
+    "meeting": meeting,
     "fast": fast,
     "functions": functions,
     "sharded": sharded,

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import multitower as mt
-from multitower.engines import reduction, same_bits
+from multitower.engines import exchanges, reduction, same_bits, totals
 from multitower.engines.same_bits import tapped
 from multitower.towers.placement import contiguous
 
@@ -153,7 +153,8 @@ class Counter:
             made = compile_for_each(fn, *rest, **options)
             return [counted(fn.__name__, program) for program in made]
 
-        monkeypatch.setattr(same_bits, "compile_for_each", compile_counted)
+        for module in (same_bits, totals, exchanges):
+            monkeypatch.setattr(module, "compile_for_each", compile_counted)
         monkeypatch.setattr(
             reduction, "make_reduction", lambda where: counted("reduce", make_reduction(where))
         )

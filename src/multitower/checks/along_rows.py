@@ -15,19 +15,22 @@ _OF_MATRICES = (
 )  # fmt: skip
 
 
-def works_along_rows(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+def works_along_rows(
+    equation: Any, inputs: Sequence[Flow], num_rows: int, all_rows: int = 0
+) -> bool:
     """Whether an operation brings rows together although its result has an axis of rows.
 
     Args:
         equation: of a program that is traced with `num_rows` rows.
         inputs: what is known of its arguments.
         num_rows: the size of every axis of rows.
+        all_rows: the size of an axis with the rows of all towers, which is none of rows; or 0.
 
     Returns:
         False where that is not known.
     """
     name = equation.primitive.name
-    axes = _row_axes(equation.invars[0], num_rows)
+    axes = _row_axes(equation.invars[0], num_rows, all_rows)
     if name in _OF_MATRICES:
         ndim = len(equation.invars[0].aval.shape)
         return any(axis >= ndim - 2 for axis in axes)
@@ -39,51 +42,55 @@ def works_along_rows(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bo
         window = equation.params.get("window_dimensions", ())
         return any(axis < len(window) and window[axis] > 1 for axis in axes)
     rule = _RULES.get(name)
-    return rule is not None and rule(equation, inputs, num_rows)
+    return rule is not None and rule(equation, inputs, axes, num_rows)
 
 
-def _row_axes(atom: Any, num_rows: int) -> list[int]:
-    shape = getattr(atom.aval, "shape", ())
-    return [axis for axis, size in enumerate(shape) if size and size % num_rows == 0]
+def row_axes(shape: Sequence[int], num_rows: int, all_rows: int) -> list[int]:
+    """The axes of rows of a shape; see `works_along_rows`."""
+    return [
+        axis
+        for axis, size in enumerate(shape)
+        if size and size % num_rows == 0 and not (all_rows and size % all_rows == 0)
+    ]
 
 
-def _gather(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+def _row_axes(atom: Any, num_rows: int, all_rows: int) -> list[int]:
+    return row_axes(getattr(atom.aval, "shape", ()), num_rows, all_rows)
+
+
+def _gather(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
     """Rows that are looked up, as in a table: row i by anything else than i."""
     table, indices = inputs[:2]
     if table.word != "by row" or indices.is_index:
         return False
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shape = equation.invars[0].aval.shape
-    return any(
-        axis in numbers.start_index_map and sizes[axis] < shape[axis]
-        for axis in _row_axes(equation.invars[0], num_rows)
-    )
+    return any(axis in numbers.start_index_map and sizes[axis] < shape[axis] for axis in axes)
 
 
-def _scatter(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+def _scatter(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
     """Rows that are written at other places than their own."""
     indices = inputs[1]
-    axes = _row_axes(equation.invars[0], num_rows)
     into = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
     return not indices.is_index and any(axis in into for axis in axes)
 
 
-def _fft(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+def _fft(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
     first = len(equation.invars[0].aval.shape) - len(equation.params["fft_lengths"])
-    return any(axis >= first for axis in _row_axes(equation.invars[0], num_rows))
+    return any(axis >= first for axis in axes)
 
 
-def _convolution(equation: Any, inputs: Sequence[Flow], num_rows: int) -> bool:
+def _convolution(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], num_rows: int) -> bool:
     """Rows along which a filter moves, or that are channels; `jax.vmap` makes groups of rows."""
     params = equation.params
     if params["feature_group_count"] % num_rows == 0 or params["batch_group_count"] % num_rows == 0:
         return False
     batch_axis = params["dimension_numbers"].lhs_spec[0]
-    image_axes = _row_axes(equation.invars[0], num_rows)
-    return any(axis != batch_axis for axis in image_axes) and inputs[0].word == "by row"
+    return any(axis != batch_axis for axis in axes) and inputs[0].word == "by row"
 
 
-_RULES: Mapping[str, Callable[[Any, Sequence[Flow], int], bool]] = {
+_Rule = Callable[[Any, Sequence[Flow], Sequence[int], int], bool]
+_RULES: Mapping[str, _Rule] = {
     "gather": _gather,
     "scatter": _scatter,
     "scatter-add": _scatter,

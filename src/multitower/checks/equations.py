@@ -1,9 +1,7 @@
 """Equations: what can be read off one equation of a jaxpr: its line, its numbers, its program."""
 
-import linecache
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +9,6 @@ import numpy as np
 from jax.extend import core
 
 from multitower.towers.rows import is_key, is_traced
-
-_OWN = str(Path(__file__).parents[1])  # the whole package
 
 _LOOPS = ("scan", "while", "cond")
 # Enough for the numbers that a loss is divided by.
@@ -32,29 +28,6 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "broadcast_in_dim": lambda value, *_: value if np.ndim(value) == 0 else np.empty((0, 0, 0)),
     "select_n": lambda which, *cases: np.choose(which, cases),
 }
-
-
-def line_of(equation: Any) -> str | None:
-    """The line of the user's program that an equation came from, with its text.
-
-    Args:
-        equation: of a jaxpr.
-
-    Returns:
-        Such as `model.py:30: y = x - x.mean(0)`; None if it is all JAX's or other libraries' own.
-    """
-    traceback = getattr(equation.source_info, "traceback", None)
-    for frame in getattr(traceback, "frames", ()):
-        file, line = frame.file_name, getattr(frame, "line_num", 0)
-        if not _is_ours(file):
-            text = linecache.getline(file, line).strip()
-            return f"{file.rpartition('/')[2]}:{line}" + (f": {text}" if text else "")
-    return None
-
-
-def _is_ours(file: str) -> bool:
-    """Whether a file belongs to JAX, to this library or to another one, not to the user."""
-    return "/site-packages/" in file or file.startswith((_OWN, "<frozen"))
 
 
 def small_constant(value: Any) -> Any:

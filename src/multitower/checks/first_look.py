@@ -13,9 +13,12 @@ import jax.numpy as jnp
 from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import MIXED, SAME_NUMBERS, STATISTICS, Problem, summed, table
 from multitower.checks.row_flow import Reading, read, unused_size
+from multitower.engines.collectives import axis_of, first_collective
 from multitower.errors import warn
 from multitower.towers.rows import Tower, device_dtype
 
+# As many towers as no program has, so that the rows of all of them are known by their number.
+_TOWERS = 7
 # What is handed on from step to step; how towers put it together is said elsewhere.
 _STATES = ("model", "model_state", "state")
 
@@ -110,11 +113,13 @@ def read_tower(
         return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(num_rows)))
 
     try:
-        program, tree = jax.make_jaxpr(run, return_shape=True)(shapes, jnp.int32(0))
+        make = jax.make_jaxpr(run, axis_env=axis_of(_TOWERS), return_shape=True)
+        program, tree = make(shapes, jnp.int32(0))
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
-    return read(program, flows, num_rows, batch_rows), tree, num_rows
+    all_rows = num_rows * _TOWERS if first_collective(program) is not None else 0
+    return read(program, flows, num_rows, batch_rows, all_rows), tree, num_rows
 
 
 class _Result(NamedTuple):

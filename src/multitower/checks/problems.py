@@ -67,16 +67,16 @@ class ParallelCheck:
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
     "function of a batch's mean are. A tower has only its own rows, so the result would differ "
-    "from one device's. Make each row's result depend on that row alone, and leave the mean over "
-    "rows to multitower; for a mean with weights or a mask return mt.ratio(total, weight); or, if "
-    "statistics of each tower's own rows are what you mean (BatchNorm), go on and fix the number "
-    "of towers with towers=."
+    "from one device's. Compare with the rows of all towers, mt.all_rows(x), or take the mean over "
+    'all of them, jax.lax.pmean(x.mean(0), "towers"). For a mean with weights or a mask return '
+    "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
+    "(BatchNorm), go on and fix the number of towers with towers=."
 )
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
     "without towers= the number of devices decides how many rows these are. Fix the number of "
-    "towers: towers={num} gives the same on any number of devices. Statistics over all "
-    "rows need all of them on one device: devices=1."
+    "towers: towers={num} gives the same on any number of devices. For statistics over the rows of "
+    'all towers say axis_name="towers" to BatchNorm (Haiku: cross_replica_axis).'
 )
 RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are no sums over rows: their "

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from multitower.checks.along_rows import works_along_rows
-from multitower.checks.equations import computed, line_of, num_same, program_inside, small_constant
+from multitower.checks.along_rows import row_axes, works_along_rows
+from multitower.checks.equations import computed, num_same, program_inside, small_constant
 from multitower.checks.flow import Flow, Word, all_places, join, join_all, worst_of
 from multitower.checks.loops import frozen_by_row, sums_up
+from multitower.engines.collectives import needs_axis
+from multitower.engines.source_lines import line_of
 
 # Sums over rows, and what keeps a sum a sum.
 _SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant", "scatter-add"}
@@ -31,6 +33,8 @@ _LINEAR_ALONE = {
 }  # fmt: skip
 _LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
+# What all towers get alike.
+_ALIKE = {"psum", "pmax", "pmin", "all_gather"}
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
@@ -51,7 +55,13 @@ class Reading(NamedTuple):
     tables: dict[int, str]
 
 
-def read(program: Any, inputs: Sequence[Flow], num_rows: int, batch_rows: int = 0) -> Reading:
+def read(
+    program: Any,
+    inputs: Sequence[Flow],
+    num_rows: int,
+    batch_rows: int = 0,
+    all_rows: int = 0,
+) -> Reading:
     """Reads a program.
 
     Args:
@@ -59,18 +69,21 @@ def read(program: Any, inputs: Sequence[Flow], num_rows: int, batch_rows: int = 
         inputs: what its arguments are; rows are `rows_of(number)`.
         num_rows: the size of every axis of rows, which no other axis has.
         batch_rows: the number of rows of the real batch, to look for among constants.
+        all_rows: the number of rows of all towers, where they meet: who asks for the rows of all
+            towers means to bring rows together, so an axis of this size is none of rows.
 
     Returns:
         The reading.
     """
-    reader = _Reader(num_rows, batch_rows)
+    reader = _Reader(num_rows, batch_rows, all_rows)
     outputs = reader.run(program, list(inputs))
     return Reading(outputs, reader.draws, reader.baked, reader.tables)
 
 
 class _Reader:
-    def __init__(self, num_rows: int, batch_rows: int) -> None:
+    def __init__(self, num_rows: int, batch_rows: int, all_rows: int) -> None:
         self._num_rows = num_rows
+        self._all_rows = all_rows
         self._batch_rows = batch_rows
         self._calls: list[Any] = []
         self.draws: list[str] = []
@@ -95,6 +108,10 @@ class _Reader:
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
+        if needs_axis(equation):
+            is_drawn = any(flow.is_drawn for flow in inputs)
+            own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn)
+            return [own] * len(equation.outvars)
         inner, program = _INNER.get(name), program_inside(equation.params, len(inputs))
         if inner is not None or program is not None:
             self._calls.append(equation)
@@ -163,7 +180,7 @@ class _Reader:
         rows_in = max(self._row_axes(atom) for atom in equation.invars)
         rows_out = max((self._row_axes(atom) for atom in equation.outvars), default=0)
         place = self._where(equation)
-        if works_along_rows(equation, inputs, self._num_rows):
+        if works_along_rows(equation, inputs, self._num_rows, self._all_rows):
             if name == "gather" and len(inputs[0].sources) == 1:
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
             return ("by row" if has_rows else "mixed"), None, place
@@ -211,7 +228,7 @@ class _Reader:
 
     def _row_axes(self, atom: Any) -> int:
         shape = getattr(atom.aval, "shape", ())
-        return sum(1 for size in shape if size and size % self._num_rows == 0)
+        return len(row_axes(shape, self._num_rows, self._all_rows))
 
     def scan(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         program = equation.params["jaxpr"]
@@ -221,7 +238,9 @@ class _Reader:
         num_carried = num_same(equation.outvars, inner.outvars)
         num_shared = num_same(equation.invars, inner.invars) - num_carried
         xs = equation.invars[num_shared + num_carried :]
-        over_rows = any(atom.aval.shape and atom.aval.shape[0] % self._num_rows == 0 for atom in xs)
+        over_rows = any(
+            row_axes(atom.aval.shape[:1], self._num_rows, self._all_rows) for atom in xs
+        )
         outputs = self._loop(program, inputs, num_shared, num_carried)
         is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
         if not (over_rows and is_carried):

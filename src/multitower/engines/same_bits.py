@@ -1,6 +1,7 @@
 """The same-bits engine: a tower job as one-device programs and additions in a fixed order.
 
-1. *tower program*: one executable per device, run once per tower on the tower's device;
+1. *tower program*: one executable per device, run once per tower on the tower's device; where
+   towers meet, one for every round between two exchanges (`exchanges`);
 2. *reduction*: additions along the tree of `reduction`, on each device and then between devices;
 3. *finish program*: one executable per device, on the totals.
 
@@ -15,13 +16,14 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from multitower.engines import reduction
+from multitower.engines.exchanges import Exchanges
 from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed, pack, unpack
+from multitower.engines.totals import Totals, TowerSums, Turn, with_one_nan
+from multitower.engines.tracing import refuse_filled, trace
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows
@@ -29,20 +31,8 @@ from multitower.towers.split import TowerRows
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 
 
-class TowerSums(NamedTuple):
-    """What one tower returns to be added up, or a sum of several.
-
-    Attributes:
-        packed: means and sums.
-        blocks: as in `TowerResult`; of a total on a device, for each of its towers the rows.
-    """
-
-    packed: Packed
-    blocks: Any
-
-
-# What is called with (stage, place, sums): ("tower program", tower, what the tower returns), then
-# ("reduction", local device, the totals there).
+# What is called with (stage, place, sums): where towers meet ("exchange", tower, what it sends);
+# ("tower program", tower, what the tower returns); ("reduction", local device, the totals there).
 Tap = Callable[[str, int, TowerSums], None]
 
 _tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
@@ -76,11 +66,12 @@ class Finished(NamedTuple):
 
 
 class _Programs(NamedTuple):
-    """Executables, one per local device each."""
+    """Executables, one per local device each; `meets` is where towers meet, if they do."""
 
-    tower: list[jax.stages.Compiled]
+    tower: list[jax.stages.Compiled] | Exchanges
     add: list[jax.stages.Compiled]
     finish: list[jax.stages.Compiled]
+    meets: str | None
 
 
 class SameBits:
@@ -89,12 +80,7 @@ class SameBits:
     def __init__(self, job: Job, placement: Placement) -> None:
         self._job = job
         self._placement = placement
-        self._devices = [placement.devices[d] for d in placement.local]
-        self._towers_on = [placement.towers_on[d] for d in placement.local]
-        plan = reduction.plan(placement)
-        self._schedules = [_schedule(plan.parts[d]) for d in placement.local]
-        self._num_parts = plan.num_parts
-        self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
+        self._totals = Totals(placement)
         self._compiled: dict[Any, _Programs] = {}
         self._constants: dict[tuple[int, Any, Any], jax.Array] = {}
 
@@ -108,23 +94,17 @@ class SameBits:
         """
         programs = self._programs(replicas[0], rows)
         tap = _tap.get()
-        stacks: list[list[TowerSums]] = [[] for _ in self._devices]
+        stacks = self._totals.stacks()
         returned: dict[int, Any] = {}
-        # Slot by slot over all devices, so that all of them have work from the start.
-        for slot in range(max(len(schedule) for schedule in self._schedules)):
-            for i, schedule in enumerate(self._schedules):
-                if slot < len(schedule):
-                    tower, num_additions = schedule[slot]
-                    sums, returned[tower] = self._tower(i, tower, programs, replicas[i], rows)
-                    if tap is not None:
-                        tap("tower program", tower, sums)
-                    stacks[i].append(sums)
-                    for _ in range(num_additions if sums.packed.buffers else 0):
-                        right = stacks[i].pop()
-                        stacks[i].append(programs.add[i](stacks[i].pop(), right))
+        run = self._tower_program(programs, replicas, rows, tap)
+        for turn in self._totals.turns:
+            sums, returned[turn.tower] = run(turn)
+            if tap is not None:
+                tap("tower program", turn.tower, sums)
+            self._totals.put(stacks, turn, sums, programs.add)
         if not stacks[0][0].packed.buffers:
             return Finished([], returned, {})
-        totals = self._reduced(stacks)
+        totals = self._totals.reduced(stacks)
         if tap is not None:
             for i, total in enumerate(totals):
                 tap("reduction", i, total)
@@ -135,49 +115,38 @@ class SameBits:
         blocks = {tower: rows for total in totals for tower, rows in total.blocks.items()}
         return Finished(finished, returned, blocks)
 
-    def _tower(
-        self, i: int, tower: int, programs: _Programs, shared: Shared, rows: Sequence[TowerRows]
-    ) -> tuple[TowerSums, Any]:
+    def _tower_program(
+        self, programs: _Programs, replicas: Sequence[Shared], rows: Sequence[TowerRows], tap: Any
+    ) -> Callable[[Turn], tuple[TowerSums, Any]]:
+        """What runs the tower whose turn it is; of towers that meet all but the last round is run.
+
+        Raises:
+            OutputError: rows that only fill up would meet others.
+        """
+
+        def arguments(turn: Turn) -> tuple[Shared, list[Any], Tower]:
+            return (
+                replicas[turn.i],
+                [leaf.pieces[turn.tower] for leaf in rows],
+                self._here(turn, rows),
+            )
+
+        tower = programs.tower
+        if isinstance(tower, list):
+            return lambda turn: tower[turn.i](*arguments(turn))
+        refuse_filled(programs.meets, rows[0].num_rows, rows[0].tower_rows, self._placement)
+
+        def see(n: int, number: int, sent: Any) -> None:
+            if tap is not None:
+                tap("exchange", number, TowerSums(pack(((), {f"round {n}": sent})), []))
+
+        return tower.run(arguments, see if tap else None)
+
+    def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
         tower_rows = rows[0].tower_rows
-        num_real = min(max(rows[0].num_rows - tower * tower_rows, 0), tower_rows)
-        counts = (tower, num_real, rows[0].num_rows)
-        here = Tower(*(self.constant(i, np.int32(count)) for count in counts))
-        return programs.tower[i](shared, [leaf.pieces[tower] for leaf in rows], here)
-
-    def _reduced(self, stacks: list[list[TowerSums]]) -> list[TowerSums]:
-        """The totals on every local device."""
-        if self._reduce is None and not stacks[0][0].blocks:
-            return [TowerSums(stacks[0][0].packed, {})]
-        if self._reduce is None:
-            self._reduce = reduction.make_reduction(self._placement)
-        layout = stacks[0][0].packed.layout
-        buffers: list[list[jax.Array]] = []
-        blocks: list[list[jax.Array]] = []
-        for part in range(self._num_parts):
-            # A device with fewer parts sends its last one again; nobody reads it.
-            own = [stack[min(part, len(stack) - 1)] for stack in stacks]
-            buffers.append(self._global([sums.packed.buffers for sums in own]))
-            blocks.append(self._global([sums.blocks for sums in own]))
-        total = self._reduce(buffers, blocks)
-        whole = [on_each_device(buffer, self._devices) for buffer in total.buffers]
-        cut = [[on_each_device(row, self._devices) for row in block] for block in total.blocks]
-        return [
-            TowerSums(
-                Packed(tuple(buffer[i] for buffer in whole), layout),
-                {t: [block[slot][i] for block in cut] for slot, t in enumerate(towers)},
-            )
-            for i, towers in enumerate(self._towers_on)
-        ]
-
-    def _global(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """Global arrays with the devices' blocks, of each device a list, stacked along axis 0."""
-        arrays: list[jax.Array] = []
-        for blocks in zip(*own, strict=True):
-            shape = (blocks[0].shape[0] * len(self._placement.devices), *blocks[0].shape[1:])
-            arrays.append(
-                jax.make_array_from_single_device_arrays(shape, self._placement.split, list(blocks))
-            )
-        return arrays
+        num_real = min(max(rows[0].num_rows - turn.tower * tower_rows, 0), tower_rows)
+        counts = (turn.tower, num_real, rows[0].num_rows)
+        return Tower(*(self.constant(turn.i, np.int32(count)) for count in counts))
 
     def _scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
         """What turns sums into means, a scalar on local device i."""
@@ -187,7 +156,7 @@ class SameBits:
         """A scalar on local device i, copied there once."""
         key = (i, value.item(), jax.dtypes.canonicalize_dtype(value.dtype))
         if key not in self._constants:
-            self._constants[key] = jax.device_put(value, self._devices[i])
+            self._constants[key] = jax.device_put(value, self._totals.devices[i])
         return self._constants[key]
 
     def _programs(self, shared: Shared, rows: Sequence[TowerRows]) -> _Programs:
@@ -198,10 +167,11 @@ class SameBits:
         return self._compiled[key]
 
     def _compile(self, shared: Shared, pieces: list[jax.Array]) -> _Programs:
-        job = self._job
+        job, devices = self._job, self._totals.devices
         scalar = jax.ShapeDtypeStruct((), np.int32)
+        arguments = (shared, pieces, Tower(scalar, scalar, scalar))
 
-        def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
+        def to_trace(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
             result = job.tower(shared, rows, here)
             return TowerSums(pack((result.means, result.sums)), list(result.blocks)), result.rows
 
@@ -210,55 +180,25 @@ class SameBits:
             means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
             return job.finish(state, means, sums)
 
-        towers = compile_for_each(
-            tower, (shared, pieces, Tower(scalar, scalar, scalar)), self._devices
-        )
-        sums: TowerSums = towers[0].out_info[0]
+        traced = trace(to_trace, arguments, self._placement.num_towers)
+
+        def tower(*args: Any) -> Any:
+            return traced(*args)
+
+        rounds = traced.rounds(final=True)
+        if rounds is None:
+            towers = compile_for_each(tower, arguments, devices)
+            sums: TowerSums = towers[0].out_info[0]
+        else:
+            towers = Exchanges(rounds, jax.tree.leaves(arguments), self._placement, self._totals)
+            sums = towers.out_info[0]
         if not sums.packed.buffers:
-            return _Programs(towers, [], [])
-        adds = []
-        if any(additions for schedule in self._schedules for _, additions in schedule):
-            adds = compile_for_each(_add, (sums, sums), self._devices, donate=(0,))
-        arguments = (
+            return _Programs(towers, [], [], traced.meets)
+        adds = self._totals.compile(sums)
+        given = (
             shared.state,
             sums.packed,
             jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE)),
         )
-        finishes = compile_for_each(finish, arguments, self._devices, donate=(0,))
-        return _Programs(towers, adds, finishes)
-
-
-def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """This array's block on each of the given devices; every device must hold one."""
-    blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
-    return [blocks[device] for device in devices]
-
-
-def _schedule(parts: Sequence[reduction.Tree]) -> list[tuple[int, int]]:
-    """For each tower of a device, in order: its number, and how many additions follow it."""
-    steps: list[tuple[int, int]] = []
-
-    def descend(tree: reduction.Tree) -> None:
-        if not isinstance(tree, reduction.Sum):
-            steps.append((tree, 0))
-            return
-        descend(tree[0])
-        descend(tree[1])
-        tower, additions = steps[-1]
-        steps[-1] = (tower, additions + 1)
-
-    for part in parts:
-        descend(part)
-    return steps
-
-
-def _add(left: TowerSums, right: TowerSums) -> TowerSums:
-    a, treedef = jax.tree.flatten(left)
-    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))
-
-
-def with_one_nan(total: jax.Array) -> jax.Array:
-    """One NaN for all: which of two an addition passes on depends on the order of its operands."""
-    if not jnp.issubdtype(total.dtype, jnp.inexact):
-        return total
-    return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
+        finishes = compile_for_each(finish, given, devices, donate=(0,))
+        return _Programs(towers, adds, finishes, traced.meets)

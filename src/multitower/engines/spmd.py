@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import SMALL, pack, unpack
+from multitower.engines.rounds import Rounds, Sent
+from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, pad_rows, real_rows
 
@@ -36,17 +37,27 @@ def run(
     """
     num_towers, num_devices = placement.num_towers, len(placement.devices)
     slots = num_towers // num_devices
-    size = -(-rows[0].shape[0] // num_towers) * num_towers
+    num_given = rows[0].shape[0]
+    size = -(-num_given // num_towers) * num_towers
     tower_rows = size // num_towers
 
     def on_device(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
         first = lax.axis_index(AXIS) * slots
 
-        def one(index: jax.Array, rows: list[Any]) -> TowerResult:
-            tower = Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
-            return _without_mesh(job.tower, shared, rows, tower)
+        def tower(index: jax.Array) -> Tower:
+            return Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
 
-        result = one(first, rows) if slots == 1 else _in_turn(one, first, slots, rows)
+        some = rows if slots == 1 else [leaf[:tower_rows] for leaf in rows]
+        traced = _without_mesh(job.tower, (shared, some, tower(first)), num_towers)
+        refuse_filled(traced.meets, num_given, tower_rows, placement)
+        rounds = traced.rounds(final=slots == 1)
+        if slots == 1:
+            result = traced(shared, rows, tower(first))
+        elif rounds is None:
+            one = lambda index, rows: traced(shared, rows, tower(index))
+            result = _in_turn(one, first, slots, rows)
+        else:
+            result = _together(rounds, shared, tower, first + jnp.arange(slots), rows)
         means, sums = _totals((result.means, result.sums))
         # A product with a number is fused into whatever uses it; a division would be stored first.
         scale = tower_rows / num_rows.astype(float)
@@ -64,21 +75,15 @@ def run(
     )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
 
 
-def _without_mesh(fn: Any, *args: Any) -> Any:
-    """Calls a function that knows nothing of the mesh, and has no collectives.
+def _without_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
+    """A function that knows of the axis of towers, and of nothing else of the mesh.
 
     Inside `shard_map` the type of a traced value names the mesh, and that of a constant does not.
     Who compares types, as Equinox's BatchNorm does, would find `jnp.array(False)` another type than
     the flag that it replaces. So the function is traced by itself.
     """
-    leaves, treedef = jax.tree.flatten(args)
-    types = [jax.typeof(leaf) for leaf in leaves]
-    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        program, result = jax.make_jaxpr(fn, return_shape=True)(
-            *jax.tree.unflatten(treedef, shapes)
-        )
-    return jax.tree.unflatten(jax.tree.structure(result), jaxpr_as_fun(program)(*leaves))
+        return trace(fn, args, num_towers)
 
 
 def _totals(tree: Any) -> Any:
@@ -100,7 +105,34 @@ def _psum(value: jax.Array) -> jax.Array:
 def _in_turn(one: Any, first: jax.Array, slots: int, rows: list[Any]) -> TowerResult:
     """Several towers on one device, one after another."""
     blocks = [leaf.reshape(slots, -1, *leaf.shape[1:]) for leaf in rows]
-    stacked = lax.map(lambda at: one(*at), (first + jnp.arange(slots), blocks))
+    return _joined(lax.map(lambda at: one(*at), (first + jnp.arange(slots), blocks)))
+
+
+def _together(
+    rounds: Rounds, shared: Shared, tower: Any, numbers: jax.Array, rows: list[Any]
+) -> TowerResult:
+    """Several towers on one device that meet: each round is one program for all of them."""
+    blocks = [leaf.reshape(len(numbers), -1, *leaf.shape[1:]) for leaf in rows]
+    own = jax.tree.leaves((blocks, jax.vmap(tower)(numbers)))
+    values = dict(zip(rounds.inputs, [*jax.tree.leaves(shared), *own], strict=True))
+    whole = set(rounds.inputs[: -len(own)])  # what all towers have alike
+    arrived = Sent(pack([]), [])
+
+    def run(fn: Any, inputs: list[int]) -> Any:
+        axes = ([None if x in whole else 0 for x in inputs], None, 0)
+        return jax.vmap(fn, axes)([values[x] for x in inputs], arrived, numbers)
+
+    for one in rounds.rounds[:-1]:
+        found, left = run(one, one.inputs)
+        values.update(zip(one.outputs, found, strict=True))
+        sums = jax.tree.map(lambda x: _psum(x.sum(0, dtype=x.dtype)), left.sums)
+        arrived = Sent(sums, [lax.all_gather(x, AXIS, tiled=True) for x in left.every])
+    last = rounds.rounds[-1]
+    return _joined(jax.tree.unflatten(rounds.treedef, run(last.last, last.inputs)))
+
+
+def _joined(stacked: TowerResult) -> TowerResult:
+    """One result of several towers."""
     means, sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), (stacked.means, stacked.sums))
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked.rows)
     return TowerResult(means, sums, joined)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from multitower.engines import spmd
 from multitower.engines.job import Job, Shared
-from multitower.engines.same_bits import SameBits, on_each_device
+from multitower.engines.same_bits import SameBits
+from multitower.engines.totals import on_each_device
 from multitower.errors import warn
 from multitower.functions.arguments import Arguments
 from multitower.hardware.devices import DeviceSpec
@@ -90,7 +91,13 @@ class Kind(Protocol):
         ...
 
     def weights_job(
-        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+        self,
+        split: Split,
+        shared: list[Any],
+        rows: list[Any],
+        *,
+        tower_rows: int,
+        num_towers: int,
     ) -> Job | None:
         """What must be known of all towers first; its sums follow the shared leaves of `job`."""
         ...
@@ -200,7 +207,10 @@ class TowerFunction:
         self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
     ) -> Job | None:
         shapes = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
-        return self._kind.weights_job(split, shared, shapes, tower_rows)
+        num_towers = self.placement().num_towers
+        return self._kind.weights_job(
+            split, shared, shapes, tower_rows=tower_rows, num_towers=num_towers
+        )
 
     def _evenly_placed(self) -> Placement:
         whole = self.placement()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.tracing import look_in_tower
 from multitower.errors import ArgumentError, GradientError, OutputError
 from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import (
@@ -164,7 +165,13 @@ class ValueAndGrad(NamedTuple):
         return Job(tower, finish)
 
     def weights_job(
-        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+        self,
+        split: Split,
+        shared: list[Any],
+        rows: list[Any],
+        *,
+        tower_rows: int,
+        num_towers: int,
     ) -> Job | None:
         """The weights of a ratio over all towers, which its gradients need; None for no ratio."""
 
@@ -175,7 +182,8 @@ class ValueAndGrad(NamedTuple):
             return weights_of(loss, here, tower_rows)
 
         here = Tower(*[jax.ShapeDtypeStruct((), jnp.int32)] * 3)
-        if not jax.eval_shape(weights, shared, rows, here):
+        look = lambda: jax.eval_shape(weights, shared, rows, here)
+        if not look_in_tower(look, num_towers):
             return None
         return Job(
             lambda shared, rows, here: TowerResult(sums=weights(shared.rest, rows, here)),

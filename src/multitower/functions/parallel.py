@@ -142,7 +142,13 @@ class _Parallel(NamedTuple):
         return Job(tower, finish=lambda state, means, sums: (means, sums))
 
     def weights_job(
-        self, split: Split, shared: list[Any], rows: list[Any], tower_rows: int
+        self,
+        split: Split,
+        shared: list[Any],
+        rows: list[Any],
+        *,
+        tower_rows: int,
+        num_towers: int,
     ) -> None:
         return None
 

@@ -16,17 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.packing import unpack
-from multitower.engines.same_bits import TowerSums, tapped
+from multitower.engines.same_bits import tapped
+from multitower.engines.totals import TowerSums
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 
 # Makes a run on so many devices; yields the state and the metrics after each step.
 MakeRun = Callable[[Any], Iterator[tuple[TrainState, dict[str, jax.Array]]]]
 
+EXCHANGE = "exchange"
 TOWER = "tower program"
 REDUCTION = "reduction"
 UPDATE = "update"
-_STAGES = (TOWER, REDUCTION, UPDATE)
+_STAGES = (EXCHANGE, TOWER, REDUCTION, UPDATE)
+# What is a tower's own.
+_OF_TOWERS = (EXCHANGE, TOWER)
 
 _PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "metrics")
 
@@ -36,7 +40,8 @@ class Spot(NamedTuple):
 
     Attributes:
         stage: which stage of the step made it.
-        place: the tower, of a tower program; or the device, counted from 0, that holds it.
+        place: the tower, of a tower program or of what it sends in an exchange; or the device,
+            counted from 0, that holds it.
         leaf: its path.
     """
 
@@ -68,7 +73,7 @@ class Difference:
     def __str__(self) -> str:
         first, second = (f"{n} device{'' if n == 1 else 's'}" for n in self.devices)
         stage, place, leaf = self.spot
-        holder = f"tower {place}" if stage == TOWER else f"the copy on device {place}"
+        holder = f"tower {place}" if stage in _OF_TOWERS else f"the copy on device {place}"
         text = f"step {self.step}: {first} and {second} part in the {stage} ({holder}): {leaf}"
         if self.values is not None:
             a, b = self.values
@@ -158,7 +163,7 @@ def _advance(
     def tap(stage: str, place: int, sums: TowerSums) -> None:
         _show(stage, place, unpack(sums.packed), see)
         # A block's total is on the device of its tower alone: no device has a copy of it.
-        _show(stage, place if stage == TOWER else 0, (_Blocks(sums.blocks),), see)
+        _show(stage, place if stage in _OF_TOWERS else 0, (_Blocks(sums.blocks),), see)
 
     with tapped(tap):
         end = next(run, None)
@@ -193,7 +198,7 @@ def _first_difference(first: list[_Step], other: list[_Step]) -> tuple[int, Spot
 
 def _original(spot: Spot) -> Spot:
     """Where the first run has what should be here: all devices hold the same after a reduction."""
-    return spot if spot.stage == TOWER else spot._replace(place=0)
+    return spot if spot.stage in _OF_TOWERS else spot._replace(place=0)
 
 
 def _look_again(

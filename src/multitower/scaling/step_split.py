@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from multitower.engines.same_bits import TowerSums, tapped
-from multitower.proof.verification import TOWER
+from multitower.engines.same_bits import tapped
+from multitower.engines.totals import TowerSums
+from multitower.proof.verification import EXCHANGE, TOWER
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep
 from multitower.towers.feeding import shard
@@ -92,6 +93,8 @@ class _Stages:
 
     def tap(self, stage: str, place: int, sums: TowerSums) -> None:
         """Waits for a stage when all of it has been started."""
+        if stage == EXCHANGE:
+            return  # a part of the towers' programs
         if stage != TOWER:
             jax.block_until_ready(sums)  # host-device sync
             self._reduction_end = time.perf_counter()

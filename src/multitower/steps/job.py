@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.tracing import look_in_tower, trace
 from multitower.errors import OutputError
 from multitower.functions.objective import (
     as_mean,
@@ -131,15 +132,23 @@ class Looked(NamedTuple):
 
     Attributes:
         averaged: the name of what it averages over its rows itself; None if all is per example.
+        meets: where towers meet in it; None if they do not.
         num_weights: how many weights its gradients need.
     """
 
     averaged: str | None
+    meets: str | None
     num_weights: int
 
 
 def look_at_loss(
-    step: StepParts, parts: Parts, fields: Fields, tower_rows: int, *, num_devices: int
+    step: StepParts,
+    parts: Parts,
+    fields: Fields,
+    tower_rows: int,
+    *,
+    num_towers: int,
+    is_by_device: bool,
 ) -> Looked:
     """Looks at what a loss returns, once.
 
@@ -148,7 +157,8 @@ def look_at_loss(
         parts: the batch.
         fields: the state.
         tower_rows: rows of a full tower.
-        num_devices: how many towers there are, if nobody has said `towers`; else 0.
+        num_towers: how many towers there are.
+        is_by_device: whether that is the number of devices, because nobody has said `towers`.
 
     Raises:
         OutputError: the loss returned something that it must not.
@@ -157,16 +167,10 @@ def look_at_loss(
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
     shared = Shared(fields, parts.shared)
     here = Tower(jnp.int32(0), jnp.int32(tower_rows), jnp.int32(tower_rows))
-
-    def run(rows: list[Any]) -> LossOutput:
-        return forward(fields.params, shared, rows, here)
-
-    output = jax.eval_shape(run, rows)
-    without = name_without_rows(output.loss, tower_rows, lambda rows: run(rows).loss.offset, rows)
-    metrics, ratios = take_ratios(output.metrics)
-    is_row = find_row_leaves(
-        lambda rows: take_ratios(run(rows).metrics)[0], rows, metrics, "metrics"
-    )
+    run = lambda rows, here: forward(fields.params, shared, rows, here)
+    traced = trace(run, (rows, here), num_towers)
+    look_at = lambda: _look(traced.shapes, lambda rows: run(rows, here), rows)
+    found = look_in_tower(look_at, num_towers)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
     look(
@@ -174,11 +178,22 @@ def look_at_loss(
         rows,
         (fields, parts.shared),
         averages=True,
-        num_devices=num_devices,
+        num_devices=num_towers if is_by_device else 0,
         named=lambda number: (
             name_of(parts.split.row_paths()[number], "batch"),
             taken_out_of("batch"),
         ),
+    )
+    return found._replace(meets=traced.meets)
+
+
+def _look(output: Any, run: Callable[[list[Any]], LossOutput], rows: list[Any]) -> Looked:
+    """What the shapes of its results tell of a loss."""
+    tower_rows = rows[0].shape[0]
+    without = name_without_rows(output.loss, tower_rows, lambda rows: run(rows).loss.offset, rows)
+    metrics, ratios = take_ratios(output.metrics)
+    is_row = find_row_leaves(
+        lambda rows: take_ratios(run(rows).metrics)[0], rows, metrics, "metrics"
     )
     for number, one in enumerate(ratios):
         offset_of = lambda rows, number=number: take_ratios(run(rows).metrics)[1][number].offset
@@ -187,7 +202,7 @@ def look_at_loss(
     for (path, _), by_row in zip(flat, is_row, strict=True):
         if not (by_row or without):
             without = f"metrics{jax.tree_util.keystr(path)} is not per example"
-    return Looked(without, num_weights(output.loss))
+    return Looked(without, None, num_weights(output.loss))
 
 
 def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tower) -> Any:

@@ -17,7 +17,8 @@ import numpy as np
 from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Shared
-from multitower.engines.same_bits import Finished, SameBits, on_each_device, with_one_nan
+from multitower.engines.same_bits import Finished, SameBits
+from multitower.engines.totals import on_each_device, with_one_nan
 from multitower.functions.calls import replicate
 from multitower.steps.clipping import add_towers, leaf_squares
 from multitower.steps.job import make_job

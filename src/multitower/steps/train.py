@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
+from multitower.engines.tracing import uneven
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.objective import Reduction, check_reduction
@@ -328,9 +329,11 @@ class TrainStep:
         """What runs this batch: the same for every batch that fits the full one."""
         num_towers = self.placement.num_towers
         tower_rows = -(-global_batch // num_towers)
-        averaged, num_weights = self._look(state, parts, tower_rows)
-        if averaged is not None:  # a mean over a tower: every row of every tower must be real
-            if parts.num_rows % num_towers:
+        averaged, meets, num_weights = self._look(state, parts, tower_rows)
+        if averaged or meets:  # every row of every tower must be real
+            if parts.num_rows % num_towers and meets:
+                raise uneven(meets, parts.num_rows, num_towers)
+            if parts.num_rows % num_towers and averaged:
                 raise refuse_ragged(averaged, parts.num_rows, num_towers)
             tower_rows = parts.num_rows // num_towers
         elif parts.num_rows > tower_rows * num_towers:
@@ -354,8 +357,12 @@ class TrainStep:
         """What there is to know of the loss before a program is made of it."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._looked:
-            num_devices = 0 if self._towers else self.placement.num_towers
             self._looked[key] = look_at_loss(
-                self._step, parts, state.shared(), tower_rows, num_devices=num_devices
+                self._step,
+                parts,
+                state.shared(),
+                tower_rows,
+                num_towers=self.placement.num_towers,
+                is_by_device=self._towers is None,
             )
         return self._looked[key]

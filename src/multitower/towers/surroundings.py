@@ -20,6 +20,14 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             yield
     except MultitowerError:
         raise
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ArgumentError(
+            "a collective in this function (lax.psum, axis_name= of a BatchNorm and the like) "
+            f'names an axis that does not exist here ({error}). Inside a tower there is one: "'
+            f'{_OWN[0]}". Write that, or drop the axis.'
+        ) from error
     except Exception as error:
         note = (
             f"multitower called this function with the rows of one tower, {tower_rows} of the "

@@ -3,12 +3,14 @@
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.engines.tracing import some_rows_repeat
 from multitower.errors import BatchError
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.parallel import make_parallel
@@ -65,7 +67,8 @@ def evaluate(
 
     Raises:
         BatchError: no examples, different row counts, or a batch without rows.
-        OutputError: a metric that is not one number per row.
+        OutputError: a metric that is not one number per row; or metrics that exchange values
+            between towers, and a `global_batch` that does not divide the number of examples.
 
     Example:
         >>> import numpy as np
@@ -108,7 +111,8 @@ def evaluate(
             return jax.tree.map(lambda leaf: leaf[places[own]], dataset)
 
         batch = LazyRows(global_batch, some)
-        scores = score(shared, shard(batch, devices=devices, towers=towers))
+        with some_rows_repeat() if num_rows % global_batch else nullcontext():
+            scores = score(shared, shard(batch, devices=devices, towers=towers))
         if waiting:
             read(*waiting)  # the batch before: the devices are busy with this one meanwhile
         waiting = (scores, min(global_batch, num_rows - start))

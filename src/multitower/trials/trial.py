@@ -1,5 +1,6 @@
 """A function and example arguments, run on the rows of a tower as a real call would run it."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 
 from multitower.checks.first_look import Results, read_tower
 from multitower.checks.row_flow import Reading
+from multitower.engines.collectives import axis_of, first_collective, needs_axis
 from multitower.errors import ArgumentError, BatchError
 from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import is_state_of, split_state, state_structures
@@ -20,6 +22,7 @@ from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_o
 from multitower.models.closures import as_function, open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
+from multitower.towers.placement import AXIS
 from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, is_key, take_apart
 
 # The rows of towers, and which towers these are.
@@ -116,8 +119,31 @@ class Trial:
     def _rows(self, places: Any) -> list[Any]:
         return [jnp.asarray(leaf)[places] for leaf in self.parts.rows]
 
-    def run(self, rows: list[Any], here: Tower) -> Found:
-        """What the function finds in a tower; of ratios what is added up over towers."""
+    @functools.cached_property
+    def meets(self) -> bool:
+        """Whether towers meet in it, or it asks for the tower's number."""
+        rows, here = self.whole(self.parts.num_rows)
+        run = lambda rows: [self._run(rows, here).leaves]
+        try:
+            program = jax.make_jaxpr(run, axis_env=axis_of(1))(rows)
+        except Exception:  # it looks at values: it runs, and cannot be traced
+            return False
+        return first_collective(program, needs_axis) is not None
+
+    def run(self, towers: Towers) -> list[Found]:
+        """What the function finds in every tower; of ratios what is added up over towers."""
+        if not self.meets:
+            return [self._run(*tower) for tower in towers]
+        known: list[Found] = []
+
+        def run(tower: tuple[list[Any], Tower]) -> Any:
+            known.append(self._run(*tower))
+            return known[-1].leaves, known[-1].states
+
+        found = _apart(jax.vmap(run, axis_name=AXIS)(_together(towers)), len(towers))
+        return [known[-1]._replace(leaves=leaves, states=states) for leaves, states in found]
+
+    def _run(self, rows: list[Any], here: Tower) -> Found:
         found = self._call(rows, here)
         leaves = [sums_of(x, here, len(rows[0])) if is_ratio(x) else x for x in found.leaves]
         return found._replace(leaves=leaves)
@@ -182,7 +208,11 @@ class Trial:
         found: list[dict[str, tuple[Any, Any]]] = []
         for towers in ways:
             weights = self._weights_of_ratio(towers)
-            parts = [differentiate(wanted, rows, here, weights) for rows, here in towers]
+            if self.meets:
+                all_of = jax.vmap(differentiate, (None, 0, 0, None), axis_name=AXIS)
+                parts = _apart(all_of(wanted, *_together(towers), weights), len(towers))
+            else:
+                parts = [differentiate(wanted, rows, here, weights) for rows, here in towers]
             sums = {n: sum(part[n] for part in parts) for n in numbers}
             sizes = {n: sum(jnp.abs(part[n]) for part in parts) for n in numbers}
             found.append({name: (sums[n], sizes[n]) for n, name in numbers.items()})
@@ -190,14 +220,16 @@ class Trial:
 
     def _weights_of_ratio(self, towers: Towers) -> list[Any]:
         """The weights of a loss that is a ratio, over all towers."""
-        if not isinstance(self.run(*towers[0]).leaves[0], RatioSums):
+        found = [one.leaves[0] for one in self.run(towers)]
+        if not isinstance(found[0], RatioSums):
             return []
-        own = [self.run(rows, here).leaves[0].weights for rows, here in towers]
+        own = [one.weights for one in found]
         return [sum(one) for one in zip(*own, strict=True)]
 
     def is_coarse(self, rows: list[Any], here: Tower) -> bool:
         """Whether the program has floats of 16 bits."""
-        program = jax.make_jaxpr(lambda rows: [self.run(rows, here).leaves])(rows)
+        run = lambda rows: [self._run(rows, here).leaves]
+        program = jax.make_jaxpr(run, axis_env=axis_of(1))(rows)
         return "f16[" in str(program)
 
     def _weights(self) -> dict[int, str]:
@@ -215,6 +247,15 @@ class Trial:
                 found[number] = self.arguments.of(path)
             number += 1
         return found
+
+
+def _together(towers: Towers) -> tuple[list[Any], Tower]:
+    """All towers in one, along a new axis 0."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *towers)
+
+
+def _apart(tree: Any, num_towers: int) -> list[Any]:
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], tree) for n in range(num_towers)]
 
 
 def _with_what_is_wanted(fn: Callable[..., Any], extras: dict[str, Any]) -> dict[str, Any]:

@@ -48,11 +48,13 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
 def _values(trial: Trial, tower_rows: int, read: _Read) -> list[Problem]:
     """Compares the whole with its towers, on the real inputs."""
     num_rows = trial.parts.num_rows // tower_rows * tower_rows
-    whole, again = (trial.run(*trial.whole(num_rows)) for _ in range(2))
-    # Two ways to cut: one alone may agree by chance.
-    ways = [trial.towers(tower_rows, strided=strided) for strided in (False, True)]
+    (whole,), (again,) = (trial.run([trial.whole(num_rows)]) for _ in range(2))
+    # Two ways to cut: one alone may agree by chance. Where towers meet, the order of all rows may
+    # have a meaning: rows that belong together may be neighbours.
+    both = (False, False) if trial.meets else (False, True)
+    ways = [trial.towers(tower_rows, strided=strided) for strided in both]
     try:
-        cut, strided = ([trial.run(*tower) for tower in way] for way in ways)
+        cut, strided = (trial.run(way) for way in ways)
     except Exception as error:  # whatever the user's function raises on other shapes
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         message = ROW_COUNT.format(whole=num_rows, half=tower_rows, error=text[:200])

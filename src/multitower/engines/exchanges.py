@@ -1,0 +1,152 @@
+"""Towers that meet, with the same bits: their rounds on every device, and exchanges in between.
+
+A round is one executable per device, run once per tower like any tower program. An exchange adds
+along the fixed tree, or lays values side by side: nothing there depends on the number of devices.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from multitower.engines import reduction
+from multitower.engines.executable import compile_for_each
+from multitower.engines.packing import pack
+from multitower.engines.rounds import Rounds, Sent
+from multitower.engines.totals import Totals, TowerSums, Turn, on_each_device, stacked
+from multitower.towers.placement import Placement
+
+# Is shown (round, tower, what it sends).
+See = Callable[[int, int, Sent], None]
+
+
+class _Programs(NamedTuple):
+    """Executables of one round, one per local device each."""
+
+    run: list[jax.stages.Compiled]
+    add: list[jax.stages.Compiled]
+
+
+class Exchanges:
+    """A tower's program in rounds, compiled for one placement."""
+
+    def __init__(
+        self, rounds: Rounds, arguments: Sequence[Any], placement: Placement, totals: Totals
+    ) -> None:
+        """Compiles every round.
+
+        Args:
+            rounds: the program.
+            arguments: its arguments, flat: arrays, or their shapes and dtypes.
+            placement: which device runs which tower.
+            totals: how sums are made there.
+        """
+        self._rounds = rounds
+        self._placement = placement
+        self._totals = totals
+        self._gather = reduction.make_gather(placement, lambda blocks: blocks)
+        self._programs: list[_Programs] = []
+        shapes = dict(zip(rounds.inputs, arguments, strict=True))
+        arrived: Any = _nothing()
+        for one in rounds.rounds:
+            is_last = one is rounds.rounds[-1]
+            number = jax.ShapeDtypeStruct((), np.int32)
+            given = ([shapes[x] for x in one.inputs], arrived, number)
+            fn = self._last if is_last else one.__call__
+            run = compile_for_each(fn, given, totals.devices)
+            if is_last:
+                self.out_info = run[0].out_info
+                self._programs.append(_Programs(run, []))
+                return
+            found, left = run[0].out_info
+            shapes.update(zip(one.outputs, found, strict=True))
+            add = totals.compile(TowerSums(left.sums, [])) if left.sums.buffers else []
+            self._programs.append(_Programs(run, add))
+            arrived = Sent(left.sums, [self._of_all(leaf) for leaf in left.every])
+
+    def run(
+        self, arguments_of: Callable[[Turn], Any], see: See | None
+    ) -> Callable[[Turn], tuple[TowerSums, Any]]:
+        """Runs all rounds but the last one, in every local tower.
+
+        Args:
+            arguments_of: the arguments of the tower whose turn it is.
+            see: is shown what towers send.
+
+        Returns:
+            What runs a tower's last round; once for each.
+        """
+        turns = self._totals.turns
+        values = {
+            turn: dict(zip(self._rounds.inputs, jax.tree.leaves(arguments_of(turn)), strict=True))
+            for turn in turns
+        }
+        numbers = {turn: values[turn][self._rounds.inputs[self._rounds.number]] for turn in turns}
+        arrived = [_nothing()] * len(self._totals.devices)
+        for n in range(len(self._rounds.rounds) - 1):
+            arrived = self._round(n, values, arrived, numbers, see)
+
+        def last(turn: Turn) -> tuple[TowerSums, Any]:
+            own = values.pop(turn)
+            given = [own[x] for x in self._rounds.rounds[-1].inputs]
+            return self._programs[-1].run[turn.i](given, arrived[turn.i], numbers[turn])
+
+        return last
+
+    def _round(
+        self,
+        n: int,
+        values: dict[Turn, dict[int, Any]],
+        arrived: list[Sent],
+        numbers: dict[Turn, jax.Array],
+        see: See | None,
+    ) -> list[Sent]:
+        """Runs a round in every local tower, and the exchange after it."""
+        one, programs = self._rounds.rounds[n], self._programs[n]
+        needed = {x for later in self._rounds.rounds[n + 1 :] for x in later.inputs}
+        stacks = self._totals.stacks()
+        every: dict[int, list[jax.Array]] = {}
+        for turn in self._totals.turns:
+            own = values[turn]
+            given = [own[x] for x in one.inputs]
+            found, left = programs.run[turn.i](given, arrived[turn.i], numbers[turn])
+            own.update(zip(one.outputs, found, strict=True))
+            # A value that no later round needs is let go as soon as the tower has used it.
+            values[turn] = {x: value for x, value in own.items() if x in needed}
+            if see is not None:
+                see(n, turn.tower, left)
+            self._totals.put(stacks, turn, TowerSums(left.sums, []), programs.add)
+            every[turn.tower] = left.every
+        sums = [_nothing().sums] * len(stacks)
+        if stacks[0][0].packed.buffers:
+            sums = [total.packed for total in self._totals.reduced(stacks)]
+        return [Sent(*pair) for pair in zip(sums, self._side_by_side(every), strict=True)]
+
+    def _side_by_side(self, every: dict[int, list[jax.Array]]) -> list[list[jax.Array]]:
+        """The values of all towers, for each local device."""
+        here = [self._placement.towers_on[d] for d in self._placement.local]
+        if not every[here[0][0]]:
+            return [[] for _ in here]
+        most = max(len(towers) for towers in self._placement.towers_on)
+        # A device with fewer towers sends its last value again; nobody reads it.
+        slots = [
+            stacked([every[towers[min(slot, len(towers) - 1)]] for towers in here], self._placement)
+            for slot in range(most)
+        ]
+        gathered = self._gather([list(block) for block in zip(*slots, strict=True)])
+        # Of shape (towers, 1, ...), whole on every device.
+        per_leaf = [on_each_device(leaf, self._totals.devices) for leaf in gathered]
+        return [list(own) for own in zip(*per_leaf, strict=True)]
+
+    def _of_all(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = (self._placement.num_towers, *leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    def _last(self, values: Any, arrived: Sent, number: jax.Array) -> Any:
+        found = self._rounds.rounds[-1].last(values, arrived, number)
+        return jax.tree.unflatten(self._rounds.treedef, found)
+
+
+def _nothing() -> Sent:
+    return Sent(pack([]), [])

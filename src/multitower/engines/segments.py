@@ -1,0 +1,190 @@
+"""Segments: one traced program as several, cut between its equations.
+
+What happens between two segments is the caller's: a move to another device, or an exchange with
+other towers. Values go from one to the next by number.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+# Calls that are no more than a name for what is in them, and where that is.
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+
+
+class Step(NamedTuple):
+    """One equation on numbered values.
+
+    Attributes:
+        equation: of a jaxpr.
+        inputs: the number of each of its inputs, or a literal.
+        outputs: the number of each of its results.
+    """
+
+    equation: Any
+    inputs: list[Any]
+    outputs: list[int]
+
+
+class Program(NamedTuple):
+    """A traced program as a list of steps.
+
+    Attributes:
+        inputs: the numbers of its arguments.
+        consts: the values of numbers that are neither arguments nor results of steps.
+        steps: in an order in which they can be taken.
+        outputs: for each of its results a number, or a literal.
+    """
+
+    inputs: list[int]
+    consts: dict[int, Any]
+    steps: list[Step]
+    outputs: list[Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some steps as a function of arrays.
+
+    Attributes:
+        steps: what it computes.
+        inputs: numbers of what it needs from before, in ascending order.
+        outputs: numbers of what is needed after it, in ascending order.
+        consts: the values of numbers that are always the same.
+    """
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    consts: Mapping[int, Any]
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """The values of `outputs`, from those of `inputs`; traceable and differentiable."""
+        known = {**self.consts, **dict(zip(self.inputs, values, strict=True))}
+        for step in self.steps:
+            equation = step.equation
+            given = [known[x] if isinstance(x, int) else x.val for x in step.inputs]
+            params = equation.primitive.get_bind_params(equation.params)
+            with equation.ctx.manager:
+                found = equation.primitive.bind(*given, **params)
+            results = found if equation.primitive.multiple_results else [found]
+            known.update(zip(step.outputs, results, strict=True))
+        return [known[number] for number in self.outputs]
+
+
+def read_program(
+    closed: Any,
+    is_mark: Callable[[Any], bool],
+    refuse: Callable[[Any, Any], Exception],
+    *,
+    rules: Mapping[str, str] = MappingProxyType({}),
+) -> Program:
+    """Reads a closed jaxpr, and opens every call that has a mark in it, however deep.
+
+    Args:
+        closed: of `jax.make_jaxpr`.
+        is_mark: whether the program may have to be cut at an equation.
+        refuse: what to raise for an equation with a mark inside that cannot be opened (a loop, a
+            branch, a rule of differentiation), given that equation and the mark.
+        rules: calls that have a rule of differentiation and may be opened, because nobody
+            differentiates the program: where the program in them is.
+
+    Returns:
+        The program; calls without a mark are one step each.
+    """
+    calls = {**_CALLS, **rules}
+    consts: dict[int, Any] = {}
+    steps: list[Step] = []
+    count = iter(range(10**9))
+
+    def descend(program: Any, given: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+        names = dict(zip(program.invars, given, strict=True))
+        for var, value in zip(program.constvars, values, strict=True):
+            names[var] = next(count)
+            consts[names[var]] = value
+
+        def named(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else names[atom]
+
+        for equation in program.eqns:
+            inputs = [named(atom) for atom in equation.invars]
+            mark = next(_marks(equation, is_mark), None)
+            if mark is None or mark is equation:
+                results: list[Any] = [next(count) for _ in equation.outvars]
+                steps.append(Step(equation, inputs, results))
+            elif equation.primitive.name in calls:
+                inner = equation.params[calls[equation.primitive.name]]
+                results = descend(getattr(inner, "jaxpr", inner), inputs, _consts(inner))
+            else:
+                raise refuse(equation, mark)
+            names.update(zip(equation.outvars, results, strict=True))
+        return [named(atom) for atom in program.outvars]
+
+    inputs = [next(count) for _ in closed.jaxpr.invars]
+    outputs = descend(closed.jaxpr, inputs, closed.consts)
+    return Program(inputs, consts, steps, outputs)
+
+
+def without_dead_steps(program: Program) -> Program:
+    """The program without steps that nothing needs and that have no effects."""
+    needed = {x for x in program.outputs if isinstance(x, int)}
+    steps: list[Step] = []
+    for step in reversed(program.steps):
+        # That a collective names an axis is an "effect" of no consequence.
+        effects = [x for x in step.equation.effects if "NamedAxis" not in type(x).__name__]
+        if effects or not needed.isdisjoint(step.outputs):
+            steps.append(step)
+            needed.update(x for x in step.inputs if isinstance(x, int))
+    return program._replace(steps=steps[::-1])
+
+
+def cut(program: Program, places: Sequence[int], num_segments: int) -> list[Segment]:
+    """Cuts a program into segments.
+
+    Args:
+        program: what to cut.
+        places: for each of its steps the number of its segment, or -1 for a step that is none's
+            because the caller takes it between two segments.
+        num_segments: how many there are.
+
+    Returns:
+        The segments. What the caller takes between them, and the program's results, are outputs of
+        the segments that compute them.
+    """
+    made_in: dict[int, int] = {}
+    needed: set[int] = {x for x in program.outputs if isinstance(x, int)}
+    for step, place in zip(program.steps, places, strict=True):
+        made_in.update(dict.fromkeys(step.outputs, place))
+        for x in step.inputs:
+            if isinstance(x, int) and (place < 0 or made_in.get(x) != place):
+                needed.add(x)
+    return [
+        _segment(
+            program, [s for s, at in zip(program.steps, places, strict=True) if at == n], needed
+        )
+        for n in range(num_segments)
+    ]
+
+
+def _segment(program: Program, steps: list[Step], needed: set[int]) -> Segment:
+    made = {number for step in steps for number in step.outputs}
+    used = {x for step in steps for x in step.inputs if isinstance(x, int)} - made
+    consts = {number: program.consts[number] for number in sorted(used & program.consts.keys())}
+    inputs = sorted(used - consts.keys())
+    return Segment(tuple(steps), tuple(inputs), tuple(sorted(made & needed)), consts)
+
+
+def _marks(equation: Any, is_mark: Callable[[Any], bool]) -> Iterator[Any]:
+    """An equation, and those in the programs that it holds, if they are marks."""
+    if is_mark(equation):
+        yield equation
+    for inner in core.jaxprs_in_params(equation.params):
+        for one in inner.eqns:
+            yield from _marks(one, is_mark)
+
+
+def _consts(inner: Any) -> Sequence[Any]:
+    return getattr(inner, "consts", ())

@@ -1,0 +1,30 @@
+"""The line of the user's program that an equation of a traced program came from."""
+
+import linecache
+from pathlib import Path
+from typing import Any
+
+_OWN = str(Path(__file__).parents[1])  # the whole package
+
+
+def line_of(equation: Any) -> str | None:
+    """The line of the user's program that an equation came from, with its text.
+
+    Args:
+        equation: of a jaxpr.
+
+    Returns:
+        Such as `model.py:30: y = x - x.mean(0)`; None if it is all JAX's or other libraries' own.
+    """
+    traceback = getattr(equation.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        file, line = frame.file_name, getattr(frame, "line_num", 0)
+        if not _is_ours(file):
+            text = linecache.getline(file, line).strip()
+            return f"{file.rpartition('/')[2]}:{line}" + (f": {text}" if text else "")
+    return None
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a file belongs to JAX, to this library or to another one, not to the user."""
+    return "/site-packages/" in file or file.startswith((_OWN, "<frozen"))

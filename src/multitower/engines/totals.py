@@ -1,0 +1,154 @@
+"""What towers return, added up along the fixed tree: on each device first, then between devices."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from multitower.engines import reduction
+from multitower.engines.executable import compile_for_each
+from multitower.engines.packing import Packed
+from multitower.towers.placement import Placement
+
+
+class TowerSums(NamedTuple):
+    """What one tower returns to be added up, or a sum of several.
+
+    Attributes:
+        packed: means and sums.
+        blocks: as in `TowerResult`; of a total on a device, for each of its towers the rows.
+    """
+
+    packed: Packed
+    blocks: Any
+
+
+class Turn(NamedTuple):
+    """When it is a tower's turn to run.
+
+    Attributes:
+        i: of the device among the local ones.
+        tower: its number.
+        num_additions: how many follow it on its device, along the tree.
+    """
+
+    i: int
+    tower: int
+    num_additions: int
+
+
+# For each local device the sums that wait to be added, the last one on top.
+Stacks = list[list[TowerSums]]
+
+
+class Totals:
+    """Sums over the towers of a placement."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self.devices = [placement.devices[d] for d in placement.local]
+        self._towers_on = [placement.towers_on[d] for d in placement.local]
+        plan = reduction.plan(placement)
+        schedules = [_schedule(plan.parts[d]) for d in placement.local]
+        # Slot by slot over all devices, so that all of them have work from the start.
+        self.turns = [
+            Turn(i, *schedule[slot])
+            for slot in range(max(len(schedule) for schedule in schedules))
+            for i, schedule in enumerate(schedules)
+            if slot < len(schedule)
+        ]
+        self._num_parts = plan.num_parts
+        self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
+
+    def compile(self, sums: TowerSums) -> list[jax.stages.Compiled]:
+        """What adds two sums of these shapes, once per local device; nothing without need."""
+        if not any(turn.num_additions for turn in self.turns):
+            return []
+        return compile_for_each(_add, (sums, sums), self.devices, donate=(0,))
+
+    def stacks(self) -> Stacks:
+        """Before any tower has run."""
+        return [[] for _ in self.devices]
+
+    def put(
+        self, stacks: Stacks, turn: Turn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
+    ) -> None:
+        """Takes a tower's sums, and adds up what the tree allows by now."""
+        stack = stacks[turn.i]
+        stack.append(sums)
+        for _ in range(turn.num_additions if sums.packed.buffers else 0):
+            right = stack.pop()
+            stack.append(add[turn.i](stack.pop(), right))
+
+    def reduced(self, stacks: Stacks) -> list[TowerSums]:
+        """The totals on every local device, after the last tower."""
+        if self._reduce is None and not stacks[0][0].blocks:
+            return [TowerSums(stacks[0][0].packed, {})]
+        if self._reduce is None:
+            self._reduce = reduction.make_reduction(self._placement)
+        layout = stacks[0][0].packed.layout
+        buffers: list[list[jax.Array]] = []
+        blocks: list[list[jax.Array]] = []
+        for part in range(self._num_parts):
+            # A device with fewer parts sends its last one again; nobody reads it.
+            own = [stack[min(part, len(stack) - 1)] for stack in stacks]
+            buffers.append(stacked([sums.packed.buffers for sums in own], self._placement))
+            blocks.append(stacked([sums.blocks for sums in own], self._placement))
+        total = self._reduce(buffers, blocks)
+        whole = [on_each_device(buffer, self.devices) for buffer in total.buffers]
+        cut = [[on_each_device(row, self.devices) for row in block] for block in total.blocks]
+        return [
+            TowerSums(
+                Packed(tuple(buffer[i] for buffer in whole), layout),
+                {t: [block[slot][i] for block in cut] for slot, t in enumerate(towers)},
+            )
+            for i, towers in enumerate(self._towers_on)
+        ]
+
+
+def stacked(own: Sequence[Sequence[jax.Array]], placement: Placement) -> list[jax.Array]:
+    """Global arrays with the devices' blocks, of each device a list, stacked along axis 0."""
+    arrays: list[jax.Array] = []
+    for blocks in zip(*own, strict=True):
+        shape = (blocks[0].shape[0] * len(placement.devices), *blocks[0].shape[1:])
+        arrays.append(
+            jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))
+        )
+    return arrays
+
+
+def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """This array's block on each of the given devices; every device must hold one."""
+    blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return [blocks[device] for device in devices]
+
+
+def with_one_nan(total: jax.Array) -> jax.Array:
+    """One NaN for all: which of two an addition passes on depends on the order of its operands."""
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total
+    return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
+
+
+def _schedule(parts: Sequence[reduction.Tree]) -> list[tuple[int, int]]:
+    """For each tower of a device, in order: its number, and how many additions follow it."""
+    steps: list[tuple[int, int]] = []
+
+    def descend(tree: reduction.Tree) -> None:
+        if not isinstance(tree, reduction.Sum):
+            steps.append((tree, 0))
+            return
+        descend(tree[0])
+        descend(tree[1])
+        tower, additions = steps[-1]
+        steps[-1] = (tower, additions + 1)
+
+    for part in parts:
+        descend(part)
+    return steps
+
+
+def _add(left: TowerSums, right: TowerSums) -> TowerSums:
+    a, treedef = jax.tree.flatten(left)
+    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))

@@ -1,0 +1,120 @@
+"""A tower's function, traced where the axis of towers exists: do the towers meet in it?"""
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from multitower.engines.collectives import axis_of, first_collective, place_of
+from multitower.engines.rounds import Rounds, cut_into_rounds
+from multitower.errors import OutputError
+from multitower.towers.placement import AXIS, Placement
+
+_T = TypeVar("_T")
+
+# Part of what JAX keeps traces by: where some rows are there twice a function is traced anew.
+_repeats = jax.make_user_context(default_value=False)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program, and a function that runs it.
+
+    Attributes:
+        program: a closed jaxpr.
+        treedef: of what it returns.
+        number: the position of the tower's number among its arguments.
+    """
+
+    program: Any
+    treedef: Any
+    number: int
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program on the arguments of the function."""
+        found = jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(self.treedef, found)
+
+    @property
+    def shapes(self) -> Any:
+        """Shapes and dtypes of what it returns."""
+        found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.program.out_avals]
+        return jax.tree.unflatten(self.treedef, found)
+
+    @functools.cached_property
+    def meets(self) -> str | None:
+        """Where towers meet for the first time; None if they do not."""
+        found = first_collective(self.program)
+        return None if found is None else place_of(found)
+
+    def rounds(self, *, final: bool) -> Rounds | None:
+        """The program, cut where towers meet; see `cut_into_rounds`."""
+        return cut_into_rounds(self.program, self.number, self.treedef, final=final)
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Traced:
+    """Traces a function whose last argument is a `Tower`, whose first leaf is the number."""
+    leaves = jax.tree.leaves(args)
+    number = len(leaves) - len(jax.tree.leaves(args[-1]))
+    shapes = jax.tree.map(_shape, args)
+    make = jax.make_jaxpr(fn, axis_env=axis_of(num_towers), return_shape=True)
+    program, result = make(*shapes)
+    return Traced(program, jax.tree.structure(result), number)
+
+
+def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:
+    """Calls what traces functions for their shapes alone, where the axis of towers exists."""
+    found: list[_T] = []
+
+    def body() -> tuple[()]:
+        found.append(look())
+        return ()
+
+    jax.make_jaxpr(body, axis_env=axis_of(num_towers))()
+    return found[0]
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    known = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    weak = getattr(known, "weak_type", False)
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=weak)
+
+
+@contextmanager
+def some_rows_repeat() -> Generator[None]:
+    """Where a batch has been filled up before it came here, so that its rows must not meet."""
+    with _repeats(True):
+        yield
+
+
+def refuse_filled(meets: str | None, num_rows: int, tower_rows: int, placement: Placement) -> None:
+    """Refuses rows that only fill up where towers would see them.
+
+    Raises:
+        OutputError: towers meet, and the rows do not fill them evenly; or some are there twice.
+    """
+    if meets is None:
+        return
+    if _repeats.value:
+        raise OutputError(
+            f'the metrics exchange values between towers over the axis "{AXIS}" ({meets}), and the '
+            "last batch of this evaluation is filled up with examples of the first one. Use a "
+            "global_batch that divides the number of examples, or metrics of each row alone."
+        )
+    if num_rows != tower_rows * placement.num_towers:
+        raise uneven(meets, num_rows, placement.num_towers)
+
+
+def uneven(meets: str, num_rows: int, num_towers: int) -> OutputError:
+    """The error for rows that do not fill the towers evenly, where towers meet."""
+    low = num_rows // num_towers * num_towers
+    nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
+    return OutputError(
+        f"the batch has {num_rows} rows, which do not fill {num_towers} towers evenly, and towers "
+        f'exchange values over the axis "{AXIS}" ({meets}): they would see rows that only fill up. '
+        f"Use {nearest} rows, or drop the last rows of the batch."
+    )
