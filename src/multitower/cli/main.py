@@ -52,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     try:
-        import tyro  # noqa: F401 (it may be missing)
-
         from multitower.cli import console
         from multitower.cli.doctor import doctor
         from multitower.cli.local_processes import run_local_processes, split_off_processes
