@@ -92,7 +92,7 @@ class SameBits:
         self._devices = [placement.devices[d] for d in placement.local]
         self._towers_on = [placement.towers_on[d] for d in placement.local]
         plan = reduction.plan(placement)
-        self._schedules = [_schedule(plan.parts[d]) for d in placement.local]
+        self._schedules = [reduction.schedule(plan.parts[d]) for d in placement.local]
         self._num_parts = plan.num_parts
         self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
         self._compiled: dict[Any, _Programs] = {}
@@ -232,24 +232,6 @@ def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.A
     """This array's block on each of the given devices; every device must hold one."""
     blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
     return [blocks[device] for device in devices]
-
-
-def _schedule(parts: Sequence[reduction.Tree]) -> list[tuple[int, int]]:
-    """For each tower of a device, in order: its number, and how many additions follow it."""
-    steps: list[tuple[int, int]] = []
-
-    def descend(tree: reduction.Tree) -> None:
-        if not isinstance(tree, reduction.Sum):
-            steps.append((tree, 0))
-            return
-        descend(tree[0])
-        descend(tree[1])
-        tower, additions = steps[-1]
-        steps[-1] = (tower, additions + 1)
-
-    for part in parts:
-        descend(part)
-    return steps
 
 
 def _add(left: TowerSums, right: TowerSums) -> TowerSums:

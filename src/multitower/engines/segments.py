@@ -51,13 +51,14 @@ class Segment:
     Attributes:
         steps: what it computes.
         inputs: numbers of what it needs from before, in ascending order.
-        outputs: numbers of what is needed after it, in ascending order.
+        outputs: numbers of what is needed after it, in ascending order; of a slice whatever was
+            asked for, in that order, literals too.
         consts: the values of numbers that are always the same.
     """
 
     steps: tuple[Step, ...]
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
     consts: Mapping[int, Any]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
@@ -66,7 +67,25 @@ class Segment:
         for step in self.steps:
             results = compute(step.equation, values_of(step.inputs, known))
             known.update(zip(step.outputs, results, strict=True))
-        return [known[number] for number in self.outputs]
+        return values_of(self.outputs, known)
+
+
+def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
+    """The steps that some values of a program need, as a function.
+
+    Args:
+        program: any.
+        wanted: numbers, or literals.
+    """
+    needed = {x for x in wanted if isinstance(x, int)}
+    steps: list[Step] = []
+    for step in reversed(program.steps):
+        if needed.intersection(step.outputs):
+            steps.append(step)
+            needed.update(x for x in step.inputs if isinstance(x, int))
+    consts = {number: program.consts[number] for number in sorted(needed & program.consts.keys())}
+    inputs = tuple(x for x in program.inputs if x in needed)
+    return Segment(tuple(steps[::-1]), inputs, tuple(wanted), consts)
 
 
 def values_of(inputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:

@@ -170,7 +170,7 @@ def make_chain(closed: Any, num_params: int, num_stages: int) -> Chain:
         differentiated = _differentiated(segment, active, {*(made & answers), share})
         stages.append(
             Stage(
-                _with_inputs(segment, results[s].values(), made_in),
+                _with_inputs(segment, results[s].values(), made_in, program),
                 tuple(x for x in segment.outputs if x in uses[s + 1]),
                 results[s],
                 tuple(differentiated),
@@ -227,14 +227,14 @@ def _placed_results(
     return results
 
 
-def _with_inputs(segment: Segment, results: Any, made_in: Mapping[int, int]) -> Segment:
-    """The segment with results of the tower that are arguments of it among its inputs."""
-    known = {*segment.inputs, *segment.outputs, *segment.consts, *made_in}
-    more = {x for x in results if isinstance(x, int)} - known
-    if not more:
-        return segment
-    inputs = tuple(sorted({*segment.inputs, *more}))
-    return Segment(segment.steps, inputs, segment.outputs, segment.consts)
+def _with_inputs(
+    segment: Segment, results: Any, made_in: Mapping[int, int], program: Program
+) -> Segment:
+    """The segment with results of the tower that it need not compute among what it has."""
+    wanted = {x for x in results if isinstance(x, int)} - made_in.keys()
+    consts = {x: program.consts[x] for x in sorted(wanted & program.consts.keys())}
+    inputs = tuple(sorted({*segment.inputs, *(wanted - consts.keys())}))
+    return Segment(segment.steps, inputs, segment.outputs, {**segment.consts, **consts})
 
 
 def _avals(program: Program, closed: Any) -> dict[int, Any]:

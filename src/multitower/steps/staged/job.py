@@ -1,0 +1,93 @@
+"""One tower of a step as a program of leaves, and what is made of its results."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines.job import Shared
+from multitower.engines.packing import Packed, unpack
+from multitower.engines.same_bits import with_one_nan
+from multitower.stages.chain import Chain, make_chain
+from multitower.steps.job import TowerStep
+from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
+from multitower.steps.update import check_same_types
+from multitower.towers.rows import Split, Tower, device_dtype
+
+
+class StagedJob:
+    """Traces one tower of a step, cuts it, and puts the results together again.
+
+    Args:
+        step: what to do.
+        split: how the batch goes to the towers.
+        tower_rows: rows of a full tower.
+        num_towers: how many towers there are.
+        num_stages: how many stages.
+        given: (fields, the batch's shared leaves, one tower's rows), arrays or shapes.
+
+    Raises:
+        ArgumentError: the loss cannot be cut into so many stages.
+    """
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        *,
+        tower_rows: int,
+        num_towers: int,
+        num_stages: int,
+        given: tuple[Fields, Sequence[Any], Sequence[Any]],
+    ) -> None:
+        fields, shared, rows = given
+        self._one = TowerStep(step, split, tower_rows, num_towers)
+        params, self._params = jax.tree.flatten(_shapes(fields.params))
+        rest, self._rest = jax.tree.flatten(_shapes(rest_of(fields, shared)))
+        shapes = [*params, *rest, *_shapes(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
+        self._ends = (len(params), len(params) + len(rest))
+        closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
+        self._results = jax.tree.structure(results)
+        self.chain: Chain = make_chain(closed, len(params), num_stages)
+
+    def _tower(self, *leaves: Any) -> tuple[Any, Any]:
+        """A tower's share of the loss, and what is averaged and added up."""
+        first, last = self._ends
+        params = jax.tree.unflatten(self._params, leaves[:first])
+        (count, model_state, rng), shared = jax.tree.unflatten(self._rest, leaves[first:last])
+        fields = Fields(count, params, (), (), model_state, rng)
+        given = (Shared(fields, shared), list(leaves[last:-3]), Tower(*leaves[-3:]))
+        found = self._one.objective(params, *given)
+        return found[0], self._one.results(*given, found)
+
+    def finish(
+        self, before: tuple[Any, Any], results: Sequence[Packed], scale: jax.Array
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """The new step count and model state, and the metrics, from the results of all stages."""
+        by_place = {place: one for packed in results for place, one in unpack(packed).items()}
+        leaves = [with_one_nan(by_place[place]) for place in range(self._results.num_leaves)]
+        means, sums = jax.tree.unflatten(self._results, leaves)
+        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+        count, model_state = before
+        metrics, new = self._one.finish(model_state, means, sums)
+        blank = Fields(count, (), (), (), model_state, None)
+        check_same_types(blank, blank._replace(model_state=new))
+        if sums.tower_losses != ():
+            metrics["tower_losses"] = sums.tower_losses
+        return count + 1, new, metrics
+
+
+def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """What a tower gets beside parameters and rows."""
+    return (fields.step, fields.model_state, fields.rng), list(shared)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, device_dtype(x), weak_type=getattr(x, "weak_type", False)
+        ),
+        tree,
+    )
