@@ -1,4 +1,4 @@
-"""A model cut over devices: the same bits on any layout, and the same training as without stages."""
+"""A model cut over devices: the same bits on any layout, the same training as without stages."""
 
 import itertools
 

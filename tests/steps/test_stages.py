@@ -138,7 +138,7 @@ def test_changed_learning_rates_and_states_of_other_steps():
     assert np.array_equal(state.params[0], before)
     state, _ = plain(state, X[0])  # from stages to none, and back
     state, _ = step(state, X[1])
-    assert int(state.step) == 5
+    assert int(state.step) == 6
 
 
 def test_trap_a_resume_on_another_layout(tmp_path):

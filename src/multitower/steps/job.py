@@ -104,6 +104,7 @@ class TowerStep:
         self._tower_rows = tower_rows
         self._num_towers = num_towers
         self._forward = _forward(step, split, tower_rows)
+        self.has_tower_losses = step.diagnostics
 
     def objective(
         self, params: Any, shared: Shared, rows: list[Any], here: Tower

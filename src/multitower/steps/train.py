@@ -29,7 +29,7 @@ from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
 from multitower.steps.staged.options import StageOptions, check_stages, refuse_weights
 from multitower.steps.staged.runner import StagedRunner
-from multitower.steps.staged.state import first_fields
+from multitower.steps.staged.state import first_fields, on_cpu
 from multitower.steps.state.changes import with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
@@ -397,7 +397,8 @@ class TrainStep:
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._looked:
             num_devices = 0 if self._towers else self.placement.num_towers
+            fields = on_cpu(state.shared()) if self._stages else state.shared()
             self._looked[key] = look_at_loss(
-                self._step, parts, state.shared(), tower_rows, num_devices=num_devices
+                self._step, parts, fields, tower_rows, num_devices=num_devices
             )
         return self._looked[key]

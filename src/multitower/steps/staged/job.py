@@ -74,7 +74,7 @@ class StagedJob:
         metrics, new = self._one.finish(model_state, means, sums)
         blank = Fields(count, (), (), (), model_state, None)
         check_same_types(blank, blank._replace(model_state=new))
-        if sums.tower_losses != ():
+        if self._one.has_tower_losses:
             metrics["tower_losses"] = sums.tower_losses
         return count + 1, new, metrics
 

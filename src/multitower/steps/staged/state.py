@@ -117,6 +117,12 @@ def first_fields(step: StepParts, params: Any, model_state: Any, rng: Any) -> Fi
     return jax.tree.map(_on_host, fields)
 
 
+def on_cpu(fields: Fields) -> Fields:
+    """The same as arrays of JAX, in the host's memory, for tracing: a model may index its own."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, fields)
+
+
 def _on_host(leaf: Any) -> Any:
     if is_key(leaf):
         return leaf

@@ -157,7 +157,7 @@ class Updates:
             for s in self._stages:
                 there = jax.device_put(good, self._layout.device(r, s))
                 given = (there, new[r][s], parts.blocks[r][s])
-                new[r][s] = self._call(("keep", s), _keep, given, (r, s), (1, 2))
+                new[r][s] = self._call(("keep", s), _keep, given, (r, s), (1,))
         shared = self.kept(good, shared, parts.head.opt_state)
         return new, shared, {**metrics, "skipped": skipped, "good": good}
 
