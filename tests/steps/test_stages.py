@@ -1,12 +1,15 @@
 """train_step(stages=): what a step can do, each against the same step without stages."""
 
+import pickle
+
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import multitower as mt
 from multitower.errors import ArgumentError, DeviceError
@@ -176,9 +179,31 @@ def test_what_does_not_go_together_is_refused(options, error, match):
         train(make(**options))
 
 
-def test_a_ratio_as_a_loss_is_refused_and_says_what_to_do():
-    with pytest.raises(ArgumentError, match="reduction='sum'"):
-        train(make(lambda p, batch: mt.ratio(losses(p, batch), batch[:, 0] ** 2)))
+def test_a_ratio_as_a_loss():
+    # torchtitan#1733, DeepSpeed#7773: towers with other numbers of tokens weigh alike.
+    def loss(params, batch):
+        mask = batch > -1
+        return mt.ratio(losses(params, batch)[:, None] * mask, mask) + 0.1 * (params[0] ** 2).sum()
+
+    state, _ = check(loss, optax.sgd(0.1), batches=(X[0], X[1]))
+    one = train(make(loss, optax.sgd(0.1), devices=1), batches=(X[0], X[1]))[0]
+    assert mt.fingerprint(one) == mt.fingerprint(state)
+    ragged = mt.train_step(
+        lambda p, b: mt.ratio(losses(p, b), b[:, 0] ** 2), optax.sgd(0.1), towers=3, stages=2,
+        devices=2, global_batch=8,
+    )  # fmt: skip
+    _, metrics = ragged(ragged.init(WEIGHTS), X[0][:7])
+    total = losses(WEIGHTS, X[0][:7]).sum() / (X[0][:7, 0] ** 2).sum()
+    np.testing.assert_allclose(metrics["loss"], total, rtol=1e-5)
+
+
+def test_a_weight_that_depends_on_parameters_is_refused():
+    def loss(params, batch):
+        each = losses(params, batch)
+        return mt.ratio(each, jax.lax.stop_gradient(each) > 0)
+
+    with pytest.raises(ArgumentError, match="before the first stage begins"):
+        train(make(loss))
 
 
 def test_idle_devices_are_named():
@@ -222,3 +247,42 @@ def test_a_device_holds_its_stages_alone():
     # Eight blocks: each with two moments and a moving average.
     for line, each in zip(lines, (32, 16, 8), strict=True):
         assert [float(x) for x in line.split()] == pytest.approx([each] * (32 // each), rel=0.02)
+
+
+def test_states_and_batches_in_other_forms():
+    step = make(devices=2, ema_decay=0.9)
+    state, _ = train(step, batches=X[:1])
+    copy = jax.tree.map(jnp.copy, state)
+    pickled = pickle.loads(pickle.dumps(state))
+    assert all(a is b for a, b in zip(step.model(state), state.params, strict=True))
+    ready = mt.shard(X[1], towers=4, devices=2)  # on other devices than the rows of stages
+    (fetched,) = mt.prefetch([X[1]], towers=4, devices=step.placement.devices)
+    found = {
+        mt.fingerprint(step(one, batch)[0])
+        for one, batch in ((state, X[1]), (copy, ready), (pickled, fetched))
+    }
+    assert len(found) == 1
+    with pytest.raises(mt.StateError):
+        step(state, X[1])
+
+
+def test_the_users_arrays_are_never_overwritten():
+    params = [jnp.asarray(w) for w in WEIGHTS]
+    step = make(devices=1)
+    state = step.init(params)
+    state, _ = step(state, X[0])
+    step(mt.TrainState(state.fields()), X[1])
+    assert np.array_equal(params[0], WEIGHTS[0])
+
+
+@pytest.mark.parametrize("framework", ["linen", "haiku"])
+def test_models_of_functions(framework):
+    if framework == "linen":
+        model = linen.Sequential(
+            [linen.Dense(6), jnp.tanh, linen.Dense(5), jnp.tanh, linen.Dense(1)]
+        )
+        params, apply = model.init(jax.random.key(0), X[0]), model.apply
+    else:
+        model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([6, 5, 1])(x)))
+        params, apply = model.init(jax.random.key(0), X[0]), model.apply
+    check(lambda params, batch: apply(params, batch)[:, 0] ** 2, params=params)

@@ -157,6 +157,17 @@ def make_chain(closed: Any, num_params: int, num_stages: int) -> Chain:
     params = program.inputs[:num_params]
     active = _active(program, params)
     share = program.outputs[0]
+    stages = _make_stages(program, segments, active, share)
+    users = [[s for s, stage in enumerate(stages) if number in stage.inputs] for number in params]
+    homes = tuple(min(found, default=num_stages - 1) for found in users)
+    return Chain(tuple(stages), _avals(program, closed), tuple(program.inputs), num_params, homes)
+
+
+def _make_stages(
+    program: Program, segments: Sequence[Segment], active: set[int], share: Any
+) -> list[Stage]:
+    """The stages, with what they send to each other, and what comes back."""
+    num_stages = len(segments)
     made_in = {n: s for s, segment in enumerate(segments) for n in segment.outputs}
     results = _placed_results(program, made_in, num_stages)
     uses: list[set[int]] = [set() for _ in range(num_stages + 1)]  # by later stages
@@ -180,9 +191,7 @@ def make_chain(closed: Any, num_params: int, num_stages: int) -> Chain:
         )
         answers.update(differentiated)
     stages.reverse()
-    users = [[s for s, stage in enumerate(stages) if number in stage.inputs] for number in params]
-    homes = tuple(min(found, default=num_stages - 1) for found in users)
-    return Chain(tuple(stages), _avals(program, closed), tuple(program.inputs), num_params, homes)
+    return stages
 
 
 def _active(program: Program, params: Sequence[int]) -> set[int]:

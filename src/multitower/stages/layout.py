@@ -88,25 +88,17 @@ def lay_out(
     Raises:
         DeviceError: the layout needs more devices or towers than there are.
     """
-    if layout is None:
-        each = min(num_stages, len(devices))
-        layout = (min(num_towers, len(devices) // each), each)
-        if layout[0] * each < len(devices):
-            warn(
-                f"stages={num_stages} and towers={num_towers} keep {layout[0] * each} of "
-                f"{len(devices)} devices busy: {layout[0]} replicas of {each} devices. Say "
-                "layout=(replicas, devices of each) for another division, or devices=."
-            )
-    num_replicas, each = layout
+    num_replicas, each = layout or _as_many_as_fit(len(devices), num_towers, num_stages)
+    layout = (num_replicas, each)
     if num_replicas * each > len(devices):
         raise DeviceError(
-            f"layout={tuple(layout)} needs {num_replicas * each} devices, and there are "
+            f"layout={layout} needs {num_replicas * each} devices, and there are "
             f"{len(devices)}. Use fewer replicas or fewer devices of each: every layout has the "
             "same bits."
         )
     if num_replicas > num_towers:
         raise DeviceError(
-            f"layout={tuple(layout)} has {num_replicas} replicas, and towers={num_towers} keep "
+            f"layout={layout} has {num_replicas} replicas, and towers={num_towers} keep "
             f"{num_towers} of them busy. Use layout=({num_towers}, {each}), or more towers."
         )
     replicas = tuple(tuple(devices[r * each : (r + 1) * each]) for r in range(num_replicas))
@@ -114,6 +106,19 @@ def lay_out(
     place_of = tuple(s % each if interleave else s * each // num_stages for s in places)
     firsts = [replica[0] for replica in replicas]
     return Layout(replicas, place_of, contiguous(firsts, num_towers))
+
+
+def _as_many_as_fit(num_devices: int, num_towers: int, num_stages: int) -> tuple[int, int]:
+    """A device for each stage, and as many replicas as there is room for."""
+    each = min(num_stages, num_devices)
+    num_replicas = min(num_towers, num_devices // each)
+    if num_replicas * each < num_devices:
+        warn(
+            f"stages={num_stages} and towers={num_towers} keep {num_replicas * each} of "
+            f"{num_devices} devices busy: {num_replicas} replicas of {each} devices. Say "
+            "layout=(replicas, devices of each) for another division, or devices=."
+        )
+    return num_replicas, each
 
 
 def _is_count(value: Any) -> bool:

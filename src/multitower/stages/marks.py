@@ -22,6 +22,10 @@ def cut(tree: Any) -> Any:
     Returns:
         The same values.
 
+    Raises:
+        ArgumentError: not here, but at the first batch of `train_step(stages=)`: a mark is inside a
+            loop, a branch or a `custom_vjp`, or there are fewer than `stages - 1`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> import multitower as mt

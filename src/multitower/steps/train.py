@@ -27,7 +27,7 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.staged.options import StageOptions, check_stages, refuse_weights
+from multitower.steps.staged.options import StageOptions, check_stages
 from multitower.steps.staged.runner import StagedRunner
 from multitower.steps.staged.state import first_fields, on_cpu
 from multitower.steps.state.changes import with_changes
@@ -380,10 +380,9 @@ class TrainStep:
             given = (self._step, parts.split, tower_rows, self.placement)
             has_weights = num_weights > 0
             if self._layout is not None:
-                refuse_weights(num_weights)
                 first = (state.fields(), parts)
                 self._runners[key] = StagedRunner(
-                    self._step, parts.split, tower_rows, self._layout, first
+                    *given[:-1], self._layout, first, has_weights=has_weights
                 )
             elif self._sharded is not None:
                 self._runners[key] = ShardedRunner(*given, self._sharded, has_weights=has_weights)

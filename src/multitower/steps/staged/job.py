@@ -44,9 +44,9 @@ class StagedJob:
     ) -> None:
         fields, shared, rows = given
         self._one = TowerStep(step, split, tower_rows, num_towers)
-        params, self._params = jax.tree.flatten(_shapes(fields.params))
-        rest, self._rest = jax.tree.flatten(_shapes(rest_of(fields, shared)))
-        shapes = [*params, *rest, *_shapes(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
+        params, self._params = jax.tree.flatten(shapes_of(fields.params))
+        rest, self._rest = jax.tree.flatten(shapes_of(rest_of(fields, shared)))
+        shapes = [*params, *rest, *shapes_of(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
         self._ends = (len(params), len(params) + len(rest))
         closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
         self._results = jax.tree.structure(results)
@@ -84,7 +84,8 @@ def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:
     return (fields.step, fields.model_state, fields.rng), list(shared)
 
 
-def _shapes(tree: Any) -> Any:
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes of arrays, as programs are traced with."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, device_dtype(x), weak_type=getattr(x, "weak_type", False)

@@ -67,18 +67,3 @@ def check_stages(
             "optimizer state of its own stages alone. Leave shard_update out."
         )
     return StageOptions(stages, tuple(layout) if layout else None, bool(interleave))
-
-
-def refuse_weights(num_weights: int) -> None:
-    """Refuses a loss that is a ratio.
-
-    Raises:
-        ArgumentError: it is one.
-    """
-    if num_weights:
-        raise ArgumentError(
-            "the loss is mt.ratio(total, weight), and with stages= the weights of all towers are "
-            "not known before the backward passes begin. Leave stages= out, or divide by a number "
-            "that is known, such as the tokens of a full batch, with reduction='sum'; metrics may "
-            "be ratios."
-        )

@@ -13,6 +13,7 @@ from multitower.steps.staged.job import StagedJob, rest_of
 from multitower.steps.staged.state import Head, Parts, take_apart
 from multitower.steps.staged.update import WholeUpdate
 from multitower.steps.staged.updates import Updates
+from multitower.steps.staged.weights import StagedWeights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import Parts as BatchParts
@@ -30,6 +31,8 @@ class StagedRunner:
         tower_rows: int,
         layout: Layout,
         first: tuple[Fields, BatchParts],
+        *,
+        has_weights: bool,
     ) -> None:
         fields, batch = first
         rows = [
@@ -37,6 +40,10 @@ class StagedRunner:
             for leaf in batch.rows
         ]
         shared = jax.device_put(list(batch.shared), layout.head)
+        self._weights = None
+        if has_weights:
+            self._weights = StagedWeights(step, split, layout, (fields, shared, rows))
+            shared = [*shared, *self._weights.shapes]
         self._job = StagedJob(
             step,
             split,
@@ -66,6 +73,8 @@ class StagedRunner:
             (self._rest(parts.head, batch), np.float64(rows[0].tower_rows / rows[0].num_rows)),
             self._layout.head,
         )
+        if self._weights is not None:
+            rest = [*rest, *self._weights.run(rest, rows)]
         totals = self._pipeline.run(self._params(parts), rest, rows)
         head = parts.head
         before = (head.step, head.model_state)
