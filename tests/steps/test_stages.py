@@ -275,6 +275,10 @@ def test_the_users_arrays_are_never_overwritten():
     assert np.array_equal(params[0], WEIGHTS[0])
 
 
+def _haiku_model(x):
+    return hk.nets.MLP([6, 5, 1])(x)
+
+
 @pytest.mark.parametrize("framework", ["linen", "haiku"])
 def test_models_of_functions(framework):
     if framework == "linen":
@@ -283,6 +287,6 @@ def test_models_of_functions(framework):
         )
         params, apply = model.init(jax.random.key(0), X[0]), model.apply
     else:
-        model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([6, 5, 1])(x)))
+        model = hk.without_apply_rng(hk.transform(_haiku_model))
         params, apply = model.init(jax.random.key(0), X[0]), model.apply
     check(lambda params, batch: apply(params, batch)[:, 0] ** 2, params=params)

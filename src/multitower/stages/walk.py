@@ -72,7 +72,7 @@ class Walk:
             return
         made = self._programs.forward[s][self._replica](values)
         for number, value in zip(sent, made, strict=True):
-            there: dict[jax.Device, jax.Array] = {}
+            there = {self._devices[s]: value}
             for user in self._chain.users(number):
                 device = self._devices[user]
                 if device not in there:
@@ -87,7 +87,7 @@ class Walk:
         for number, one in found.items():
             maker = self._chain.made_by(number)
             waiting = self._answers[tower, maker].setdefault(number, [])
-            waiting.append(jax.device_put(one, self._devices[maker]))
+            waiting.append(_moved(one, self._devices[s], self._devices[maker]))
         self.stacks[s].append(sums)
         for _ in range(self._additions[tower]):
             right = self.stacks[s].pop()
@@ -106,7 +106,8 @@ class Walk:
         """An argument of the program on a stage's device, copied there once in a step."""
         device = self._devices[s]
         if number in self._rows:
-            return jax.device_put(self._rows[number].pieces[tower], device)
+            # They lie on the device of the first stage.
+            return _moved(self._rows[number].pieces[tower], self._devices[0], device)
         if number in self._tower_numbers:
             return self._programs.number(self._number(number, tower), device)
         if (number, device) not in self._copies:
@@ -119,3 +120,8 @@ class Walk:
         num_real = min(max(rows.num_rows - tower * rows.tower_rows, 0), rows.tower_rows)
         counts = (tower, num_real, rows.num_rows)
         return counts[self._tower_numbers.index(number)]
+
+
+def _moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
+    """A value on another device; where it is there already, no call of JAX, which takes time."""
+    return value if source is target else jax.device_put(value, target)
