@@ -290,3 +290,39 @@ def test_models_of_functions(framework):
         model = hk.without_apply_rng(hk.transform(_haiku_model))
         params, apply = model.init(jax.random.key(0), X[0]), model.apply
     check(lambda params, batch: apply(params, batch)[:, 0] ** 2, params=params)
+
+
+STACKED = {"layers": np.stack([*WEIGHTS, *WEIGHTS[::-1]]), "head": np.ones(4, np.float32)}
+
+
+def scanned(params, batch):
+    def layer(h, w):
+        return jnp.tanh(h @ w) + h, None
+
+    h, _ = jax.lax.scan(layer, batch, params["layers"])
+    return (h @ params["head"]) ** 2
+
+
+def test_a_scan_over_layers_keeps_each_layer_with_its_stage(tmp_path):
+    # The lie: a scan is cut, and the first stage still has all layers.
+    options = {"clip_norm": 0.5, "ema_decay": 0.9, "skip_nonfinite": True, "diagnostics": True}
+    state, metrics = check(scanned, params=STACKED, **options)
+    assert metrics["finite_params"].shape == (2,)
+    kept = [block.params for block in state.parts().blocks[0]]
+    assert [block[1].shape for block in kept] == [(2, 4, 4)] * 3
+    found = {mt.fingerprint((state, metrics))}
+    for layout in ((1, 1), (2, 2)):
+        step = make(scanned, devices=4, layout=layout, **options)
+        other, metrics = train(step, STACKED, X[:2])
+        with Checkpoints(tmp_path / str(layout)) as checkpoints:
+            checkpoints.save(2, other, {})
+            other = checkpoints.restore(like=step.init(STACKED)).state
+        other, metrics = step(other, X[2])
+        found.add(mt.fingerprint((other, metrics)))
+    assert len(found) == 1
+
+
+def test_a_scan_with_an_optimizer_that_looks_at_whole_leaves():
+    # Its norms are over all layers: they stay together.
+    state, _ = check(scanned, optax.lamb(0.05), params=STACKED)
+    assert state.params["layers"].shape == (6, 4, 4)

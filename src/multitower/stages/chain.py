@@ -7,7 +7,7 @@ its parameters, the cotangents of its other inputs, and those results of the tow
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ import jax.numpy as jnp
 
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.cutting import cut_program
+from multitower.stages.pieces import Pieces, split_params
+
+SPLIT = -2
 
 
 class Backward(NamedTuple):
@@ -117,7 +120,8 @@ class Chain:
         avals: shape and dtype of every number that is an input or is sent.
         inputs: numbers of the program's arguments.
         num_params: how many of these are parameters; they come first.
-        homes: for each parameter the stage where it lives: the first one that uses it.
+        homes: for each parameter the stage where it lives: the first one that uses it; or SPLIT.
+        pieces: for each parameter that is split, its pieces by stage.
     """
 
     stages: tuple[Stage, ...]
@@ -125,11 +129,25 @@ class Chain:
     inputs: tuple[int, ...]
     num_params: int
     homes: tuple[int, ...]
+    pieces: Pieces
 
     @property
     def params(self) -> frozenset[int]:
-        """Numbers of the parameters."""
-        return frozenset(self.inputs[: self.num_params])
+        """Numbers of the parameters, or of their pieces."""
+        return frozenset(self.home_of)
+
+    @property
+    def home_of(self) -> dict[int, int]:
+        """For each number of a parameter, or of a piece of one, the stage where it lives."""
+        homes = dict(zip(self.inputs, self.homes, strict=False))
+        for own in self.pieces.values():
+            homes.update((piece.number, stage) for stage, piece in own.items())
+        return homes
+
+    def number(self, param: int, stage: int) -> int:
+        """The number of a parameter, or of its piece in a stage."""
+        own = self.pieces.get(param)
+        return self.inputs[param] if own is None else own[stage].number
 
     def users(self, number: int) -> list[int]:
         """The stages that have something as an input."""
@@ -140,7 +158,13 @@ class Chain:
         return next(s for s, stage in enumerate(self.stages) if number in stage.sent)
 
 
-def make_chain(closed: Any, num_params: int, num_stages: int) -> Chain:
+def make_chain(
+    closed: Any,
+    num_params: int,
+    num_stages: int,
+    *,
+    may_split: Callable[[], bool] = lambda: False,
+) -> Chain:
     """Cuts a tower's program.
 
     Args:
@@ -148,19 +172,34 @@ def make_chain(closed: Any, num_params: int, num_stages: int) -> Chain:
             is its first result.
         num_params: how many parameters there are.
         num_stages: how many stages.
+        may_split: says whether a stacked parameter may be kept in pieces, one for each stage.
 
     Raises:
         ArgumentError: it cannot be cut into so many stages.
     """
     program, places = cut_program(closed, num_stages)
+    pieces: Pieces = {}
+    split = split_params(program, places, num_params)
+    if split[2] and may_split():
+        program, places, pieces = split
     segments = cut(program, places, num_stages)
     params = program.inputs[:num_params]
-    active = _active(program, params)
+    of_pieces = [piece.number for own in pieces.values() for piece in own.values()]
+    active = _active(program, [*params, *of_pieces])
     share = program.outputs[0]
     stages = _make_stages(program, segments, active, share)
     users = [[s for s, stage in enumerate(stages) if number in stage.inputs] for number in params]
-    homes = tuple(min(found, default=num_stages - 1) for found in users)
-    return Chain(tuple(stages), _avals(program, closed), tuple(program.inputs), num_params, homes)
+    homes = tuple(
+        SPLIT if i in pieces else min(found, default=num_stages - 1)
+        for i, found in enumerate(users)
+    )
+    avals = _avals(program, closed)
+    for i, own in pieces.items():
+        whole = avals[params[i]]
+        for piece in own.values():
+            shape = (piece.last - piece.first, *whole.shape[1:])
+            avals[piece.number] = jax.ShapeDtypeStruct(shape, whole.dtype)
+    return Chain(tuple(stages), avals, tuple(program.inputs), num_params, homes, pieces)
 
 
 def _make_stages(

@@ -67,7 +67,7 @@ class Programs:
 
     def _compile_backward(self, s: int) -> list[jax.stages.Compiled]:
         stage, chain = self._chain.stages[s], self._chain
-        homes = dict(zip(chain.inputs, chain.homes, strict=False))
+        homes = chain.home_of
 
         def backward(values: Any, cotangents: Any) -> tuple[StageSums, dict[int, Any]]:
             found = stage.backward(values, cotangents, chain.params)

@@ -1,6 +1,6 @@
 """One tower of a step as a program of leaves, and what is made of its results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ class StagedJob:
         num_stages: how many stages.
         given: (fields, the batch's shared leaves, one tower's rows), arrays or shapes.
 
+        may_split: says whether stacked parameters may be kept in pieces.
+
     Raises:
         ArgumentError: the loss cannot be cut into so many stages.
     """
@@ -41,6 +43,7 @@ class StagedJob:
         num_towers: int,
         num_stages: int,
         given: tuple[Fields, Sequence[Any], Sequence[Any]],
+        may_split: Callable[[], bool],
     ) -> None:
         fields, shared, rows = given
         self._one = TowerStep(step, split, tower_rows, num_towers)
@@ -50,7 +53,7 @@ class StagedJob:
         self._ends = (len(params), len(params) + len(rest))
         closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
         self._results = jax.tree.structure(results)
-        self.chain: Chain = make_chain(closed, len(params), num_stages)
+        self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
 
     def _tower(self, *leaves: Any) -> tuple[Any, Any]:
         """A tower's share of the loss, and what is averaged and added up."""

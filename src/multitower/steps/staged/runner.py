@@ -8,6 +8,7 @@ import numpy as np
 from multitower.engines.executable import compile_for_each
 from multitower.stages.layout import Layout
 from multitower.stages.pipeline import Pipeline
+from multitower.steps.element_wise import is_element_wise
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.job import StagedJob, rest_of
 from multitower.steps.staged.state import Head, Parts, take_apart
@@ -51,6 +52,7 @@ class StagedRunner:
             num_towers=layout.towers.num_towers,
             num_stages=layout.num_stages,
             given=(fields, shared, rows),
+            may_split=lambda: is_element_wise(step.optimizer, fields.params),
         )
         self._pipeline = Pipeline(self._job.chain, layout)
         self._tower_rows = tower_rows
@@ -59,9 +61,15 @@ class StagedRunner:
         scale = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.float64))
         given = (before, self._pipeline.shapes_of_results(), scale)
         (self._finish,) = compile_for_each(self._job.finish, given, [layout.head])
-        whole = WholeUpdate(step, fields, self._job.chain.homes, self._finish.out_info[2]["loss"])
+        chain = self._job.chain
+        rows_of = {
+            i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
+            for i, own in chain.pieces.items()
+        }
+        loss = self._finish.out_info[2]["loss"]
+        whole = WholeUpdate(step, fields, (chain.homes, rows_of), loss)
         self._homes = whole.homes
-        self._updates = Updates(step, whole, layout, self._job.chain.inputs)
+        self._updates = Updates(step, whole, layout, chain)
 
     def run(
         self, state: TrainState, batch: BatchParts, maker: object
@@ -100,8 +108,12 @@ class StagedRunner:
 
     def _params(self, parts: Parts) -> list[dict[int, Any]]:
         """For each replica its parameters by the numbers of the tower's program."""
-        numbers = self._job.chain.inputs
+        number = self._job.chain.number
         return [
-            {numbers[i]: leaf for block in replica for i, leaf in block.params.items()}
+            {
+                number(i, stage): leaf
+                for stage, block in enumerate(replica)
+                for i, leaf in block.params.items()
+            }
             for replica in parts.blocks
         ]

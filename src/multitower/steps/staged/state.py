@@ -1,5 +1,6 @@
 """A training state of which every stage keeps its own leaves, on its own devices."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from multitower.functions.outputs import wide
 from multitower.stages.layout import Layout
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import own_copy
-from multitower.steps.staged.update import SHARED, Homes
+from multitower.steps.staged.update import SHARED, Homes, Rows
 from multitower.steps.state.fields import Fields
 from multitower.towers.rows import device_dtype, is_key
 
@@ -69,14 +70,26 @@ class Parts(NamedTuple):
     trees: Trees
 
     def fields(self) -> Fields:
-        """The state as it looks from outside, each leaf where it lives."""
-        own = Block(*({k: v for b in self.blocks[0] for k, v in b[n].items()} for n in range(3)))
+        """The state as it looks from outside, each leaf where it lives; pieces on the host."""
+        own = Block(*(self._joined(n) for n in range(3)))
         leaves = (own.params, {**own.opt_state, **self.head.opt_state}, own.ema_params)
         params, opt_state, ema = (
             jax.tree.unflatten(treedef, [found[i] for i in range(treedef.num_leaves)])
             for treedef, found in zip(self.trees, leaves, strict=True)
         )
         return Fields(self.head.step, params, opt_state, ema, self.head.model_state, self.head.rng)
+
+    def _joined(self, attribute: int) -> dict[int, Any]:
+        """The leaves of all blocks, with pieces laid side by side."""
+        found: dict[int, list[Any]] = {}
+        for block in self.blocks[0]:
+            for i, leaf in block[attribute].items():
+                found.setdefault(i, []).append(leaf)
+        rows = self.homes.rows_of_state if attribute == 1 else self.homes.rows
+        return {
+            i: leaves[0] if i not in rows else _side_by_side(leaves, rows[i])
+            for i, leaves in found.items()
+        }
 
 
 def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
@@ -85,24 +98,25 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
         jax.tree.leaves(tree) for tree in (fields.params, fields.opt_state, fields.ema_params)
     )
 
-    def chosen(leaves: list[Any], homes: tuple[int, ...], stage: int, device: Any) -> Any:
+    def chosen(leaves: list[Any], numbers: list[int], rows: Rows, stage: int, device: Any) -> Any:
         return {
-            i: _copy(leaf, device)
-            for i, (leaf, home) in enumerate(zip(leaves, homes, strict=False))
-            if home == stage
+            i: _copy(leaves[i][slice(*rows[i][stage])] if i in rows else leaves[i], device)
+            for i in numbers
+            if i < len(leaves)
         }
 
     def block(replica: int, stage: int) -> Block:
         device = layout.device(replica, stage)
+        of_params, of_state = homes.params_of(stage), homes.opt_state_of(stage)
         return Block(
-            chosen(params, homes.params, stage, device),
-            chosen(opt_state, homes.opt_state, stage, device),
-            chosen(ema, homes.params, stage, device),
+            chosen(params, of_params, homes.rows, stage, device),
+            chosen(opt_state, of_state, homes.rows_of_state, stage, device),
+            chosen(ema, of_params, homes.rows, stage, device),
         )
 
     stages = range(layout.num_stages)
     blocks = [[block(r, s) for s in stages] for r in range(len(layout.replicas))]
-    shared = chosen(opt_state, homes.opt_state, SHARED, layout.head)
+    shared = chosen(opt_state, homes.opt_state_of(SHARED), {}, SHARED, layout.head)
     rest = (fields.step, fields.model_state, fields.rng)
     count, model_state, rng = jax.tree.map(lambda leaf: _copy(leaf, layout.head), rest)
     return Parts(blocks, Head(count, model_state, rng, shared), homes, Trees.of(fields))
@@ -132,3 +146,9 @@ def _on_host(leaf: Any) -> Any:
 def _copy(leaf: Any, device: jax.Device) -> jax.Array:
     with jax.default_device(device):  # what is on the host goes there alone
         return jax.device_put(own_copy(leaf), device)
+
+
+def _side_by_side(pieces: list[Any], rows: Mapping[int, tuple[int, int]]) -> Any:
+    """The whole of a leaf, in the host's memory, from pieces in the order of stages."""
+    ordered = sorted(zip(rows.values(), pieces, strict=True), key=lambda one: one[0])
+    return np.concatenate([np.asarray(piece) for _, piece in ordered])  # host-device sync

@@ -7,13 +7,14 @@ every parameter alone; what is the same for all, such as a count, is kept once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from multitower.engines.segments import Program, Segment, is_call, open_calls, slice_of
 from multitower.errors import ArgumentError
+from multitower.stages.chain import SPLIT
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
 from multitower.steps.update import update
@@ -21,17 +22,65 @@ from multitower.steps.update import update
 SHARED = -1
 
 
+# For each leaf that is kept in pieces, by stage, the rows `first:last`.
+Rows = Mapping[int, Mapping[int, tuple[int, int]]]
+
+
 @dataclass(frozen=True)
 class Homes:
     """Where the leaves of a state live.
 
     Attributes:
-        params: for each leaf of the parameters its stage; likewise of the moving average.
-        opt_state: for each leaf of the optimizer's state its stage, or SHARED.
+        params: for each leaf of the parameters its stage, or SPLIT; likewise of the average.
+        opt_state: for each leaf of the optimizer's state its stage, or SHARED, or SPLIT.
+        rows: of the leaves of the parameters that are split.
+        rows_of_state: of the leaves of the optimizer's state that are split.
     """
 
     params: tuple[int, ...]
     opt_state: tuple[int, ...]
+    rows: Rows
+    rows_of_state: Rows
+
+    def params_of(self, stage: int) -> list[int]:
+        """Numbers of the leaves of the parameters of which a stage has all or a piece."""
+        return _of_stage(self.params, self.rows, stage)
+
+    def opt_state_of(self, stage: int) -> list[int]:
+        """Likewise of the optimizer's state; or of those that are SHARED."""
+        return _of_stage(self.opt_state, self.rows_of_state, stage)
+
+
+def _of_stage(homes: Sequence[int], rows: Rows, stage: int) -> list[int]:
+    return [i for i, home in enumerate(homes) if home == stage or stage in rows.get(i, {})]
+
+
+ParamHomes = tuple[Sequence[int], Rows]
+
+
+class _Traced(NamedTuple):
+    """An update as a program; the numbers of its inputs and outputs, each tree's for itself."""
+
+    program: Program
+    inputs: list[list[Any]]
+    outputs: list[list[Any]]
+
+
+def _trace(step: StepParts, shapes: Fields, loss: Any) -> _Traced:
+    rest = {"loss": loss, "step": shapes.step}
+    if step.clip_norm is not None:
+        num_leaves = len(jax.tree.leaves(shapes.params))
+        rest["squares"] = jax.ShapeDtypeStruct((num_leaves,), squares_dtype(shapes.params))
+
+    def run(params: Any, gradients: Any, opt_state: Any, ema: Any, rest: Any) -> Any:
+        before = Fields(rest["step"], params, opt_state, ema, (), None)
+        new = update(step, before, gradients, rest["loss"], (), squares=rest.get("squares"))
+        return new.params, new.opt_state, new.ema_params
+
+    given = (shapes.params, shapes.params, shapes.opt_state, shapes.ema_params, rest)
+    closed, results = jax.make_jaxpr(run, return_shape=True)(*given)
+    program = open_calls(closed, is_call)
+    return _Traced(program, _split(program.inputs, given), _split(program.outputs, results))
 
 
 class WholeUpdate:
@@ -40,62 +89,54 @@ class WholeUpdate:
     Args:
         step: what to do.
         fields: the state, arrays or shapes.
-        param_homes: for each leaf of the parameters its stage.
+        homes: for each leaf of the parameters its stage, and the rows of those that are split.
         loss: its shape and dtype.
 
     Raises:
         ArgumentError: the optimizer lets parameters of several stages meet.
     """
 
-    def __init__(
-        self, step: StepParts, fields: Fields, param_homes: Sequence[int], loss: Any
-    ) -> None:
+    def __init__(self, step: StepParts, fields: Fields, homes: ParamHomes, loss: Any) -> None:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), fields._replace(rng=None)
         )
         flat, _ = jax.tree_util.tree_flatten_with_path(fields.params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
-        squares = None
-        if step.clip_norm is not None:
-            squares = jax.ShapeDtypeStruct((len(flat),), squares_dtype(fields.params))
-
-        def run(params: Any, gradients: Any, opt_state: Any, ema: Any, rest: Any) -> Any:
-            before = Fields(rest["step"], params, opt_state, ema, (), None)
-            squares = rest.get("squares")
-            new = update(step, before, gradients, rest["loss"], (), squares=squares)
-            return new.params, new.opt_state, new.ema_params
-
-        rest = {"loss": loss, "step": shapes.step}
-        if squares is not None:
-            rest["squares"] = squares
-        given = (shapes.params, shapes.params, shapes.opt_state, shapes.ema_params, rest)
-        closed, results = jax.make_jaxpr(run, return_shape=True)(*given)
-        self._program: Program = open_calls(closed, is_call)
-        self._inputs = _split(self._program.inputs, given)
-        self._outputs = _split(self._program.outputs, results)
-        self.homes = Homes(tuple(param_homes), self._opt_homes(param_homes))
+        self._whole = _trace(step, shapes, loss)
+        params, rows = homes
+        # Until it is known which state belongs to what is split, each is a stage of its own.
+        apart = [-3 - i if home == SPLIT else home for i, home in enumerate(params)]
+        found = self._opt_homes(apart)
+        of_state = {j: rows[-3 - home] for j, home in enumerate(found) if home <= -3}
+        opt_homes = tuple(SPLIT if home <= -3 else home for home in found)
+        self.homes = Homes(tuple(params), opt_homes, rows, of_state)
+        self._of_pieces = {
+            stage: _trace(step, self._shapes_in(stage, shapes), loss)
+            for stage in {stage for own in rows.values() for stage in own}
+        }
 
     def of_stage(self, stage: int) -> Segment:
         """The update of a stage's leaves, or of those that are SHARED.
 
-        Its outputs are those of `own(stage)`, in the same order.
+        Its outputs are those of its parameters, of its optimizer state, of its moving average.
         """
-        params, opt_state, ema = self._outputs
-        wanted = [params[i] for i in self.params_of(stage)]
-        wanted += [opt_state[i] for i in self.opt_state_of(stage)]
-        return slice_of(self._program, [*wanted, *(ema[i] for i in self._ema_of(stage))])
+        program, _, (params, opt_state, ema) = self._traced(stage)
+        of_params = self.homes.params_of(stage)
+        wanted = [params[i] for i in of_params]
+        wanted += [opt_state[i] for i in self.homes.opt_state_of(stage)]
+        return slice_of(program, [*wanted, *(ema[i] for i in of_params if ema)])
 
-    def named(self, own: tuple[Any, Any, Any], rest: tuple[Any, Any]) -> dict[int, Any]:
-        """Values by the numbers that the segments of `of_stage` take them by.
+    def named(self, stage: int, own: tuple[Any, Any, Any], rest: tuple[Any, Any]) -> dict[int, Any]:
+        """Values by the numbers that the segment of `of_stage` takes them by.
 
         Args:
-            own: a stage's leaves by number: parameters, gradients, and (optimizer state, moving
-                average).
+            stage: the stage, or SHARED.
+            own: its leaves by number: parameters, gradients, and (optimizer state, average).
             rest: shared leaves of the optimizer's state by number; then loss, step, squares.
         """
         params, gradients, (opt_state, ema) = own
         shared, scalars = rest
-        of_params, of_gradients, of_state, of_ema, of_rest = self._inputs
+        of_params, of_gradients, of_state, of_ema, of_rest = self._traced(stage).inputs
         found = {of_params[i]: leaf for i, leaf in params.items()}
         found.update((of_gradients[i], leaf) for i, leaf in gradients.items())
         found.update((of_state[i], leaf) for i, leaf in {**opt_state, **shared}.items())
@@ -104,26 +145,36 @@ class WholeUpdate:
         found.update(zip(of_rest, (scalars[name] for name in names), strict=True))
         return found
 
-    def params_of(self, stage: int) -> list[int]:
-        """Numbers of a stage's leaves of the parameters."""
-        return [i for i, home in enumerate(self.homes.params) if home == stage]
+    def _traced(self, stage: int) -> "_Traced":
+        return self._of_pieces.get(stage, self._whole)
 
-    def opt_state_of(self, stage: int) -> list[int]:
-        """Numbers of a stage's leaves of the optimizer's state, or of those that are SHARED."""
-        return [i for i, home in enumerate(self.homes.opt_state) if home == stage]
+    def _shapes_in(self, stage: int, shapes: Fields) -> Fields:
+        """The shapes of a state that has a stage's pieces of what is split."""
 
-    def _ema_of(self, stage: int) -> list[int]:
-        return self.params_of(stage) if self._outputs[2] else []
+        def cut(tree: Any, rows: Rows) -> Any:
+            leaves, treedef = jax.tree.flatten(tree)
+            for i, own in rows.items():
+                if stage in own and leaves:
+                    first, last = own[stage]
+                    shape = (last - first, *leaves[i].shape[1:])
+                    leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+            return jax.tree.unflatten(treedef, leaves)
+
+        return shapes._replace(
+            params=cut(shapes.params, self.homes.rows),
+            opt_state=cut(shapes.opt_state, self.homes.rows_of_state),
+            ema_params=cut(shapes.ema_params, self.homes.rows),
+        )
 
     def _opt_homes(self, param_homes: Sequence[int]) -> tuple[int, ...]:
-        params, gradients, opt_state, ema, _ = self._inputs
+        program, (params, gradients, opt_state, ema, _), outputs = self._whole
         known = {
             number: home
             for group in (params, gradients, ema)
             for number, home in zip(group, param_homes, strict=False)
         }
-        needs = _needs(self._program)
-        new_params, new_state, new_ema = self._outputs
+        needs = _needs(program)
+        new_params, new_state, new_ema = outputs
         changed = True
         while changed:
             changed = False

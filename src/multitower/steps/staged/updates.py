@@ -2,15 +2,17 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.engines.executable import compile_for_each
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
+from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.steps.clipping import leaf_squares
 from multitower.steps.parts import StepParts
@@ -26,23 +28,23 @@ class Updates:
         step: what to do.
         whole: the update, to be cut.
         layout: stages on devices.
-        numbers: what gradients of the parameters are called by, in the order of the leaves.
+        chain: which says what gradients are called by.
     """
 
-    def __init__(
-        self, step: StepParts, whole: WholeUpdate, layout: Layout, numbers: Sequence[int]
-    ) -> None:
+    def __init__(self, step: StepParts, whole: WholeUpdate, layout: Layout, chain: Chain) -> None:
         self._step = step
         self._whole = whole
         self._layout = layout
-        self._numbers = numbers
-        homes = whole.homes.params
-        self._stages = [
-            s for s in range(layout.num_stages) if s in (*homes, *whole.homes.opt_state)
+        self._chain = chain
+        homes = whole.homes
+        stages = range(layout.num_stages)
+        self._with_params = [s for s in stages if homes.params_of(s)]
+        self._stages = [s for s in stages if homes.params_of(s) or homes.opt_state_of(s)]
+        order = [i for s in self._with_params for i in homes.params_of(s)]
+        self._places = [
+            [place for place, number in enumerate(order) if number == i]
+            for i in range(len(homes.params))
         ]
-        self._with_params = [s for s in self._stages if s in homes]
-        order = [i for s in self._with_params for i in whole.params_of(s)]
-        self._place_of = [order.index(i) for i in range(len(homes))]
         self._needs_finite = step.diagnostics or step.skip_nonfinite
         self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
 
@@ -85,24 +87,27 @@ class Updates:
     def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
         """The update program of a stage; and which of its parameters are finite."""
         shared, scalars = rest
-        own = self._whole.opt_state_of(stage)
+        own = self._whole.homes.opt_state_of(stage)
         segment = self._whole.of_stage(stage)
-        gradients = self._gradients(block.params, packs)
+        gradients = self._gradients(stage, block.params, packs)
         state = (block.opt_state, block.ema_params)
         leaves = (block.params, gradients, state)
-        known = self._whole.named(leaves, (shared, self._ordered(scalars)))
+        known = self._whole.named(stage, leaves, (shared, self._ordered(scalars)))
         found = iter(segment([known[number] for number in segment.inputs]))
         params = {i: next(found) for i in block.params}
         opt_state = {i: next(found) for i in own}
         new = Block(params, opt_state, {i: next(found) for i in block.ema_params})
         return new, finite_leaves(params) if params and self._needs_finite else ()
 
-    def _gradients(self, params: Mapping[int, Any], packs: Sequence[Packed]) -> dict[int, Any]:
+    def _gradients(
+        self, stage: int, params: Mapping[int, Any], packs: Sequence[Packed]
+    ) -> dict[int, Any]:
         """The totals: a stage's own, then those of later stages, in descending order."""
         all_of = [unpack(packed) for packed in packs]
         found: dict[int, Any] = {}
         for i, param in params.items():
-            terms = [each[self._numbers[i]] for each in all_of if self._numbers[i] in each]
+            number = self._chain.number(i, stage)
+            terms = [each[number] for each in all_of if number in each]
             total = functools.reduce(operator.add, terms) if terms else jnp.zeros_like(param)
             found[i] = with_one_nan(total).astype(param.dtype)
         return found
@@ -111,18 +116,31 @@ class Updates:
         """Squares of all leaves, in the order of the leaves."""
         found = dict(scalars)
         if "squares" in found:
-            found["squares"] = jnp.concatenate(found["squares"])[jnp.array(self._place_of)]
+            found["squares"] = self._by_leaf(found["squares"], operator.add)
         return found
+
+    def _by_leaf(self, found: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:
+        """One number for each leaf in their order, from those of all stages; pieces are joined."""
+        all_of = jnp.concatenate(found)
+        result = all_of[np.array([places[0] for places in self._places])]
+        for n in range(1, max(map(len, self._places))):
+            more = np.array([len(places) > n for places in self._places])
+            at = np.array([places[min(n, len(places) - 1)] for places in self._places])
+            result = jnp.where(more, join(result, all_of[at]), result)
+        return result
 
     def _squares(self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]]) -> list[Any]:
         """The sums of squares of every stage's gradients, which are the same in every replica."""
 
-        def program(params: dict[int, Any], packs: list[Packed]) -> jax.Array:
-            return leaf_squares(list(self._gradients(params, packs).values()))
+        def program(stage: int, params: dict[int, Any], packs: list[Packed]) -> jax.Array:
+            return leaf_squares(list(self._gradients(stage, params, packs).values()))
 
         return [
             self._call(
-                ("squares", s), program, (parts.blocks[0][s].params, gradients[0][s]), (0, s)
+                ("squares", s),
+                functools.partial(program, s),
+                (parts.blocks[0][s].params, gradients[0][s]),
+                (0, s),
             )
             for s in self._with_params
         ]
@@ -134,9 +152,9 @@ class Updates:
         segment = self._whole.of_stage(SHARED)
 
         def program(shared: Any, scalars: Any) -> dict[int, Any]:
-            known = self._whole.named(({}, {}, ({}, {})), (shared, self._ordered(scalars)))
+            known = self._whole.named(SHARED, ({}, {}, ({}, {})), (shared, self._ordered(scalars)))
             found = segment([known[number] for number in segment.inputs])
-            return dict(zip(self._whole.opt_state_of(SHARED), found, strict=True))
+            return dict(zip(self._whole.homes.opt_state_of(SHARED), found, strict=True))
 
         given = jax.device_put(rest, self._layout.head)
         return self._call("shared", program, given, (0, self._layout.num_stages - 1))
@@ -162,7 +180,7 @@ class Updates:
         return new, shared, {**metrics, "skipped": skipped, "good": good}
 
     def _decide(self, finite: list[Any], loss: jax.Array) -> tuple[Any, Any, Any]:
-        all_of = jnp.concatenate(finite)[jnp.array(self._place_of)]
+        all_of = self._by_leaf(finite, operator.and_)
         good = all_of.all() & jnp.isfinite(loss)
         return all_of, good, 1 - good.astype(jnp.float32)
 
