@@ -8,7 +8,6 @@ import numpy as np
 from multitower.engines.executable import compile_for_each
 from multitower.stages.layout import Layout
 from multitower.stages.pipeline import Pipeline
-from multitower.steps.element_wise import is_element_wise
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.job import StagedJob, rest_of
 from multitower.steps.staged.state import Head, Parts, take_apart
@@ -52,7 +51,7 @@ class StagedRunner:
             num_towers=layout.towers.num_towers,
             num_stages=layout.num_stages,
             given=(fields, shared, rows),
-            may_split=lambda: is_element_wise(step.optimizer, fields.params),
+            may_split=lambda: _is_element_wise(step, fields),
         )
         self._pipeline = Pipeline(self._job.chain, layout)
         self._tower_rows = tower_rows
@@ -117,3 +116,9 @@ class StagedRunner:
             }
             for replica in parts.blocks
         ]
+
+
+def _is_element_wise(step: StepParts, fields: Fields) -> bool:
+    from multitower.steps.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
+
+    return is_element_wise(step.optimizer, fields.params)
