@@ -82,6 +82,7 @@ def test_it_is_the_training_without_stages(one_device):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:stages=")
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_law_l3_a_covering_of_stages_towers_and_devices(stages):
     def blocks(params, batch):
