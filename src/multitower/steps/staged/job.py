@@ -91,9 +91,9 @@ def _refuse_collective(error: NameError) -> Exception:
     if AXIS not in str(error):
         return error
     return ArgumentError(
-        f"the loss has a collective over the axis {AXIS!r}, such as jax.lax.pmean, and stages= cuts "
-        "a tower's program into parts that do not look at other towers: leave stages= out, or the "
-        "collective."
+        f"the loss has a collective over the axis {AXIS!r}, such as jax.lax.pmean, and stages= "
+        "cuts a tower's program into parts that do not look at other towers: leave stages= out, "
+        "or the collective."
     )
 
 
