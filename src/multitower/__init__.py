@@ -26,6 +26,7 @@ from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import ratio
 from multitower.hardware.configuration import configure
 from multitower.hardware.devices import device, devices
+from multitower.stages.marks import cut
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep, train_step
@@ -69,6 +70,7 @@ __all__ = [
     "average_gradients",
     "check_parallel",
     "configure",
+    "cut",
     "device",
     "devices",
     "evaluate",

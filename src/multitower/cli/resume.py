@@ -75,4 +75,6 @@ def _read_run(
     config = read_config(directory)
     settings = collect_settings([], data, synthetic=False, before=config.get("settings"))
     recipe = find_recipe(config["recipe"], settings)
-    return recipe, dataclasses.replace(RunOptions(**config["options"]), devices=devices)
+    # The layout is for the devices that the run began on; these have one of their own.
+    options = RunOptions(**config["options"])
+    return recipe, dataclasses.replace(options, devices=devices, layout=None)

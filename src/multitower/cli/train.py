@@ -109,6 +109,18 @@ def train(
     ] = None,
     seed: Seed = None,
     shard_update: ShardUpdate = False,
+    stages: Annotated[
+        int | None,
+        flag(
+            "S",
+            "With --towers: cut the model into S stages, which live on different devices.",
+            "the whole model on every device",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
+    ] = None,
     clip_norm: Annotated[
         float | None,
         flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
@@ -149,6 +161,8 @@ def train(
         "seed": seed,
         "shard_update": shard_update or None,
         "clip_norm": clip_norm,
+        "stages": stages,
+        "layout": layout,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})

@@ -85,6 +85,24 @@ def plan(placement: Placement) -> Plan:
     return Plan(tuple(tuple(p) for p in parts), rest)
 
 
+def schedule(parts: Sequence[Tree]) -> list[tuple[int, int]]:
+    """For each tower of a device, in order: its number, and how many additions follow it."""
+    steps: list[tuple[int, int]] = []
+
+    def descend(tree: Tree) -> None:
+        if not isinstance(tree, Sum):
+            steps.append((tree, 0))
+            return
+        descend(tree[0])
+        descend(tree[1])
+        tower, additions = steps[-1]
+        steps[-1] = (tower, additions + 1)
+
+    for part in parts:
+        descend(part)
+    return steps
+
+
 def add_buffers(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[jax.Array]:
     """The sum of two lists of buffers: an additions-only program for one device."""
     return [a + b for a, b in zip(left, right, strict=True)]

@@ -52,27 +52,54 @@ class Segment:
     Attributes:
         steps: what it computes.
         inputs: numbers of what it needs from before, in ascending order.
-        outputs: numbers of what is needed after it, in ascending order.
+        outputs: numbers of what is needed after it, in ascending order; of a slice whatever was
+            asked for, in that order, literals too.
         consts: the values of numbers that are always the same.
     """
 
     steps: tuple[Step, ...]
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
     consts: Mapping[int, Any]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """The values of `outputs`, from those of `inputs`; traceable and differentiable."""
         known = {**self.consts, **dict(zip(self.inputs, values, strict=True))}
         for step in self.steps:
-            equation = step.equation
-            given = [known[x] if isinstance(x, int) else x.val for x in step.inputs]
-            params = equation.primitive.get_bind_params(equation.params)
-            with equation.ctx.manager:
-                found = equation.primitive.bind(*given, **params)
-            results = found if equation.primitive.multiple_results else [found]
+            results = compute(step.equation, values_of(step.inputs, known))
             known.update(zip(step.outputs, results, strict=True))
-        return [known[number] for number in self.outputs]
+        return values_of(self.outputs, known)
+
+
+def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
+    """The steps that some values of a program need, as a function.
+
+    Args:
+        program: any.
+        wanted: numbers, or literals.
+    """
+    needed = {x for x in wanted if isinstance(x, int)}
+    steps: list[Step] = []
+    for step in reversed(program.steps):
+        if needed.intersection(step.outputs):
+            steps.append(step)
+            needed.update(x for x in step.inputs if isinstance(x, int))
+    consts = {number: program.consts[number] for number in sorted(needed & program.consts.keys())}
+    inputs = tuple(x for x in program.inputs if x in needed)
+    return Segment(tuple(steps[::-1]), inputs, tuple(wanted), consts)
+
+
+def values_of(inputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:
+    """The values of a step's inputs, by what is known so far."""
+    return [known[x] if isinstance(x, int) else x.val for x in inputs]
+
+
+def compute(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation for these values; traceable and differentiable."""
+    params = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        found = equation.primitive.bind(*given, **params)
+    return found if equation.primitive.multiple_results else [found]
 
 
 def read_program(
@@ -96,6 +123,33 @@ def read_program(
         The program; calls without a mark are one step each.
     """
     calls = {**_CALLS, **rules}
+
+    def opens(equation: Any) -> bool:
+        mark = next(_marks(equation, is_mark), None)
+        if mark is None or mark is equation:
+            return False
+        if equation.primitive.name not in calls:
+            raise refuse(equation, mark)
+        return True
+
+    return open_calls(closed, opens, calls)
+
+
+def is_call(equation: Any) -> bool:
+    """Whether an equation is no more than a name for a program inside it."""
+    return equation.primitive.name in _CALLS
+
+
+def open_calls(
+    closed: Any, opens: Callable[[Any], bool], calls: Mapping[str, str] = _CALLS
+) -> Program:
+    """Reads a closed jaxpr, with the steps of some calls in place of these.
+
+    Args:
+        closed: of `jax.make_jaxpr`.
+        opens: whether to open an equation; true only if it is a call.
+        calls: for each kind of call where the program in it is.
+    """
     consts: dict[int, Any] = {}
     steps: list[Step] = []
     count = iter(range(10**9))
@@ -111,15 +165,12 @@ def read_program(
 
         for equation in program.eqns:
             inputs = [named(atom) for atom in equation.invars]
-            mark = next(_marks(equation, is_mark), None)
-            if mark is None or mark is equation:
-                results: list[Any] = [next(count) for _ in equation.outvars]
-                steps.append(Step(equation, inputs, results))
-            elif equation.primitive.name in calls:
+            if opens(equation):
                 inner = equation.params[calls[equation.primitive.name]]
-                results = descend(getattr(inner, "jaxpr", inner), inputs, _consts(inner))
+                results: list[Any] = descend(getattr(inner, "jaxpr", inner), inputs, _consts(inner))
             else:
-                raise refuse(equation, mark)
+                results = [next(count) for _ in equation.outvars]
+                steps.append(Step(equation, inputs, results))
             names.update(zip(equation.outvars, results, strict=True))
         return [named(atom) for atom in program.outvars]
 
@@ -187,4 +238,4 @@ def _marks(equation: Any, is_mark: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _consts(inner: Any) -> Sequence[Any]:
-    return getattr(inner, "consts", ())
+    return getattr(inner, "consts", ())  # those of a jaxpr that is not closed are its arguments

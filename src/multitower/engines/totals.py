@@ -50,7 +50,7 @@ class Totals:
         self.devices = [placement.devices[d] for d in placement.local]
         self._towers_on = [placement.towers_on[d] for d in placement.local]
         plan = reduction.plan(placement)
-        schedules = [_schedule(plan.parts[d]) for d in placement.local]
+        schedules = [reduction.schedule(plan.parts[d]) for d in placement.local]
         # Slot by slot over all devices, so that all of them have work from the start.
         self.turns = [
             Turn(i, *schedule[slot])
@@ -129,24 +129,6 @@ def with_one_nan(total: jax.Array) -> jax.Array:
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total
     return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
-
-
-def _schedule(parts: Sequence[reduction.Tree]) -> list[tuple[int, int]]:
-    """For each tower of a device, in order: its number, and how many additions follow it."""
-    steps: list[tuple[int, int]] = []
-
-    def descend(tree: reduction.Tree) -> None:
-        if not isinstance(tree, reduction.Sum):
-            steps.append((tree, 0))
-            return
-        descend(tree[0])
-        descend(tree[1])
-        tower, additions = steps[-1]
-        steps[-1] = (tower, additions + 1)
-
-    for part in parts:
-        descend(part)
-    return steps
 
 
 def _add(left: TowerSums, right: TowerSums) -> TowerSums:

@@ -1,6 +1,7 @@
 """What a run may choose, apart from its recipe: where, how long, from which seed."""
 
 import math
+import re
 from dataclasses import dataclass
 
 from multitower.errors import RunError
@@ -21,6 +22,8 @@ class RunOptions:
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
         shard_update: keep the optimizer's state in blocks, as for `multitower.train_step`.
+        stages: into how many parts the model is cut, as for `multitower.train_step`.
+        layout: where they run, such as "2x4": 2 replicas of 4 devices.
         clip_norm: the global norm to clip gradients to, above 0; None for no clipping.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
@@ -44,6 +47,8 @@ class RunOptions:
     best: str = "max"
     shard_update: bool = False
     clip_norm: float | None = None
+    stages: int | None = None
+    layout: str | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
@@ -59,5 +64,18 @@ class RunOptions:
             raise RunError(f"best={self.best}: say max or min.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise RunError(f"clip_norm={self.clip_norm}: it must be a number above 0.")
+        self.layout_pair()
         if not 0 <= self.seed <= LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")
+
+    def layout_pair(self) -> tuple[int, int] | None:
+        """The layout as two numbers."""
+        if self.layout is None:
+            return None
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", self.layout)
+        if found is None:
+            raise RunError(
+                f"layout={self.layout}: say replicas x devices of each, such as 2x4 for 2 replicas "
+                "of 4 devices."
+            )
+        return int(found[1]), int(found[2])

@@ -54,6 +54,8 @@ class RecipeJob:
             checkpoint_every=options.checkpoint_every,
             keep_best=options.keep_best if keep_best else None,
             shard_update=options.shard_update,
+            stages=options.stages,
+            layout=options.layout_pair(),
             clip_norm=options.clip_norm,
             best="min" if options.best == "min" else "max",
         )

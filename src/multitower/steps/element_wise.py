@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from multitower.checks.element_wise import Numbering, Value, read_elements
 from multitower.errors import ArgumentError
 from multitower.steps.optimizer import call_update
+from multitower.towers.blocks import BlockLayout
 
 if TYPE_CHECKING:
     import optax
@@ -48,6 +49,19 @@ def refuse_mixing(
         ),
     ):
         _compare(fn, (arguments(params), arguments(block)), elements, cut)
+
+
+def is_element_wise(optimizer: "optax.GradientTransformation", params: Any) -> bool:
+    """Whether an optimizer is proved to work element by element, for these parameters."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    block = BlockLayout.of(params, 2).shapes_of_block()
+    states = [jax.tree.leaves(jax.eval_shape(optimizer.init, tree)) for tree in (params, block)]
+    is_cut = [a.shape != b.shape for a, b in zip(*states, strict=True)]
+    try:
+        refuse_mixing(optimizer, params, block, is_cut)
+    except ArgumentError:
+        return False
+    return True
 
 
 def _compare(

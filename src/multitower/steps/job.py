@@ -59,39 +59,24 @@ def make_job(
     `finish` returns the new Fields and the metrics. With `cut` the sums of the gradients end as
     blocks, and `finish` leaves the parameters as they are.
     """
-    forward = _forward(step, split, tower_rows)
+    one = TowerStep(step, split, tower_rows, num_towers)
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         fields: Fields = shared.state
 
         def objective(params: Any) -> tuple[Any, LossOutput]:
-            output = forward(params, shared, rows, here)
-            weights = shared.rest[-num_weights(output.loss) :]  # the last ones, if there are any
-            return share_of(output.loss, here, tower_rows, step.reduction, weights), output
+            return one.objective(params, shared, rows, here)
 
         (share, output), gradients = jax.value_and_grad(objective, has_aux=True)(fields.params)
-
-        output_of = lambda rows: forward(fields.params, shared, rows, here)
-        counted, averaged = sort_metrics(
-            output, output_of, rows, here, reduction=step.reduction, share=share
-        )
-        changed: Changed = output.model_state
+        means, sums = one.results(shared, rows, here, (share, output))
         return TowerResult(
-            means=Means(averaged, changed.averaged),
-            sums=Sums(
-                () if cut else gradients,
-                counted,
-                # A float, for the company of the sums; exact up to 2**24 rows.
-                here.num_rows.astype(float),
-                changed.first,
-                _own_place(output.loss, here, tower_rows, num_towers) if step.diagnostics else (),
-            ),
+            means=means,
+            sums=sums._replace(gradients=() if cut else gradients),
             blocks=cut(gradients) if cut else (),
         )
 
     def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
-        metrics = join_metrics(sums.metrics, means.metrics, sums.num_rows)
-        model_state = join(fields.model_state, Changed(means.model_state, sums.model_state))
+        metrics, model_state = one.finish(fields.model_state, means, sums)
         if cut:
             if step.diagnostics:
                 metrics["tower_losses"] = sums.tower_losses
@@ -110,6 +95,52 @@ def make_job(
         return new, metrics
 
     return Job(tower, finish)
+
+
+class TowerStep:
+    """What a tower does in one step, but for the differentiation."""
+
+    def __init__(self, step: StepParts, split: Split, tower_rows: int, num_towers: int) -> None:
+        self._step = step
+        self._tower_rows = tower_rows
+        self._num_towers = num_towers
+        self._forward = _forward(step, split, tower_rows)
+        self.has_tower_losses = step.diagnostics
+
+    def objective(
+        self, params: Any, shared: Shared, rows: list[Any], here: Tower
+    ) -> tuple[Any, LossOutput]:
+        """What is differentiated, this tower's share of the loss; and all that the loss returns."""
+        output = self._forward(params, shared, rows, here)
+        weights = shared.rest[-num_weights(output.loss) :]  # the last ones, if there are any
+        return share_of(output.loss, here, self._tower_rows, self._step.reduction, weights), output
+
+    def results(
+        self, shared: Shared, rows: list[Any], here: Tower, found: tuple[Any, LossOutput]
+    ) -> tuple[Means, Sums]:
+        """What is averaged and what is added up over towers, of what `objective` has found."""
+        share, output = found
+        counted, averaged = sort_metrics(
+            output,
+            lambda rows: self._forward(shared.state.params, shared, rows, here),
+            rows,
+            here,
+            reduction=self._step.reduction,
+            share=share,
+        )
+        changed: Changed = output.model_state
+        losses = ()
+        if self._step.diagnostics:
+            losses = _own_place(output.loss, here, self._tower_rows, self._num_towers)
+        # Rows as a float, for the company of the sums; exact up to 2**24 rows.
+        num_rows = here.num_rows.astype(float)
+        sums = Sums((), counted, num_rows, changed.first, losses)
+        return Means(averaged, changed.averaged), sums
+
+    def finish(self, model_state: Any, means: Means, sums: Sums) -> tuple[dict[str, Any], Any]:
+        """The metrics and the new model state, from all towers."""
+        metrics = join_metrics(sums.metrics, means.metrics, sums.num_rows)
+        return metrics, join(model_state, Changed(means.model_state, sums.model_state))
 
 
 def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:

@@ -136,11 +136,12 @@ def take_changes(
 def on_all_devices(fields: Any, placement: Placement) -> Any:
     """Copies of a tree's leaves, whole on every device; the originals are never overwritten."""
     leaves, treedef = jax.tree.flatten(fields)
-    fresh = [_fresh(leaf) for leaf in leaves]
+    fresh = [own_copy(leaf) for leaf in leaves]
     return jax.tree.unflatten(treedef, copy_to(fresh, [placement.shared] * len(fresh)))
 
 
-def _fresh(leaf: Any) -> jax.Array:
+def own_copy(leaf: Any) -> jax.Array:
+    """A copy of a leaf that nobody else has."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -14,6 +14,7 @@ from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
+from multitower.stages.layout import Layout
 from multitower.steps.arguments import check_numbers, refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.loss import LossFunction
@@ -27,6 +28,10 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
+from multitower.steps.staged.options import StageOptions, check_stages
+from multitower.steps.staged.runner import StagedRunner
+from multitower.steps.staged.state import first_fields, on_cpu
+from multitower.steps.state.changes import with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
@@ -43,7 +48,7 @@ from multitower.towers.surroundings import (
 if TYPE_CHECKING:
     import optax
 
-Runner = FastRunner | SameBitsRunner | ShardedRunner
+Runner = FastRunner | SameBitsRunner | ShardedRunner | StagedRunner
 
 
 def train_step(
@@ -60,6 +65,9 @@ def train_step(
     clip_norm: float | None = None,
     reduction: Reduction = "mean",
     shard_update: bool = False,
+    stages: int | None = None,
+    layout: tuple[int, int] | None = None,
+    interleave: bool = False,
 ) -> "TrainStep":
     """Makes a training step that runs on all devices and computes the same as on one.
 
@@ -104,6 +112,16 @@ def train_step(
             element alone (sgd, adam, adamw, lion, ...; for clipping see `clip_norm`). Reading
             `opt_state` or `ema_params` joins the blocks on the host; with several processes, read
             them on every process.
+        stages: cut the model into this many parts, which live on different devices: parameters,
+            gradients, optimizer state and moving average of a stage are on its devices only. The
+            loss is written for one device; mark places to cut with `h = mt.cut(h)`, or have it cut
+            into parts of equal work. Towers are the microbatches of the pipeline. It needs
+            `towers`, an optimizer that treats every parameter alone, and one process. Results have
+            the same bits on any number of devices, and equal those without stages up to rounding.
+        layout: with `stages`, (replicas of the model, devices of each); by default one device for
+            each stage, or all devices if there are fewer, and as many replicas as fit.
+        interleave: with `stages`, stage s runs on device s mod P of the P devices of its replica;
+            by default neighbours share a device. Both have the same bits.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -141,6 +159,7 @@ def train_step(
             "update, as skip_nonfinite would: "
             + ("leave skip_nonfinite out." if towers else "say how many, such as towers=8.")
         )
+    cut = check_stages(stages, layout, interleave, towers=towers, shard_update=shard_update)
     loss = LossFunction.of(loss_fn)
     step = StepParts(
         loss,
@@ -152,7 +171,7 @@ def train_step(
         clip_norm,
         reduction,
     )
-    return TrainStep(step, devices, towers, global_batch, shard_update)
+    return TrainStep(step, devices, towers, global_batch, cut or shard_update)
 
 
 class TrainStep:
@@ -164,14 +183,18 @@ class TrainStep:
         devices: DeviceSpec | None,
         towers: int | None,
         global_batch: int | None,
-        shard_update: bool,
+        division: "bool | StageOptions",
     ) -> None:
         self._step = step
         self._devices = devices
         self._towers = towers
         self._global_batch = global_batch
-        self._placement = place(devices, towers) if devices is not None else None
-        self._shard_update = shard_update
+        self._stages = division if isinstance(division, StageOptions) else None
+        self._shard_update = division is True
+        self._layout: Layout | None = None
+        self._placement: Placement | None = None
+        if devices is not None:
+            self._place()
         self._sharded: ShardedState | None = None
         self._looked: dict[Any, Looked] = {}
         self._runners: dict[Any, Runner] = {}
@@ -180,9 +203,7 @@ class TrainStep:
     @property
     def placement(self) -> Placement:
         """Which device runs which towers. Reading it starts JAX."""
-        if self._placement is None:
-            self._placement = place(self._devices, self._towers)
-        return self._placement
+        return self._placement or self._place()
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the initial training state. Your arrays are copied and never overwritten.
@@ -211,6 +232,8 @@ class TrainStep:
         if self._shard_update:
             fields = Fields(np.int32(0), params, None, None, model_state, rng)
             return self._adopt_blocks(fields, first=True)
+        if self._stages is not None:
+            return TrainState(first_fields(self._step, params, model_state, rng), self)
         ema = jax.tree.map(wide, params) if self._step.ema_decay is not None else None
         opt_state = self._step.optimizer.init(params)
         return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
@@ -274,6 +297,15 @@ class TrainStep:
         self._global_batch = global_batch  # only now: a batch that failed is no measure
         return result
 
+    def _place(self) -> Placement:
+        if self._stages is None:
+            self._placement = place(self._devices, self._towers)
+        else:
+            assert self._towers is not None
+            self._layout = self._stages.on(self._devices, self._towers)
+            self._placement = self._layout.towers
+        return self._placement
+
     def _take(self, module: Any, model_state: Any) -> tuple[Any, Any]:
         """Parameters and model state of a module; the loss is told how to put it together."""
         model = take_model(module)
@@ -297,9 +329,13 @@ class TrainStep:
         if self._sharded is not None:
             parts = self._sharded.take_changes(state.parts(), changes)
             return self._sharded.state(parts, self)
+        if self._stages is not None:
+            return TrainState(with_changes(state.fields(), changes), self)
         return take_changes(state, changes, self.placement, self)
 
     def _adopt(self, fields: Fields) -> TrainState:
+        if self._stages is not None:  # it goes to its devices when it is known what lives where
+            return TrainState(fields, self)
         if self._shard_update:
             return self._adopt_blocks(fields, first=False)
         return TrainState(on_all_devices(fields, self.placement), self)
@@ -346,7 +382,12 @@ class TrainStep:
         if key not in self._runners:
             given = (self._step, parts.split, tower_rows, self.placement)
             has_weights = num_weights > 0
-            if self._sharded is not None:
+            if self._layout is not None:
+                first = (state.fields(), parts)
+                self._runners[key] = StagedRunner(
+                    *given[:-1], self._layout, first, has_weights=has_weights
+                )
+            elif self._sharded is not None:
                 self._runners[key] = ShardedRunner(*given, self._sharded, has_weights=has_weights)
             else:
                 make = FastRunner if self._towers is None else SameBitsRunner
@@ -360,7 +401,7 @@ class TrainStep:
             self._looked[key] = look_at_loss(
                 self._step,
                 parts,
-                state.shared(),
+                on_cpu(state.shared()) if self._stages else state.shared(),
                 tower_rows,
                 num_towers=self.placement.num_towers,
                 is_by_device=self._towers is None,

@@ -51,7 +51,7 @@ def update(
         decay = step.ema_decay(count) if callable(step.ema_decay) else step.ema_decay
         ema_params = jax.tree.map(lambda e, p: _ema(e, p, decay), fields.ema_params, params)
     new = Fields(count, params, opt_state, ema_params, model_state, fields.rng)
-    return _check_same_types(fields, new)
+    return check_same_types(fields, new)
 
 
 def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
@@ -59,7 +59,7 @@ def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
     return new.astype(average.dtype)
 
 
-def _check_same_types(old: Fields, new: Fields) -> Fields:
+def check_same_types(old: Fields, new: Fields) -> Fields:
     """An update that changes a dtype would compile again at the next step, or lose bits."""
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise OutputError(

@@ -61,6 +61,8 @@ class Trainer:
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
         reduction: as for `multitower.train_step`: `"sum"` for summed losses.
         shard_update: as for `multitower.train_step`: split the optimizer state over the devices.
+        stages: as for `multitower.train_step`: cut the model into parts on different devices.
+        layout: as for `multitower.train_step`: (replicas of the model, devices of each).
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
@@ -102,6 +104,8 @@ class Trainer:
         clip_norm: float | None = None,
         reduction: Reduction = "mean",
         shard_update: bool = False,
+        stages: int | None = None,
+        layout: tuple[int, int] | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -118,7 +122,6 @@ class Trainer:
         self._where: dict[str, Any] = {"devices": devices, "towers": towers}
         self._global_batch = global_batch
         self._checkpoint_every = checkpoint_every
-        self._check_replicas_every = check_replicas_every
         self._on_nonfinite = on_nonfinite
         self._keep_last = keep_last
         self._directory = None if run_dir is None else Path(run_dir) / "checkpoints"
@@ -134,6 +137,7 @@ class Trainer:
             "on_nonfinite": on_nonfinite,
             "clip_norm": clip_norm,
             "reduction": reduction,
+            **({} if stages is None else {"stages": stages}),
         }
         self._optimizer = optimizer
         self.hooks = list(hooks)
@@ -150,7 +154,12 @@ class Trainer:
             clip_norm=clip_norm,
             reduction=reduction,
             shard_update=shard_update,
+            stages=stages,
+            layout=layout,
         )
+        # A stage's leaves are on its own devices: there is no device that has all to compare.
+        self._check_replicas_every = check_replicas_every if stages is None else 0
+        self._stages = stages
 
     def fit(
         self,
@@ -236,7 +245,7 @@ class Trainer:
                 return state
             loop = Loop(
                 self.step,
-                {"global_batch": self._global_batch, **self._where},
+                {"global_batch": self._global_batch, **self._where, **self._first_stages()},
                 MetricsReader(steps, self._on_nonfinite, state.params, self._tell),
                 saver,
                 test,
@@ -312,6 +321,10 @@ class Trainer:
         if self._best is not None:
             self._best.offer(number, state, scores)
         return scores
+
+    def _first_stages(self) -> dict[str, Any]:
+        """Where rows go that are copied ahead of need, if the model is cut into stages."""
+        return {} if self._stages is None else {"devices": list(self.step.placement.devices)}
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:

@@ -1,0 +1,5 @@
+"""A model cut over devices: which equations belong to which stage, and how stages run.
+
+Read `chain.py` first: the program of a tower as a chain of single-device programs. `cutting.py`
+chooses the cuts, `layout.py` the devices, `order.py` who goes first, `pipeline.py` runs it.
+"""

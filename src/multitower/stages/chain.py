@@ -1,0 +1,293 @@
+"""A chain: the program of one tower as stages, each with a forward and a backward program.
+
+A stage's forward program computes what later stages need. Its backward program takes the same
+inputs and the cotangents of what was sent, computes the rest again, and returns the gradients of
+its parameters, the cotangents of its other inputs, and those results of the tower that it makes.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from multitower.engines.segments import Program, Segment, cut
+from multitower.stages.cutting import cut_program
+from multitower.stages.pieces import Pieces, split_params
+
+SPLIT = -2
+
+
+class Backward(NamedTuple):
+    """What a stage's backward program returns.
+
+    Attributes:
+        gradients: of the parameters, by number.
+        cotangents: of the other inputs, by number.
+        results: of the tower, by their place among its results.
+    """
+
+    gradients: dict[int, Any]
+    cotangents: dict[int, Any]
+    results: dict[int, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a tower's program.
+
+    Attributes:
+        segment: what it computes.
+        sent: numbers of what later stages need of it.
+        results: for each result of the tower that it makes its number, or the value itself.
+        differentiated: numbers of its inputs that have a gradient here.
+        answered: numbers of what it sends that later stages return a cotangent for.
+        share: the number of what is differentiated, if it is made here.
+    """
+
+    segment: Segment
+    sent: tuple[int, ...]
+    results: Mapping[int, Any]
+    differentiated: tuple[int, ...]
+    answered: tuple[int, ...]
+    share: int | None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers of what it needs."""
+        return self.segment.inputs
+
+    def forward(self, values: Sequence[Any]) -> list[Any]:
+        """What is sent, from the values of `inputs`."""
+        known = self._compute(dict(zip(self.inputs, values, strict=True)))
+        return [known[number] for number in self.sent]
+
+    def backward(
+        self, values: Sequence[Any], cotangents: Sequence[Sequence[Any]], params: frozenset[int]
+    ) -> Backward:
+        """The backward program.
+
+        Args:
+            values: of `inputs`.
+            cotangents: for each of `answered` those that later stages returned, the last first.
+            params: numbers of the parameters.
+        """
+        given = dict(zip(self.inputs, values, strict=True))
+
+        def outputs(inputs: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+            known = self._compute({**given, **dict(zip(self.differentiated, inputs, strict=True))})
+            return [known[number] for number in self._ends], {
+                place: known[x] if isinstance(x, int) else jnp.asarray(x.val)
+                for place, x in self.results.items()
+            }
+
+        inputs = [given[number] for number in self.differentiated]
+        ends, pull, results = jax.vjp(outputs, inputs, has_aux=True)
+        # In the order of the stages, the last first; the same wherever they run.
+        seeds = [functools.reduce(operator.add, each) for each in cotangents]
+        if self.share is not None:
+            seeds.append(jnp.ones_like(ends[-1]))
+        (found,) = pull(seeds)
+        by_number = dict(zip(self.differentiated, found, strict=True))
+        return Backward(
+            {number: one for number, one in by_number.items() if number in params},
+            {number: one for number, one in by_number.items() if number not in params},
+            results,
+        )
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return self.answered if self.share is None else (*self.answered, self.share)
+
+    def _compute(self, given: Mapping[int, Any]) -> dict[int, Any]:
+        made = self.segment([given[number] for number in self.inputs])
+        return {
+            **self.segment.consts,
+            **given,
+            **dict(zip(self.segment.outputs, made, strict=True)),
+        }
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A tower's program in stages.
+
+    Attributes:
+        stages: in their order.
+        avals: shape and dtype of every number that is an input or is sent.
+        inputs: numbers of the program's arguments.
+        num_params: how many of these are parameters; they come first.
+        homes: for each parameter the stage where it lives: the first one that uses it; or SPLIT.
+        pieces: for each parameter that is split, its pieces by stage.
+    """
+
+    stages: tuple[Stage, ...]
+    avals: Mapping[int, Any]
+    inputs: tuple[int, ...]
+    num_params: int
+    homes: tuple[int, ...]
+    pieces: Pieces
+
+    @property
+    def params(self) -> frozenset[int]:
+        """Numbers of the parameters, or of their pieces."""
+        return frozenset(self.home_of)
+
+    @property
+    def home_of(self) -> dict[int, int]:
+        """For each number of a parameter, or of a piece of one, the stage where it lives."""
+        homes = dict(zip(self.inputs, self.homes, strict=False))
+        for own in self.pieces.values():
+            homes.update((piece.number, stage) for stage, piece in own.items())
+        return homes
+
+    def number(self, param: int, stage: int) -> int:
+        """The number of a parameter, or of its piece in a stage."""
+        own = self.pieces.get(param)
+        return self.inputs[param] if own is None else own[stage].number
+
+    def users(self, number: int) -> list[int]:
+        """The stages that have something as an input."""
+        return [s for s, stage in enumerate(self.stages) if number in stage.inputs]
+
+    def made_by(self, number: int) -> int:
+        """The stage that sends something."""
+        return next(s for s, stage in enumerate(self.stages) if number in stage.sent)
+
+
+def make_chain(
+    closed: Any,
+    num_params: int,
+    num_stages: int,
+    *,
+    may_split: Callable[[], bool] = lambda: False,
+) -> Chain:
+    """Cuts a tower's program.
+
+    Args:
+        closed: of `jax.make_jaxpr`; parameters are its first arguments, and what is differentiated
+            is its first result.
+        num_params: how many parameters there are.
+        num_stages: how many stages.
+        may_split: says whether a stacked parameter may be kept in pieces, one for each stage.
+
+    Raises:
+        ArgumentError: it cannot be cut into so many stages.
+    """
+    program, places = cut_program(closed, num_stages)
+    pieces: Pieces = {}
+    split = split_params(program, places, num_params)
+    if split[2] and may_split():
+        program, places, pieces = split
+    segments = cut(program, places, num_stages)
+    params = program.inputs[:num_params]
+    of_pieces = [piece.number for own in pieces.values() for piece in own.values()]
+    active = _active(program, [*params, *of_pieces])
+    share = program.outputs[0]
+    stages = _make_stages(program, segments, active, share)
+    users = [[s for s, stage in enumerate(stages) if number in stage.inputs] for number in params]
+    homes = tuple(
+        SPLIT if i in pieces else min(found, default=num_stages - 1)
+        for i, found in enumerate(users)
+    )
+    avals = _avals(program, closed)
+    for i, own in pieces.items():
+        whole = avals[params[i]]
+        for piece in own.values():
+            shape = (piece.last - piece.first, *whole.shape[1:])
+            avals[piece.number] = jax.ShapeDtypeStruct(shape, whole.dtype)
+    return Chain(tuple(stages), avals, tuple(program.inputs), num_params, homes, pieces)
+
+
+def _make_stages(
+    program: Program, segments: Sequence[Segment], active: set[int], share: Any
+) -> list[Stage]:
+    """The stages, with what they send to each other, and what comes back."""
+    num_stages = len(segments)
+    made_in = {n: s for s, segment in enumerate(segments) for n in segment.outputs}
+    results = _placed_results(program, made_in, num_stages)
+    uses: list[set[int]] = [set() for _ in range(num_stages + 1)]  # by later stages
+    for s in reversed(range(num_stages)):
+        uses[s] = uses[s + 1] | set(segments[s].inputs)
+    answers: set[int] = set()
+    stages: list[Stage] = []
+    for s in reversed(range(num_stages)):
+        segment = segments[s]
+        made = {*segment.outputs}
+        differentiated = _differentiated(segment, active, {*(made & answers), share})
+        stages.append(
+            Stage(
+                _with_inputs(segment, results[s].values(), made_in, program),
+                tuple(x for x in segment.outputs if x in uses[s + 1]),
+                results[s],
+                tuple(differentiated),
+                tuple(x for x in segment.outputs if x in answers),
+                share if share in made and share in active else None,
+            )
+        )
+        answers.update(differentiated)
+    stages.reverse()
+    return stages
+
+
+def _active(program: Program, params: Sequence[int]) -> set[int]:
+    """Numbers through which the first result depends on a parameter."""
+    reached = set(params)
+    for step in program.steps:
+        if step.equation.primitive.name == "stop_gradient" or not reached.intersection(
+            x for x in step.inputs if isinstance(x, int)
+        ):
+            continue
+        reached.update(
+            number
+            for number, atom in zip(step.outputs, step.equation.outvars, strict=True)
+            if jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+        )
+    return reached & _needed(program.steps, {program.outputs[0]}, reached)
+
+
+def _needed(steps: Sequence[Any], ends: set[Any], reached: set[int]) -> set[int]:
+    """Which of `reached` some of these values depend on through each other."""
+    needed = {x for x in ends if isinstance(x, int) and x in reached}
+    for step in reversed(steps):
+        if needed.intersection(step.outputs):
+            needed.update(x for x in step.inputs if isinstance(x, int) and x in reached)
+    return needed
+
+
+def _differentiated(segment: Segment, active: set[int], ends: set[Any]) -> list[int]:
+    """Numbers of the inputs through which some of a segment's values depend on parameters."""
+    needed = _needed(segment.steps, ends & {*segment.outputs}, active)
+    return [x for x in segment.inputs if x in needed]
+
+
+def _placed_results(
+    program: Program, made_in: Mapping[int, int], num_stages: int
+) -> list[dict[int, Any]]:
+    """For each stage the results that it makes; the last one has those that nobody makes."""
+    results: list[dict[int, Any]] = [{} for _ in range(num_stages)]
+    for place, x in enumerate(program.outputs[1:]):
+        stage = made_in.get(x, num_stages - 1) if isinstance(x, int) else num_stages - 1
+        results[stage][place] = x
+    return results
+
+
+def _with_inputs(
+    segment: Segment, results: Any, made_in: Mapping[int, int], program: Program
+) -> Segment:
+    """The segment with results of the tower that it need not compute among what it has."""
+    wanted = {x for x in results if isinstance(x, int)} - made_in.keys()
+    consts = {x: program.consts[x] for x in sorted(wanted & program.consts.keys())}
+    inputs = tuple(sorted({*segment.inputs, *(wanted - consts.keys())}))
+    return Segment(segment.steps, inputs, segment.outputs, {**segment.consts, **consts})
+
+
+def _avals(program: Program, closed: Any) -> dict[int, Any]:
+    avals = dict(zip(program.inputs, closed.in_avals, strict=True))
+    for step in program.steps:
+        pairs = zip(step.outputs, step.equation.outvars, strict=True)
+        avals.update((number, atom.aval) for number, atom in pairs)
+    return avals

@@ -1,0 +1,46 @@
+"""Marks: where a user says that the program may be cut."""
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+_NAME = "multitower.cut"
+
+
+def cut(tree: Any) -> Any:
+    """Marks a place in a loss where `train_step(..., stages=S)` may cut the model.
+
+    Everywhere else it is the identity: `mt.cut(h)` equals `h`. Each mark that the loss depends on
+    ends a stage and begins the next one. With more marks than `stages - 1`, those that give the
+    stages equal work are used.
+
+    Args:
+        tree: what passes from one part of the model to the next, such as the activations of a
+            block: an array, or a pytree of arrays. All arrays of one call are cut together.
+
+    Returns:
+        The same values.
+
+    Raises:
+        ArgumentError: not here, but at the first batch of `train_step(stages=)`: a mark is inside a
+            loop, a branch or a `custom_vjp`, or there are fewer than `stages - 1`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import multitower as mt
+        >>> def model(weights, x):
+        ...     for w in weights:
+        ...         x = mt.cut(jnp.tanh(x @ w))
+        ...     return x
+        >>> model([jnp.eye(2)] * 3, jnp.zeros((1, 2))).shape
+        (1, 2)
+    """
+    return jax.tree.map(
+        lambda leaf: checkpoint_name(leaf, _NAME) if isinstance(leaf, jax.Array) else leaf, tree
+    )
+
+
+def is_mark(equation: Any) -> bool:
+    """Whether an equation of a jaxpr is a mark."""
+    return equation.primitive.name == "name" and equation.params.get("name") == _NAME

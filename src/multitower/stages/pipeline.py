@@ -1,0 +1,108 @@
+"""A pipeline: all towers of a step through all stages, on the devices of a layout.
+
+Single-device programs, and between them nothing but moves and additions in the order of the tree of
+`engines.reduction`: so the bits are the same on any layout. Nothing here waits for a device.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.engines import reduction
+from multitower.engines.packing import Packed
+from multitower.stages.chain import Chain
+from multitower.stages.layout import Layout
+from multitower.stages.order import Turn, one_forward_one_backward
+from multitower.stages.programs import Programs, StageSums
+from multitower.stages.walk import Walk
+from multitower.towers.split import TowerRows
+
+
+class Totals(NamedTuple):
+    """What a pipeline leaves.
+
+    Attributes:
+        gradients: for each replica and stage the gradients of the parameters that live there: its
+            own, then those of later stages in descending order.
+        results: for each stage those of the tower, all on the head's device.
+    """
+
+    gradients: list[list[list[Packed]]]
+    results: list[Packed]
+
+
+class Pipeline:
+    """Runs a chain on a layout; compiles its programs once."""
+
+    def __init__(self, chain: Chain, layout: Layout) -> None:
+        self.chain = chain
+        self.layout = layout
+        self._plan = reduction.plan(layout.towers)
+        self._additions = [dict(reduction.schedule(parts)) for parts in self._plan.parts]
+        self._orders = [_turns(towers, layout.place_of) for towers in layout.towers.towers_on]
+        self._programs = Programs(chain, layout)
+
+    def run(
+        self, params: Sequence[Mapping[int, Any]], rest: Sequence[Any], rows: Sequence[TowerRows]
+    ) -> Totals:
+        """Runs all towers.
+
+        Args:
+            params: for each replica the parameters by number, each on the device of its home.
+            rest: the arguments of the program between parameters and rows, anywhere.
+            rows: the arguments after these; three numbers follow, of the tower.
+        """
+        walks = [
+            Walk(self.chain, self._programs, self.layout, r, self._additions[r])
+            for r in range(len(self.layout.replicas))
+        ]
+        for walk, own in zip(walks, params, strict=True):
+            walk.begin(own, rest, rows)
+        # Side by side over replicas, so that all of them have work from the start.
+        for turns in itertools.zip_longest(*self._orders):
+            for walk, turn in zip(walks, turns, strict=True):
+                if turn is not None:
+                    walk.take(turn)
+        return self._totals([walk.stacks for walk in walks])
+
+    def shapes_of_results(self) -> list[Packed]:
+        """The shapes of `Totals.results`."""
+        return [programs[0].out_info[0].results for programs in self._programs.backward]
+
+    def _totals(self, stacks: list[list[list[StageSums]]]) -> Totals:
+        """Adds the replicas' partial sums along the rest of the tree, and hands them out."""
+        stages = range(self.layout.num_stages)
+        replicas = range(len(self.layout.replicas))
+        totals = [self._total_of_stage(s, [stacks[r][s] for r in replicas]) for s in stages]
+        gradients = [
+            [
+                jax.device_put(
+                    [totals[s].own]
+                    + [totals[u].away[s] for u in reversed(stages) if s in totals[u].away],
+                    self.layout.device(r, s),
+                )
+                for s in stages
+            ]
+            for r in replicas
+        ]
+        results = jax.device_put([total.results for total in totals], self.layout.head)
+        return Totals(gradients, results)
+
+    def _total_of_stage(self, stage: int, stacks: list[list[StageSums]]) -> StageSums:
+        """The total of a stage; where partial sums meet, the right one moves to the left one."""
+
+        def add(left: tuple[int, Any], right: tuple[int, Any]) -> tuple[int, Any]:
+            replica, sums = left
+            moved = jax.device_put(right[1], self.layout.device(replica, stage))
+            return replica, self._programs.add[stage][replica](sums, moved)
+
+        leaf = lambda at: (at[0], stacks[at[0]][at[1]])
+        return reduction.evaluate(self._plan.rest, leaf, add)[1]
+
+
+def _turns(towers: Sequence[int], place_of: Sequence[int]) -> list[Turn]:
+    """The turns of a replica with these towers, one after the other."""
+    ticks = one_forward_one_backward(len(towers), place_of)
+    return [turn._replace(tower=towers[turn.tower]) for tick in ticks for turn in tick]

@@ -1,0 +1,97 @@
+"""The programs of a chain's stages, compiled for the devices of a layout."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from multitower.engines import reduction
+from multitower.engines.executable import compile_for_each
+from multitower.engines.packing import Packed, pack
+from multitower.stages.chain import Chain
+from multitower.stages.layout import Layout
+
+
+class StageSums(NamedTuple):
+    """What a stage returns for one tower, to be added up over towers; or a sum of several.
+
+    Attributes:
+        own: gradients of the parameters that live here, by number.
+        away: gradients of those that live in an earlier stage, by that stage, then by number.
+        results: of the tower, by their place among its results.
+    """
+
+    own: Packed
+    away: dict[int, Packed]
+    results: Packed
+
+
+class Programs:
+    """Executables, by stage and then by replica.
+
+    Attributes:
+        forward: nothing for a stage that sends nothing.
+        backward: it returns `StageSums`, and cotangents by number.
+        add: the sum of two `StageSums`; nothing for one tower.
+    """
+
+    def __init__(self, chain: Chain, layout: Layout) -> None:
+        self._chain = chain
+        self._layout = layout
+        self._numbers: dict[tuple[int, jax.Device], jax.Array] = {}
+        stages = range(layout.num_stages)
+        self.forward = [self._compile_forward(s) for s in stages]
+        self.backward = [self._compile_backward(s) for s in stages]
+        self.add = [self._compile_add(s) for s in stages]
+
+    def number(self, value: int, device: jax.Device) -> jax.Array:
+        """A whole number on a device, copied there once."""
+        if (value, device) not in self._numbers:
+            self._numbers[value, device] = jax.device_put(np.int32(value), device)
+        return self._numbers[value, device]
+
+    def _shapes(self, numbers: Sequence[int]) -> list[Any]:
+        avals = [self._chain.avals[number] for number in numbers]
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+            for a in avals
+        ]
+
+    def _compile_forward(self, s: int) -> list[jax.stages.Compiled]:
+        stage = self._chain.stages[s]
+        if not stage.sent:
+            return []
+        devices = self._layout.devices_of(s)
+        return compile_for_each(stage.forward, (self._shapes(stage.inputs),), devices)
+
+    def _compile_backward(self, s: int) -> list[jax.stages.Compiled]:
+        stage, chain = self._chain.stages[s], self._chain
+        homes = chain.home_of
+
+        def backward(values: Any, cotangents: Any) -> tuple[StageSums, dict[int, Any]]:
+            found = stage.backward(values, cotangents, chain.params)
+            by_home: dict[int, dict[int, Any]] = {s: {}}
+            for number, one in found.gradients.items():
+                by_home.setdefault(homes[number], {})[number] = one
+            own = pack(by_home.pop(s))
+            away = {home: pack(those) for home, those in by_home.items()}
+            return StageSums(own, away, pack(found.results)), found.cotangents
+
+        cotangents = [
+            [shape] * sum(number in other.differentiated for other in chain.stages[s + 1 :])
+            for number, shape in zip(stage.answered, self._shapes(stage.answered), strict=True)
+        ]
+        arguments = (self._shapes(stage.inputs), cotangents)
+        return compile_for_each(backward, arguments, self._layout.devices_of(s))
+
+    def _compile_add(self, s: int) -> list[jax.stages.Compiled]:
+        sums = self.backward[s][0].out_info[0]
+        if self._layout.towers.num_towers == 1:
+            return []
+        return compile_for_each(_add, (sums, sums), self._layout.devices_of(s), donate=(0,))
+
+
+def _add(left: StageSums, right: StageSums) -> StageSums:
+    a, treedef = jax.tree.flatten(left)
+    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))

@@ -1,0 +1,127 @@
+"""The way of one replica's towers through the stages, in one step."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from multitower.stages.chain import Chain
+from multitower.stages.layout import Layout
+from multitower.stages.order import Turn
+from multitower.stages.programs import Programs, StageSums
+from multitower.towers.split import TowerRows
+
+
+class Walk:
+    """What one replica holds while its towers pass.
+
+    Args:
+        chain: of the tower's program.
+        programs: of the chain, compiled.
+        layout: stages on devices.
+        replica: which one.
+        additions: for each of its towers how many additions follow it.
+
+    Attributes:
+        stacks: for each stage the sums of its towers that are not added up yet.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        programs: Programs,
+        layout: Layout,
+        replica: int,
+        additions: Mapping[int, int],
+    ) -> None:
+        self._chain = chain
+        self._programs = programs
+        self._replica = replica
+        self._additions = additions
+        self._devices = [layout.device(replica, s) for s in range(layout.num_stages)]
+        self._whole: dict[int, Any] = {}
+        self._tower_numbers: tuple[int, ...] = ()
+        self._rows: dict[int, TowerRows] = {}
+        self._copies: dict[tuple[int, jax.Device], jax.Array] = {}
+        self._arrived: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
+        self._held: dict[tuple[int, int], list[jax.Array]] = {}
+        self._answers: dict[tuple[int, int], dict[int, list[jax.Array]]] = defaultdict(dict)
+        self.stacks: list[list[StageSums]] = [[] for _ in chain.stages]
+
+    def begin(
+        self, params: Mapping[int, Any], rest: Sequence[Any], rows: Sequence[TowerRows]
+    ) -> None:
+        """Takes the arguments of the program, as `Pipeline.run` does."""
+        *others, number, num_rows, all_rows = self._chain.inputs[self._chain.num_params :]
+        self._whole = {**params, **dict(zip(others[: len(rest)], rest, strict=True))}
+        self._rows = dict(zip(others[len(rest) :], rows, strict=True))
+        self._tower_numbers = (number, num_rows, all_rows)
+
+    def take(self, turn: Turn) -> None:
+        """Starts one program, and sends what it makes to where it will be needed."""
+        if turn.kind == "forward":
+            self._forward(turn.tower, turn.stage)
+        else:
+            self._backward(turn.tower, turn.stage)
+
+    def _forward(self, tower: int, s: int) -> None:
+        values = self._held[tower, s] = self._values(tower, s)
+        sent = self._chain.stages[s].sent
+        if not sent:
+            return
+        made = self._programs.forward[s][self._replica](values)
+        for number, value in zip(sent, made, strict=True):
+            there = {self._devices[s]: value}
+            for user in self._chain.users(number):
+                device = self._devices[user]
+                if device not in there:
+                    there[device] = jax.device_put(value, device)
+                self._arrived[tower, user][number] = there[device]
+
+    def _backward(self, tower: int, s: int) -> None:
+        values = self._held.pop((tower, s), None) or self._values(tower, s)
+        answers = self._answers.pop((tower, s), {})
+        cotangents = [answers[number] for number in self._chain.stages[s].answered]
+        sums, found = self._programs.backward[s][self._replica](values, cotangents)
+        for number, one in found.items():
+            maker = self._chain.made_by(number)
+            waiting = self._answers[tower, maker].setdefault(number, [])
+            waiting.append(_moved(one, self._devices[s], self._devices[maker]))
+        self.stacks[s].append(sums)
+        for _ in range(self._additions[tower]):
+            right = self.stacks[s].pop()
+            left = self.stacks[s].pop()
+            self.stacks[s].append(self._programs.add[s][self._replica](left, right))
+
+    def _values(self, tower: int, s: int) -> list[jax.Array]:
+        """The inputs of a stage, on its device."""
+        arrived = self._arrived.pop((tower, s), {})
+        return [
+            arrived[number] if number in arrived else self._copy(number, tower, s)
+            for number in self._chain.stages[s].inputs
+        ]
+
+    def _copy(self, number: int, tower: int, s: int) -> jax.Array:
+        """An argument of the program on a stage's device, copied there once in a step."""
+        device = self._devices[s]
+        if number in self._rows:
+            # They lie on the device of the first stage.
+            return _moved(self._rows[number].pieces[tower], self._devices[0], device)
+        if number in self._tower_numbers:
+            return self._programs.number(self._number(number, tower), device)
+        if (number, device) not in self._copies:
+            self._copies[number, device] = jax.device_put(self._whole[number], device)
+        return self._copies[number, device]
+
+    def _number(self, number: int, tower: int) -> int:
+        """What a tower knows about itself."""
+        rows = next(iter(self._rows.values()))
+        num_real = min(max(rows.num_rows - tower * rows.tower_rows, 0), rows.tower_rows)
+        counts = (tower, num_real, rows.num_rows)
+        return counts[self._tower_numbers.index(number)]
+
+
+def _moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
+    """A value on another device; where it is there already, no call of JAX, which takes time."""
+    return value if source is target else jax.device_put(value, target)

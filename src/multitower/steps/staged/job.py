@@ -1,0 +1,112 @@
+"""One tower of a step as a program of leaves, and what is made of its results."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines.job import Shared
+from multitower.engines.packing import Packed, unpack
+from multitower.engines.same_bits import with_one_nan
+from multitower.errors import ArgumentError
+from multitower.stages.chain import Chain, make_chain
+from multitower.steps.job import TowerStep
+from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
+from multitower.steps.update import check_same_types
+from multitower.towers.placement import AXIS
+from multitower.towers.rows import Split, Tower, device_dtype
+
+
+class StagedJob:
+    """Traces one tower of a step, cuts it, and puts the results together again.
+
+    Args:
+        step: what to do.
+        split: how the batch goes to the towers.
+        tower_rows: rows of a full tower.
+        num_towers: how many towers there are.
+        num_stages: how many stages.
+        given: (fields, the batch's shared leaves, one tower's rows), arrays or shapes.
+
+        may_split: says whether stacked parameters may be kept in pieces.
+
+    Raises:
+        ArgumentError: the loss cannot be cut into so many stages.
+    """
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        *,
+        tower_rows: int,
+        num_towers: int,
+        num_stages: int,
+        given: tuple[Fields, Sequence[Any], Sequence[Any]],
+        may_split: Callable[[], bool],
+    ) -> None:
+        fields, shared, rows = given
+        self._one = TowerStep(step, split, tower_rows, num_towers)
+        params, self._params = jax.tree.flatten(shapes_of(fields.params))
+        rest, self._rest = jax.tree.flatten(shapes_of(rest_of(fields, shared)))
+        shapes = [*params, *rest, *shapes_of(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
+        self._ends = (len(params), len(params) + len(rest))
+        try:
+            closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
+        except NameError as error:  # an axis that nobody has named
+            raise _refuse_collective(error) from error
+        self._results = jax.tree.structure(results)
+        self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
+
+    def _tower(self, *leaves: Any) -> tuple[Any, Any]:
+        """A tower's share of the loss, and what is averaged and added up."""
+        first, last = self._ends
+        params = jax.tree.unflatten(self._params, leaves[:first])
+        (count, model_state, rng), shared = jax.tree.unflatten(self._rest, leaves[first:last])
+        fields = Fields(count, params, (), (), model_state, rng)
+        given = (Shared(fields, shared), list(leaves[last:-3]), Tower(*leaves[-3:]))
+        found = self._one.objective(params, *given)
+        return found[0], self._one.results(*given, found)
+
+    def finish(
+        self, before: tuple[Any, Any], results: Sequence[Packed], scale: jax.Array
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """The new step count and model state, and the metrics, from the results of all stages."""
+        by_place = {place: one for packed in results for place, one in unpack(packed).items()}
+        leaves = [with_one_nan(by_place[place]) for place in range(self._results.num_leaves)]
+        means, sums = jax.tree.unflatten(self._results, leaves)
+        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+        count, model_state = before
+        metrics, new = self._one.finish(model_state, means, sums)
+        blank = Fields(count, (), (), (), model_state, None)
+        check_same_types(blank, blank._replace(model_state=new))
+        if self._one.has_tower_losses:
+            metrics["tower_losses"] = sums.tower_losses
+        return count + 1, new, metrics
+
+
+def _refuse_collective(error: NameError) -> Exception:
+    if AXIS not in str(error):
+        return error
+    return ArgumentError(
+        f"the loss has a collective over the axis {AXIS!r}, such as jax.lax.pmean, and stages= "
+        "cuts a tower's program into parts that do not look at other towers: leave stages= out, "
+        "or the collective."
+    )
+
+
+def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """What a tower gets beside parameters and rows."""
+    return (fields.step, fields.model_state, fields.rng), list(shared)
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes of arrays, as programs are traced with."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, device_dtype(x), weak_type=getattr(x, "weak_type", False)
+        ),
+        tree,
+    )

@@ -1,0 +1,124 @@
+"""Steps of a model that is cut over devices: the same bits on any of them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines.executable import compile_for_each
+from multitower.stages.layout import Layout
+from multitower.stages.pipeline import Pipeline
+from multitower.steps.parts import StepParts
+from multitower.steps.staged.job import StagedJob, rest_of
+from multitower.steps.staged.state import Head, Parts, take_apart
+from multitower.steps.staged.update import WholeUpdate
+from multitower.steps.staged.updates import Updates
+from multitower.steps.staged.weights import StagedWeights
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.rows import Parts as BatchParts
+from multitower.towers.rows import Split, device_dtype
+from multitower.towers.split import ready_or_cut
+
+
+class StagedRunner:
+    """Steps in stages; made for batches of one shape."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        layout: Layout,
+        first: tuple[Fields, BatchParts],
+        *,
+        has_weights: bool,
+    ) -> None:
+        fields, batch = first
+        rows = [
+            jax.ShapeDtypeStruct((tower_rows, *leaf.shape[1:]), device_dtype(leaf))
+            for leaf in batch.rows
+        ]
+        shared = jax.device_put(list(batch.shared), layout.head)
+        self._weights = None
+        if has_weights:
+            self._weights = StagedWeights(step, split, layout, (fields, shared, rows))
+            shared = [*shared, *self._weights.shapes]
+        self._job = StagedJob(
+            step,
+            split,
+            tower_rows=tower_rows,
+            num_towers=layout.towers.num_towers,
+            num_stages=layout.num_stages,
+            given=(fields, shared, rows),
+            may_split=lambda: _is_element_wise(step, fields),
+        )
+        self._pipeline = Pipeline(self._job.chain, layout)
+        self._tower_rows = tower_rows
+        self._layout = layout
+        before = (fields.step, fields.model_state)
+        scale = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.float64))
+        given = (before, self._pipeline.shapes_of_results(), scale)
+        (self._finish,) = compile_for_each(self._job.finish, given, [layout.head])
+        chain = self._job.chain
+        rows_of = {
+            i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
+            for i, own in chain.pieces.items()
+        }
+        loss = self._finish.out_info[2]["loss"]
+        whole = WholeUpdate(step, fields, (chain.homes, rows_of), loss)
+        self._homes = whole.homes
+        self._updates = Updates(step, whole, layout, chain)
+
+    def run(
+        self, state: TrainState, batch: BatchParts, maker: object
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Makes one update; the state is overwritten."""
+        rows = ready_or_cut(batch.rows, batch.num_rows, self._layout.towers, self._tower_rows)
+        parts = self._parts(state)
+        rest, scale = jax.device_put(
+            (self._rest(parts.head, batch), np.float64(rows[0].tower_rows / rows[0].num_rows)),
+            self._layout.head,
+        )
+        if self._weights is not None:
+            rest = [*rest, *self._weights.run(rest, rows)]
+        totals = self._pipeline.run(self._params(parts), rest, rows)
+        head = parts.head
+        before = (head.step, head.model_state)
+        count, model_state, metrics = self._finish(before, totals.results, scale)
+        blocks, opt_state, more = self._updates.run(parts, totals.gradients, metrics["loss"])
+        if "good" in more:
+            model_state = self._updates.kept(more.pop("good"), model_state, head.model_state)
+        state.spend()
+        new = parts._replace(blocks=blocks, head=Head(count, model_state, head.rng, opt_state))
+        return TrainState.of_parts(new, Parts.fields, maker), {**metrics, **more}
+
+    def _parts(self, state: TrainState) -> Parts:
+        """The state in the parts of these stages; another runner may have cut elsewhere."""
+        parts = state.parts()
+        if parts is None or parts.homes != self._homes:
+            parts = take_apart(state.fields(), self._homes, self._layout)
+        return parts
+
+    def _rest(self, head: Head, batch: BatchParts) -> list[Any]:
+        """The arguments of a tower's program between parameters and rows."""
+        fields = Fields(head.step, (), (), (), head.model_state, head.rng)
+        return jax.tree.leaves(rest_of(fields, batch.shared))
+
+    def _params(self, parts: Parts) -> list[dict[int, Any]]:
+        """For each replica its parameters by the numbers of the tower's program."""
+        number = self._job.chain.number
+        return [
+            {
+                number(i, stage): leaf
+                for stage, block in enumerate(replica)
+                for i, leaf in block.params.items()
+            }
+            for replica in parts.blocks
+        ]
+
+
+def _is_element_wise(step: StepParts, fields: Fields) -> bool:
+    from multitower.steps.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
+
+    return is_element_wise(step.optimizer, fields.params)

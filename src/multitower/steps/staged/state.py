@@ -1,0 +1,154 @@
+"""A training state of which every stage keeps its own leaves, on its own devices."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.functions.outputs import wide
+from multitower.stages.layout import Layout
+from multitower.steps.parts import StepParts
+from multitower.steps.runner import own_copy
+from multitower.steps.staged.update import SHARED, Homes, Rows
+from multitower.steps.state.fields import Fields
+from multitower.towers.rows import device_dtype, is_key
+
+
+class Block(NamedTuple):
+    """What a stage keeps: leaves by their number in the whole tree."""
+
+    params: dict[int, Any]
+    opt_state: dict[int, Any]
+    ema_params: dict[int, Any]
+
+
+class Head(NamedTuple):
+    """What there is one of: it belongs to no stage, and lives with the last one.
+
+    Attributes:
+        step: number of updates.
+        model_state: as in `Fields`.
+        rng: likewise.
+        opt_state: leaves of the optimizer's state that belong to no parameter, by number.
+    """
+
+    step: Any
+    model_state: Any
+    rng: Any
+    opt_state: dict[int, Any]
+
+
+class Trees(NamedTuple):
+    """The structures that leaves are numbered by."""
+
+    params: Any
+    opt_state: Any
+    ema_params: Any
+
+    @classmethod
+    def of(cls, fields: Fields) -> "Trees":
+        """Of a state."""
+        trees = (fields.params, fields.opt_state, fields.ema_params)
+        return cls(*(jax.tree.structure(tree) for tree in trees))
+
+
+class Parts(NamedTuple):
+    """A state in parts.
+
+    Attributes:
+        blocks: for each replica and stage.
+        head: the rest.
+        homes: which leaf is in which block.
+        trees: what the leaves make up.
+    """
+
+    blocks: list[list[Block]]
+    head: Head
+    homes: Homes
+    trees: Trees
+
+    def fields(self) -> Fields:
+        """The state as it looks from outside, each leaf where it lives; pieces on the host."""
+        own = Block(*(self._joined(n) for n in range(3)))
+        leaves = (own.params, {**own.opt_state, **self.head.opt_state}, own.ema_params)
+        params, opt_state, ema = (
+            jax.tree.unflatten(treedef, [found[i] for i in range(treedef.num_leaves)])
+            for treedef, found in zip(self.trees, leaves, strict=True)
+        )
+        return Fields(self.head.step, params, opt_state, ema, self.head.model_state, self.head.rng)
+
+    def _joined(self, attribute: int) -> dict[int, Any]:
+        """The leaves of all blocks, with pieces laid side by side."""
+        found: dict[int, list[Any]] = {}
+        for block in self.blocks[0]:
+            for i, leaf in block[attribute].items():
+                found.setdefault(i, []).append(leaf)
+        rows = self.homes.rows_of_state if attribute == 1 else self.homes.rows
+        return {
+            i: leaves[0] if i not in rows else _side_by_side(leaves, rows[i])
+            for i, leaves in found.items()
+        }
+
+
+def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
+    """The parts of a state that is whole; the originals are never overwritten."""
+    params, opt_state, ema = (
+        jax.tree.leaves(tree) for tree in (fields.params, fields.opt_state, fields.ema_params)
+    )
+
+    def chosen(leaves: list[Any], numbers: list[int], rows: Rows, stage: int, device: Any) -> Any:
+        return {
+            i: _copy(leaves[i][slice(*rows[i][stage])] if i in rows else leaves[i], device)
+            for i in numbers
+            if i < len(leaves)
+        }
+
+    def block(replica: int, stage: int) -> Block:
+        device = layout.device(replica, stage)
+        of_params, of_state = homes.params_of(stage), homes.opt_state_of(stage)
+        return Block(
+            chosen(params, of_params, homes.rows, stage, device),
+            chosen(opt_state, of_state, homes.rows_of_state, stage, device),
+            chosen(ema, of_params, homes.rows, stage, device),
+        )
+
+    stages = range(layout.num_stages)
+    blocks = [[block(r, s) for s in stages] for r in range(len(layout.replicas))]
+    shared = chosen(opt_state, homes.opt_state_of(SHARED), {}, SHARED, layout.head)
+    rest = (fields.step, fields.model_state, fields.rng)
+    count, model_state, rng = jax.tree.map(lambda leaf: _copy(leaf, layout.head), rest)
+    return Parts(blocks, Head(count, model_state, rng, shared), homes, Trees.of(fields))
+
+
+def first_fields(step: StepParts, params: Any, model_state: Any, rng: Any) -> Fields:
+    """A first state, in the host's memory, where there is room for all of it; keys stay."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        ema = jax.tree.map(wide, params) if step.ema_decay is not None else None
+        opt_state = step.optimizer.init(params)
+    fields = Fields(np.int32(0), params, opt_state, ema, model_state, rng)
+    return jax.tree.map(_on_host, fields)
+
+
+def on_cpu(fields: Fields) -> Fields:
+    """The same as arrays of JAX, in the host's memory, for tracing: a model may index its own."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, fields)
+
+
+def _on_host(leaf: Any) -> Any:
+    if is_key(leaf):
+        return leaf
+    return np.array(leaf, dtype=device_dtype(jnp.asarray(leaf)))
+
+
+def _copy(leaf: Any, device: jax.Device) -> jax.Array:
+    with jax.default_device(device):  # what is on the host goes there alone
+        return jax.device_put(own_copy(leaf), device)
+
+
+def _side_by_side(pieces: list[Any], rows: Mapping[int, tuple[int, int]]) -> Any:
+    """The whole of a leaf, in the host's memory, from pieces in the order of stages."""
+    ordered = sorted(zip(rows.values(), pieces, strict=True), key=lambda one: one[0])
+    return np.concatenate([np.asarray(piece) for _, piece in ordered])  # host-device sync

@@ -1,0 +1,238 @@
+"""The update of everything, cut into one program for each stage.
+
+The whole update is traced once. A stage's program is those of its equations that the stage's own
+leaves need, so it computes what the whole update would. That is possible for optimizers that treat
+every parameter alone; what is the same for all, such as a count, is kept once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from multitower.engines.segments import Program, Segment, is_call, open_calls, slice_of
+from multitower.errors import ArgumentError
+from multitower.stages.chain import SPLIT
+from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
+from multitower.steps.update import update
+
+SHARED = -1
+
+
+# For each leaf that is kept in pieces, by stage, the rows `first:last`.
+Rows = Mapping[int, Mapping[int, tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where the leaves of a state live.
+
+    Attributes:
+        params: for each leaf of the parameters its stage, or SPLIT; likewise of the average.
+        opt_state: for each leaf of the optimizer's state its stage, or SHARED, or SPLIT.
+        rows: of the leaves of the parameters that are split.
+        rows_of_state: of the leaves of the optimizer's state that are split.
+    """
+
+    params: tuple[int, ...]
+    opt_state: tuple[int, ...]
+    rows: Rows
+    rows_of_state: Rows
+
+    def params_of(self, stage: int) -> list[int]:
+        """Numbers of the leaves of the parameters of which a stage has all or a piece."""
+        return _of_stage(self.params, self.rows, stage)
+
+    def opt_state_of(self, stage: int) -> list[int]:
+        """Likewise of the optimizer's state; or of those that are SHARED."""
+        return _of_stage(self.opt_state, self.rows_of_state, stage)
+
+
+def _of_stage(homes: Sequence[int], rows: Rows, stage: int) -> list[int]:
+    return [i for i, home in enumerate(homes) if home == stage or stage in rows.get(i, {})]
+
+
+ParamHomes = tuple[Sequence[int], Rows]
+
+
+class _Traced(NamedTuple):
+    """An update as a program; the numbers of its inputs and outputs, each tree's for itself."""
+
+    program: Program
+    inputs: list[list[Any]]
+    outputs: list[list[Any]]
+
+
+def _trace(step: StepParts, shapes: Fields, loss: Any) -> _Traced:
+    rest = {"loss": loss, "step": shapes.step}
+    if step.clip_norm is not None:
+        num_leaves = len(jax.tree.leaves(shapes.params))
+        rest["squares"] = jax.ShapeDtypeStruct((num_leaves,), squares_dtype(shapes.params))
+
+    def run(params: Any, gradients: Any, opt_state: Any, ema: Any, rest: Any) -> Any:
+        before = Fields(rest["step"], params, opt_state, ema, (), None)
+        new = update(step, before, gradients, rest["loss"], (), squares=rest.get("squares"))
+        return new.params, new.opt_state, new.ema_params
+
+    given = (shapes.params, shapes.params, shapes.opt_state, shapes.ema_params, rest)
+    closed, results = jax.make_jaxpr(run, return_shape=True)(*given)
+    program = open_calls(closed, is_call)
+    return _Traced(program, _split(program.inputs, given), _split(program.outputs, results))
+
+
+class WholeUpdate:
+    """The update of all parameters, as a program of leaves.
+
+    Args:
+        step: what to do.
+        fields: the state, arrays or shapes.
+        homes: for each leaf of the parameters its stage, and the rows of those that are split.
+        loss: its shape and dtype.
+
+    Raises:
+        ArgumentError: the optimizer lets parameters of several stages meet.
+    """
+
+    def __init__(self, step: StepParts, fields: Fields, homes: ParamHomes, loss: Any) -> None:
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), fields._replace(rng=None)
+        )
+        flat, _ = jax.tree_util.tree_flatten_with_path(fields.params)
+        self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
+        self._whole = _trace(step, shapes, loss)
+        params, rows = homes
+        # Until it is known which state belongs to what is split, each is a stage of its own.
+        apart = [-3 - i if home == SPLIT else home for i, home in enumerate(params)]
+        found = self._opt_homes(apart)
+        of_state = {j: rows[-3 - home] for j, home in enumerate(found) if home <= -3}
+        opt_homes = tuple(SPLIT if home <= -3 else home for home in found)
+        self.homes = Homes(tuple(params), opt_homes, rows, of_state)
+        self._of_pieces = {
+            stage: _trace(step, self._shapes_in(stage, shapes), loss)
+            for stage in {stage for own in rows.values() for stage in own}
+        }
+
+    def of_stage(self, stage: int) -> Segment:
+        """The update of a stage's leaves, or of those that are SHARED.
+
+        Its outputs are those of its parameters, of its optimizer state, of its moving average.
+        """
+        program, _, (params, opt_state, ema) = self._traced(stage)
+        of_params = self.homes.params_of(stage)
+        wanted = [params[i] for i in of_params]
+        wanted += [opt_state[i] for i in self.homes.opt_state_of(stage)]
+        return slice_of(program, [*wanted, *(ema[i] for i in of_params if ema)])
+
+    def named(self, stage: int, own: tuple[Any, Any, Any], rest: tuple[Any, Any]) -> dict[int, Any]:
+        """Values by the numbers that the segment of `of_stage` takes them by.
+
+        Args:
+            stage: the stage, or SHARED.
+            own: its leaves by number: parameters, gradients, and (optimizer state, average).
+            rest: shared leaves of the optimizer's state by number; then loss, step, squares.
+        """
+        params, gradients, (opt_state, ema) = own
+        shared, scalars = rest
+        of_params, of_gradients, of_state, of_ema, of_rest = self._traced(stage).inputs
+        found = {of_params[i]: leaf for i, leaf in params.items()}
+        found.update((of_gradients[i], leaf) for i, leaf in gradients.items())
+        found.update((of_state[i], leaf) for i, leaf in {**opt_state, **shared}.items())
+        found.update((of_ema[i], leaf) for i, leaf in ema.items())
+        names = [name for name in ("loss", "squares", "step") if scalars.get(name) is not None]
+        found.update(zip(of_rest, (scalars[name] for name in names), strict=True))
+        return found
+
+    def _traced(self, stage: int) -> "_Traced":
+        return self._of_pieces.get(stage, self._whole)
+
+    def _shapes_in(self, stage: int, shapes: Fields) -> Fields:
+        """The shapes of a state that has a stage's pieces of what is split."""
+
+        def cut(tree: Any, rows: Rows) -> Any:
+            leaves, treedef = jax.tree.flatten(tree)
+            for i, own in rows.items():
+                if stage in own and leaves:
+                    first, last = own[stage]
+                    shape = (last - first, *leaves[i].shape[1:])
+                    leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+            return jax.tree.unflatten(treedef, leaves)
+
+        return shapes._replace(
+            params=cut(shapes.params, self.homes.rows),
+            opt_state=cut(shapes.opt_state, self.homes.rows_of_state),
+            ema_params=cut(shapes.ema_params, self.homes.rows),
+        )
+
+    def _opt_homes(self, param_homes: Sequence[int]) -> tuple[int, ...]:
+        program, (params, gradients, opt_state, ema, _), outputs = self._whole
+        known = {
+            number: home
+            for group in (params, gradients, ema)
+            for number, home in zip(group, param_homes, strict=False)
+        }
+        needs = _needs(program)
+        new_params, new_state, new_ema = outputs
+        changed = True
+        while changed:
+            changed = False
+            for i, number in enumerate(opt_state):
+                found = self._stages(needs, new_state[i], known) - {SHARED}
+                if number not in known and found:
+                    self._refuse_several(found, f"its state (leaf {i})")
+                    known[number] = found.pop()
+                    changed = True
+        for outputs in (new_params, new_ema):
+            for name, x, home in zip(self._names, outputs, param_homes, strict=False):
+                self._refuse_several(
+                    self._stages(needs, x, known) | {home}, f"the update of {name}"
+                )
+        for i, (number, x) in enumerate(zip(opt_state, new_state, strict=True)):
+            home = known.get(number, SHARED)
+            self._refuse_several(self._stages(needs, x, known) | {home}, f"its state (leaf {i})")
+        return tuple(known.get(number, SHARED) for number in opt_state)
+
+    def _stages(
+        self, needs: Mapping[int, frozenset[int]], x: Any, known: Mapping[int, int]
+    ) -> set[int]:
+        """The stages whose leaves a value depends on."""
+        inputs = needs[x] if isinstance(x, int) else frozenset[int]()
+        return {known[number] for number in inputs if number in known}
+
+    def _refuse_several(self, stages: set[int], what: str) -> None:
+        if len(stages - {SHARED}) > 1:
+            raise ArgumentError(
+                f"stages= needs an optimizer that treats every parameter alone, and {what} depends "
+                f"on parameters of stages {sorted(stages - {SHARED})}. Norms over all parameters "
+                "(clip_by_global_norm) and decisions over all gradients (apply_if_finite, "
+                "MultiSteps) do: leave stages= out, or take them out of the optimizer. To clip by "
+                "the global norm write train_step(clip_norm=...); to skip bad steps, "
+                "skip_nonfinite=True; to accumulate gradients, use more towers."
+            )
+
+
+def squares_dtype(params: Any) -> Any:
+    """The dtype in which sums of squares are kept."""
+    dtype = jnp.dtype(jnp.float32)
+    for leaf in jax.tree.leaves(params):
+        dtype = jnp.promote_types(dtype, jnp.finfo(leaf.dtype).dtype)
+    return dtype
+
+
+def _needs(program: Program) -> dict[int, frozenset[int]]:
+    """For each number the inputs that it depends on."""
+    needs = {number: frozenset({number}) for number in program.inputs}
+    needs.update((number, frozenset()) for number in program.consts)
+    for step in program.steps:
+        inputs = (needs[x] for x in step.inputs if isinstance(x, int))
+        found = frozenset[int]().union(*inputs)
+        needs.update((number, found) for number in step.outputs)
+    return needs
+
+
+def _split(numbers: Sequence[Any], trees: Sequence[Any]) -> list[list[Any]]:
+    """The numbers of the leaves of each of some trees."""
+    left = iter(numbers)
+    return [[next(left) for _ in jax.tree.leaves(tree)] for tree in trees]

@@ -1,0 +1,197 @@
+"""The update programs of all stages, compiled; and what all stages decide together."""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.engines.executable import compile_for_each
+from multitower.engines.packing import Packed, unpack
+from multitower.engines.same_bits import with_one_nan
+from multitower.stages.chain import Chain
+from multitower.stages.layout import Layout
+from multitower.steps.clipping import leaf_squares
+from multitower.steps.parts import StepParts
+from multitower.steps.staged.state import Block, Parts
+from multitower.steps.staged.update import SHARED, WholeUpdate
+from multitower.steps.update import finite_leaves
+
+
+class Updates:
+    """Updates every stage's leaves on its devices.
+
+    Args:
+        step: what to do.
+        whole: the update, to be cut.
+        layout: stages on devices.
+        chain: which says what gradients are called by.
+    """
+
+    def __init__(self, step: StepParts, whole: WholeUpdate, layout: Layout, chain: Chain) -> None:
+        self._step = step
+        self._whole = whole
+        self._layout = layout
+        self._chain = chain
+        homes = whole.homes
+        stages = range(layout.num_stages)
+        self._with_params = [s for s in stages if homes.params_of(s)]
+        self._stages = [s for s in stages if homes.params_of(s) or homes.opt_state_of(s)]
+        order = [i for s in self._with_params for i in homes.params_of(s)]
+        self._places = [
+            [place for place, number in enumerate(order) if number == i]
+            for i in range(len(homes.params))
+        ]
+        self._needs_finite = step.diagnostics or step.skip_nonfinite
+        self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
+
+    def run(
+        self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]], loss: jax.Array
+    ) -> tuple[list[list[Block]], dict[int, Any], dict[str, Any]]:
+        """Makes one update; unless it may have to be taken back, it overwrites the blocks.
+
+        Returns:
+            The new blocks, the new leaves of the optimizer's state that are shared, and metrics.
+        """
+        scalars = {"loss": loss, "step": parts.head.step}
+        if self._step.clip_norm is not None:
+            scalars["squares"] = self._squares(parts, gradients)
+        rest = (parts.head.opt_state, scalars)
+        new = [list(replica) for replica in parts.blocks]
+        finite: dict[int, Any] = {}
+        for r in range(len(self._layout.replicas)):
+            for s in self._stages:
+                there = jax.device_put(rest, self._layout.device(r, s))
+                given = (parts.blocks[r][s], gradients[r][s], there)
+                # What may have to be taken back is not overwritten.
+                donate = () if self._step.skip_nonfinite else (0,)
+                program = functools.partial(self._update, s)
+                new[r][s], found = self._call(("update", s), program, given, (r, s), donate)
+                finite.setdefault(s, found)
+        shared = self._shared(rest)
+        if not self._needs_finite:
+            return new, shared, {}
+        return self._checked(parts, new, shared, [finite[s] for s in self._with_params], loss)
+
+    def kept(self, good: jax.Array, new: Any, old: Any) -> Any:
+        """What is on the head's device: the new values after a good step, else the old ones."""
+        if not jax.tree.leaves(new):
+            return new
+        key = ("kept", jax.tree.structure(new))
+        last = self._layout.num_stages - 1
+        return self._call(key, _keep, (good, new, old), (0, last))
+
+    def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
+        """The update program of a stage; and which of its parameters are finite."""
+        shared, scalars = rest
+        own = self._whole.homes.opt_state_of(stage)
+        segment = self._whole.of_stage(stage)
+        gradients = self._gradients(stage, block.params, packs)
+        state = (block.opt_state, block.ema_params)
+        leaves = (block.params, gradients, state)
+        known = self._whole.named(stage, leaves, (shared, self._ordered(scalars)))
+        found = iter(segment([known[number] for number in segment.inputs]))
+        params = {i: next(found) for i in block.params}
+        opt_state = {i: next(found) for i in own}
+        new = Block(params, opt_state, {i: next(found) for i in block.ema_params})
+        return new, finite_leaves(params) if params and self._needs_finite else ()
+
+    def _gradients(
+        self, stage: int, params: Mapping[int, Any], packs: Sequence[Packed]
+    ) -> dict[int, Any]:
+        """The totals: a stage's own, then those of later stages, in descending order."""
+        all_of = [unpack(packed) for packed in packs]
+        found: dict[int, Any] = {}
+        for i, param in params.items():
+            number = self._chain.number(i, stage)
+            terms = [each[number] for each in all_of if number in each]
+            total = functools.reduce(operator.add, terms) if terms else jnp.zeros_like(param)
+            found[i] = with_one_nan(total).astype(param.dtype)
+        return found
+
+    def _ordered(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Squares of all leaves, in the order of the leaves."""
+        found = dict(scalars)
+        if "squares" in found:
+            found["squares"] = self._by_leaf(found["squares"], operator.add)
+        return found
+
+    def _by_leaf(self, found: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:
+        """One number for each leaf in their order, from those of all stages; pieces are joined."""
+        all_of = jnp.concatenate(found)
+        result = all_of[np.array([places[0] for places in self._places])]
+        for n in range(1, max(map(len, self._places))):
+            more = np.array([len(places) > n for places in self._places])
+            at = np.array([places[min(n, len(places) - 1)] for places in self._places])
+            result = jnp.where(more, join(result, all_of[at]), result)
+        return result
+
+    def _squares(self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]]) -> list[Any]:
+        """The sums of squares of every stage's gradients, which are the same in every replica."""
+
+        def program(stage: int, params: dict[int, Any], packs: list[Packed]) -> jax.Array:
+            return leaf_squares(list(self._gradients(stage, params, packs).values()))
+
+        return [
+            self._call(
+                ("squares", s),
+                functools.partial(program, s),
+                (parts.blocks[0][s].params, gradients[0][s]),
+                (0, s),
+            )
+            for s in self._with_params
+        ]
+
+    def _shared(self, rest: Any) -> dict[int, Any]:
+        """The new leaves of the optimizer's state that belong to no stage."""
+        if not rest[0]:
+            return {}
+        segment = self._whole.of_stage(SHARED)
+
+        def program(shared: Any, scalars: Any) -> dict[int, Any]:
+            known = self._whole.named(SHARED, ({}, {}, ({}, {})), (shared, self._ordered(scalars)))
+            found = segment([known[number] for number in segment.inputs])
+            return dict(zip(self._whole.homes.opt_state_of(SHARED), found, strict=True))
+
+        given = jax.device_put(rest, self._layout.head)
+        return self._call("shared", program, given, (0, self._layout.num_stages - 1))
+
+    def _checked(
+        self, parts: Parts, new: Any, shared: Any, finite: list[Any], loss: jax.Array
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Looks whether all is finite, and takes the update back if it must."""
+        last = self._layout.num_stages - 1
+        given = jax.device_put((finite, loss), self._layout.head)
+        all_of, good, skipped = self._call("decide", self._decide, given, (0, last))
+        metrics: dict[str, Any] = {}
+        if self._step.diagnostics:
+            metrics["finite_params"] = all_of
+        if not self._step.skip_nonfinite:
+            return new, shared, metrics
+        for r in range(len(self._layout.replicas)):
+            for s in self._stages:
+                there = jax.device_put(good, self._layout.device(r, s))
+                given = (there, new[r][s], parts.blocks[r][s])
+                new[r][s] = self._call(("keep", s), _keep, given, (r, s), (1,))
+        shared = self.kept(good, shared, parts.head.opt_state)
+        return new, shared, {**metrics, "skipped": skipped, "good": good}
+
+    def _decide(self, finite: list[Any], loss: jax.Array) -> tuple[Any, Any, Any]:
+        all_of = self._by_leaf(finite, operator.and_)
+        good = all_of.all() & jnp.isfinite(loss)
+        return all_of, good, 1 - good.astype(jnp.float32)
+
+    def _call(self, key: Any, fn: Any, given: Any, where: tuple[int, int], donate: Any = ()) -> Any:
+        """Calls a program on (replica, stage), compiled once for all replicas."""
+        replica, stage = where
+        if key not in self._compiled:
+            devices = self._layout.devices_of(stage)
+            self._compiled[key] = compile_for_each(fn, given, devices, donate=donate)
+        return self._compiled[key][replica](*given)
+
+
+def _keep(good: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)

@@ -1,0 +1,203 @@
+"""A chain of stages against jax.grad of the whole, on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import multitower as mt
+from multitower.errors import ArgumentError
+from multitower.stages.chain import make_chain
+from multitower.stages.marks import cut
+
+
+def run_chain(loss, params, *rest, stages):
+    """Loss, gradients and the chain, by all stages forward and backward."""
+    flat, treedef = jax.tree.flatten(params)
+
+    def tower(*leaves):
+        value = loss(jax.tree.unflatten(treedef, leaves[: len(flat)]), *leaves[len(flat) :])
+        return value, 2 * value
+
+    chain = make_chain(jax.make_jaxpr(tower)(*flat, *rest), len(flat), stages)
+    known = dict(zip(chain.inputs, [*flat, *rest], strict=True))
+    for stage in chain.stages:
+        sent = jax.jit(stage.forward)([known[n] for n in stage.inputs])
+        known.update(zip(stage.sent, sent, strict=True))
+    gradients = {n: jnp.zeros_like(known[n]) for n in chain.params}
+    answers = {}
+    for stage in reversed(chain.stages):
+        back = stage.backward(
+            [known[n] for n in stage.inputs], [answers[n] for n in stage.answered], chain.params
+        )
+        for number, one in back.gradients.items():
+            gradients[number] = gradients[number] + one
+        for number, one in back.cotangents.items():
+            answers.setdefault(number, []).append(one)
+        if back.results:
+            twice = back.results[0]
+    found = [gradients[n] for n in chain.inputs[: len(flat)]]
+    return twice / 2, jax.tree.unflatten(treedef, found), chain
+
+
+def check(loss, params, *rest, stages):
+    value, gradients, chain = run_chain(loss, params, *rest, stages=stages)
+    expected, wanted = jax.value_and_grad(loss)(params, *rest)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+    assert len(chain.stages) == stages
+    assert all(stage.segment.steps for stage in chain.stages)
+    return chain
+
+
+def array(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) / 2
+
+
+BLOCKS = [array(4, 4, seed=n) for n in range(6)]
+X = array(5, 4, seed=9)
+
+
+def blocks(params, x, *, mark=lambda h: h):
+    for w in params:
+        x = mark(x + jnp.tanh(x @ w))
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+def test_a_list_of_blocks_is_cut_into_equal_parts(stages):
+    chain = check(blocks, BLOCKS, X, stages=stages)
+    assert [chain.homes.count(s) for s in range(stages)] == [6 // stages] * stages
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_a_list_of_blocks_is_cut_at_the_marks(stages):
+    chain = check(lambda p, x: blocks(p, x, mark=cut), BLOCKS, X, stages=stages)
+    assert sorted(chain.homes) == list(chain.homes)
+
+
+def transformer(params, tokens, labels):
+    table, layers = params
+    x = table[tokens]
+    for w in layers:
+        x = cut((x + jnp.tanh(x @ w), tokens))[0]
+    logits = x @ table.T
+    return -(jax.nn.one_hot(labels, 7) * jax.nn.log_softmax(logits)).sum(-1).mean()
+
+
+def test_tied_embeddings_live_in_the_first_stage_and_are_used_in_the_last():
+    # The lie: the gradient of one of the two uses alone.
+    tokens = np.arange(6).reshape(2, 3) % 7
+    params = (array(7, 4), [array(4, 4, seed=n) for n in range(3)])
+    chain = check(transformer, params, tokens, tokens[::-1].copy(), stages=4)
+    assert chain.homes[0] == 0
+    assert chain.users(chain.inputs[0]) == [0, 3]
+
+
+def test_residuals_and_shared_tables_skip_stages():
+    def loss(params, x):
+        table = jnp.sin(jnp.arange(4.0))
+        first = cut(jnp.tanh(x @ params[0]))
+        second = cut(jnp.tanh(first @ params[1]) * table)
+        third = cut(jnp.tanh(second @ params[2]) + first * table)
+        return ((third @ params[3] + first + second) ** 2).mean()
+
+    check(loss, BLOCKS[:4], X, stages=4)
+
+
+def test_integers_and_keys_across_stages():
+    def loss(params, x, key):
+        one, two = jax.random.split(key)
+        h = x @ params[0]
+        order = jnp.argsort(h[:, 0])
+        h, order = cut((h * jax.random.bernoulli(one, 0.5, h.shape), order))
+        h = cut(jnp.tanh(h[order] @ params[1]))
+        h = h * jax.random.bernoulli(two, 0.5, h.shape)
+        return (h[order] @ params[2]).var()
+
+    check(loss, BLOCKS[:3], X, jax.random.key(0), stages=3)
+
+
+def test_checkpoint_jit_and_backward_rules_inside():
+    @jax.custom_vjp
+    def double_back(x):
+        return x
+
+    double_back.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+    @jax.jit
+    def block(x, w):
+        return cut(jax.checkpoint(lambda x: jax.nn.gelu(double_back(x) @ w))(x))
+
+    def loss(params, x):
+        for w in params:
+            x = block(x, w)
+        return (x**2).mean()
+
+    check(loss, BLOCKS, X, stages=3)
+
+    @jax.jit
+    def unmarked(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda x, w: cut(jax.nn.silu(x @ w)))(x, w)
+        return (x**2).mean()
+
+    check(unmarked, BLOCKS, X, stages=2)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_scan_over_layers_is_cut_by_its_length(stages, reverse):
+    def loss(params, x):
+        def layer(h, w):
+            h = h + jnp.tanh(h @ w)
+            return h, h.mean()
+
+        h, means = jax.lax.scan(layer, x, params, reverse=reverse)
+        return (h**2).mean() + (means * jnp.arange(6)).sum()
+
+    check(jax.jit(loss), np.stack(BLOCKS), X, stages=stages)
+
+
+def test_a_mark_that_nothing_uses_is_no_cut():
+    def loss(params, x):
+        h = jnp.tanh(x @ params[0])
+        cut(h * 3)
+        return ((cut(h) @ params[1]) ** 2).mean()
+
+    check(loss, BLOCKS[:2], X, stages=2)
+    with pytest.raises(ArgumentError, match=r"1 mt.cut.*2 stages at most. Mark 1 more"):
+        run_chain(loss, BLOCKS[:2], X, stages=3)
+
+
+def test_a_parameter_behind_stop_gradient_and_one_that_nobody_uses():
+    def loss(params, x):
+        h = cut(x @ params[0] * jax.lax.stop_gradient(params[1]).sum())
+        return ((h @ params[2]) ** 2).mean()
+
+    check(loss, BLOCKS[:4], X, stages=2)
+
+
+def test_a_mark_in_a_loop_is_refused_with_its_line():
+    def loss(params, x):
+        h, _ = jax.lax.scan(lambda h, w: (cut(h @ w), None), x, params)
+        return h.sum()
+
+    with pytest.raises(ArgumentError, match=r"test_chain.py:\d+: .*inside a loop"):
+        run_chain(loss, np.stack(BLOCKS), X, stages=2)
+
+
+def test_one_equation_with_most_of_the_work_is_refused_with_its_line():
+    def loss(params, x):
+        return ((x @ params[0]) ** 2).mean()
+
+    with pytest.raises(ArgumentError, match=r"dot_general at test_chain.py:\d+.*% of the work"):
+        run_chain(loss, BLOCKS[:1], X, stages=3)
+
+
+def test_a_mark_is_the_identity_elsewhere():
+    tree = {"h": jnp.ones(2), "n": 3, "s": "text"}
+    assert mt.fingerprint(cut({"h": tree["h"]})) == mt.fingerprint({"h": tree["h"]})
+    assert cut(tree)["n"] == 3
+    assert jax.vmap(jax.grad(lambda x: cut(x) ** 2))(jnp.arange(3.0)).tolist() == [0, 2, 4]

@@ -1,0 +1,101 @@
+"""Where stages run and in which order: pure functions."""
+
+import itertools
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multitower.stages.balance import equal_groups, equal_positions
+from multitower.stages.layout import lay_out
+from multitower.stages.order import bubble, one_forward_one_backward
+
+
+@pytest.mark.filterwarnings("ignore:stages=")
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 6), st.booleans())
+def test_every_stage_and_tower_has_one_device_and_no_device_is_in_two_replicas(
+    devices, towers, stages, interleave
+):
+    layout = lay_out(jax.devices()[:devices], towers, stages, None, interleave=interleave)
+    used = [one for replica in layout.replicas for one in replica]
+    assert len(used) == len(set(used)) <= devices
+    assert len(layout.towers.owners) == towers
+    for replica in range(len(layout.replicas)):
+        assert {layout.device(replica, s) for s in range(stages)} == set(layout.replicas[replica])
+    if not interleave:
+        assert list(layout.place_of) == sorted(layout.place_of)
+    elif len(layout.replicas[0]) > 1:
+        assert all(a != b for a, b in itertools.pairwise(layout.place_of))
+
+
+PLACES = st.integers(1, 5).flatmap(
+    lambda stages: st.integers(1, stages).flatmap(
+        lambda each: st.sampled_from([
+            [s * each // stages for s in range(stages)],
+            [s % each for s in range(stages)],
+        ])
+    )
+)  # fmt: skip
+
+
+@given(st.integers(1, 9), PLACES)
+def test_one_forward_one_backward(towers, place_of):
+    # The lies: a tower that overtakes another, a stage that holds the inputs of all towers.
+    stages = len(place_of)
+    done = set()
+    held = [0] * stages
+    for tick in one_forward_one_backward(towers, place_of):
+        places = [place_of[turn.stage] for turn in tick]
+        assert len(places) == len(set(places))  # one program at a time on a device
+        for kind, tower, stage in tick:
+            if kind == "forward":
+                assert stage == 0 or ("forward", tower, stage - 1) in done
+                held[stage] += 1
+                assert held[stage] <= stages - stage
+                if place_of == sorted(place_of):
+                    assert held[stage] <= max(place_of) + 1 - place_of[stage]
+            elif stage == stages - 1:
+                assert stage == 0 or ("forward", tower, stage - 1) in done
+            else:
+                assert ("backward", tower, stage + 1) in done
+                held[stage] -= 1
+            assert tower == 0 or (kind, tower - 1, stage) in done
+        done.update(tick)
+    assert len(done) == towers * (2 * stages - 1)
+    assert held == [0] * stages
+
+
+def test_more_towers_make_a_smaller_bubble():
+    bubbles = [bubble(one_forward_one_backward(towers, range(4)), 4) for towers in (4, 8, 32)]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] < 0.25
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
+def test_groups_are_as_equal_as_can_be(work, groups):
+    groups = min(groups, len(work))
+    found = equal_groups(work, groups)
+    assert sorted(set(found)) == list(range(groups))
+    assert found == sorted(found)
+
+    def largest(starts):
+        ends = (*starts[1:], len(work))
+        return max(sum(work[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    every = itertools.combinations(range(1, len(work)), groups - 1)
+    starts = (0, *(found.index(g) for g in range(1, groups)))
+    assert largest(starts) == min(largest((0, *one)) for one in every)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=12), st.integers(1, 4))
+def test_positions_leave_no_part_empty(work, parts):
+    parts = min(parts, len(work))
+    found = equal_positions(work, [0] * (len(work) + 1), parts)
+    bounds = [0, *found, len(work)]
+    assert all(a < b for a, b in itertools.pairwise(bounds))
+
+
+def test_a_cut_is_where_few_bytes_cross():
+    assert equal_positions([1] * 8, [9, 9, 9, 9, 9, 1, 9, 9, 9], 2) == [5]
+    assert equal_positions([1] * 8, [9, 9, 9, 9, 9, 9, 9, 1, 9], 2) == [4]

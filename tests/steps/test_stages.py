@@ -1,0 +1,328 @@
+"""train_step(stages=): what a step can do, each against the same step without stages."""
+
+import pickle
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import multitower as mt
+from multitower.errors import ArgumentError, DeviceError
+from multitower.training.checkpoints.checkpoint import Checkpoints
+from processes import run_python
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(3, 8, 4)).astype(np.float32)
+WEIGHTS = [RNG.normal(size=(4, 4)).astype(np.float32) / 2 for _ in range(3)]
+
+
+def losses(params, batch):
+    for w in params:
+        batch = jnp.tanh(batch @ w)
+    return (batch**2).sum(1)
+
+
+def make(loss=losses, optimizer=None, stages=3, devices=3, towers=4, **options):
+    return mt.train_step(
+        loss,
+        optimizer or optax.adam(0.05),
+        devices=devices,
+        towers=towers,
+        stages=stages,
+        **options,
+    )
+
+
+def train(step, params=WEIGHTS, batches=X, **extras):
+    state = step.init(params, **extras)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def check(
+    loss=losses, optimizer=None, params=WEIGHTS, batches=X, extras=None, rtol=2e-4, **options
+):
+    """The same training with and without stages; returns what the one with stages gave."""
+    found = train(make(loss, optimizer, **options), params, batches, **(extras or {}))
+    options["stages"] = None
+    expected = train(make(loss, optimizer, **options), params, batches, **(extras or {}))
+    flat, _ = jax.tree_util.tree_flatten_with_path(expected)
+    for (path, a), b in zip(flat, jax.tree.leaves(found), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 50, err_msg=name)
+    return found
+
+
+def test_each_leaf_is_on_the_devices_of_its_stage():
+    step = make(ema_decay=0.5)
+    state, _ = train(step)
+    places = [leaf.devices() for leaf in state.params]
+    assert places == [{device} for device in mt.devices(3)]
+    assert [leaf.devices() for leaf in state.ema_params] == places
+    assert [leaf.devices() for leaf in state.opt_state[0].mu] == places
+
+
+def test_scalar_losses_metrics_and_a_sum_of_losses():
+    def loss(params, batch):
+        each = losses(params, batch)
+        weighted = mt.ratio(each * batch[:, 0] ** 2, batch[:, 0] ** 2)
+        return each.sum(), {"rows": each, "mean": each.mean(), "weighted": weighted}
+
+    _, metrics = check(loss, optax.sgd(0.01), reduction="sum")
+    assert set(metrics) == {"loss", "rows", "mean", "weighted"}
+
+
+@pytest.mark.parametrize("bad", [1, None])
+def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
+    # The lie: the stage whose gradients are finite moves, the others stay.
+    batches = X.copy()
+    if bad is not None:
+        batches[bad, 3] = np.nan
+    found, metrics = check(batches=batches[:2], skip_nonfinite=True, diagnostics=True)
+    assert metrics["skipped"] == (bad is not None)
+    assert metrics["finite_params"].shape == (3,)
+    assert int(found.step) == 2
+
+
+def test_bfloat16_parameters_and_clipping():
+    params = [w.astype(jnp.bfloat16) for w in WEIGHTS]
+    check(params=params, batches=X.astype(jnp.bfloat16), clip_norm=0.1, rtol=3e-2, ema_decay=0.9)
+
+
+def test_trap_clipping_over_stages_for_many_steps():
+    # torchtitan#4312: the norm added up in another order parts from step 15 on.
+    batches = np.tile(X, (10, 1, 1))
+    options = {"clip_norm": 0.05, "optimizer": optax.sgd(0.1, momentum=0.9)}
+    one = train(make(devices=1, **options), batches=batches)
+    assert mt.fingerprint(train(make(devices=3, **options), batches=batches)) == mt.fingerprint(one)
+    check(batches=batches, **options)
+
+
+def test_an_nnx_model_with_batch_norm_and_dropout():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(3)])
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = mt.cut(jnp.tanh(layer(x)))
+            return self.dropout(self.norm(x))
+
+    def loss(model, batch):
+        return (model(batch) ** 2).sum(1)
+
+    options = {"optimizer": optax.adam(0.05), "loss": loss}
+    check(params=Model(nnx.Rngs(0)), **options)
+
+
+def test_an_equinox_model():
+    model = eqx.nn.MLP(4, 4, 8, 3, key=jax.random.key(0))
+    check(lambda model, batch: (jax.vmap(model)(batch) ** 2).sum(1), params=model)
+
+
+def test_changed_learning_rates_and_states_of_other_steps():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step, plain = make(optimizer=optimizer), make(optimizer=optimizer, stages=None)
+    state, _ = train(step)
+    state.opt_state.hyperparams["learning_rate"] = jnp.float32(0.0)
+    before = np.asarray(state.params[0])
+    state, _ = step(state, X[0])
+    assert np.array_equal(state.params[0], before)
+    state, _ = plain(state, X[0])  # from stages to none, and back
+    state, _ = step(state, X[1])
+    assert int(state.step) == 6
+
+
+def test_trap_a_resume_on_another_layout(tmp_path):
+    # torchtitan#474: a checkpoint that only the layout that made it can read.
+    step = make(devices=3, ema_decay=0.9, clip_norm=0.1)
+    state, _ = train(step, batches=X[:2])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, {})
+        undisturbed = mt.fingerprint(step(state, X[2])[0])
+        there = make(devices=2, ema_decay=0.9, clip_norm=0.1, layout=(2, 1))
+        restored = checkpoints.restore(like=there.init(WEIGHTS)).state
+        assert mt.fingerprint(there(restored, X[2])[0]) == undisturbed
+        whole = make(devices=2, stages=None, ema_decay=0.9, clip_norm=0.1)
+        state, _ = whole(checkpoints.restore(like=whole.init(WEIGHTS)).state, X[2])
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"towers": None}, ArgumentError, "needs towers=.*towers=8"),
+        ({"shard_update": True}, ArgumentError, "exclude each other"),
+        ({"stages": 0}, ArgumentError, "stages=0"),
+        ({"stages": None, "layout": (1, 2)}, ArgumentError, "stages= is missing"),
+        ({"layout": (1, 4)}, ArgumentError, "use|Use"),
+        ({"layout": (2, 2), "devices": 3}, DeviceError, "needs 4 devices, and there are 3"),
+        ({"layout": (2, 1), "towers": 1}, DeviceError, "2 replicas, and towers=1"),
+        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
+         ArgumentError, "clip_norm="),
+        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, ArgumentError, "more towers"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        train(make(**options))
+
+
+def test_a_ratio_as_a_loss():
+    # torchtitan#1733, DeepSpeed#7773: towers with other numbers of tokens weigh alike.
+    def loss(params, batch):
+        mask = batch > -1
+        return mt.ratio(losses(params, batch)[:, None] * mask, mask) + 0.1 * (params[0] ** 2).sum()
+
+    state, _ = check(loss, optax.sgd(0.1), batches=(X[0], X[1]))
+    one = train(make(loss, optax.sgd(0.1), devices=1), batches=(X[0], X[1]))[0]
+    assert mt.fingerprint(one) == mt.fingerprint(state)
+    ragged = mt.train_step(
+        lambda p, b: mt.ratio(losses(p, b), b[:, 0] ** 2), optax.sgd(0.1), towers=3, stages=2,
+        devices=2, global_batch=8,
+    )  # fmt: skip
+    _, metrics = ragged(ragged.init(WEIGHTS), X[0][:7])
+    total = losses(WEIGHTS, X[0][:7]).sum() / (X[0][:7, 0] ** 2).sum()
+    np.testing.assert_allclose(metrics["loss"], total, rtol=1e-5)
+
+
+def test_a_weight_that_depends_on_parameters_is_refused():
+    def loss(params, batch):
+        each = losses(params, batch)
+        return mt.ratio(each, jax.lax.stop_gradient(each) > 0)
+
+    with pytest.raises(ArgumentError, match="before the first stage begins"):
+        train(make(loss))
+
+
+def test_idle_devices_are_named():
+    with pytest.warns(mt.MultitowerWarning, match="3 of 4 devices busy"):
+        assert len(make(devices=4).placement.devices) == 1
+
+
+MEMORY = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import multitower as mt
+
+mt.configure(simulated_devices=4)
+params = [np.zeros((200, 200), np.float32) for _ in range(8)]
+
+def losses(params, batch):
+    for w in params:
+        batch = jnp.tanh(batch @ w)
+    return batch.sum(1)
+
+for devices in (1, 2, 4):
+    step = mt.train_step(
+        losses, optax.adam(0.1), towers=4, stages=4, devices=devices, ema_decay=0.9
+    )
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, np.ones((4, 200), np.float32))
+    jax.block_until_ready(state.params)
+    held = dict.fromkeys(jax.devices(), 0)
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    print(*(held[device] / params[0].nbytes for device in jax.devices()[:devices]))
+    del state, step, array, shard
+"""
+
+
+def test_a_device_holds_its_stages_alone():
+    # The lie: "cut", and every device still has everything. In a process of its own, as arrays
+    # that other tests have left behind would count.
+    lines = run_python("-c", MEMORY).splitlines()
+    # Eight blocks: each with two moments and a moving average.
+    for line, each in zip(lines, (32, 16, 8), strict=True):
+        assert [float(x) for x in line.split()] == pytest.approx([each] * (32 // each), rel=0.02)
+
+
+def test_states_and_batches_in_other_forms():
+    step = make(devices=2, ema_decay=0.9)
+    state, _ = train(step, batches=X[:1])
+    copy = jax.tree.map(jnp.copy, state)
+    pickled = pickle.loads(pickle.dumps(state))
+    assert all(a is b for a, b in zip(step.model(state), state.params, strict=True))
+    ready = mt.shard(X[1], towers=4, devices=2)  # on other devices than the rows of stages
+    (fetched,) = mt.prefetch([X[1]], towers=4, devices=step.placement.devices)
+    found = {
+        mt.fingerprint(step(one, batch)[0])
+        for one, batch in ((state, X[1]), (copy, ready), (pickled, fetched))
+    }
+    assert len(found) == 1
+    with pytest.raises(mt.StateError):
+        step(state, X[1])
+
+
+def test_the_users_arrays_are_never_overwritten():
+    params = [jnp.asarray(w) for w in WEIGHTS]
+    step = make(devices=1)
+    state = step.init(params)
+    state, _ = step(state, X[0])
+    step(mt.TrainState(state.fields()), X[1])
+    assert np.array_equal(params[0], WEIGHTS[0])
+
+
+def _haiku_model(x):
+    return hk.nets.MLP([6, 5, 1])(x)
+
+
+@pytest.mark.parametrize("framework", ["linen", "haiku"])
+def test_models_of_functions(framework):
+    if framework == "linen":
+        model = linen.Sequential(
+            [linen.Dense(6), jnp.tanh, linen.Dense(5), jnp.tanh, linen.Dense(1)]
+        )
+        params, apply = model.init(jax.random.key(0), X[0]), model.apply
+    else:
+        model = hk.without_apply_rng(hk.transform(_haiku_model))
+        params, apply = model.init(jax.random.key(0), X[0]), model.apply
+    check(lambda params, batch: apply(params, batch)[:, 0] ** 2, params=params)
+
+
+STACKED = {"layers": np.stack([*WEIGHTS, *WEIGHTS[::-1]]), "head": np.ones(4, np.float32)}
+
+
+def scanned(params, batch):
+    def layer(h, w):
+        return jnp.tanh(h @ w) + h, None
+
+    h, _ = jax.lax.scan(layer, batch, params["layers"])
+    return (h @ params["head"]) ** 2
+
+
+def test_a_scan_over_layers_keeps_each_layer_with_its_stage(tmp_path):
+    # The lie: a scan is cut, and the first stage still has all layers.
+    options = {"clip_norm": 0.5, "ema_decay": 0.9, "skip_nonfinite": True, "diagnostics": True}
+    state, metrics = check(scanned, params=STACKED, **options)
+    assert metrics["finite_params"].shape == (2,)
+    kept = [block.params for block in state.parts().blocks[0]]
+    assert [block[1].shape for block in kept] == [(2, 4, 4)] * 3
+    found = {mt.fingerprint((state, metrics))}
+    for layout in ((1, 1), (2, 2)):
+        step = make(scanned, devices=4, layout=layout, **options)
+        other, metrics = train(step, STACKED, X[:2])
+        with Checkpoints(tmp_path / str(layout)) as checkpoints:
+            checkpoints.save(2, other, {})
+            other = checkpoints.restore(like=step.init(STACKED)).state
+        other, metrics = step(other, X[2])
+        found.add(mt.fingerprint((other, metrics)))
+    assert len(found) == 1
+
+
+def test_a_scan_with_an_optimizer_that_looks_at_whole_leaves():
+    # Its norms are over all layers: they stay together.
+    state, _ = check(scanned, optax.lamb(0.05), params=STACKED)
+    assert state.params["layers"].shape == (6, 4, 4)
