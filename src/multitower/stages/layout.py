@@ -115,8 +115,8 @@ def _as_many_as_fit(num_devices: int, num_towers: int, num_stages: int) -> tuple
     if num_replicas * each < num_devices:
         warn(
             f"stages={num_stages} and towers={num_towers} keep {num_replicas * each} of "
-            f"{num_devices} devices busy, with layout={(num_replicas, each)}: replicas, and devices "
-            "of each. Say another layout=, or devices=."
+            f"{num_devices} devices busy, with layout={(num_replicas, each)}: replicas, and "
+            "devices of each. Say another layout=, or devices=."
         )
     return num_replicas, each
 
