@@ -34,7 +34,8 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
             f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "
-            "sum or average them, e.g. loss.mean(axis=tuple(range(1, loss.ndim)))."
+            "sum or average them, e.g. loss.mean(axis=tuple(range(1, loss.ndim))). For a mean over "
+            "tokens or other weighted terms return mt.ratio(loss * mask, mask)."
         )
     return loss.shape != ()
 

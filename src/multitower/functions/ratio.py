@@ -130,6 +130,10 @@ class Ratio:
     __radd__ = __add__
     __rmul__ = __mul__
 
+    def __jax_array__(self) -> Never:
+        """Refused, in words: functions of `jax.numpy` would take it for an array."""
+        raise _refuse("a function of an array")
+
     def __getattr__(self, name: str) -> Never:
         """Refused, in words; it has no attributes of an array."""
         raise AttributeError(str(_refuse(f".{name}")))
@@ -260,7 +264,7 @@ def _refuse(what: str) -> OutputError:
         f"{what} was asked of mt.ratio(total, weight) inside a tower, where its value is not known "
         "until the towers have met: it can be added to ratios and to scalars, and be multiplied "
         "and divided by scalars. Return it as the loss or as a metric, and compute the rest with "
-        "the result."
+        "the result, such as a perplexity by np.exp(float(metrics['loss']))."
     )
 
 

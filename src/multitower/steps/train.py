@@ -242,14 +242,16 @@ class TrainStep:
         """Returns the parameters or the module with the values of a state.
 
         Args:
-            state: a state of this step. For a moving average give
+            state: a state that `init` or this step has made. For a moving average give
                 `state.replace(params=state.ema_params)`.
 
         Returns:
-            The parameters, or the NNX or Equinox module. Like the state, it is valid until the
-            next step overwrites the state.
+            The parameters, or the NNX or Equinox module in training mode (call `model.eval()`
+            before you use it for predictions). Like the state, it is valid until the next step
+            overwrites the state.
         """
-        return self._step.loss.build(state.params, state.model_state)
+        maker = state.maker if isinstance(state.maker, TrainStep) else self
+        return maker._step.loss.build(state.params, state.model_state)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Makes one update.

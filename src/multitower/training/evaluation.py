@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.tracing import some_rows_repeat
-from multitower.errors import BatchError
+from multitower.errors import BatchError, OutputError
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import Ratio, by_row, inside_tower
@@ -137,6 +137,27 @@ def _quotient(total: float, weight: float) -> float:
         return float(np.divide(total, weight))
 
 
+def _check(found: Any, num_rows: int) -> None:
+    """Refuses what is no dict of numbers for every row.
+
+    Raises:
+        OutputError: it is something else.
+    """
+    if not isinstance(found, Mapping):
+        raise OutputError(
+            f"metrics(params, batch) returned {type(found).__name__}: return a dict with one "
+            "number per row for each name, such as {'accuracy': predicted == batch['y']}."
+        )
+    for name, value in found.items():
+        shape = None if isinstance(value, Ratio) else jnp.shape(value)
+        if shape is not None and shape != (num_rows,):
+            raise OutputError(
+                f"metrics returned {name!r} of shape {shape} for {num_rows} rows: return one "
+                f"number per row, shape ({num_rows},), or mt.ratio(total, weight); evaluate "
+                "averages over the examples itself."
+            )
+
+
 def _parts(value: Any, num_rows: int) -> list[Any]:
     """One entry per row of everything that is added up: numbers, then totals and weights."""
     if not isinstance(value, Ratio):
@@ -157,6 +178,7 @@ def _scorer(
         with inside_tower():
             found = metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
         num_rows = jax.tree.leaves(batch)[0].shape[0]
+        _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
     return make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)

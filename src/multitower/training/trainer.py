@@ -277,10 +277,27 @@ class Trainer:
             raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
         directory = self._directory.parent / "best" if best else self._directory
         if not directory.exists():
-            raise CheckpointError(f"{directory} is not there: no complete checkpoint yet.")
+            why = "no state has been kept as the best: that takes keep_best= and fit(evaluate=...)"
+            raise CheckpointError(
+                f"{directory} does not exist: {why if best else 'no checkpoint is complete yet'}."
+            )
         with Checkpoints(directory, read_only=True) as checkpoints:
             like = self.step.init(params, model_state=model_state, rng=rng)
             return checkpoints.restore(like=like).state
+
+    def model(self, state: TrainState) -> Any:
+        """Returns what `evaluate` scores: the moving average or the parameters, or their module.
+
+        Args:
+            state: of `fit` or `restore` of this trainer.
+
+        Returns:
+            With `ema_decay` the moving average, else the parameters. For an NNX or Equinox module
+            the module with these weights, in training mode: call `model.eval()`, or
+            `eqx.nn.inference_mode(model)`, before you use it for predictions.
+        """
+        average = state.ema_params
+        return self.step.model(state if average is None else state.replace(params=average))
 
     def evaluate(
         self,
@@ -302,7 +319,8 @@ class Trainer:
 
         Returns:
             For each name the mean over all examples, each counted once. Hooks are called with it,
-            and with `keep_best` the state is kept if it is the best so far.
+            and with `keep_best` the state is kept if it is the best so far. To score other data
+            than those that decide, use `multitower.evaluate(metrics, trainer.model(state), ...)`.
 
         Raises:
             MultitowerError: as `multitower.evaluate`.

@@ -150,6 +150,8 @@ class Trial:
 
     def _call(self, rows: list[Any], here: Tower, shared: Sequence[Any] | None = None) -> Found:
         shared = self.parts.shared if shared is None else shared
+        # NumPy arrays cannot be indexed by what is traced; in a real call they are on a device.
+        shared = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in shared]
         split = self.parts.split
         call = Call(*split.rebuild(shared, rows, here))
         structures = state_structures(split, [0])
