@@ -130,7 +130,7 @@ def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
         ),
         (
             {"distributed": True, "coordinator": "a:1", "num_processes": 2, "process_id": 2},
-            "numbered 0 to N-1",
+            "process_id is 0 to N-1",
         ),
     ],
 )

@@ -129,3 +129,18 @@ def test_equinox_modules_are_scored_in_inference_mode():
     found = mt.evaluate(metrics, model, x, global_batch=4, devices=2)["size"]
     expected = jax.vmap(eqx.nn.inference_mode(model))(x).sum(1).mean()
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (lambda w, x: (x * w, {}), "returned tuple: return a dict with one number per row"),
+        (
+            lambda w, x: {"mean": x.mean()},
+            r"metrics\['mean'\] has shape \(\) for . rows: return one number per",
+        ),
+    ],
+)
+def test_metrics_of_another_kind_are_refused_in_words(metrics, message):
+    with pytest.raises(mt.OutputError, match=message):
+        mt.evaluate(metrics, 1.0, np.arange(8.0), global_batch=8, devices=2)

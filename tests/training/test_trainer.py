@@ -417,3 +417,14 @@ def test_scores_see_the_model_state():
     state = trainer.fit(np.float32(1), batches, steps=3, model_state=np.float32(0))
     metrics = lambda w, x, *, model_state: {"state": 0 * x + model_state}
     assert trainer.evaluate(metrics, state, rows, global_batch=4) == {"state": 3.0}
+
+
+def test_the_model_is_what_is_scored():
+    """Lie: the raw parameters go out into the world, and the scores are those of their average."""
+    trainer = mt.Trainer(losses, optax.sgd(0.5), devices=2, ema_decay=0.5)
+    state = trainer.fit(PARAMS, batches, steps=3)
+    assert mt.fingerprint(trainer.model(state)) == mt.fingerprint(state.ema_params)
+    assert mt.fingerprint(trainer.step.model(state)) == mt.fingerprint(state.params)
+    plain = mt.Trainer(losses, optax.sgd(0.5), devices=2)
+    state = plain.fit(PARAMS, batches, steps=3)
+    assert mt.fingerprint(plain.model(state)) == mt.fingerprint(state.params)

@@ -386,3 +386,14 @@ def test_batch_norm_is_told_once():
 
     (problem,) = check_parallel(normalised, VECTOR, X, model_state=jnp.zeros(5)).problems
     assert problem.message.startswith("rows are normalised with statistics of their own tower")
+
+
+def test_parameters_in_numpy_arrays_are_indexed_as_in_a_real_call():
+    table = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    tokens = np.array([[0, 1], [2, 3], [4, 0], [1, 1]])
+    assert mt.check_parallel(lambda table, tokens: table[tokens].sum((1, 2)), table, tokens)
+
+
+def test_ragged_rows_are_tried_in_as_many_towers_as_asked_for():
+    check = mt.check_parallel(lambda w, x: (x - w) ** 2, 1.0, np.arange(22.0), towers=4)
+    assert str(check) == "safe to run data parallel (tried with 22 rows in 4 towers)"

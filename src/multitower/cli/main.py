@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2
     """
     try:
+        import tyro
+
         from multitower.cli import console
         from multitower.cli.doctor import doctor
         from multitower.cli.local_processes import run_local_processes, split_off_processes
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "doctor": doctor,
             }
             words = expand_flags(words, {"train": train, "verify": verify, "scale": scale})
-            code = _run_command(words, commands)
+            code = _run_command(tyro, words, commands)
         except Interrupted as stop:
             console.show_error(str(stop))
             return 128 + stop.signal
@@ -107,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-def _run_command(words: Sequence[str], commands: Mapping[str, Callable[..., Any]]) -> int | None:
-    import tyro
-
+def _run_command(
+    tyro: Any, words: Sequence[str], commands: Mapping[str, Callable[..., Any]]
+) -> int | None:
     if words and words[0] in commands:  # by itself, so that its errors point to its own --help
         name = words[0]
         return tyro.cli(commands[name], prog=f"multitower {name}", args=words[1:])

@@ -130,10 +130,6 @@ class Ratio:
     __radd__ = __add__
     __rmul__ = __mul__
 
-    def __jax_array__(self) -> Never:
-        """Refused, in words: functions of `jax.numpy` would take it for an array."""
-        raise _refuse("a function of an array")
-
     def __getattr__(self, name: str) -> Never:
         """Refused, in words; it has no attributes of an array."""
         raise AttributeError(str(_refuse(f".{name}")))

@@ -152,7 +152,7 @@ def _check(found: Any, num_rows: int) -> None:
         shape = None if isinstance(value, Ratio) else jnp.shape(value)
         if shape is not None and shape != (num_rows,):
             raise OutputError(
-                f"metrics returned {name!r} of shape {shape} for {num_rows} rows: return one "
+                f"metrics[{name!r}] has shape {shape} for {num_rows} rows: return one "
                 f"number per row, shape ({num_rows},), or mt.ratio(total, weight); evaluate "
                 "averages over the examples itself."
             )

@@ -21,7 +21,6 @@ from multitower.checks.problems import (
 )
 from multitower.checks.row_flow import Reading
 from multitower.functions.ratio import RatioSums, join_ratio
-from multitower.hardware.devices import devices
 
 # Of the largest value; sums in another order differ by far less. The second is for 16-bit floats.
 _TOLERANCE, _COARSE = 1e-4, 2e-2
@@ -36,6 +35,7 @@ class Compared(NamedTuple):
         read: the whole program; None if it could not be read.
         is_summed: whether it is a loss whose towers are added up.
         num_rows: of the whole batch.
+        num_towers: that it is cut into.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Compared(NamedTuple):
     read: tuple[Reading, Results] | None
     is_summed: bool
     num_rows: int
+    num_towers: int
 
     def problems(self, whole: Any, cut: Sequence[Any], *, in_order: bool) -> list[Problem]:
         """What the values say.
@@ -72,7 +73,7 @@ class Compared(NamedTuple):
     def mixed(self, text: str) -> Problem:
         """The problem that rows meet, in these words if nothing more is known of it."""
         if self.read and self.read[1].are_statistics(self.flow):
-            text = STATISTICS.format(num=len(devices()))
+            text = STATISTICS.format(num=self.num_towers)
         places = self.flow.places
         return Problem("mixed rows", self.name, places[0] if places else None, text)
 

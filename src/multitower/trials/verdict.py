@@ -38,7 +38,11 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     """Tries a function on all rows and on those of every tower; see `check_parallel`."""
     num_rows = trial.parts.num_rows
     wanted = max(towers or len(devices()), 2)
-    tower_rows = min(-(-num_rows // wanted), num_rows // 2)
+    # Full towers alone can be compared: the size of a tower that makes the most suitable number.
+    sizes = [
+        min(max(size, 1), num_rows // 2) for size in (num_rows // wanted, -(-num_rows // wanted))
+    ]
+    tower_rows = min(sizes, key=lambda size: abs(num_rows // size - wanted))
     read = trial.reading() or trial.reading(times=tower_rows)
     problems = [*_values(trial, tower_rows, read), *_draws(read)]
     problems = _blame_tables(trial, tower_rows, read, problems)
@@ -63,7 +67,7 @@ def _values(trial: Trial, tower_rows: int, read: _Read) -> list[Problem]:
     problems: list[Problem] = []
     for number, (name, flow) in enumerate(zip(whole.names, flows, strict=True)):
         is_summed = trial.reduction == "sum" and whole.has_loss and not number
-        of = Compared(name, flow, read, is_summed, num_rows)
+        of = Compared(name, flow, read, is_summed, num_rows, num_rows // tower_rows)
         value, repeated, *parts = (one.leaves[number] for one in (whole, again, *cut, *strided))
         if is_key(value):
             continue  # other ones in every tower
