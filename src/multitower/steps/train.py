@@ -28,7 +28,7 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.staged.options import StageOptions, check_stages
+from multitower.steps.staged.options import StageOptions, check_stages, refuse_meeting
 from multitower.steps.staged.runner import StagedRunner
 from multitower.steps.staged.state import first_fields, on_cpu
 from multitower.steps.state.changes import with_changes
@@ -368,6 +368,8 @@ class TrainStep:
         num_towers = self.placement.num_towers
         tower_rows = -(-global_batch // num_towers)
         averaged, meets, num_weights = self._look(state, parts, tower_rows)
+        if meets and self._layout is not None:
+            raise refuse_meeting(meets)
         if averaged or meets:  # every row of every tower must be real
             if parts.num_rows % num_towers and meets:
                 raise uneven(meets, parts.num_rows, num_towers)

@@ -9,13 +9,11 @@ import numpy as np
 from multitower.engines.job import Shared
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
-from multitower.errors import ArgumentError
 from multitower.stages.chain import Chain, make_chain
 from multitower.steps.job import TowerStep
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
 from multitower.steps.update import check_same_types
-from multitower.towers.placement import AXIS
 from multitower.towers.rows import Split, Tower, device_dtype
 
 
@@ -53,10 +51,7 @@ class StagedJob:
         rest, self._rest = jax.tree.flatten(shapes_of(rest_of(fields, shared)))
         shapes = [*params, *rest, *shapes_of(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
         self._ends = (len(params), len(params) + len(rest))
-        try:
-            closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
-        except NameError as error:  # an axis that nobody has named
-            raise _refuse_collective(error) from error
+        closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
         self._results = jax.tree.structure(results)
         self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
 
@@ -85,16 +80,6 @@ class StagedJob:
         if self._one.has_tower_losses:
             metrics["tower_losses"] = sums.tower_losses
         return count + 1, new, metrics
-
-
-def _refuse_collective(error: NameError) -> Exception:
-    if AXIS not in str(error):
-        return error
-    return ArgumentError(
-        f"the loss has a collective over the axis {AXIS!r}, such as jax.lax.pmean, and stages= "
-        "cuts a tower's program into parts that do not look at other towers: leave stages= out, "
-        "or the collective."
-    )
 
 
 def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -10,6 +10,14 @@ from multitower.processes.together import are_several
 from multitower.stages.layout import Layout, check_layout, lay_out
 
 
+def refuse_meeting(meets: str) -> ArgumentError:
+    """The error for towers that exchange values, named by where they do so first."""
+    return ArgumentError(
+        f"the loss exchanges values between towers ({meets}), and with stages= a tower's program "
+        "is cut into parts that cannot wait for other towers. Leave stages= out, or the exchange."
+    )
+
+
 class StageOptions(NamedTuple):
     """How a model is cut over devices.
 
