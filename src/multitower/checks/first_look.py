@@ -1,7 +1,7 @@
 """First look: the cheap part of `check_parallel`, which every entry point runs once, and warns.
 
-It reads the program of one tower and runs nothing. What it says is worth a warning and no error:
-somebody may mean it.
+It reads the program of one tower and runs nothing. It warns and raises no error, because a program
+may do such things on purpose.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def look_at_key(
     others: Any,
     name: str,
 ) -> None:
-    """Warns of a key that all towers have alike, if numbers are drawn from it.
+    """Warns of a key that is the same in all towers, if random numbers are drawn from it.
 
     Args:
         outputs: what one tower computes.

@@ -1,4 +1,4 @@
-"""What can be wrong with a function that is to be cut into towers, in words."""
+"""The ways in which a function may not be safe to run data parallel, and their messages."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ Kind = Literal[
 
 
 class Problem(NamedTuple):
-    """Why a function cannot be cut into towers.
+    """Why a function is not safe to run data parallel.
 
     Attributes:
         kind: in a word.

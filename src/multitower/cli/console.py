@@ -65,7 +65,7 @@ def make_show_warning() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
-    """Shows how a run goes on.
+    """Shows the progress of a run.
 
     Args:
         num_steps: updates that the run makes.

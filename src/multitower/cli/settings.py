@@ -115,7 +115,7 @@ def collect_settings(
 
 
 def download_data(recipe: Recipe) -> None:
-    """Fetches the data set of a recipe, and says how it goes on.
+    """Downloads the data set of a recipe, and prints the progress.
 
     Args:
         recipe: whose data set.

@@ -37,7 +37,7 @@ class Together:
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """What `multitower.configure` is to be told."""
+        """The arguments for `multitower.configure`."""
         given = {
             "coordinator": self.coordinator,
             "num_processes": self.num_processes,

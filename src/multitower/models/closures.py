@@ -7,8 +7,8 @@ def train_step(state, batch, key):
     def loss_fn(params): ...  # uses state.batch_stats, batch and key
 ```
 
-Were the arrays constants of a compiled program, every step would compile a new one; a key would
-give all towers the same numbers; and the batch could not be cut.
+If these arrays were constants of the compiled program, every step would compile a new program, a
+key would give all towers the same random numbers, and the batch could not be split.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """What a function uses besides its arguments and its closure: globals, helpers, class attributes.
 
-`jax.jit` traces a function that was made anew, and so sees a global or a helper that has changed.
-Here functions with the same code share a compiled program, so that a loop which defines its loss
-anew does not compile anew: that is right only if all that they use is the same. Where that cannot
-be told there is an error, and such a function shares its program with no other.
+`jax.jit` traces every new function object, and so sees a changed global or helper. Here functions
+with the same code share a compiled program, so that a loop which defines its loss in every step
+compiles once. That is right only if everything that they use is the same. If that cannot be
+compared, there is an error, and the function shares its program with no other.
 """
 
 import builtins

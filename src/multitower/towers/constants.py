@@ -1,7 +1,7 @@
-"""Constants: what among the arguments of a function is no data, such as a flag or a function.
+"""Constants: arguments of a function that are not data, such as a flag, a string or a function.
 
-It is handed on as it is. Like a static argument of `jax.jit` it is part of the program: two calls
-share one if their constants are equal.
+They are passed on unchanged. Like static arguments of `jax.jit` they are part of the program: two
+calls share a program if their constants are equal.
 """
 
 from dataclasses import dataclass, field

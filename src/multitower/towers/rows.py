@@ -1,8 +1,8 @@
 """Rows: which leaves of the arguments are cut into towers, along which axis, how many rows.
 
 A leaf is *split* (an array with an axis of rows), *shared* (a number, a 0-d array, or an array
-whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; every tower gets
-another one), or a *constant* (a flag, a string or a function; part of the program).
+whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; each tower gets a
+different one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
 """Agreement: one decision for all processes, made on the devices, read a step late.
 
-A signal reaches one process, or all at different moments. If each one stopped by itself, the others
-would wait for its gradients for ever. So all processes vote, after the same steps, and read the
-same result one step later: nothing waits for it. When to vote again is decided by the same vote, as
-processes do not measure the same time.
+A signal reaches one process, or several at different moments. If one process stopped alone, the
+others would wait for its gradients without end. So all processes vote after the same steps, and
+read the result one step later, so that no step waits for it. The vote also decides when to vote
+again, because the clocks of the processes differ.
 """
 
 import time

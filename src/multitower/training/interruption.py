@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
-    """Notes SIGTERM and SIGINT instead of dying of them; a second one acts as usual."""
+    """Notes the first SIGTERM or SIGINT instead of ending the process; a second one ends it."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may handle signals

@@ -16,7 +16,7 @@ from multitower.training.test_phase import TestPhase
 
 
 class Loop(NamedTuple):
-    """What goes on around a step.
+    """The work around a step: feeding, reports, checkpoints, test phases and votes.
 
     Attributes:
         step: makes one update.

@@ -175,7 +175,7 @@ class EventFiles:
         self.flush()
 
     def flush(self) -> None:
-        """Writes what has been told so far to disk.
+        """Writes all points so far to disk.
 
         Raises:
             RunError: it cannot be written.

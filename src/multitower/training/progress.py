@@ -43,9 +43,9 @@ Hook = Callable[[Progress], None]
 
 
 def flush_hooks(hooks: Sequence[Hook]) -> None:
-    """Has hooks write to disk what they hold back.
+    """Has hooks write their buffered lines to disk.
 
-    A run that goes on from a checkpoint does not report the steps before it again.
+    A run that resumes from a checkpoint does not report the earlier steps again.
     """
     for hook in hooks:
         flush: Callable[[], None] | None = getattr(hook, "flush", None)

@@ -1,4 +1,4 @@
-"""One result of a function, of the whole batch and of every tower: do they fit together?"""
+"""Compares one result of a function on the whole batch with the results of the towers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What is wrong with a function that is to be cut into towers: found by trying it out."""
+"""Why a function is not safe to run data parallel, found by trying all rows and single towers."""
 
 from collections.abc import Sequence
 from typing import Any

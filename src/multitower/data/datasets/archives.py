@@ -1,7 +1,7 @@
-"""Reading archives that nobody vouches for: in memory, whole, and nothing but plain files.
+"""Reading untrusted archives: in memory, and plain files only.
 
-Nothing is ever unpacked to a disk, so there is no path to escape from and nothing to clean up.
-An archive that tries anyway is refused as a whole.
+Nothing is unpacked to a disk, so no path in an archive can reach other files. An archive with
+links, devices or absolute paths is refused as a whole.
 """
 
 import gzip

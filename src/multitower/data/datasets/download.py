@@ -111,7 +111,7 @@ def download(file: RemoteFile, directory: Path, progress: Progress | None = None
 
 
 def where_to_get(files: Sequence[RemoteFile], directory: Path) -> str:
-    """Says in words how to come by files: `--download`, or by hand."""
+    """Explains how to get the files: `--download`, or by hand."""
     addresses = ", ".join(file.url for file in files)
     return f"Download with --download, or by hand: {addresses} into {directory}."
 
@@ -121,7 +121,7 @@ def _by_hand(file: RemoteFile, directory: Path) -> str:
 
 
 def _fetch(file: RemoteFile, write: Callable[[bytes], object], progress: Progress | None) -> str:
-    """Hands on the contents block by block; returns their SHA-256."""
+    """Writes the contents block by block; returns their SHA-256."""
     if not file.url.startswith(("https://", "http://")):
         raise DataError(f"{file.url} is no address on the web.")
     digest = hashlib.sha256()

@@ -1,8 +1,8 @@
-"""Reading pickles that nobody vouches for: a dict of arrays and plain values, and nothing else.
+"""Reading untrusted pickles: a dict of arrays and plain values, and nothing else.
 
-A pickle is a program. The only names that this one may use stand for the three classes and
-functions below, which stand in for NumPy's own; so a pickle that calls anything else is refused
-before it has called it, and NumPy is only ever asked to look at bytes as numbers.
+A pickle is a program. This one may call only the classes and functions below, which replace NumPy's
+own. A pickle that names anything else is refused before it calls it, and NumPy only interprets
+bytes as numbers.
 """
 
 import io

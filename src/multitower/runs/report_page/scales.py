@@ -107,7 +107,7 @@ def for_steps(last: int) -> Scale:
 
 
 def _labels(marks: Sequence[float]) -> list[str]:
-    """Short ones for large numbers that lie far enough apart to be told from each other."""
+    """Short labels for large numbers that are far enough apart to stay different."""
     if 1e4 <= abs(marks[-1]) < 1e15 and marks[-1] - marks[-2] >= 1e-3 * abs(marks[-1]):
         return list(map(EngFormatter(sep="").format_eng, marks))
     return [f"{mark:,.10g}" for mark in marks]

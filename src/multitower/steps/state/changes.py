@@ -21,7 +21,7 @@ Changes = Mapping[str, Mapping[int, Any]]
 
 
 class Shown(NamedTuple):
-    """An attribute as somebody got to see it."""
+    """An attribute as it was when the user read it."""
 
     leaves: list[Any]
     treedef: Any

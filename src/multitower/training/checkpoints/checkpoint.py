@@ -1,11 +1,11 @@
-"""Checkpoints: a training state on disk, complete or absent, written behind the training's back.
+"""Checkpoints: a training state on disk, complete or absent, written while training continues.
 
-Orbax writes them into a temporary directory, which gets its name when everything is there. What is
-added here is what a resume must be able to trust: every leaf by name, a fingerprint over all of
-them, so that bits lost on the disk are found, and errors of a background save that nobody can miss.
+Orbax writes into a temporary directory, and renames it when it is complete. Added here are the
+names of all leaves, a fingerprint over them, so that a damaged file is found, and the errors of
+background saves, which the next call raises.
 
-Several processes save and restore all together, in a directory that all of them see: process 0
-writes, the others wait for it at the barriers of Orbax.
+With several processes, all of them save and restore, in a directory that all of them see. Process 0
+writes, and the others wait for it at Orbax's barriers.
 """
 
 import hashlib
@@ -179,7 +179,7 @@ class Checkpoints:
         return None
 
     def run_of(self, step: int) -> dict[str, Any]:
-        """What tells the run that saved a checkpoint from another one; empty if nobody said so.
+        """The settings of the run that saved a checkpoint; empty if there are none.
 
         Raises:
             CheckpointError: it cannot be read.

@@ -1,7 +1,8 @@
 """Orbax's manager of one directory of checkpoints, as `Checkpoints` needs it.
 
-It saves in the background, and what it raises comes out as one kind of error; a reader that a run
-overtakes looks again; and where a save fails on several processes, none waits for the others.
+It saves in the background and raises all failures as `CheckpointError`. A reader looks again if a
+run replaces the checkpoint meanwhile. If a save fails on several processes, none waits for the
+others.
 """
 
 import shutil
@@ -104,9 +105,10 @@ class OrbaxManager:
         return sorted(found)
 
     def is_overtaken(self, step: int) -> bool:
-        """Whether a run that goes on has put a newer checkpoint in the place of this one.
+        """Whether a run has replaced this checkpoint by a newer one meanwhile.
 
-        While its files go one by one, the old one is still among the steps: the newest decides.
+        While its files are deleted one by one, the old one is still among the steps: the newest
+        decides.
         """
         if not self._read_only:
             return False
@@ -177,10 +179,10 @@ class OrbaxManager:
                 ) from error
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier; but where a save has failed there is nobody to wait for.
+        """Orbax's barrier, except after a failed save.
 
-        Orbax meets the others also when it is about to raise, and they are elsewhere: all of them
-        would stand for 20 minutes.
+        Orbax also waits for the other processes while it raises an error. They do not come, so all
+        processes would wait for 20 minutes.
         """
         error = sys.exception()
         if error is not None and error is not self._handled:

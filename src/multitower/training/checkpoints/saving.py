@@ -1,4 +1,4 @@
-"""When a run saves, and what it says of it."""
+"""When a run saves, and the message after an interruption."""
 
 import signal
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from multitower.training.checkpoints.checkpoint import Checkpoints
 
 
 class Saver:
-    """When to save, and what to say of it."""
+    """Saves a run's state when it is due."""
 
     def __init__(
         self,
