@@ -138,7 +138,7 @@ def _quotient(total: float, weight: float) -> float:
 
 
 def _check(found: Any, num_rows: int) -> None:
-    """Refuses what is no dict of numbers for every row.
+    """Refuses what is no dict, and numbers that were put together over rows already.
 
     Raises:
         OutputError: it is something else.
@@ -149,10 +149,10 @@ def _check(found: Any, num_rows: int) -> None:
             "number per row for each name, such as {'accuracy': predicted == batch['y']}."
         )
     for name, value in found.items():
-        shape = None if isinstance(value, Ratio) else jnp.shape(value)
-        if shape is not None and shape != (num_rows,):
+        # Of arrays `make_parallel` finds out whether they have one entry per row.
+        if not isinstance(value, Ratio) and jnp.shape(value) == ():
             raise OutputError(
-                f"metrics[{name!r}] has shape {shape} for {num_rows} rows: return one "
+                f"metrics[{name!r}] has shape () for {num_rows} rows: return one "
                 f"number per row, shape ({num_rows},), or mt.ratio(total, weight); evaluate "
                 "averages over the examples itself."
             )

@@ -279,7 +279,7 @@ class Trainer:
         if not directory.exists():
             why = "no state has been kept as the best: that takes keep_best= and fit(evaluate=...)"
             raise CheckpointError(
-                f"{directory} does not exist: {why if best else 'no checkpoint is complete yet'}."
+                f"{directory} does not exist: {why if best else 'no complete checkpoint yet'}."
             )
         with Checkpoints(directory, read_only=True) as checkpoints:
             like = self.step.init(params, model_state=model_state, rng=rng)
