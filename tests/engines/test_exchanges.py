@@ -241,8 +241,8 @@ def trained(loss, devices, towers, **options):
     ("name", "towers", "devices", "options"),
     [
         ("contrastive", 4, (1, 2, 3), {}),
-        ("normalised", 6, (1, 8), {"ema_decay": 0.9}),
         ("advantages", 4, (1, 3), {"shard_update": True, "clip_norm": 0.5}),
+        pytest.param("normalised", 6, (1, 8), {"ema_decay": 0.9}, marks=pytest.mark.slow),
         pytest.param("contrastive", 6, EVERY, {}, marks=pytest.mark.slow),
         pytest.param("normalised", 4, EVERY, {"shard_update": True}, marks=pytest.mark.slow),
         pytest.param("advantages", 8, EVERY, {"skip_nonfinite": True}, marks=pytest.mark.slow),
@@ -254,6 +254,7 @@ def test_law_l3_same_bits_where_towers_meet(name, towers, devices, options):
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.slow
 def test_law_l3_keys_and_16_bits_cross_an_exchange():
     """A key that is drawn from before an exchange and after it; sums and moves in bfloat16."""
 

@@ -66,13 +66,21 @@ def one_device():
     return train(make(1))
 
 
-def test_law_l3_the_same_bits_on_any_layout(one_device):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {}),
+        (4, {"layout": (2, 2), "interleave": True}),
+        pytest.param(6, {"layout": (2, 3)}, marks=SLOW),
+        pytest.param(3, {"layout": (3, 1)}, marks=SLOW),
+    ],
+)
+def test_law_l3_the_same_bits_on_any_layout(one_device, devices, options):
     # The lie: gradients added in the order in which devices finish.
-    expected = mt.fingerprint(one_device)
-    assert bits(make(2)) == expected
-    assert bits(make(6, layout=(2, 3))) == expected
-    assert bits(make(4, layout=(2, 2), interleave=True)) == expected
-    assert bits(make(3, layout=(3, 1))) == expected
+    assert bits(make(devices, **options)) == mt.fingerprint(one_device)
 
 
 def test_it_is_the_training_without_stages(one_device):

@@ -126,6 +126,7 @@ def test_an_nnx_model_with_batch_norm_and_dropout():
     check(params=Model(nnx.Rngs(0)), **options)
 
 
+@pytest.mark.slow
 def test_an_equinox_model():
     model = eqx.nn.MLP(4, 4, 8, 3, key=jax.random.key(0))
     check(lambda model, batch: (jax.vmap(model)(batch) ** 2).sum(1), params=model)
@@ -240,6 +241,7 @@ for devices in (1, 2, 4):
 """
 
 
+@pytest.mark.slow
 def test_a_device_holds_its_stages_alone():
     # The lie: "cut", and every device still has everything. In a process of its own, as arrays
     # that other tests have left behind would count.
@@ -279,6 +281,7 @@ def _haiku_model(x):
     return hk.nets.MLP([6, 5, 1])(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "haiku"])
 def test_models_of_functions(framework):
     if framework == "linen":
@@ -303,6 +306,7 @@ def scanned(params, batch):
     return (h @ params["head"]) ** 2
 
 
+@pytest.mark.slow
 def test_a_scan_over_layers_keeps_each_layer_with_its_stage(tmp_path):
     # The lie: a scan is cut, and the first stage still has all layers.
     options = {"clip_norm": 0.5, "ema_decay": 0.9, "skip_nonfinite": True, "diagnostics": True}
@@ -322,6 +326,7 @@ def test_a_scan_over_layers_keeps_each_layer_with_its_stage(tmp_path):
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_a_scan_with_an_optimizer_that_looks_at_whole_leaves():
     # Its norms are over all layers: they stay together.
     state, _ = check(scanned, optax.lamb(0.05), params=STACKED)
