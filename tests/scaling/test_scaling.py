@@ -18,7 +18,7 @@ import multitower as mt
 import places
 from faults import change_results
 from multitower.cli.main import main
-from multitower.engines import same_bits
+from multitower.engines import totals
 from multitower.hardware.memory import MemoryWatch, PeakMemory
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
@@ -149,7 +149,7 @@ def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
 @pytest.mark.slow
 def test_a_slow_part_is_found(monkeypatch):
     """Lie: time of one part shown in another."""
-    reduced, pause = same_bits.SameBits._reduced, 0.04
+    reduced, pause = totals.Totals.reduced, 0.04
 
     def slow(self, stacks):
         time.sleep(pause)
@@ -159,7 +159,7 @@ def test_a_slow_part_is_found(monkeypatch):
         time.sleep(pause)
         return batch
 
-    monkeypatch.setattr(same_bits.SameBits, "_reduced", slow)
+    monkeypatch.setattr(totals.Totals, "reduced", slow)
     recipe = replace(RECIPE, distort=slow_input)
     how = replace(STRONG, steps=3)
     split = scale(recipe, RunOptions(towers=2, global_batch=4), [1], how)["strong"][0]["split"]
