@@ -58,12 +58,6 @@ def computed(equation: Any, inputs: Sequence[Any]) -> Any:
     return found.astype(wanted.dtype) if fits else None
 
 
-def num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """How many values have as many axes outside of a loop as inside."""
-    pairs = zip(outer, inner, strict=True)
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
-
-
 def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
     """The program inside a call such as jit, checkpoint or a custom derivative."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

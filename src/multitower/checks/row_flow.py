@@ -16,10 +16,11 @@ import numpy as np
 from jax.extend import core
 
 from multitower.checks.along_rows import row_axes, works_along_rows
-from multitower.checks.equations import computed, num_same, program_inside, small_constant
+from multitower.checks.equations import computed, program_inside, small_constant
 from multitower.checks.flow import Flow, Word, all_places, join, join_all, worst_of
 from multitower.checks.loops import frozen_by_row, sums_up
 from multitower.engines.collectives import needs_axis
+from multitower.engines.segments import num_same
 from multitower.engines.source_lines import line_of
 
 # Sums over rows, and what keeps a sum a sum.

@@ -102,6 +102,12 @@ def compute(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
     return found if equation.primitive.multiple_results else [found]
 
 
+def num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    """How many values have as many axes outside of a loop as inside."""
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+
 def read_program(
     closed: Any,
     is_mark: Callable[[Any], bool],

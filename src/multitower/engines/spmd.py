@@ -4,6 +4,7 @@ Works eagerly, under `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`. The r
 one-device result up to rounding; for the same bits on any number of devices see `same_bits`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,10 +59,7 @@ def run(
             result = _in_turn(one, first, slots, rows)
         else:
             result = _together(rounds, shared, tower, first + jnp.arange(slots), rows)
-        means, sums = _totals((result.means, result.sums))
-        # A product with a number is fused into whatever uses it; a division would be stored first.
-        scale = tower_rows / num_rows.astype(float)
-        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+        means, sums = _over_towers(result, tower_rows, num_rows)
         return job.finish(shared.state, means, sums), result.rows
 
     # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside
@@ -73,6 +71,56 @@ def run(
         out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
         check_vma=False,
     )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
+
+
+def run_on_shards(
+    tower: Callable[[Any, list[Any], Tower], TowerResult],
+    placement: Placement,
+    shared: tuple[Any, Any],
+    rows: list[Any],
+    num_rows: jax.Array,
+    *,
+    block_specs: Any,
+) -> tuple[Any, Any, Any]:
+    """Runs one tower on each device, on arrays of which a device may hold a part.
+
+    Args:
+        tower: (shared, rows, tower) -> TowerResult; its blocks are parts of sums over devices.
+        placement: one tower on every device.
+        shared: what a tower gets, and for each leaf of it how it is split over devices.
+        rows: as for `run`; where towers meet, none of them may be there to fill up alone.
+        num_rows: as for `run`.
+        block_specs: how the blocks are split over devices.
+
+    Returns:
+        Means and sums, on every device; and the whole arrays of which the blocks are parts.
+    """
+    num_towers = placement.num_towers
+    tower_rows = -(-rows[0].shape[0] // num_towers)
+    values, specs = shared
+
+    def on_device(values: Any, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any, Any]:
+        index = lax.axis_index(AXIS)
+        here = Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
+        traced = _without_mesh(tower, (values, rows, here), num_towers)
+        result = traced(values, rows, here)
+        return *_over_towers(result, tower_rows, num_rows), result.blocks
+
+    return jax.shard_map(
+        on_device,
+        mesh=placement.mesh,
+        in_specs=(specs, PartitionSpec(AXIS), PartitionSpec()),
+        out_specs=(PartitionSpec(), PartitionSpec(), block_specs),
+        check_vma=False,  # as in `run`
+    )(values, [pad_rows(leaf, tower_rows * num_towers) for leaf in rows], num_rows)
+
+
+def _over_towers(result: TowerResult, tower_rows: int, num_rows: jax.Array) -> tuple[Any, Any]:
+    """Means and sums over towers."""
+    means, sums = _totals((result.means, result.sums))
+    # A product with a number is fused into whatever uses it; a division would be stored first.
+    scale = tower_rows / num_rows.astype(float)
+    return jax.tree.map(lambda x: (x * scale).astype(x.dtype), means), sums
 
 
 def _without_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from multitower.checks.equations import num_same
-from multitower.engines.segments import Program, compute, open_calls, values_of
+from multitower.engines.segments import Program, compute, num_same, open_calls, values_of
 from multitower.stages.work import is_heavy, work_of
 
 

@@ -23,7 +23,7 @@ from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
-from multitower.steps.update import finite_leaves, update
+from multitower.steps.update import update_if_good
 from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
 from multitower.towers.surroundings import inside_a_tower
@@ -81,18 +81,9 @@ def make_job(
             if step.diagnostics:
                 metrics["tower_losses"] = sums.tower_losses
             return fields._replace(step=fields.step + 1, model_state=model_state), metrics
-        new = update(step, fields, sums.gradients, metrics["loss"], model_state)
-        if not (step.diagnostics or step.skip_nonfinite):
-            return new, metrics
-        finite = finite_leaves(new.params)
-        good = finite.all() & jnp.isfinite(metrics["loss"])
-        if step.skip_nonfinite:
-            metrics["skipped"] = 1 - good.astype(jnp.float32)
-            kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
-            new = kept._replace(step=new.step)  # the batch is used up; the update is not made
-        if step.diagnostics:
-            metrics.update(tower_losses=sums.tower_losses, finite_params=finite)
-        return new, metrics
+        return update_if_good(
+            step, fields, sums.gradients, metrics, model_state, tower_losses=sums.tower_losses
+        )
 
     return Job(tower, finish)
 

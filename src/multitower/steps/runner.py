@@ -84,9 +84,7 @@ class FastRunner:
     ) -> None:
         before = make_weights_job(step, split, tower_rows) if has_weights else None
         job = make_job(step, split, tower_rows, placement.num_towers)
-        self._size = tower_rows * placement.num_towers
-        self._placement = placement
-        self._counts: dict[int, jax.Array] = {}
+        self._feeder = Feeder(placement, tower_rows)
 
         def run(fields: Fields, rest: Any, rows: list[Any], num_rows: jax.Array) -> Any:
             if before is not None:
@@ -98,13 +96,25 @@ class FastRunner:
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
+        fields, metrics = self._run(state.fields(), *self._feeder.feed(parts))
+        state.spend()
+        return TrainState(fields, maker), metrics
+
+
+class Feeder:
+    """Copies batches to the devices, for one program over all of them."""
+
+    def __init__(self, placement: Placement, tower_rows: int) -> None:
+        self._size = tower_rows * placement.num_towers
+        self._placement = placement
+        self._counts: dict[int, jax.Array] = {}
+
+    def feed(self, parts: Parts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        """What all towers get alike, the rows, and how many of these are real."""
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
         rest = copy_to(parts.shared, [self._placement.shared] * len(parts.shared))
-        num_rows = self._count(parts.num_rows)
-        fields, metrics = self._run(state.fields(), rest, rows, num_rows)
-        state.spend()
-        return TrainState(fields, maker), metrics
+        return rest, rows, self._count(parts.num_rows)
 
     def _whole(self, leaf: Any) -> jax.Array:
         """The rows filled up and split over the devices."""

@@ -28,6 +28,9 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
+from multitower.steps.shards.options import ShardOptions, check_shards
+from multitower.steps.shards.runner import ShardsRunner
+from multitower.steps.shards.state import StateShards
 from multitower.steps.staged.options import StageOptions, check_stages, refuse_meeting
 from multitower.steps.staged.runner import StagedRunner
 from multitower.steps.staged.state import first_fields, on_cpu
@@ -48,7 +51,7 @@ from multitower.towers.surroundings import (
 if TYPE_CHECKING:
     import optax
 
-Runner = FastRunner | SameBitsRunner | ShardedRunner | StagedRunner
+Runner = FastRunner | SameBitsRunner | ShardedRunner | ShardsRunner | StagedRunner
 
 
 def train_step(
@@ -65,6 +68,7 @@ def train_step(
     clip_norm: float | None = None,
     reduction: Reduction = "mean",
     shard_update: bool = False,
+    shard_params: bool = False,
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
@@ -153,12 +157,7 @@ def train_step(
     check_numbers(ema_decay, global_batch, clip_norm)
     check_towers(towers)
     check_reduction(reduction)
-    if shard_update and (towers is None or skip_nonfinite):
-        raise ArgumentError(
-            "shard_update=True needs towers=, one block for each, and cannot take back a block's "
-            "update, as skip_nonfinite would: "
-            + ("leave skip_nonfinite out." if towers else "say how many, such as towers=8.")
-        )
+    shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, towers=towers, shard_update=shard_update)
     loss = LossFunction.of(loss_fn)
     step = StepParts(
@@ -171,7 +170,7 @@ def train_step(
         clip_norm,
         reduction,
     )
-    return TrainStep(step, devices, towers, global_batch, cut or shard_update)
+    return TrainStep(step, devices, towers, global_batch, cut or shards or shard_update)
 
 
 class TrainStep:
@@ -183,13 +182,14 @@ class TrainStep:
         devices: DeviceSpec | None,
         towers: int | None,
         global_batch: int | None,
-        division: "bool | StageOptions",
+        division: "bool | StageOptions | ShardOptions",
     ) -> None:
         self._step = step
         self._devices = devices
         self._towers = towers
         self._global_batch = global_batch
         self._stages = division if isinstance(division, StageOptions) else None
+        self._shard_options = division if isinstance(division, ShardOptions) else None
         self._shard_update = division is True
         self._layout: Layout | None = None
         self._placement: Placement | None = None
@@ -234,6 +234,9 @@ class TrainStep:
             return self._adopt_blocks(fields, first=True)
         if self._stages is not None:
             return TrainState(first_fields(self._step, params, model_state, rng), self)
+        if self._shards is not None:
+            fields = Fields(np.int32(0), params, None, None, model_state, rng)
+            return TrainState(self._shards.first(self._step, fields), self)
         ema = jax.tree.map(wide, params) if self._step.ema_decay is not None else None
         opt_state = self._step.optimizer.init(params)
         return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
@@ -299,6 +302,13 @@ class TrainStep:
         self._global_batch = global_batch  # only now: a batch that failed is no measure
         return result
 
+    @property
+    def _shards(self) -> StateShards | None:
+        """Where the parts of the state are, if every device keeps some."""
+        if self._shard_options is None:
+            return None
+        return StateShards(self._shard_options, self.placement)
+
     def _place(self) -> Placement:
         if self._stages is None:
             self._placement = place(self._devices, self._towers)
@@ -333,6 +343,8 @@ class TrainStep:
             return self._sharded.state(parts, self)
         if self._stages is not None:
             return TrainState(with_changes(state.fields(), changes), self)
+        if self._shards is not None:
+            return TrainState(self._shards.take_changes(state.fields(), changes), self)
         return take_changes(state, changes, self.placement, self)
 
     def _adopt(self, fields: Fields) -> TrainState:
@@ -340,6 +352,8 @@ class TrainStep:
             return TrainState(fields, self)
         if self._shard_update:
             return self._adopt_blocks(fields, first=False)
+        if self._shards is not None:
+            return TrainState(self._shards.place(fields), self)
         return TrainState(on_all_devices(fields, self.placement), self)
 
     def _adopt_blocks(self, fields: Fields, *, first: bool) -> TrainState:
@@ -393,6 +407,10 @@ class TrainStep:
                 )
             elif self._sharded is not None:
                 self._runners[key] = ShardedRunner(*given, self._sharded, has_weights=has_weights)
+            elif self._shards is not None:
+                self._runners[key] = ShardsRunner(
+                    *given[:-1], self._shards, has_weights=has_weights
+                )
             else:
                 make = FastRunner if self._towers is None else SameBitsRunner
                 self._runners[key] = make(*given, has_weights=has_weights)

@@ -17,6 +17,39 @@ def finite_leaves(params: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
 
 
+def update_if_good(
+    step: StepParts,
+    fields: Fields,
+    gradients: Any,
+    metrics: dict[str, Any],
+    model_state: Any,
+    *,
+    tower_losses: Any,
+) -> tuple[Fields, dict[str, Any]]:
+    """Makes an update, unless `skip_nonfinite` is set and something is not finite.
+
+    Args:
+        step: what to do.
+        fields: the state before.
+        gradients: means over all rows.
+        metrics: likewise; what the step adds is written into them.
+        model_state: what the state gets.
+        tower_losses: the mean loss of each tower.
+    """
+    new = update(step, fields, gradients, metrics["loss"], model_state)
+    if not (step.diagnostics or step.skip_nonfinite):
+        return new, metrics
+    finite = finite_leaves(new.params)
+    good = finite.all() & jnp.isfinite(metrics["loss"])
+    if step.skip_nonfinite:
+        metrics["skipped"] = 1 - good.astype(jnp.float32)
+        kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
+        new = kept._replace(step=new.step)  # the batch is used up; the update is not made
+    if step.diagnostics:
+        metrics.update(tower_losses=tower_losses, finite_params=finite)
+    return new, metrics
+
+
 def update(
     step: StepParts,
     fields: Fields,

@@ -1,0 +1,228 @@
+"""Gathering: a function of whole parameters as a function of their shards.
+
+A shard is gathered where the function uses it, and the gradient of a shard is the sum over devices
+of its part of the gradient. What is gathered for one product is not kept for the backward pass but
+gathered again there, and a `jax.lax.scan` over stacked layers gathers one layer at a time. So no
+device holds more than a few layers whole. A leaf that is used in several places is gathered once.
+
+Source: ZeRO stage 3 (Rajbhandari et al. 2020); FSDP (Zhao et al. 2023).
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from multitower.engines.segments import compute, num_same
+from multitower.towers.placement import AXIS
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_REMAT = ("checkpoint", "remat2")
+# They give another form to one array. The result is made again from the shard where it is used.
+_FORMS = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy"}
+# Cheap to make again, or linear: their backward pass needs what goes in, not what comes out.
+_USES = {"dot_general", "conv_general_dilated", "gather", "mul", "add", "sub", "dynamic_slice"}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shard:
+    """This device's part of a leaf, in place of the leaf.
+
+    Attributes:
+        value: the part; where the device has a copy of the leaf only its gradient matters.
+        copy: the whole leaf, or None.
+        axis: along which the leaf is split.
+        dtype: in which it is gathered; no wider than its own.
+        forms: what is done to the whole leaf, in this order.
+    """
+
+    value: Any
+    copy: Any
+    axis: int = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
+    forms: tuple[Callable[[Any], Any], ...] = field(default=(), metadata={"static": True})
+
+    def whole(self) -> Any:
+        """The leaf."""
+        if self.copy is None:
+            found = gather(self.value, self.axis, self.dtype, self.value.dtype)
+        else:
+            found = copy_of(self.value, self.copy, self.axis)
+        for form in self.forms:
+            found = form(found)
+        return found
+
+    def formed(self, equation: Any) -> "Shard":
+        """The leaf in another form. A dtype with fewer bytes is sent in place of its own."""
+        if equation.primitive.name == "convert_element_type" and self.copy is None:
+            dtype = jnp.dtype(equation.params["new_dtype"])
+            if not self.forms and _is_narrower(dtype, self.dtype):
+                return replace(self, dtype=dtype)
+        return replace(self, forms=(*self.forms, lambda whole: compute(equation, [whole])[0]))
+
+    def of_layer(self) -> "Shard":
+        """The same as it is for one layer of a loop over the first axis."""
+        return replace(self, axis=self.axis - 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather(shard: jax.Array, axis: int, dtype: Any, own: Any) -> jax.Array:
+    """The whole leaf of which every device has a part, in a dtype.
+
+    Its gradient is added up over devices in the dtype of the leaf, as without shards.
+    """
+    return lax.all_gather(shard.astype(dtype), AXIS, axis=axis, tiled=True)
+
+
+def _gather_forward(shard: jax.Array, axis: int, dtype: Any, own: Any) -> tuple[jax.Array, None]:
+    return gather(shard, axis, dtype, own), None
+
+
+def _gather_backward(axis: int, dtype: Any, own: Any, _: None, cotangent: Any) -> tuple[jax.Array]:
+    return (scatter(cotangent.astype(own), axis),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def copy_of(shard: jax.Array, copy: jax.Array, axis: int) -> jax.Array:
+    """The whole leaf, which every device has; its gradient is the shard's."""
+    return copy
+
+
+def _copy_forward(shard: jax.Array, copy: jax.Array, axis: int) -> tuple[jax.Array, None]:
+    return copy, None
+
+
+def _copy_backward(axis: int, _: None, cotangent: Any) -> tuple[jax.Array, None]:
+    return scatter(cotangent, axis), None
+
+
+copy_of.defvjp(_copy_forward, _copy_backward)
+
+
+def scatter(value: jax.Array, axis: int) -> jax.Array:
+    """This device's part of the sum over devices."""
+    return lax.psum_scatter(value, AXIS, scatter_dimension=axis, tiled=True)
+
+
+def value_and_grad(fn: Callable[[Any], tuple[Any, Any]], tree: Any) -> tuple[tuple[Any, Any], Any]:
+    """Like `jax.value_and_grad(fn, has_aux=True)(tree)`, for a tree with shards among its leaves.
+
+    Args:
+        fn: a function of the tree of whole leaves.
+        tree: what it is differentiated at.
+
+    Returns:
+        What `fn` returns; and for every shard its part of the sum of the gradients over devices,
+        for other leaves this device's own gradient.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_shard)
+
+    def of_values(values: list[Any]) -> Any:
+        given = [
+            replace(leaf, value=value) if isinstance(leaf, Shard) else value
+            for leaf, value in zip(leaves, values, strict=True)
+        ]
+        return on_shards(fn, treedef.unflatten(given))
+
+    values = [leaf.value if isinstance(leaf, Shard) else leaf for leaf in leaves]
+    found, gradients = jax.value_and_grad(of_values, has_aux=True)(values)
+    return found, treedef.unflatten(gradients)
+
+
+def on_shards(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Calls a function of a tree of whole leaves on a tree with shards among its leaves."""
+    make = jax.make_jaxpr(fn, return_shape=True)
+    program, result = make(whole_shapes(tree))
+    given = jax.tree.leaves(tree, is_leaf=_is_shard)
+    found = map(_whole, _run(program.jaxpr, program.consts, given))
+    return jax.tree.unflatten(jax.tree.structure(result), found)
+
+
+def whole_shapes(tree: Any) -> Any:
+    """The shapes and dtypes of whole leaves."""
+    return jax.tree.map(lambda leaf: jax.eval_shape(_whole, leaf), tree, is_leaf=_is_shard)
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The results of a program of which some arguments, and perhaps results, are shards."""
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    atoms = [*(atom for equation in jaxpr.eqns for atom in equation.invars), *jaxpr.outvars]
+    uses = Counter(atom for atom in atoms if not isinstance(atom, core.Literal))
+
+    def keep(variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            # Gathered in every place, it would be sent as often, and its gradient too.
+            known[variable] = _whole(value) if uses[variable] > 1 else value
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else known[atom]
+
+    keep(jaxpr.invars, given)
+    for equation in jaxpr.eqns:
+        keep(equation.outvars, _results(equation, [value_of(atom) for atom in equation.invars]))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _results(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """The results of one equation."""
+    if not any(isinstance(value, Shard) for value in given):
+        return compute(equation, given)
+    name, params = equation.primitive.name, equation.params
+    if name in _CALLS:
+        inner = params[_CALLS[name]]
+        return _run(inner.jaxpr, inner.consts, given)
+    if name in _REMAT:
+        again = lambda *given: [*map(_whole, _run(params["jaxpr"], [], given))]
+        return jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])(
+            *given
+        )
+    if name in _FORMS and len(given) == 1:
+        return [given[0].formed(equation)]
+    if name == "scan":
+        return _scanned(equation, given)
+    use = lambda *given: compute(equation, [*map(_whole, given)])
+    return jax.checkpoint(use)(*given) if name in _USES else use(*given)
+
+
+def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:
+    """A loop that gathers what it reads of stacked leaves layer by layer."""
+    params, inner = equation.params, equation.params["jaxpr"]
+    num_carried = num_same(equation.outvars, inner.jaxpr.outvars)
+    num_fixed = num_same(equation.invars, inner.jaxpr.invars)
+    fixed = [_whole(value) for value in given[:num_fixed]]
+    consts, first = fixed[: num_fixed - num_carried], fixed[num_fixed - num_carried :]
+    # A leaf that is split along the loop itself has no layer of which every device has a part.
+    stacked = [
+        x.of_layer() if isinstance(x, Shard) and x.axis > 0 and not x.forms else _whole(x)
+        for x in given[num_fixed:]
+    ]
+
+    def body(carry: list[Any], layer: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = [*map(_whole, _run(inner.jaxpr, inner.consts, [*consts, *carry, *layer]))]
+        return found[:num_carried], found[num_carried:]
+
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    last, every = lax.scan(body, first, stacked, **options)
+    return [*last, *every]
+
+
+def _is_shard(value: Any) -> bool:
+    return isinstance(value, Shard)
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, Shard) else value
+
+
+def _is_narrower(dtype: Any, other: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < jnp.dtype(other).itemsize

@@ -1,0 +1,149 @@
+"""The job of one fast step on shards: gradients in parts, and an update of global arrays.
+
+A tower gathers what it needs of the parameters, and each device is left with its part of the sum of
+the gradients. The update runs on arrays that span the devices, so that any optimizer works: XLA
+puts in what a norm over all elements needs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from multitower.engines import spmd
+from multitower.engines.gathering import Shard, on_shards, value_and_grad, whole_shapes
+from multitower.engines.job import Shared, TowerResult
+from multitower.steps.job import TowerStep, make_weights_job
+from multitower.steps.parts import StepParts
+from multitower.steps.shards.state import StateShards
+from multitower.steps.state.fields import Fields
+from multitower.steps.update import update_if_good
+from multitower.towers.leaf_shards import shardings_of, spec_of, split_axis
+from multitower.towers.rows import Split, Tower
+
+# For each parameter along which dimension it is split, if it is.
+Axes = list[int | None]
+
+
+class ShardsJob:
+    """One step's work on arrays that span the devices; traced by `jax.jit`.
+
+    Args:
+        step: what to do.
+        split: how the batch goes to the towers.
+        tower_rows: rows of a full tower.
+        shards: what is split over the devices.
+        has_weights: whether the loss is a ratio, whose weights must be known first.
+    """
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        shards: StateShards,
+        *,
+        has_weights: bool,
+    ) -> None:
+        self._step = step
+        self._shards = shards
+        self._num_devices = len(shards.placement.devices)
+        self._one = TowerStep(step, split, tower_rows, self._num_devices)
+        self._weights = make_weights_job(step, split, tower_rows) if has_weights else None
+
+    def __call__(
+        self, fields: Fields, rest: list[Any], rows: list[Any], num_rows: jax.Array
+    ) -> tuple[Fields, dict[str, Any]]:
+        """The state after one update, and the metrics."""
+        seen = fields._replace(opt_state=None, ema_params=None)  # what a tower sees
+        specs = jax.tree.map(lambda sharding: sharding.spec, self._shards.shardings(seen))
+        leaves, treedef = jax.tree.flatten(fields.params)
+        axes = [split_axis(leaf, self._num_devices) for leaf in leaves]
+        if self._weights is not None:
+            given = (Shared((), (seen, rest)), Shared((), (specs, PartitionSpec())))
+            _, weights, _ = self._on_devices(self._find_weights, axes, given, rows, num_rows, {})
+            rest = [*rest, *weights]
+        blocks = {
+            number: spec_of(leaf, self._num_devices)
+            for number, leaf in enumerate(leaves)
+            if axes[number] is not None
+        }
+        given = (Shared(seen, rest), Shared(specs, PartitionSpec()))
+        means, sums, found = self._on_devices(self._tower, axes, given, rows, num_rows, blocks)
+        by_number = {**sums.gradients, **found}
+        gradients = treedef.unflatten(by_number[number] for number in range(len(leaves)))
+        metrics, model_state = self._one.finish(fields.model_state, means, sums)
+        there = shardings_of(fields.params, self._shards.placement)
+        own = fields._replace(params=jax.lax.with_sharding_constraint(fields.params, there))
+        new, metrics = update_if_good(
+            self._step, own, gradients, metrics, model_state, tower_losses=sums.tower_losses
+        )
+        # Here, and not before the new parameters are made, they are put together again.
+        params = jax.lax.with_sharding_constraint(new.params, there)
+        return new._replace(params=params), metrics
+
+    def _on_devices(
+        self,
+        tower: Callable[..., TowerResult],
+        axes: Axes,
+        shared: tuple[Any, Any],
+        rows: list[Any],
+        num_rows: Any,
+        block_specs: Any,
+    ) -> Any:
+        return spmd.run_on_shards(
+            functools.partial(tower, axes),
+            self._shards.placement,
+            shared,
+            rows,
+            num_rows,
+            block_specs=block_specs,
+        )
+
+    def _tower(self, axes: Axes, shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+        """What one tower finds; its blocks are its device's parts of the gradients, by number."""
+
+        def objective(params: Any) -> Any:
+            return self._one.objective(params, shared, rows, here)
+
+        params = self._with_shards(shared.state.params, axes)
+        found, gradients = value_and_grad(objective, params)
+        by_number = dict(enumerate(jax.tree.leaves(gradients)))
+        blocks = {number: leaf for number, leaf in by_number.items() if axes[number] is not None}
+        whole = {number: leaf for number, leaf in by_number.items() if axes[number] is None}
+        # The rest looks at shapes alone, and the shapes that the loss knows are the whole ones.
+        stand_ins = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), whole_shapes(params))
+        shared = shared._replace(state=shared.state._replace(params=stand_ins))
+        means, sums = self._one.results(shared, rows, here, found)
+        return TowerResult(means=means, sums=sums._replace(gradients=whole), blocks=blocks)
+
+    def _with_shards(self, params: Any, axes: Axes) -> Any:
+        """The parameters with shards for those that are split, or whose gradients are."""
+
+        def shard(leaf: jax.Array, axis: int) -> Shard:
+            if self._shards.options.params:
+                return Shard(leaf, None, axis, leaf.dtype)
+            shape = [n // (self._num_devices if i == axis else 1) for i, n in enumerate(leaf.shape)]
+            return Shard(jnp.zeros(shape, leaf.dtype), leaf, axis, leaf.dtype)
+
+        leaves, treedef = jax.tree.flatten(params)
+        return treedef.unflatten(
+            leaf if axis is None else shard(leaf, axis)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        )
+
+    def _find_weights(
+        self, axes: Axes, shared: Shared, rows: list[Any], here: Tower
+    ) -> TowerResult:
+        """The weights of a ratio in one tower."""
+        assert self._weights is not None
+        find = self._weights.tower
+        fields, rest = shared.rest
+
+        def weights(params: Any) -> Any:
+            return find(Shared((), (fields._replace(params=params), rest)), rows, here).sums
+
+        return TowerResult(sums=on_shards(weights, self._with_shards(fields.params, axes)))

@@ -1,0 +1,48 @@
+"""Runs the job of a fast step on shards as one program over all devices."""
+
+from typing import Any
+
+import jax
+
+from multitower.steps.parts import StepParts
+from multitower.steps.runner import Feeder, Metrics
+from multitower.steps.shards.job import ShardsJob
+from multitower.steps.shards.state import StateShards
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.rows import Parts, Split
+
+
+class ShardsRunner:
+    """Steps as one program over all devices, each of which keeps a part of the state."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        shards: StateShards,
+        *,
+        has_weights: bool,
+    ) -> None:
+        self._job = ShardsJob(step, split, tower_rows, shards, has_weights=has_weights)
+        self._shards = shards
+        self._feeder = Feeder(shards.placement, tower_rows)
+        self._programs: dict[Any, Any] = {}
+
+    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes one update; the state is overwritten."""
+        rest, rows, num_rows = self._feeder.feed(parts)
+        given = state.fields()
+        fields, metrics = self.program(given)(given, rest, rows, num_rows)
+        state.spend()
+        return TrainState(fields, maker), metrics
+
+    def program(self, fields: Fields) -> Any:
+        """The compiled step for states like this one; it leaves every leaf where it was."""
+        leaves, treedef = jax.tree.flatten(fields)
+        key = (treedef, *(leaf.shape for leaf in leaves))
+        if key not in self._programs:
+            there = (self._shards.shardings(fields), self._shards.placement.shared)
+            self._programs[key] = jax.jit(self._job.__call__, donate_argnums=0, out_shardings=there)
+        return self._programs[key]

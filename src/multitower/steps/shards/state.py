@@ -1,0 +1,87 @@
+"""A training state whose large leaves are split over the devices, as ordinary arrays of JAX.
+
+Source: ZeRO (Rajbhandari et al. 2020), stages 1 to 3.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from multitower.functions.outputs import wide
+from multitower.steps.parts import StepParts
+from multitower.steps.runner import own_copy
+from multitower.steps.shards.options import ShardOptions
+from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.state.fields import Fields
+from multitower.towers.leaf_shards import shardings_of
+from multitower.towers.placement import Placement
+from multitower.towers.rows import is_key
+from multitower.towers.split import copy_to
+
+
+@dataclass(frozen=True)
+class StateShards:
+    """Puts states on devices.
+
+    Attributes:
+        options: what is split.
+        placement: one tower on every device.
+    """
+
+    options: ShardOptions
+    placement: Placement
+
+    def shardings(self, fields: Fields) -> Fields:
+        """Where every leaf of a state is."""
+        whole = jax.tree.map(lambda _: self.placement.shared, fields)
+        split = shardings_of(fields, self.placement)
+        params = split.params if self.options.params else whole.params
+        return whole._replace(params=params, opt_state=split.opt_state, ema_params=split.ema_params)
+
+    def first(self, step: StepParts, fields: Fields) -> Fields:
+        """A first state. Its `opt_state` and `ema_params` are made here, in parts from the start.
+
+        Args:
+            step: with the optimizer.
+            fields: the rest, anywhere; never overwritten.
+        """
+        placed = self.place(fields)
+
+        def make(params: Any) -> tuple[Any, Any]:
+            ema = jax.tree.map(wide, params) if step.ema_decay is not None else None
+            return jax.tree.map(_strong, (step.optimizer.init(params), ema))
+
+        opt_state, ema = jax.eval_shape(make, placed.params)
+        there = self.shardings(placed._replace(opt_state=opt_state, ema_params=ema))
+        made = jax.jit(make, out_shardings=(there.opt_state, there.ema_params))(placed.params)
+        return placed._replace(opt_state=made[0], ema_params=made[1])
+
+    def place(self, fields: Fields) -> Fields:
+        """Copies of a state's leaves, on their devices; the originals are never overwritten."""
+        return jax.tree.map(_copy, fields, self.shardings(fields))
+
+    def take_changes(self, fields: Fields, changes: Changes) -> Fields:
+        """The state with what a user has written into it; other leaves are not copied."""
+        there = self.shardings(fields)
+        placed = {
+            name: {
+                number: _copy(leaf, jax.tree.leaves(getattr(there, name))[number])
+                for number, leaf in leaves.items()
+            }
+            for name, leaves in changes.items()
+        }
+        return with_changes(fields, placed)
+
+
+def _copy(leaf: Any, sharding: Any) -> jax.Array:
+    """A copy that nobody else has. A leaf on the host goes to no device whole."""
+    if isinstance(leaf, jax.Array) or sharding.is_fully_replicated:
+        leaf = own_copy(leaf)
+    return copy_to([leaf], [sharding])[0]
+
+
+def _strong(leaf: Any) -> Any:
+    """A copy of a strong type: a weak one would compile again at step two."""
+    return leaf if is_key(leaf) else jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -1,0 +1,47 @@
+"""Leaf shards: along which dimension a leaf of a training state is split over the devices.
+
+A function of the shape and the number of devices alone, so that parameters, their gradients, the
+optimizer's state and the moving average agree.
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multitower.towers.placement import AXIS, Placement
+
+# A smaller leaf is whole on every device: gathering it would cost more than it takes.
+FEWEST = 4096  # elements
+
+
+def split_axis(leaf: Any, num_devices: int) -> int | None:
+    """The largest dimension that the devices divide, the first of equals.
+
+    Args:
+        leaf: an array, or its shape and dtype.
+        num_devices: how many devices there are.
+
+    Returns:
+        The axis; None for a leaf that is whole on every device: one device, fewer than `FEWEST`
+        elements, or no dimension that the devices divide.
+    """
+    shape = np.shape(leaf)
+    if num_devices == 1 or math.prod(shape) < FEWEST:
+        return None
+    axes = [axis for axis, dim in enumerate(shape) if dim % num_devices == 0]
+    return max(axes, key=lambda axis: shape[axis], default=None)
+
+
+def spec_of(leaf: Any, num_devices: int) -> PartitionSpec:
+    """How a leaf is split, as JAX writes it."""
+    axis = split_axis(leaf, num_devices)
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
+
+
+def shardings_of(tree: Any, placement: Placement) -> Any:
+    """For each leaf of a tree where its parts are."""
+    count = len(placement.devices)
+    return jax.tree.map(lambda leaf: NamedSharding(placement.mesh, spec_of(leaf, count)), tree)
