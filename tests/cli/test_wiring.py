@@ -50,6 +50,7 @@ FLAGS = {
     "--evaluate-every 2": {"evaluate_every": 2},
     "--keep-best loss --best min": {"keep_best": "loss", "best": "min"},
     "--shard-update --towers 4": {"shard_update": True, "towers": 4},
+    "--shard-params": {"shard_params": True},
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--clip-norm 0.5": {"clip_norm": 0.5},
 }

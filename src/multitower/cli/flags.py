@@ -73,7 +73,12 @@ Synthetic = Annotated[
 ShardUpdate = Annotated[
     bool,
     tyro.conf.FlagCreatePairsOff,
-    switch("With --towers: split the optimizer state over the devices, to save memory."),
+    switch("Split the optimizer state over the devices, to save memory."),
+]
+ShardParams = Annotated[
+    bool,
+    tyro.conf.FlagCreatePairsOff,
+    switch("Without --towers: split the parameters too, for models larger than a device."),
 ]
 SetOptions = Annotated[
     tuple[str, ...],

@@ -17,6 +17,7 @@ from multitower.cli.flags import (
     RecipeName,
     Seed,
     SetOptions,
+    ShardParams,
     ShardUpdate,
     Synthetic,
     WholeNumber,
@@ -82,6 +83,7 @@ def scale(
     set_options: SetOptions = (),
     seed: Seed = None,
     shard_update: ShardUpdate = False,
+    shard_params: ShardParams = False,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-scale-DATE-TIME")
     ] = None,
@@ -99,7 +101,11 @@ def scale(
     settings = collect_settings(set_options, data, synthetic)
     chosen = find_recipe(recipe, settings)
     options = RunOptions(
-        towers=towers, global_batch=batch_size, seed=seed or 0, shard_update=shard_update
+        towers=towers,
+        global_batch=batch_size,
+        seed=seed or 0,
+        shard_update=shard_update,
+        shard_params=shard_params,
     )
     kinds = tuple(kind for kind, asked in ((STRONG, strong), (WEAK, weak)) if asked)
     how = ScalingOptions(kinds=kinds, steps=steps, rounds=rounds, predict=predict)
@@ -117,7 +123,8 @@ def scale(
     result = measure(chosen, options, counts, how)
     where_flag = {"devices": devices, "simulate": simulate, "towers": towers, "steps": steps}
     more = {"rounds": rounds, "predict": predict, "batch-size": batch_size, "seed": seed}
-    switches = (*kinds, "shard-update") if shard_update else kinds
+    shards = {"shard-update": shard_update, "shard-params": shard_params}
+    switches = (*kinds, *(name for name, asked in shards.items() if asked))
     result["command"] = _command(recipe, switches, {**where_flag, **more}, settings)
     written = write_scaling(directory, result)
     if as_json:

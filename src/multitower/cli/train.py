@@ -15,6 +15,7 @@ from multitower.cli.flags import (
     Devices,
     Seed,
     SetOptions,
+    ShardParams,
     ShardUpdate,
     Simulate,
     Steps,
@@ -109,6 +110,7 @@ def train(
     ] = None,
     seed: Seed = None,
     shard_update: ShardUpdate = False,
+    shard_params: ShardParams = False,
     stages: Annotated[
         int | None,
         flag(
@@ -160,6 +162,7 @@ def train(
         "best": best,
         "seed": seed,
         "shard_update": shard_update or None,
+        "shard_params": shard_params or None,
         "clip_norm": clip_norm,
         "stages": stages,
         "layout": layout,

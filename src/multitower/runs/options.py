@@ -21,7 +21,8 @@ class RunOptions:
             device, which is faster.
         steps: updates to make; by default the recipe's number.
         global_batch: rows of one step, over all towers; by default the recipe's number.
-        shard_update: keep the optimizer's state in blocks, as for `multitower.train_step`.
+        shard_update: split the optimizer's state, as for `multitower.train_step`.
+        shard_params: split the parameters too, as for `multitower.train_step`.
         stages: into how many parts the model is cut, as for `multitower.train_step`.
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
         clip_norm: the global norm to clip gradients to, above 0; None for no clipping.
@@ -46,6 +47,7 @@ class RunOptions:
     keep_best: str | None = None
     best: str = "max"
     shard_update: bool = False
+    shard_params: bool = False
     clip_norm: float | None = None
     stages: int | None = None
     layout: str | None = None

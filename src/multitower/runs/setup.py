@@ -54,6 +54,7 @@ class RecipeJob:
             checkpoint_every=options.checkpoint_every,
             keep_best=options.keep_best if keep_best else None,
             shard_update=options.shard_update,
+            shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
             clip_norm=options.clip_norm,

@@ -133,6 +133,7 @@ def scale(
         "devices": counts,
         "towers": options.towers,
         "shard_update": options.shard_update,
+        "shard_params": options.shard_params,
         "batch_size": batch,
         "steps": how.steps,
         "lead_steps": LEAD_STEPS,

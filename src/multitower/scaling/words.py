@@ -152,6 +152,7 @@ def _title(kind: str, result: Mapping[str, Any]) -> str:
     towers = result["towers"]
     mode = "one tower per device" if towers is None else f"the same {counted(towers, 'tower')}"
     sharded = ", update sharded" if result["shard_update"] else ""
+    sharded = ", parameters sharded" if result["shard_params"] else sharded
     each = counted(entries[0]["batch_size"], "example")
     return f"{_TITLES[kind]}: {each} per step, {mode}{sharded}"
 

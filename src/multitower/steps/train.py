@@ -109,13 +109,19 @@ def train_step(
         reduction: how the losses of rows are combined: `"mean"`, or `"sum"` for summed losses and
             log densities; `metrics["loss"]` is then that sum. The loss and metrics may also be
             `mt.ratio(total, weight)`.
-        shard_update: every tower keeps and updates one block of the optimizer state and of the
-            moving average, instead of a whole copy on every device. It takes less memory and sends
-            as many bytes. Results have the same bits on any number of devices, and equal those of
-            the whole update up to rounding. It needs `towers` and an optimizer that treats every
-            element alone (sgd, adam, adamw, lion, ...; for clipping see `clip_norm`). Reading
-            `opt_state` or `ema_params` joins the blocks on the host; with several processes, read
-            them on every process.
+        shard_update: split the optimizer state and the moving average over the devices, instead of
+            a whole copy on every device (ZeRO stages 1 and 2). It takes less memory and sends as
+            many bytes, and results equal those of the whole update up to rounding. Without
+            `towers`, leaves of 4096 elements or more are split along the largest dimension that
+            the number of devices divides, and any optimizer works. With `towers`, every tower keeps
+            and updates one block, and results have the same bits on any number of devices. That
+            needs an optimizer that treats every element alone (sgd, adam, adamw, lion, ...; for
+            clipping see `clip_norm`). Reading `opt_state` or `ema_params` then joins the blocks on
+            the host; with several processes, read them on every process.
+        shard_params: split the parameters too (FSDP, ZeRO stage 3). A device gathers a parameter
+            where the loss uses it, and keeps its part of the gradient. Loops over stacked layers
+            (`jax.lax.scan`) gather one layer at a time. `state.params` are ordinary arrays that
+            span the devices. Not with `towers`; to cut a model there, see `stages`.
         stages: cut the model into this many parts, which live on different devices: parameters,
             gradients, optimizer state and moving average of a stage are on its devices only. The
             loss is written for one device; mark places to cut with `h = mt.cut(h)`, or have it cut

@@ -1,7 +1,7 @@
 """Same run: the settings that determine a run's results, saved with its checkpoints.
 
 A resume with another learning rate or batch size would give the results of neither run, so the
-settings are compared. Devices, processes and `shard_update` may change.
+settings are compared. Devices, processes, `shard_update` and `shard_params` may change.
 """
 
 import functools

@@ -61,6 +61,7 @@ class Trainer:
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
         reduction: as for `multitower.train_step`: `"sum"` for summed losses.
         shard_update: as for `multitower.train_step`: split the optimizer state over the devices.
+        shard_params: as for `multitower.train_step`: split the parameters too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
@@ -104,6 +105,7 @@ class Trainer:
         clip_norm: float | None = None,
         reduction: Reduction = "mean",
         shard_update: bool = False,
+        shard_params: bool = False,
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
         hooks: Sequence[Hook] = (),
@@ -154,6 +156,7 @@ class Trainer:
             clip_norm=clip_norm,
             reduction=reduction,
             shard_update=shard_update,
+            shard_params=shard_params,
             stages=stages,
             layout=layout,
         )

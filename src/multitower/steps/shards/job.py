@@ -146,4 +146,5 @@ class ShardsJob:
         def weights(params: Any) -> Any:
             return find(Shared((), (fields._replace(params=params), rest)), rows, here).sums
 
-        return TowerResult(sums=on_shards(weights, self._with_shards(fields.params, axes)))
+        sums = on_shards(weights, self._with_shards(fields.params, axes))
+        return TowerResult(sums=sums, blocks={})

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import CheckpointError
+from multitower.processes.together import whole_on_host
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import is_key
+from multitower.towers.split import copy_to
 
 
 def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
@@ -19,12 +21,14 @@ def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
 
 
 def on_host(leaf: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copies a leaf to the host; of a typed key its data."""
+    """Copies a leaf to the host; of a typed key its data. Call it on every process."""
     if isinstance(leaf, np.ndarray):
         return leaf
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if data.is_fully_replicated:  # one copy is enough
+        data = data.addressable_shards[0].data
     # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
-    return np.array(data.addressable_shards[0].data, copy=True)
+    return np.array(whole_on_host(data), copy=True)
 
 
 def leaf_like(leaf: np.ndarray[Any, Any], old: Any) -> Any:
@@ -33,6 +37,8 @@ def leaf_like(leaf: np.ndarray[Any, Any], old: Any) -> Any:
         return leaf
     if is_key(old):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
+    if isinstance(old, jax.Array) and not old.is_fully_replicated:
+        return copy_to([leaf], [old.sharding])[0]  # on no device whole: there may be no room
     return jnp.asarray(leaf)
 
 

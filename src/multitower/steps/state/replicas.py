@@ -30,8 +30,9 @@ def check_replicas(state: TrainState) -> None:
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """
-    # What is kept in blocks has no copies.
+    # What is kept in blocks, or split over the devices, has no copies.
     flat, _ = jax.tree_util.tree_flatten_with_path(state.shared())
+    flat = [(path, leaf) for path, leaf in flat if leaf.is_fully_replicated]
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]

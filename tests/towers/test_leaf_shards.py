@@ -1,0 +1,39 @@
+"""Which dimension of a leaf is split: a function of its shape and the number of devices alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import multitower as mt
+from multitower.towers.leaf_shards import FEWEST, shardings_of, spec_of, split_axis
+from multitower.towers.placement import contiguous
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_devices", "axis"),
+    [
+        ((64, 128), 4, 1),  # the largest
+        ((128, 128), 4, 0),  # the first of equals
+        ((130, 64), 4, 1),  # 130 is larger, and 4 does not divide it
+        ((4, 96, 96), 3, 1),
+        ((67, 67), 3, None),  # nothing divides
+        ((FEWEST - 1,), 3, None),  # 4095 = 3 * 1365, and it is small
+        ((FEWEST,), 2, 0),
+        ((FEWEST,), 1, None),  # one device has everything
+        ((), 2, None),
+        ((0, 64), 2, None),
+    ],
+)
+def test_the_largest_dimension_that_the_devices_divide(shape, num_devices, axis):
+    assert split_axis(jax.ShapeDtypeStruct(shape, jnp.float32), num_devices) == axis
+    assert split_axis(np.empty(shape, np.int8), num_devices) == axis  # the dtype does not matter
+    spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "towers")
+    assert spec_of(np.empty(shape), num_devices) == spec
+
+
+def test_numbers_and_keys_stay_whole():
+    placement = contiguous(mt.devices(2), 2)
+    found = shardings_of({"n": 1.0, "key": jax.random.key(0), "w": np.ones((64, 64))}, placement)
+    assert found == {"n": placement.shared, "key": placement.shared, "w": placement.split}
