@@ -14,10 +14,11 @@ from multitower.towers.placement import contiguous
 @pytest.mark.parametrize(
     ("shape", "num_devices", "axis"),
     [
-        ((64, 128), 4, 1),  # the largest
-        ((128, 128), 4, 0),  # the first of equals
-        ((130, 64), 4, 1),  # 130 is larger, and 4 does not divide it
-        ((4, 96, 96), 3, 1),
+        ((64, 256), 4, 0),  # the first
+        ((64, 260), 4, 1),  # the first is far smaller
+        ((130, 64), 4, 1),  # 4 does not divide the first
+        ((12, 64, 256), 4, 1),  # stacked layers, and not their number
+        ((3, 3, 64, 64), 3, 0),  # no other one divides
         ((67, 67), 3, None),  # nothing divides
         ((FEWEST - 1,), 3, None),  # 4095 = 3 * 1365, and it is small
         ((FEWEST,), 2, 0),
@@ -26,7 +27,7 @@ from multitower.towers.placement import contiguous
         ((0, 64), 2, None),
     ],
 )
-def test_the_largest_dimension_that_the_devices_divide(shape, num_devices, axis):
+def test_the_first_large_dimension_that_the_devices_divide(shape, num_devices, axis):
     assert split_axis(jax.ShapeDtypeStruct(shape, jnp.float32), num_devices) == axis
     assert split_axis(np.empty(shape, np.int8), num_devices) == axis  # the dtype does not matter
     spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "towers")

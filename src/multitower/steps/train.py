@@ -112,7 +112,7 @@ def train_step(
         shard_update: split the optimizer state and the moving average over the devices, instead of
             a whole copy on every device (ZeRO stages 1 and 2). It takes less memory and sends as
             many bytes, and results equal those of the whole update up to rounding. Without
-            `towers`, leaves of 4096 elements or more are split along the largest dimension that
+            `towers`, leaves of 4096 elements or more are split along the first large dimension that
             the number of devices divides, and any optimizer works. With `towers`, every tower keeps
             and updates one block, and results have the same bits on any number of devices. That
             needs an optimizer that treats every element alone (sgd, adam, adamw, lion, ...; for
