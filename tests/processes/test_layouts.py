@@ -85,6 +85,14 @@ def test_law_l3_with_blocks_of_the_optimizers_state_on_two_processes(on_two_proc
     assert on_two_processes["sharded"] == layout_program.sharded(devices=2)
 
 
+def test_shards_of_a_state_on_two_processes_equal_one_process(on_two_processes):
+    # The lie: parts of devices that this process does not drive.
+    for found, expected in zip(
+        on_two_processes["shards"], layout_program.shards(devices=2), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
 def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes):
     """Lie: rows that are gathered as a sum of what each device has of them: -0.0 + 0.0 is 0.0."""
     assert on_two_processes["negative_zeros"] == layout_program.negative_zeros(devices=2)

@@ -16,6 +16,8 @@ import optax
 
 import multitower as mt
 from multitower.processes.together import whole_on_host
+from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
+from multitower.steps.state.replicas import check_replicas
 from multitower.training.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
@@ -111,6 +113,30 @@ def sharded(devices=None):
     state, _ = whole(state, batch(2, 32))  # from blocks to a state without, and back
     state, _ = step(state, batch(3, 32))
     return [seen, *found, mt.fingerprint(state)]
+
+
+def shards(devices=None):
+    """States of which every device has a part: trained, copied to the host and back, changed."""
+    params = {"in": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)}
+    rows = np.random.default_rng(3).normal(size=(8, 64)).astype(np.float32)
+    found = []
+    for way in ("shard_params", "shard_update"):
+        step = mt.train_step(
+            lambda params, rows: (jnp.tanh(rows @ params["in"]) ** 2).sum(1), optax.lamb(0.1),
+            devices=devices, clip_norm=0.1, ema_decay=0.9, **{way: True},
+        )  # fmt: skip
+        state, _ = step(step.init(params), rows)
+        named = named_leaves(state)
+        copies = [leaf_like(on_host(leaf), leaf) for _, leaf in named]
+        state = jax.tree.unflatten(jax.tree.structure(state), copies)
+        state, _ = step(state, rows[:5])
+        check_replicas(state)
+        state.ema_params["in"] = params["in"]
+        state, metrics = step(state, rows)
+        kept = [state.params["in"], state.opt_state[0].nu["in"], state.ema_params["in"]]
+        assert len(mt.fingerprint(state)) == 64
+        found += [float(metrics["loss"]), *(whole_on_host(leaf)[::9, ::9].tolist() for leaf in kept)]
+    return found
 
 
 def own_rows(devices=None):
@@ -258,6 +284,7 @@ WHATS = {
     "fast": fast,
     "functions": functions,
     "sharded": sharded,
+    "shards": shards,
     "own_rows": own_rows,
     "global_arrays": global_arrays,
     "negative_zeros": negative_zeros,
