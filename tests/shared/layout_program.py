@@ -135,7 +135,10 @@ def shards(devices=None):
         state, metrics = step(state, rows)
         kept = [state.params["in"], state.opt_state[0].nu["in"], state.ema_params["in"]]
         assert len(mt.fingerprint(state)) == 64
-        found += [float(metrics["loss"]), *(whole_on_host(leaf)[::9, ::9].tolist() for leaf in kept)]
+        found += [
+            float(metrics["loss"]),
+            *(whole_on_host(leaf)[::9, ::9].tolist() for leaf in kept),
+        ]
     return found
 
 

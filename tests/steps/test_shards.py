@@ -55,16 +55,24 @@ def train(step, state, batches=BATCHES):
     return state, metrics
 
 
+def filled(batch):
+    """A batch of twelve rows, for one program in place of two, and how many of them are real."""
+    number = len(batch["word"])
+    return jax.tree.map(lambda x: np.resize(x, (12, *x.shape[1:])), batch), number
+
+
 def on_one_device(optimizer, clip_norm, decay):
     """The same in plain JAX and optax."""
 
     @jax.jit
-    def step(params, opt_state, average, model_state, batch):
+    def step(params, opt_state, average, model_state, batch, number):
+        mean = lambda rows: jnp.where(jnp.arange(12) < number, rows, 0).sum() / number
+
         def mean_loss(params):
             loss, metrics, new = losses(
                 params, batch, rng=jax.random.key(0), model_state=model_state
             )
-            return loss.mean(), (metrics["norm"].mean(), new)
+            return mean(loss), (mean(metrics["norm"]), new)
 
         (loss, (norm, new)), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params)
         length = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
@@ -75,9 +83,9 @@ def on_one_device(optimizer, clip_norm, decay):
         return (params, opt_state, average, new), {"loss": loss, "norm": norm}, length
 
     params = jax.tree.map(jnp.asarray, PARAMS)
-    state, metrics = (params, optimizer.init(params), params, jnp.float32(0)), []
+    state, metrics = (params, jax.jit(optimizer.init)(params), params, jnp.float32(0)), []
     for batch in BATCHES:
-        state, found, length = step(*state, batch)
+        state, found, length = step(*state, *filled(batch))
         assert length > clip_norm  # the threshold is in the way of every step
         metrics.append(found)
     return state, metrics
@@ -86,15 +94,15 @@ def on_one_device(optimizer, clip_norm, decay):
 @pytest.mark.parametrize(
     ("optimizer", "devices", "way"),
     [
-        (optax.adam(1e-2), 3, "params"),
-        (optax.lamb(1e-2), 2, "params"),
-        (optax.adafactor(1e-2, min_dim_size_to_factor=32), 3, "update"),
+        (optax.lamb(1e-2), 3, "params"),
+        (optax.adafactor(1e-2, min_dim_size_to_factor=32), 2, "update"),
+        pytest.param(optax.adam(1e-2), 2, "params", marks=pytest.mark.slow),
         pytest.param(optax.adam(1e-2), 3, "update", marks=pytest.mark.slow),
         pytest.param(optax.adam(1e-2), 1, "params", marks=pytest.mark.slow),
         pytest.param(optax.lamb(1e-2), 3, "update", marks=pytest.mark.slow),
         pytest.param(optax.adafactor(1e-2), 2, "params", marks=pytest.mark.slow),
     ],
-    ids=["adam", "lamb", "adafactor", "adam again", "one device", "lamb again", "adafactor again"],
+    ids=["lamb", "adafactor", "adam", "adam again", "one device", "lamb again", "adafactor again"],
 )
 def test_it_equals_plain_optax_on_one_device(optimizer, devices, way):
     # The lies: a norm over a part, a gradient that is N times too big, a part on another device,
@@ -155,7 +163,7 @@ def test_every_device_keeps_its_part_from_the_start(trained):
 
 def test_what_a_compiled_step_sends(trained):
     # The lie: an all-reduce of all gradients, of which every device then takes its part.
-    way, step, _, _, state, _ = trained
+    _, step, _, _, state, _ = trained
     (runner,) = step._runners.values()
     fields = state.fields()
     fed = runner._feeder.feed(take_apart(BATCHES[0], 0, name="batch"))
@@ -227,7 +235,7 @@ def test_what_is_written_into_a_state_is_used(trained):
 
 def test_a_checkpoint_goes_on_anywhere(trained, tmp_path):
     # The lie: a checkpoint of the first device's parts alone.
-    _, step, _, _, state, _ = trained
+    _, _, _, _, state, _ = trained
     saved = mt.fingerprint(state)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
@@ -247,7 +255,7 @@ def test_a_checkpoint_goes_on_anywhere(trained, tmp_path):
                 assert mt.fingerprint(adopted) == saved
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["params", pytest.param("update", marks=pytest.mark.slow)])
 def test_a_module_a_ratio_and_towers_that_meet(way):
     # The lie: shards in the hands of a module, or a mean over one device's rows.
     class Net(nnx.Module):
@@ -305,7 +313,7 @@ def test_options_that_exclude_each_other():
         mt.train_step(losses, sgd, towers=4, shard_params=True)
     with pytest.raises(mt.ArgumentError, match="exclude each other"):
         mt.train_step(losses, sgd, stages=2, shard_params=True)
-    with pytest.raises(mt.ArgumentError, match="exclude each other|needs towers="):
+    with pytest.raises(mt.ArgumentError, match="needs towers="):
         mt.train_step(losses, sgd, stages=2, shard_update=True)
 
 

@@ -6,7 +6,6 @@ puts in what a norm over all elements needs.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,23 +57,7 @@ class ShardsJob:
         self, fields: Fields, rest: list[Any], rows: list[Any], num_rows: jax.Array
     ) -> tuple[Fields, dict[str, Any]]:
         """The state after one update, and the metrics."""
-        seen = fields._replace(opt_state=None, ema_params=None)  # what a tower sees
-        specs = jax.tree.map(lambda sharding: sharding.spec, self._shards.shardings(seen))
-        leaves, treedef = jax.tree.flatten(fields.params)
-        axes = [split_axis(leaf, self._num_devices) for leaf in leaves]
-        if self._weights is not None:
-            given = (Shared((), (seen, rest)), Shared((), (specs, PartitionSpec())))
-            _, weights, _ = self._on_devices(self._find_weights, axes, given, rows, num_rows, {})
-            rest = [*rest, *weights]
-        blocks = {
-            number: spec_of(leaf, self._num_devices)
-            for number, leaf in enumerate(leaves)
-            if axes[number] is not None
-        }
-        given = (Shared(seen, rest), Shared(specs, PartitionSpec()))
-        means, sums, found = self._on_devices(self._tower, axes, given, rows, num_rows, blocks)
-        by_number = {**sums.gradients, **found}
-        gradients = treedef.unflatten(by_number[number] for number in range(len(leaves)))
+        means, sums, gradients = self._gradients(fields, rest, rows, num_rows)
         metrics, model_state = self._one.finish(fields.model_state, means, sums)
         there = shardings_of(fields.params, self._shards.placement)
         own = fields._replace(params=jax.lax.with_sharding_constraint(fields.params, there))
@@ -85,23 +68,32 @@ class ShardsJob:
         params = jax.lax.with_sharding_constraint(new.params, there)
         return new._replace(params=params), metrics
 
-    def _on_devices(
-        self,
-        tower: Callable[..., TowerResult],
-        axes: Axes,
-        shared: tuple[Any, Any],
-        rows: list[Any],
-        num_rows: Any,
-        block_specs: Any,
-    ) -> Any:
-        return spmd.run_on_shards(
-            functools.partial(tower, axes),
-            self._shards.placement,
-            shared,
-            rows,
-            num_rows,
-            block_specs=block_specs,
+    def _gradients(
+        self, fields: Fields, rest: list[Any], rows: list[Any], num_rows: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        """Means and sums over towers; and the gradients, as arrays that span the devices."""
+        seen = fields._replace(opt_state=None, ema_params=None)  # what a tower sees
+        specs = jax.tree.map(lambda sharding: sharding.spec, self._shards.shardings(seen))
+        leaves, treedef = jax.tree.flatten(fields.params)
+        axes = [split_axis(leaf, self._num_devices) for leaf in leaves]
+        run = functools.partial(
+            spmd.run_on_shards, placement=self._shards.placement, rows=rows, num_rows=num_rows
         )
+        if self._weights is not None:
+            find = functools.partial(self._find_weights, axes)
+            given = (Shared((), (seen, rest)), Shared((), (specs, PartitionSpec())))
+            _, weights, _ = run(find, shared=given, block_specs={})
+            rest = [*rest, *weights]
+        blocks = {
+            number: spec_of(leaf, self._num_devices)
+            for number, leaf in enumerate(leaves)
+            if axes[number] is not None
+        }
+        given = (Shared(seen, rest), Shared(specs, PartitionSpec()))
+        tower = functools.partial(self._tower, axes)
+        means, sums, found = run(tower, shared=given, block_specs=blocks)
+        by_number = {**sums.gradients, **found}
+        return means, sums, treedef.unflatten(by_number[n] for n in range(len(leaves)))
 
     def _tower(self, axes: Axes, shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         """What one tower finds; its blocks are its device's parts of the gradients, by number."""

@@ -31,8 +31,8 @@ def check_replicas(state: TrainState) -> None:
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """
     # What is kept in blocks, or split over the devices, has no copies.
-    flat, _ = jax.tree_util.tree_flatten_with_path(state.shared())
-    flat = [(path, leaf) for path, leaf in flat if leaf.is_fully_replicated]
+    every, _ = jax.tree_util.tree_flatten_with_path(state.shared())
+    flat = [(path, leaf) for path, leaf in every if leaf.is_fully_replicated]
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]

@@ -1,4 +1,4 @@
-"""TrainState: everything that one update changes, whole on every device."""
+"""TrainState: everything that one update changes, as arrays that span the devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +14,9 @@ from multitower.steps.state.fields import Fields
 class TrainState:
     """The training state, a pytree made by `TrainStep.init`.
 
-    Its arrays are whole on every device. A step overwrites the state that you pass, so continue
-    with the state that it returns. To keep an older state, copy it
+    Its arrays are whole on every device. With `shard_update` or `shard_params` large ones are split
+    over the devices, and you see each as one array. A step overwrites the state that you pass, so
+    continue with the state that it returns. To keep an older state, copy it
     (`jax.tree.map(jnp.copy, state)`). You may change values before a step, as in
     `state.opt_state.hyperparams["learning_rate"] = 0.01`, but not shapes or the tree.
 
