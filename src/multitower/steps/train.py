@@ -29,8 +29,6 @@ from multitower.steps.runner import (
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
 from multitower.steps.shards.options import ShardOptions, check_shards
-from multitower.steps.shards.runner import ShardsRunner
-from multitower.steps.shards.state import StateShards
 from multitower.steps.staged.options import StageOptions, check_stages, refuse_meeting
 from multitower.steps.staged.runner import StagedRunner
 from multitower.steps.staged.state import first_fields, on_cpu
@@ -51,7 +49,10 @@ from multitower.towers.surroundings import (
 if TYPE_CHECKING:
     import optax
 
-Runner = FastRunner | SameBitsRunner | ShardedRunner | ShardsRunner | StagedRunner
+    from multitower.steps.shards.runner import ShardsRunner
+    from multitower.steps.shards.state import StateShards
+
+    Runner = FastRunner | SameBitsRunner | ShardedRunner | ShardsRunner | StagedRunner
 
 
 def train_step(
@@ -309,10 +310,12 @@ class TrainStep:
         return result
 
     @property
-    def _shards(self) -> StateShards | None:
+    def _shards(self) -> "StateShards | None":
         """Where the parts of the state are, if every device keeps some."""
         if self._shard_options is None:
             return None
+        from multitower.steps.shards.state import StateShards  # noqa: PLC0415 (importing stays quick)
+
         return StateShards(self._shard_options, self.placement)
 
     def _place(self) -> Placement:
@@ -414,6 +417,8 @@ class TrainStep:
             elif self._sharded is not None:
                 self._runners[key] = ShardedRunner(*given, self._sharded, has_weights=has_weights)
             elif self._shards is not None:
+                from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
+
                 self._runners[key] = ShardsRunner(
                     *given[:-1], self._shards, has_weights=has_weights
                 )
