@@ -16,15 +16,16 @@ from multitower.towers.placement import AXIS, contiguous
 DRAW = np.random.default_rng(0)
 LEAVES = {
     "in": DRAW.normal(size=(4, 6)),
-    "layers": DRAW.normal(size=(3, 6, 6)) / 3,
+    "layers": DRAW.normal(size=(4, 6, 6)) / 3,
+    "shifts": DRAW.normal(size=(4, 6)) / 3,
     "table": DRAW.normal(size=(8, 6)),
     "out": DRAW.normal(size=(6, 2)),
     "unused": DRAW.normal(size=(4, 4)),
     "bias": DRAW.normal(size=5),  # whole
 }
 PARAMS = {name: leaf.astype(np.float32) for name, leaf in LEAVES.items()}
-# The first layer that a loop reads is no part of every device's share.
-AXES = {"in": 1, "layers": 2, "table": 0, "out": 0, "unused": 0, "bias": None}
+# Of "shifts" no device has a part of every layer.
+AXES = {"in": 1, "layers": 2, "shifts": 0, "table": 0, "out": 0, "unused": 0, "bias": None}
 ROWS = DRAW.normal(size=(4, 4)).astype(np.float32)
 
 
@@ -41,7 +42,8 @@ def losses(params, rows):
     h = rows.astype(jnp.bfloat16) @ params["in"].astype(jnp.bfloat16)
     h = h.astype(jnp.float32) + params["table"][jnp.argmax(rows, 1)]
     layer = jax.checkpoint(lambda h, w: jnp.tanh(h @ w.T))
-    h, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), h, params["layers"])
+    stack = (params["layers"], params["shifts"])
+    h, _ = jax.lax.scan(lambda h, one: (layer(h, one[0]) + one[1], None), h, stack)
     h = jax.jit(lambda h, w: h @ w)(h, doubled(params["out"]))
     loss = (h**2).sum(1) + 0.1 * (params["bias"] ** 2).sum()
     return loss.sum() + (h @ params["out"].T @ params["table"].T).sum(), {"h": h}

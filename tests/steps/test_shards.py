@@ -219,8 +219,9 @@ def test_nothing_compiles_at_the_second_step(trained):
 def test_what_is_written_into_a_state_is_used(trained):
     # The lies: a change that is read back and ignored; one that puts a leaf whole everywhere.
     _, step, _, _, state, _ = trained
-    state = state.replace(step=state.step)  # a copy of it, that no step has made
+    given, state = state, state.replace(step=state.step)  # which no step has made
     state, _ = step(state, BATCHES[0])
+    assert not given.params["table"].is_deleted()  # it was copied
     state.params["table"] = np.zeros_like(PARAMS["table"])
     state.opt_state[0].mu["hidden"] = jnp.ones_like(PARAMS["hidden"])
     old = state.opt_state[0].mu["table"]
