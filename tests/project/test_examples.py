@@ -86,6 +86,7 @@ def test_matrix_powers_equal_one_device_and_numpy():
     np.testing.assert_allclose(total, one(5, 40), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_equals_that_of_the_whole_batch():
     # The lie: negatives of a tower's own rows only, which trains, to something else.
     one, every = versions("contrastive")
@@ -144,6 +145,7 @@ def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
     assert len(all_losses) == 132
 
 
+@pytest.mark.slow
 def test_the_server_answers_many_at_once():
     # The lies: answers of another request; rows that filled a batch up; a mistake that ends it.
     made = runpy.run_path(str(EXAMPLES / "serving" / "server.py"))
@@ -194,6 +196,7 @@ def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
     names["plt"].close("all")
 
 
+@pytest.mark.slow
 def test_the_tower_program(tmp_path, capsys):
     # The lies: per-tower variables that stay frozen, a saver that restores something else,
     # two points of a step in the summaries.
