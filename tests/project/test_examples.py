@@ -16,7 +16,7 @@ import multitower as mt
 from places import EXAMPLES
 
 NAMES = ["vector_add", "polynomial", "matrix_powers"]
-SHOWN = [*NAMES, "contrastive"]
+SHOWN = [*NAMES, "contrastive", "large_model"]
 FRAMEWORKS = ["flax_nnx", "flax_linen", "equinox", "haiku", "keras", "plain_jax"]
 
 
@@ -95,6 +95,19 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
     assert all_loss == pytest.approx(loss, rel=1e-4)
     for found, wanted in zip(all_params, params, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
+
+
+@pytest.mark.slow
+def test_a_model_cut_over_devices_is_the_one_of_one_device():
+    # The lies: "cut" that leaves the whole model on every device; another training.
+    one, every = versions("large_model")
+    loss, params, accuracy = one(steps=60)
+    all_loss, all_params, all_accuracy = every(steps=60)
+    assert accuracy > 0.9
+    assert all_accuracy == pytest.approx(accuracy, abs=0.01)
+    assert all_loss == pytest.approx(loss, rel=1e-2)
+    for found, wanted in zip(all_params, params, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-3)  # Adam enlarges the rounding
 
 
 def test_the_contrastive_loss_changes_two_lines_and_one_call():
