@@ -15,10 +15,10 @@ from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
 from multitower.stages.layout import Layout
-from multitower.steps.arguments import check_numbers, refuse_tracers
+from multitower.steps.arguments import check_numbers, check_shards, refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.loss import LossFunction
-from multitower.steps.parts import EmaDecay, StepParts
+from multitower.steps.parts import EmaDecay, ShardOptions, StepParts
 from multitower.steps.precision import check_compute_dtype
 from multitower.steps.runner import (
     FastRunner,
@@ -29,7 +29,6 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.shards.options import ShardOptions, check_shards
 from multitower.steps.staged.options import StageOptions, check_stages, refuse_meeting
 from multitower.steps.staged.runner import StagedRunner
 from multitower.steps.staged.state import first_fields, on_cpu
