@@ -240,7 +240,7 @@ def trained(loss, devices, towers, **options):
 @pytest.mark.parametrize(
     ("name", "towers", "devices", "options"),
     [
-        ("contrastive", 4, (1, 2, 3), {}),
+        pytest.param("contrastive", 4, (1, 2, 3), {}, marks=pytest.mark.slow),
         ("advantages", 4, (1, 3), {"shard_update": True, "clip_norm": 0.5}),
         pytest.param("normalised", 6, (1, 8), {"ema_decay": 0.9}, marks=pytest.mark.slow),
         pytest.param("contrastive", 6, EVERY, {}, marks=pytest.mark.slow),

@@ -105,18 +105,22 @@ WAYS = {
     "scan": scanned,
     "jit of scan": lambda step, p, b, o: jax.jit(lambda p: scanned(step, p, b, o))(p),
     "vmap over parameters": lambda step, p, b, o: jax.vmap(lambda p: step(p, b, o))(many_params(p)),
+    "jit of vmap": lambda step, p, b, o: jax.jit(jax.vmap(lambda p: step(p, b, o)))(many_params(p)),
     "under grad": lambda step, p, b, o: jax.grad(lambda p: step(p, b, o)[0])(p),
+    "jit of grad": lambda step, p, b, o: jax.jit(jax.grad(lambda p: step(p, b, o)[0]))(p),
     "grad of grad": lambda step, p, b, o: jax.grad(
         lambda p: sum((g**2).sum() for g in jax.tree.leaves(step(p, b, o)[1]))
     )(p),
 }
 
 
+DEAR = ("vmap over parameters", "under grad", "grad of grad")  # these compile every operation
+
+
 @pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize("towers", [None, 6])
 @pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=[pytest.mark.slow] if way == "grad of grad" else []) for way in WAYS],
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in DEAR else []) for way in WAYS]
 )
 def test_law_l2_inside_other_transformations(way, towers):
     """Lie: right when called eagerly only; ten ragged rows on four devices."""

@@ -215,7 +215,10 @@ def test_law_l3_of_an_array_that_lies_on_several_devices(towers):
 
 @pytest.mark.parametrize(
     "setting",
-    [lambda: jax.threefry_partitionable(False), lambda: jax.enable_x64(True)],
+    [
+        pytest.param(lambda: jax.threefry_partitionable(False), marks=pytest.mark.slow),
+        lambda: jax.enable_x64(True),
+    ],
     ids=["threefry_partitionable", "enable_x64"],
 )
 def test_law_l3_in_a_with_block(setting):

@@ -131,6 +131,7 @@ def test_a_loss_of_the_parameters_alone():
     assert (noise != own_noise).all()  # the mean over two towers with noise of their own
 
 
+@pytest.mark.slow
 def test_law_l3_same_bits_without_jit(two_towers):
     """The loss is a new function at every step, around another state."""
     one, two = (

@@ -21,6 +21,10 @@ X *= np.arange(1, 1 + ROWS)[:, None] / 8  # the towers' own statistics are far a
 Y = X.sum(1)
 WAYS = {"fast": {"devices": 4}, "same bits": {"devices": 2, "towers": TOWERS}}
 every_way = pytest.mark.parametrize("way", WAYS)
+# Exchanges with the same bits know no framework: of one they are tried every day.
+fast_every_day = pytest.mark.parametrize(
+    "way", ["fast", pytest.param("same bits", marks=pytest.mark.slow)]
+)
 
 
 def assert_close(found, wanted):
@@ -72,7 +76,7 @@ def stepped(way, loss, params, model_state):
     return state
 
 
-@every_way
+@fast_every_day
 def test_flax_linen(way):
     def loss_of(net):
         def loss(params, batch, *, model_state):
@@ -98,7 +102,7 @@ def test_flax_linen(way):
     assert_close(state.model_state, after)
 
 
-@every_way
+@fast_every_day
 def test_haiku(way):
     def net_of(axis):
         def net(x):
@@ -143,7 +147,7 @@ class EquinoxNet(eqx.Module):
         return x @ jnp.arange(4.0), state
 
 
-@every_way
+@fast_every_day
 def test_equinox(way):
     """A vmap over the rows of a tower, and the axis of towers beside its own."""
 

@@ -16,7 +16,7 @@ import multitower as mt
 from places import EXAMPLES
 
 NAMES = ["vector_add", "polynomial", "matrix_powers"]
-SHOWN = [*NAMES, "contrastive"]
+SHOWN = [*NAMES, "contrastive", "large_model"]
 FRAMEWORKS = ["flax_nnx", "flax_linen", "equinox", "haiku", "keras", "plain_jax"]
 
 
@@ -86,6 +86,7 @@ def test_matrix_powers_equal_one_device_and_numpy():
     np.testing.assert_allclose(total, one(5, 40), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_equals_that_of_the_whole_batch():
     # The lie: negatives of a tower's own rows only, which trains, to something else.
     one, every = versions("contrastive")
@@ -94,6 +95,19 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
     assert all_loss == pytest.approx(loss, rel=1e-4)
     for found, wanted in zip(all_params, params, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
+
+
+@pytest.mark.slow
+def test_a_model_cut_over_devices_is_the_one_of_one_device():
+    # The lies: "cut" that leaves the whole model on every device; another training.
+    one, every = versions("large_model")
+    loss, params, accuracy = one(steps=60)
+    all_loss, all_params, all_accuracy = every(steps=60)
+    assert accuracy > 0.9
+    assert all_accuracy == pytest.approx(accuracy, abs=0.01)
+    assert all_loss == pytest.approx(loss, rel=1e-2)
+    for found, wanted in zip(all_params, params, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-3)  # Adam enlarges the rounding
 
 
 def test_the_contrastive_loss_changes_two_lines_and_one_call():
@@ -144,6 +158,7 @@ def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
     assert len(all_losses) == 132
 
 
+@pytest.mark.slow
 def test_the_server_answers_many_at_once():
     # The lies: answers of another request; rows that filled a batch up; a mistake that ends it.
     made = runpy.run_path(str(EXAMPLES / "serving" / "server.py"))
@@ -194,6 +209,7 @@ def test_the_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
     names["plt"].close("all")
 
 
+@pytest.mark.slow
 def test_the_tower_program(tmp_path, capsys):
     # The lies: per-tower variables that stay frozen, a saver that restores something else,
     # two points of a step in the summaries.

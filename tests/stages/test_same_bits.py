@@ -73,7 +73,7 @@ SLOW = pytest.mark.slow
     ("devices", "options"),
     [
         (2, {}),
-        (4, {"layout": (2, 2), "interleave": True}),
+        pytest.param(4, {"layout": (2, 2), "interleave": True}, marks=SLOW),
         pytest.param(6, {"layout": (2, 3)}, marks=SLOW),
         pytest.param(3, {"layout": (3, 1)}, marks=SLOW),
     ],

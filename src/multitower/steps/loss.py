@@ -12,6 +12,7 @@ import numpy as np
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.outputs import check_metrics
 from multitower.models.modules import Model
+from multitower.steps.precision import as_given, narrow, narrow_rows
 from multitower.towers.rows import is_key
 
 
@@ -33,12 +34,14 @@ class LossFunction:
         takes_model_state: it wants the model state, and returns a new one.
         model: how to make the module that it takes, if it takes an NNX or Equinox module in place
             of parameters; without weights and state.
+        compute_dtype: what parameters and rows are cast to; None for no cast.
     """
 
     fn: Callable[..., Any]
     takes_rng: bool
     takes_model_state: bool
     model: Model | None = None
+    compute_dtype: Any = None
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> "LossFunction":
@@ -113,11 +116,16 @@ class LossFunction:
             extras["rng"] = rng
         if self.takes_model_state:
             extras["model_state"] = model_state
+        if self.compute_dtype is not None:
+            params = narrow(params, self.compute_dtype)
+            batch = narrow_rows(batch, self.compute_dtype)
         first = self.build(params, model_state)
         output = self._complete(self.fn(first, batch, **extras), model_state)
         if self.keeps_model_state:
             state = self._model(params, model_state).state_after(first)
             output = output._replace(model_state=state)
+        if self.compute_dtype is not None:
+            output = output._replace(model_state=as_given(output.model_state, model_state))
         return output
 
     def _model(self, params: Any, model_state: Any) -> Model:

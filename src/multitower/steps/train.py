@@ -19,6 +19,7 @@ from multitower.steps.arguments import check_numbers, refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
+from multitower.steps.precision import check_compute_dtype
 from multitower.steps.runner import (
     FastRunner,
     Metrics,
@@ -67,6 +68,7 @@ def train_step(
     diagnostics: bool = False,
     skip_nonfinite: bool = False,
     clip_norm: float | None = None,
+    compute_dtype: Any = None,
     reduction: Reduction = "mean",
     shard_update: bool = False,
     shard_params: bool = False,
@@ -107,6 +109,12 @@ def train_step(
         clip_norm: clip the mean gradient to this global norm, above 0, as
             `optax.clip_by_global_norm` does; None, the default, for no clipping. It also works
             with `shard_update`.
+        compute_dtype: the dtype to compute the loss in: `jnp.bfloat16`, or None, the default, for
+            that of the parameters. Float32 parameters are cast on their way into the loss, and
+            float32 rows of the batch, but for arrays with one number a row, such as targets and
+            weights. Everything else stays float32: the parameters of the state, gradients,
+            optimizer state, moving average, model state, and sums over rows and towers. Layers
+            that compute with model state, such as BatchNorm, need `dtype=` of their own.
         reduction: how the losses of rows are combined: `"mean"`, or `"sum"` for summed losses and
             log densities; `metrics["loss"]` is then that sum. The loss and metrics may also be
             `mt.ratio(total, weight)`.
@@ -166,7 +174,7 @@ def train_step(
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, towers=towers, shard_update=shard_update)
-    loss = LossFunction.of(loss_fn)
+    loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
         loss,
         optimizer,

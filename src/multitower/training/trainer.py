@@ -11,6 +11,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.parts import EmaDecay
+from multitower.steps.precision import check_compute_dtype
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.train import TrainStep, train_step
 from multitower.training.agreement import StopVote
@@ -59,6 +60,7 @@ class Trainer:
         check_replicas_every: compare the devices' variables every so many steps, after the first
             step and before every save; 0 for never.
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
+        compute_dtype: as for `multitower.train_step`: `jnp.bfloat16` for mixed precision.
         reduction: as for `multitower.train_step`: `"sum"` for summed losses.
         shard_update: as for `multitower.train_step`: split the optimizer state over the devices.
         shard_params: as for `multitower.train_step`: split the parameters too.
@@ -103,6 +105,7 @@ class Trainer:
         on_nonfinite: Literal["stop", "skip"] = "stop",
         check_replicas_every: int = 1000,
         clip_norm: float | None = None,
+        compute_dtype: Any = None,
         reduction: Reduction = "mean",
         shard_update: bool = False,
         shard_params: bool = False,
@@ -130,6 +133,7 @@ class Trainer:
         self._best = None
         if run_dir is not None and keep_best is not None:
             self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
+        narrow = check_compute_dtype(compute_dtype)
         # What determines the bits of a run, apart from its data and its first state.
         self._settings = {
             "towers": towers,
@@ -138,6 +142,7 @@ class Trainer:
             "model_state_from": model_state_from,
             "on_nonfinite": on_nonfinite,
             "clip_norm": clip_norm,
+            "compute_dtype": None if narrow is None else str(narrow),
             "reduction": reduction,
             **({} if stages is None else {"stages": stages}),
         }
@@ -154,6 +159,7 @@ class Trainer:
             diagnostics=True,
             skip_nonfinite=on_nonfinite == "skip",
             clip_norm=clip_norm,
+            compute_dtype=compute_dtype,
             reduction=reduction,
             shard_update=shard_update,
             shard_params=shard_params,

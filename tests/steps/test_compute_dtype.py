@@ -1,0 +1,132 @@
+"""compute_dtype: narrow inside of the loss, and nowhere else."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+DRAW = np.random.default_rng(0)
+PARAMS = {
+    "in": DRAW.normal(size=(4, 6)).astype(np.float32),
+    "out": DRAW.normal(size=6).astype(np.float32),
+    "bits": jnp.ones(6, jnp.bfloat16),
+}
+BATCHES = [
+    {
+        "x": DRAW.normal(size=(8, 4)).astype(np.float32),
+        "y": DRAW.normal(size=8).astype(np.float32),
+        "at": np.arange(8, dtype=np.int32),
+    }
+    for _ in range(2)
+]
+WAYS = [
+    {"devices": 2},
+    {"devices": 2, "towers": 4},
+    pytest.param({"devices": 2, "towers": 4, "shard_update": True}, marks=pytest.mark.slow),
+    pytest.param({"devices": 2, "towers": 4, "stages": 2}, marks=pytest.mark.slow),
+]
+
+
+def losses(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["in"])
+    found = mt.cut(hidden) @ (params["out"] * params["bits"])
+    return (found - batch["y"]) ** 2 + 0 * batch["at"]
+
+
+def cast_by_hand(params, batch):
+    narrow = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in params.items()}
+    return losses(narrow, {**batch, "x": batch["x"].astype(jnp.bfloat16)})
+
+
+def train(loss, batches=BATCHES, **options):
+    step = mt.train_step(loss, optax.adam(0.1), ema_decay=0.5, clip_norm=0.5, **options)
+    state = step.init(PARAMS)
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_it_is_the_cast_written_by_hand(way):
+    # The lies: an optimizer state, a gradient or an average in 16 bits; a cast that is not made.
+    found = train(losses, compute_dtype=jnp.bfloat16, **way)
+    assert mt.fingerprint(found) == mt.fingerprint(train(cast_by_hand, **way))
+    assert mt.fingerprint(found) != mt.fingerprint(train(losses, **way))
+    state, metrics = found
+    for tree in (state.params, state.opt_state[0].mu, state.ema_params):
+        assert tree["in"].dtype == tree["out"].dtype == jnp.float32
+    assert state.params["bits"].dtype == jnp.bfloat16
+    assert metrics["loss"].dtype == jnp.float32
+
+
+def test_what_the_loss_is_given():
+    seen = {}
+
+    def loss(params, batch):
+        seen.update({name: leaf.dtype for name, leaf in {**params, **batch}.items()})
+        return losses(params, batch)
+
+    train(loss, BATCHES[:1], compute_dtype="bfloat16", devices=1)
+    narrow = {name for name, dtype in seen.items() if dtype == jnp.bfloat16}
+    assert narrow == {"in", "out", "bits", "x"}
+    assert (seen["y"], seen["at"]) == (jnp.float32, jnp.int32)
+
+
+def test_model_state_keeps_its_dtype():
+    def loss(w, x, *, model_state):
+        return (x @ w) ** 2, {}, {"mean": x.mean(0)}
+
+    step = mt.train_step(loss, optax.sgd(0.1), compute_dtype=jnp.bfloat16, towers=2, devices=2)
+    state = step.init(PARAMS["in"][:, 0], model_state={"mean": jnp.zeros(4)})
+    state, _ = step(state, BATCHES[0]["x"])
+    assert state.model_state["mean"].dtype == jnp.float32
+    np.testing.assert_allclose(state.model_state["mean"], BATCHES[0]["x"].mean(0), atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
+def test_an_nnx_module_computes_in_bfloat16():
+    nnx = pytest.importorskip("flax.nnx")
+    seen = []
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(4, dtype=jnp.bfloat16, rngs=rngs)  # it has float32 statistics
+            self.out = nnx.Linear(4, 1, rngs=rngs)
+
+        def __call__(self, x):
+            found = self.out(self.norm(x))
+            seen.append(found.dtype)
+            return found
+
+    loss = lambda model, batch: (model(batch["x"])[:, 0] - batch["y"]) ** 2
+    step = mt.train_step(loss, optax.sgd(0.1), compute_dtype=jnp.bfloat16, towers=2, devices=1)
+    state, _ = step(step.init(Net(nnx.Rngs(0))), BATCHES[0])
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    model = step.model(state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, "half a float", 16])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(mt.ArgumentError, match=r"jnp\.bfloat16"):
+        mt.train_step(losses, optax.sgd(0.1), compute_dtype=dtype)
+
+
+def test_a_resume_keeps_it(tmp_path):
+    def fit(steps, **options):
+        trainer = mt.Trainer(
+            losses, optax.sgd(0.1), run_dir=tmp_path, towers=2, devices=1, **options
+        )
+        return trainer.fit(
+            PARAMS, lambda first: itertools.repeat(BATCHES[0]), steps=steps, resume=True
+        )
+
+    fit(1, compute_dtype=jnp.bfloat16)
+    with pytest.raises(mt.RunError, match="another compute_dtype: the run there has 'bfloat16'"):
+        fit(2)
+    assert fit(2, compute_dtype=jnp.bfloat16).step == 2
