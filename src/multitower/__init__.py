@@ -29,7 +29,8 @@ from multitower.hardware.devices import device, devices
 from multitower.stages.marks import cut
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.train import TrainStep, train_step
+from multitower.steps.step import TrainStep
+from multitower.steps.train import train_step
 from multitower.towers.feeding import prefetch, shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows

@@ -13,7 +13,8 @@ from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.parts import EmaDecay
 from multitower.steps.precision import check_compute_dtype
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.train import TrainStep, train_step
+from multitower.steps.step import TrainStep
+from multitower.steps.train import train_step
 from multitower.training.agreement import StopVote
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
