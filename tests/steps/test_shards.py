@@ -308,9 +308,25 @@ def test_stacked_layers_and_a_sum_over_rows(way):
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
 
 
+def test_a_loss_in_16_bits_is_sent_its_parameters_in_16_bits():
+    # The lie: parameters in float32 on the way, and cast when they have arrived.
+    layers = np.zeros((3, 64, 64), np.float32)
+    loss = lambda layers, x: jax.lax.scan(lambda h, w: (h @ w, None), x, layers)[0].sum(1)
+    options = {"compute_dtype": jnp.bfloat16, "shard_params": True}
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, **options)
+    state, parts = step.init(layers), take_apart(np.ones((4, 64), np.float32), 0, name="batch")
+    runner = step._runner(state, parts, 4)
+    fields = state.fields()
+    lowered = runner.program(fields).lower(fields, *runner._feeder.feed(parts)).as_text()
+    sent = re.findall(r'"stablehlo.(\w+)"\([^\n]*?-> tensor<64x64x(\w+)>', lowered)
+    assert {dtype for name, dtype in sent if name == "all_gather"} == {"bf16"}
+    # The gradients of a layer are added in float32, of which each device gets half.
+    assert re.search(r"\}\) : \(tensor<64x64xf32>\) -> tensor<32x64xf32>", lowered)
+
+
 def test_options_that_exclude_each_other():
     sgd = optax.sgd(0.1)
-    with pytest.raises(mt.ArgumentError, match=r"stages= .* shard_update=True; or leave towers"):
+    with pytest.raises(mt.ArgumentError, match=r"Leave towers out; .* stages= or .* shard_update=True"):
         mt.train_step(losses, sgd, towers=4, shard_params=True)
     with pytest.raises(mt.ArgumentError, match="exclude each other"):
         mt.train_step(losses, sgd, stages=2, shard_params=True)

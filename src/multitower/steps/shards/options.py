@@ -30,10 +30,10 @@ def check_shards(
     if shard_params and (towers is not None or stages is not None):
         given = f"towers={towers}" if stages is None else f"stages={stages}"
         raise ArgumentError(
-            f"shard_params=True and {given} exclude each other: every device gathers the "
-            "parameters as it needs them, in a sum whose order depends on the devices. Leave "
-            "shard_params out, and cut the model with stages= or split the optimizer state with "
-            f"shard_update=True; or leave {given.partition('=')[0]} out."
+            f"shard_params=True and {given} exclude each other: the order of sums over parts "
+            "depends on the number of devices, and with towers= the bits must not. Leave "
+            f"{given.partition('=')[0]} out; or keep it, leave shard_params out, and cut the model "
+            "with stages= or split the optimizer state with shard_update=True."
         )
     if shard_update and towers is not None and skip_nonfinite:
         raise ArgumentError(
