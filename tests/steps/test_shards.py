@@ -326,7 +326,9 @@ def test_a_loss_in_16_bits_is_sent_its_parameters_in_16_bits():
 
 def test_options_that_exclude_each_other():
     sgd = optax.sgd(0.1)
-    with pytest.raises(mt.ArgumentError, match=r"Leave towers out; .* stages= or .* shard_update=True"):
+    with pytest.raises(
+        mt.ArgumentError, match=r"Leave towers out; .* stages= or .* shard_update=True"
+    ):
         mt.train_step(losses, sgd, towers=4, shard_params=True)
     with pytest.raises(mt.ArgumentError, match="exclude each other"):
         mt.train_step(losses, sgd, stages=2, shard_params=True)
