@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import multitower as mt
+from multitower.engines import spmd
 from multitower.steps.state.replicas import check_replicas
 from multitower.towers.leaf_shards import shardings_of
 from multitower.towers.rows import take_apart
@@ -324,11 +325,35 @@ def test_a_loss_in_16_bits_is_sent_its_parameters_in_16_bits():
     assert re.search(r"\}\) : \(tensor<64x64xf32>\) -> tensor<32x64xf32>", lowered)
 
 
+def test_parameters_in_parts_are_scored_in_parts(monkeypatch):
+    # The lie: a model that is trained in parts, and whole on every device for its score.
+    layers = DRAW.normal(size=(3, 64, 64)).astype(np.float32) / 9
+    state = mt.train_step(
+        lambda layers, x: x[:, 0] * 0 + layers.sum(), optax.sgd(0.1), devices=2, shard_params=True
+    ).init(layers)
+    x = DRAW.normal(size=(5, 64)).astype(np.float32)
+
+    def score(layers, x):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)
+        return {"score": (h**2).sum(1)}
+
+    ran, run = [], spmd.run
+    monkeypatch.setattr(
+        spmd, "run", lambda *given, axes: ran.append(axes) or run(*given, axes=axes)
+    )
+    found = mt.evaluate(score, state.params, x, global_batch=2, devices=2)
+    assert found["score"] == pytest.approx(float(score(layers, x)["score"].mean()), rel=1e-5)
+    infer = mt.make_parallel(lambda layers, x: x @ layers[0], in_axes=(None, 0), devices=2)
+    np.testing.assert_allclose(infer(state.params, x), x @ layers[0], rtol=1e-4, atol=1e-5)
+    assert len(ran) == 2  # one program each
+    assert all(1 in axes for axes in ran)  # which takes the layers in parts
+    assert infer(layers, x).shape == x.shape
+    assert ran[2:] == [()]
+
+
 def test_options_that_exclude_each_other():
     sgd = optax.sgd(0.1)
-    with pytest.raises(
-        mt.ArgumentError, match=r"Leave towers out; .* stages= or .* shard_update=True"
-    ):
+    with pytest.raises(mt.ArgumentError, match=r"Leave towers out; .* stages= or"):
         mt.train_step(losses, sgd, towers=4, shard_params=True)
     with pytest.raises(mt.ArgumentError, match="exclude each other"):
         mt.train_step(losses, sgd, stages=2, shard_params=True)

@@ -143,9 +143,13 @@ def on_shards(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Calls a function of a tree of whole leaves on a tree with shards among its leaves."""
     make = jax.make_jaxpr(fn, return_shape=True)
     program, result = make(whole_shapes(tree))
+    return jax.tree.unflatten(jax.tree.structure(result), run_program(program, tree))
+
+
+def run_program(program: Any, tree: Any) -> list[Any]:
+    """What a closed jaxpr returns for the leaves of a tree, shards in place of whole ones."""
     given = jax.tree.leaves(tree, is_leaf=_is_shard)
-    found = map(_whole, _run(program.jaxpr, program.consts, given))
-    return jax.tree.unflatten(jax.tree.structure(result), found)
+    return [*map(_whole, _run(program.jaxpr, program.consts, given))]
 
 
 def whole_shapes(tree: Any) -> Any:

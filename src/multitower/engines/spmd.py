@@ -21,7 +21,13 @@ from multitower.towers.rows import Tower, pad_rows, real_rows
 
 
 def run(
-    job: Job, placement: Placement, shared: Shared, rows: list[Any], num_rows: jax.Array
+    job: Job,
+    placement: Placement,
+    shared: Shared,
+    rows: list[Any],
+    num_rows: jax.Array,
+    *,
+    axes: tuple[int | None, ...] = (),
 ) -> tuple[Any, Any]:
     """Runs a job on traced or concrete arrays.
 
@@ -31,6 +37,8 @@ def run(
         shared: what every tower gets whole.
         rows: arrays with rows on axis 0; filled up to a multiple of the towers here.
         num_rows: how many of the rows are real, int32, shape ().
+        axes: for each leaf of `shared.rest` along which axis it lies in parts on the devices, None
+            if it is whole; nothing if all are. Only with one tower on every device.
 
     Returns:
         What `finish` returns, on every device; and the rows of the towers side by side, padding
@@ -49,10 +57,13 @@ def run(
             return Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
 
         some = rows if slots == 1 else [leaf[:tower_rows] for leaf in rows]
-        traced = _without_mesh(job.tower, (shared, some, tower(first)), num_towers)
+        whole = shared if not axes else _whole_shapes(shared, axes)
+        traced = _without_mesh(job.tower, (whole, some, tower(first)), num_towers)
         refuse_filled(traced.meets, num_given, tower_rows, placement)
         rounds = traced.rounds(final=slots == 1)
-        if slots == 1:
+        if axes:
+            result = _on_shards(traced, shared, axes, (rows, tower(first)))
+        elif slots == 1:
             result = traced(shared, rows, tower(first))
         elif rounds is None:
             one = lambda index, rows: traced(shared, rows, tower(index))
@@ -67,10 +78,44 @@ def run(
     return jax.shard_map(
         on_device,
         mesh=placement.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(AXIS), PartitionSpec()),
+        in_specs=(_specs(axes), PartitionSpec(AXIS), PartitionSpec()),
         out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
         check_vma=False,
     )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
+
+
+def _whole_shapes(shared: Shared, axes: tuple[int | None, ...]) -> Shared:
+    """Shapes and dtypes of what every tower gets, with whole leaves in place of parts."""
+    from multitower.engines.gathering import whole_shapes  # noqa: PLC0415 (importing stays quick)
+
+    return whole_shapes(_with_shards(shared, axes))
+
+
+def _on_shards(
+    traced: Traced, shared: Shared, axes: tuple[int | None, ...], rest: tuple[Any, ...]
+) -> TowerResult:
+    """Runs a tower that gathers what lies in parts where it uses it."""
+    from multitower.engines.gathering import run_program  # noqa: PLC0415 (importing stays quick)
+
+    found = run_program(traced.program, (_with_shards(shared, axes), *rest))
+    return jax.tree.unflatten(traced.treedef, found)
+
+
+def _with_shards(shared: Shared, axes: tuple[int | None, ...]) -> Shared:
+    from multitower.engines.gathering import Shard  # noqa: PLC0415 (importing stays quick)
+
+    rest = [
+        leaf if axis is None else Shard(leaf, None, axis, leaf.dtype)
+        for leaf, axis in zip(shared.rest, axes, strict=True)
+    ]
+    return shared._replace(rest=rest)
+
+
+def _specs(axes: tuple[int | None, ...]) -> Any:
+    if not axes:
+        return PartitionSpec()
+    names = [[] if axis is None else [*[None] * axis, AXIS] for axis in axes]
+    return Shared(PartitionSpec(), [PartitionSpec(*each) for each in names])
 
 
 def run_on_shards(

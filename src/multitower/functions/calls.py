@@ -17,6 +17,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
 from multitower.processes.together import spread
 from multitower.towers.gather import gather_rows
+from multitower.towers.leaf_shards import axis_of_parts
 from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import (
     SHARED,
@@ -118,7 +119,7 @@ class TowerFunction:
         self._placement = place(devices, towers) if devices is not None else None
         self._engines: dict[Any, tuple[SameBits | None, SameBits]] = {}
         self._looked_at: set[Split] = set()
-        self._jitted = jax.jit(self._traced, static_argnums=0)
+        self._jitted = jax.jit(self._traced, static_argnums=(0, 1))
 
     def call(self, call: Call, arguments: Arguments) -> Any:
         """Calls the function with what the user gave."""
@@ -139,17 +140,26 @@ class TowerFunction:
     def _call(self, parts: Parts, placement: Placement) -> Any:
         if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
-            return self._traced(parts.split, parts.shared, parts.rows)
+            return self._traced(parts.split, (), parts.shared, parts.rows)
         if not self._looked_at:
             check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
         if self._towers is not None:
             return self._same_bits(parts, placement)
         refuse_tower_rows(parts.rows)
         even = parts.num_rows % len(placement.devices) == 0
-        shared = copy_to(parts.shared, [placement.shared] * len(parts.shared))
+        # What lies in parts on these devices is gathered where the function uses it.
+        axes = tuple(axis_of_parts(leaf, placement) for leaf in parts.shared)
+        shared = copy_to(
+            parts.shared,
+            [
+                placement.shared if axis is None else leaf.sharding
+                for leaf, axis in zip(parts.shared, axes, strict=True)
+            ],
+        )
+        axes = axes if any(axis is not None for axis in axes) else ()
         target = placement.split if even else placement.shared
         rows = copy_to(parts.rows, [target] * len(parts.rows))
-        return self._jitted(parts.split, shared, rows)
+        return self._jitted(parts.split, axes, shared, rows)
 
     def placement(self) -> Placement:
         """Which device runs which towers; starts JAX at the first call, not before."""
@@ -188,7 +198,9 @@ class TowerFunction:
         for number, name in _shared_keys(parts, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
 
-    def _traced(self, split: Split, shared: list[Any], rows: list[Any]) -> Any:
+    def _traced(
+        self, split: Split, axes: tuple[int | None, ...], shared: list[Any], rows: list[Any]
+    ) -> Any:
         placement = self._evenly_placed()
         num_rows = rows[0].shape[0]
         tower_rows = -(-num_rows // placement.num_towers)
@@ -197,8 +209,10 @@ class TowerFunction:
         before = self._weights_job(split, shared, rows, tower_rows)
         if before is not None:
             given = (placement, Shared((), shared), rows, jnp.int32(num_rows))
-            shared = [*shared, *spmd.run(before, *given)[0]]
-        finished, joined = spmd.run(job, placement, Shared((), shared), rows, jnp.int32(num_rows))
+            weights = spmd.run(before, *given, axes=axes)[0]
+            shared, axes = [*shared, *weights], (*axes, *[None] * len(weights)) if axes else ()
+        given = (placement, Shared((), shared), rows, jnp.int32(num_rows))
+        finished, joined = spmd.run(job, *given, axes=axes)
         if ragged:
             joined = jax.tree.map(lambda leaf: leaf[:num_rows], joined)
         return self._kind.result(finished, joined)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from multitower.errors import ArgumentError
+from multitower.steps.parts import ShardOptions
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import Parts, is_traced
 
@@ -35,6 +36,36 @@ def check_numbers(ema_decay: Any, global_batch: Any, clip_norm: Any) -> None:
         raise ArgumentError(
             f"clip_norm={clip_norm!r}: it must be a number above 0, such as 1.0, or None."
         )
+
+
+def check_shards(
+    shard_update: bool,
+    shard_params: bool,
+    towers: int | None,
+    stages: Any,
+    skip_nonfinite: bool,
+) -> ShardOptions | None:
+    """What a user says of shards; None for a state that is not split, or split by towers.
+
+    Raises:
+        ArgumentError: options exclude each other.
+    """
+    if shard_params and (towers is not None or stages is not None):
+        given = f"towers={towers}" if stages is None else f"stages={stages}"
+        raise ArgumentError(
+            f"shard_params=True and {given} exclude each other: the order of sums over parts "
+            "depends on the number of devices, and with towers= the bits must not. Leave "
+            f"{given.partition('=')[0]} out; or keep it, leave shard_params out, and cut the model "
+            "with stages= or split the optimizer state with shard_update=True."
+        )
+    if shard_update and towers is not None and skip_nonfinite:
+        raise ArgumentError(
+            "shard_update=True with towers= cannot take back a block's update, as skip_nonfinite "
+            "would: leave skip_nonfinite out, or towers."
+        )
+    if towers is None and stages is None and (shard_params or shard_update):
+        return ShardOptions(shard_params)
+    return None
 
 
 def refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 
@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     import optax
 
 EmaDecay = float | Callable[[jax.Array], Any]
+
+
+class ShardOptions(NamedTuple):
+    """What is split over the devices beside the optimizer's state and the moving average.
+
+    Attributes:
+        params: the parameters too.
+    """
+
+    params: bool
 
 
 @dataclass(frozen=True)

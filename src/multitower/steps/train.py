@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from multitower.errors import ArgumentError
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
-from multitower.steps.arguments import check_numbers
+from multitower.steps.arguments import check_numbers, check_shards
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.precision import check_compute_dtype
-from multitower.steps.shards.options import check_shards
 from multitower.steps.staged.options import check_stages
 from multitower.steps.step import TrainStep
 from multitower.towers.placement import check_towers

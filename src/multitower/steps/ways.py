@@ -6,7 +6,7 @@ import jax
 
 from multitower.functions.outputs import wide
 from multitower.hardware.devices import DeviceSpec
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import (
     FastRunner,
     Metrics,
@@ -16,7 +16,6 @@ from multitower.steps.runner import (
 )
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.shards.options import ShardOptions
 from multitower.steps.staged.options import StageOptions, refuse_meeting
 from multitower.steps.staged.runner import StagedRunner
 from multitower.steps.staged.state import first_fields, on_cpu

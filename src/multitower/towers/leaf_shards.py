@@ -48,6 +48,17 @@ def spec_of(leaf: Any, num_devices: int) -> PartitionSpec:
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
 
 
+def axis_of_parts(leaf: Any, placement: Placement) -> int | None:
+    """Along which axis an array lies in parts on these devices; None if it does not."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != placement.mesh:
+        return None
+    if sharding.is_fully_replicated:
+        return None
+    axes = [axis for axis, name in enumerate(sharding.spec) if name in (AXIS, (AXIS,))]
+    return axes[0] if axes else None
+
+
 def shardings_of(tree: Any, placement: Placement) -> Any:
     """For each leaf of a tree where its parts are."""
     count = len(placement.devices)

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from multitower.functions.outputs import wide
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import own_copy
-from multitower.steps.shards.options import ShardOptions
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.towers.leaf_shards import shardings_of
