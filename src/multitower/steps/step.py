@@ -14,6 +14,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
+from multitower.steps.looped import LoopOptions, take_apart_each
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
@@ -107,6 +108,7 @@ class TrainStep:
         Args:
             state: from `init` or from the previous step; it is overwritten.
             batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
+                With `steps_per_call` a list of them, or one with a first axis for the steps.
 
         Returns:
             The new state, and the metrics: `"loss"` and those of the loss function, each a mean
@@ -131,7 +133,11 @@ class TrainStep:
                 f"step(state, batch) got {type(state).__name__} as state: make one with "
                 "state = step.init(params)."
             )
-        parts = take_apart(batch, 0, name="batch")
+        if isinstance(self._division, LoopOptions):
+            work = take_apart_each(batch, self._division.most)
+            parts = work.largest
+        else:
+            work = parts = take_apart(batch, 0, name="batch")
         refuse_tracers(state, parts, self)
         way = self._find_way()
         if state.maker is not self:
@@ -144,7 +150,7 @@ class TrainStep:
             passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
             check_same_call("batch", passed, self.placement)
             check_replicas(state)  # host-device sync
-        result = self._runner(state, parts, global_batch).run(state, parts, self)
+        result = self._runner(state, parts, global_batch).run(state, work, self)
         given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed is no measure
@@ -199,7 +205,7 @@ class TrainStep:
             )
         key = (parts.split, tower_rows, way.version)
         if key not in self._runners:
-            batches = Batches(parts, tower_rows, has_weights=num_weights > 0)
+            batches = Batches(parts, tower_rows, num_weights > 0, bool(averaged or meets))
             self._runners[key] = way.make_runner(self._step, state, batches)
         return self._runners[key]
 

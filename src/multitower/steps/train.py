@@ -8,6 +8,7 @@ from multitower.errors import ArgumentError
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.steps.arguments import check_numbers, check_shards
+from multitower.steps.looped import check_loop
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.precision import check_compute_dtype
@@ -38,6 +39,7 @@ def train_step(
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
+    steps_per_call: int | None = None,
 ) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
 
@@ -104,6 +106,10 @@ def train_step(
             each stage, or all devices if there are fewer, and as many replicas as fit.
         interleave: with `stages`, stage s runs on device s mod P of the P devices of its replica;
             by default neighbours share a device. Both have the same bits.
+        steps_per_call: without `towers`, make up to this many updates in one call: it takes a list
+            of as many batches, or one whose arrays have a first axis for the steps, and its metrics
+            have that axis too. It saves the host's time, which decides where steps are short.
+            Results are those of as many calls, up to rounding.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -137,6 +143,10 @@ def train_step(
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, towers=towers, shard_update=shard_update)
+    loop = check_loop(
+        steps_per_call,
+        {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},
+    )
     loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
         loss,
@@ -148,4 +158,4 @@ def train_step(
         clip_norm,
         reduction,
     )
-    return TrainStep(step, devices, towers, global_batch, cut or shards or shard_update)
+    return TrainStep(step, devices, towers, global_batch, cut or loop or shards or shard_update)

@@ -1,11 +1,12 @@
 """Ways to keep a training state on devices. Each makes states, and what runs a batch on them."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from multitower.functions.outputs import wide
 from multitower.hardware.devices import DeviceSpec
+from multitower.steps.looped import LoopOptions, LoopRunner
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import (
     FastRunner,
@@ -29,8 +30,8 @@ from multitower.towers.rows import Parts
 class Runner(Protocol):
     """What makes steps with batches of one kind."""
 
-    def run(self, state: TrainState, parts: Parts, maker: object, /) -> tuple[TrainState, Metrics]:
-        """Makes one update; the state is overwritten."""
+    def run(self, state: TrainState, parts: Any, maker: object, /) -> tuple[TrainState, Metrics]:
+        """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
         ...
 
 
@@ -41,11 +42,13 @@ class Batches(NamedTuple):
         first: one of them.
         tower_rows: rows of a full tower.
         has_weights: whether the loss is a ratio, whose weights must be known first.
+        must_be_full: whether every row of every tower must be a real one.
     """
 
     first: Parts
     tower_rows: int
     has_weights: bool
+    must_be_full: bool
 
 
 class Whole:
@@ -83,7 +86,7 @@ class Whole:
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """What runs batches like these."""
-        batch, tower_rows, has_weights = batches
+        batch, tower_rows, has_weights, _ = batches
         return self._runner(step, batch.split, tower_rows, self.placement, has_weights=has_weights)
 
 
@@ -119,7 +122,7 @@ class InBlocks(Whole):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
-        batch, tower_rows, has_weights = batches
+        batch, tower_rows, has_weights, _ = batches
         assert self._sharded is not None
         given = (step, batch.split, tower_rows, self.placement, self._sharded)
         return ShardedRunner(*given, has_weights=has_weights)
@@ -164,7 +167,7 @@ class InStages(Whole):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
-        batch, tower_rows, has_weights = batches
+        batch, tower_rows, has_weights, _ = batches
         first = (state.fields(), batch)
         given = (step, batch.split, tower_rows, self._layout, first)
         return StagedRunner(*given, has_weights=has_weights)
@@ -195,18 +198,33 @@ class InShards(Whole):
         """As in `Whole`."""
         from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
 
-        batch, tower_rows, has_weights = batches
+        batch, tower_rows, has_weights, _ = batches
         return ShardsRunner(step, batch.split, tower_rows, self._shards, has_weights=has_weights)
 
 
-Division = bool | StageOptions | ShardOptions
+class InLoops(Whole):
+    """As in `Whole`; fast steps, several in one call."""
+
+    def __init__(self, options: LoopOptions, placement: Placement) -> None:
+        super().__init__(placement, same_bits=False)
+        self._options = options
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        given = (step, batches.first.split, batches.tower_rows, self.placement, self._options)
+        return LoopRunner(
+            *given, has_weights=batches.has_weights, must_be_full=batches.must_be_full
+        )
+
+
+Division = bool | StageOptions | ShardOptions | LoopOptions
 
 
 def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
     """The way that a user has chosen, on these devices.
 
     Args:
-        division: True for blocks of towers; stages; shards; or False.
+        division: True for blocks of towers; stages; shards; loops; or False.
         devices: as for `train_step`.
         towers: likewise.
 
@@ -218,6 +236,8 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
         assert towers is not None
         return InStages(division, devices, towers)
     placement = place(devices, towers)
+    if isinstance(division, LoopOptions):
+        return InLoops(division, placement)
     if isinstance(division, ShardOptions):
         return InShards(division, placement)
     return InBlocks(placement) if division else Whole(placement, same_bits=towers is not None)
