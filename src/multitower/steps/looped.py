@@ -1,6 +1,5 @@
 """Many steps in one call: a loop on the devices around a fast step, so that the host waits once."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from multitower.steps.runner import Metrics, fast_step
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Parts, Split, pad_rows, take_apart
+from multitower.towers.rows import Parts, Split, is_key, pad_rows, take_apart
 from multitower.towers.split import copy_to, refuse_tower_rows
 
 
@@ -65,11 +64,15 @@ class Stack(NamedTuple):
 
     Attributes:
         largest: the one with the most rows, taken apart.
-        each: all of them, in order.
+        counts: for each batch its rows.
+        shared: the shared leaves, each as a list with one for each batch, or stacked.
+        rows: the split leaves, likewise.
     """
 
     largest: Parts
-    each: list[Parts]
+    counts: list[int]
+    shared: list[Any]
+    rows: list[Any]
 
 
 def take_apart_each(batches: Any, most: int) -> Stack:
@@ -83,13 +86,10 @@ def take_apart_each(batches: Any, most: int) -> Stack:
         BatchError: none, too many, or batches of different kinds.
         ArgumentError: leaves that are not numbers.
     """
-    trees = batches if isinstance(batches, list) else _unstacked(batches)
-    if not 1 <= len(trees) <= most:
-        raise BatchError(
-            f"the call got {len(trees)} batches, and steps_per_call={most}: give 1 to {most}, as a "
-            "list, or stacked along a first axis."
-        )
-    each = [take_apart(tree, 0, name="batch") for tree in trees]
+    if not isinstance(batches, list):
+        return _take_stacked_apart(batches, most)
+    _check_count(len(batches), most)
+    each = [take_apart(batch, 0, name="batch") for batch in batches]
     for number, parts in enumerate(each):
         refuse_tower_rows(parts.rows)
         if parts.split != each[0].split:
@@ -97,10 +97,15 @@ def take_apart_each(batches: Any, most: int) -> Stack:
                 f"batch {number} of the call is another tree than batch 0: all must have the same "
                 f"leaves.\nbatch 0: {each[0].split.treedef}\nbatch {number}: {parts.split.treedef}"
             )
-    return Stack(max(each, key=lambda parts: parts.num_rows), each)
+    return Stack(
+        max(each, key=lambda parts: parts.num_rows),
+        [parts.num_rows for parts in each],
+        [list(leaves) for leaves in zip(*(parts.shared for parts in each), strict=True)],
+        [list(leaves) for leaves in zip(*(parts.rows for parts in each), strict=True)],
+    )
 
 
-def _unstacked(stacked: Any) -> list[Any]:
+def _take_stacked_apart(stacked: Any, most: int) -> Stack:
     leaves, treedef = jax.tree.flatten(stacked)
     counts = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
     if len(counts) != 1 or None in counts:
@@ -110,7 +115,28 @@ def _unstacked(stacked: Any) -> list[Any]:
             f"are {sorted(map(str, counts))}."
         )
     (count,) = counts
-    return [treedef.unflatten([leaf[i] for leaf in leaves]) for i in range(count or 0)]
+    assert count is not None
+    _check_count(count, most)
+    first = take_apart(treedef.unflatten(map(_first_of, leaves)), 0, name="batch")
+    is_row = [isinstance(kind, int) for kind in first.split.kinds]
+    shared = [leaf for leaf, by_row in zip(leaves, is_row, strict=True) if not by_row]
+    rows = [leaf for leaf, by_row in zip(leaves, is_row, strict=True) if by_row]
+    return Stack(first, [first.num_rows] * count, shared, rows)
+
+
+def _first_of(stacked: Any) -> Any:
+    """The first of a stack of leaves, as far as taking apart looks at it: shape and dtype."""
+    if isinstance(stacked, jax.Array) and not is_key(stacked):  # slicing it would be a program
+        return np.broadcast_to(np.zeros((), stacked.dtype), stacked.shape[1:])
+    return stacked[0]
+
+
+def _check_count(count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise BatchError(
+            f"the call got {count} batches, and steps_per_call={most}: give 1 to {most}, as a "
+            "list, or stacked along a first axis."
+        )
 
 
 class LoopRunner:
@@ -154,35 +180,40 @@ class LoopRunner:
 
     def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
         """Makes an update with each batch; the state is overwritten."""
-        each = stack.each
-        counts = [parts.num_rows for parts in each]
+        counts, num_steps = stack.counts, len(stack.counts)
         if self._must_be_full and min(counts) < self._size:
             raise BatchError(
                 f"the batches of the call have {min(counts)} to {max(counts)} rows, and this loss "
                 "is a mean over rows of its own or compares rows: give batches of one size, or "
                 "return one loss for each row."
             )
-        rows = [
-            self._stacked([pad_rows(leaf, self._size) for leaf in leaves])
-            for leaves in zip(*(parts.rows for parts in each), strict=True)
-        ]
-        rest = [
-            self._stacked(leaves) for leaves in zip(*(parts.shared for parts in each), strict=True)
-        ]
+        rest = [self._stacked(leaves) for leaves in stack.shared]
+        rows = [self._stacked(self._filled(leaves)) for leaves in stack.rows]
+        given = [*rest, *rows, self._stacked(np.array(counts, np.int32)), np.int32(num_steps)]
         everywhere = self._placement.shared
-        given = [*rest, *rows, self._stacked([*map(np.int32, counts)]), np.int32(len(each))]
         homes = [everywhere] * len(rest) + [self._rows] * len(rows) + [everywhere] * 2
         placed = copy_to(given, homes)
         fields, metrics = self._run(
             state.fields(), placed[: len(rest)], placed[len(rest) : -2], *placed[-2:]
         )
         state.spend()
-        if len(each) < self._most:
-            metrics = {name: value[: len(each)] for name, value in metrics.items()}
+        if num_steps < self._most:
+            metrics = {name: value[:num_steps] for name, value in metrics.items()}
         return TrainState(fields, maker), metrics
 
-    def _stacked(self, leaves: Sequence[Any]) -> Any:
-        """The leaves of all batches as one array; of a shorter call the last one is there again."""
-        leaves = [*leaves, *[leaves[-1]] * (self._most - len(leaves))]
-        on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
-        return jnp.stack(leaves) if on_device else np.stack(leaves)
+    def _filled(self, leaves: Any) -> Any:
+        """The rows of all batches, each filled up to as many."""
+        if isinstance(leaves, list):
+            return [pad_rows(leaf, self._size) for leaf in leaves]
+        num_rows = leaves.shape[1]
+        return leaves if num_rows == self._size else leaves[:, np.arange(self._size) % num_rows]
+
+    def _stacked(self, leaves: Any) -> Any:
+        """One array with a place for each step; a shorter call has its last leaf there again."""
+        if isinstance(leaves, list):
+            on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
+            leaves = jnp.stack(leaves) if on_device else np.stack(leaves)
+        num_steps = leaves.shape[0]
+        if num_steps == self._most:
+            return leaves
+        return leaves[np.minimum(np.arange(self._most), num_steps - 1)]
