@@ -179,6 +179,7 @@ OF_BOTH = {
         *(("verify", *pair) for pair in OF_BOTH.items()),
         *(("scale", *pair) for pair in OF_BOTH.items()),
         ("verify", "--steps 7", {"steps": 7}),
+        ("scale", "--shard-params", {"shard_params": True}),
     ],
 )
 def test_a_flag_of_verify_or_scale_arrives(command, flags, expected, asked, tmp_path):

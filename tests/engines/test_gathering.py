@@ -138,6 +138,17 @@ def test_a_loop_gathers_one_layer_at_a_time():
     }
 
 
+def test_a_loop_that_uses_a_layer_twice_keeps_none():
+    # The lie: one gather in a turn, and the whole stack kept for the backward pass.
+    turn = lambda h, w: (jnp.tanh(h @ w) @ w[:, ::-1], None)
+    loop = only("layers", lambda w, rows: jax.lax.scan(turn, jnp.ones((2, 6)), w)[0].sum())
+    found = collectives(loop, {"layers": PARAMS["layers"]}, ROWS)
+    assert found[("f32[6,6]", "all_gather")] == 2
+    assert found[("f32[6,3]", "reduce_scatter")] == 1
+    (outer,) = jax.make_jaxpr(loop)({"layers": PARAMS["layers"]}, ROWS).eqns
+    assert "f32[4,6,6]" not in str(outer.params["jaxpr"])
+
+
 def test_16_bits_are_sent_and_gradients_are_added_in_32():
     # The lies: a cast behind the exchange, which sends twice as much; sums of 16-bit gradients.
     half = only("in", lambda w, rows: (rows.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).sum())

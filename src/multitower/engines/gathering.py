@@ -26,6 +26,7 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 _REMAT = ("checkpoint", "remat2")
 # They give another form to one array. The result is made again from the shard where it is used.
 _FORMS = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy"}
+_PARTS = {"slice", "dynamic_slice", "split", "rev", "concatenate"}
 # Cheap to make again, or linear: their backward pass needs what goes in, not what comes out.
 _USES = {"dot_general", "conv_general_dilated", "gather", "mul", "add", "sub", "dynamic_slice"}
 
@@ -215,9 +216,41 @@ def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:
         found = [*map(_whole, _run(inner.jaxpr, inner.consts, [*consts, *carry, *layer]))]
         return found[:num_carried], found[num_carried:]
 
+    own = [num_fixed + at for at, value in enumerate(stacked) if isinstance(value, Shard)]
+    if _is_any_reused(inner.jaxpr, own):
+        # Gathered once in a turn, it would be kept of every turn: the whole stack.
+        body = jax.checkpoint(body, policy=_is_no_leaf, prevent_cse=False)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     last, every = lax.scan(body, first, stacked, **options)
     return [*last, *every]
+
+
+def _is_any_reused(jaxpr: Any, numbers: Sequence[int]) -> bool:
+    """Whether a program uses one of these arguments in several places."""
+    own = {jaxpr.invars[number] for number in numbers}
+    uses = Counter(a for e in jaxpr.eqns for a in e.invars if not isinstance(a, core.Literal))
+    if any(uses[variable] > 1 for variable in own):
+        return True
+    return any(
+        _is_any_reused(
+            equation.params[_CALLS[equation.primitive.name]].jaxpr,
+            [
+                at
+                for at, atom in enumerate(equation.invars)
+                if not isinstance(atom, core.Literal) and atom in own
+            ],
+        )
+        for equation in jaxpr.eqns
+        if equation.primitive.name in _CALLS
+    )
+
+
+def _is_no_leaf(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether the backward pass may keep a result: it is neither a leaf nor a form of one."""
+    # `gather` is a call with a rule of its own.
+    inside = (e for one in core.jaxprs_in_params(params) for e in one.eqns)
+    gathers = any(equation.primitive.name == "all_gather" for equation in inside)
+    return not gathers and primitive.name not in {"all_gather", *_FORMS, *_PARTS}
 
 
 def _is_shard(value: Any) -> bool:
