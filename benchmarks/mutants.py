@@ -43,13 +43,19 @@ TESTS = {
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
     "models/dependencies": ["models/test_closures"],
     "models/opening": ["models/test_closures"],
+    "stages/layout": ["stages/test_layout"],
+    "stages/order": ["stages/test_layout", "stages/test_chain"],
     "steps/clipping": ["steps/test_clip_norm"],
     "steps/job": ["steps/test_train", "steps/test_ratio", "steps/test_clip_norm"],
     "steps/state/changes": ["steps/state/test_changed_state"],
     "steps/state/leaves": ["steps/test_sharded_replay", "steps/state/test_state"],
     "steps/sharded_state": ["steps/test_sharded_replay", "steps/test_sharded_update"],
     "steps/sharded_update": ["steps/test_sharded_replay", "steps/test_sharded_update"],
-    "towers/rows": ["towers/test_rows", "functions/test_parallel", "functions/test_autodiff"],
+    "towers/rows": [
+        "towers/test_rows",
+        "project/test_bad_input::test_wrong_use",
+        "functions/test_parallel",
+    ],
     "towers/split": ["towers/test_feeding", "functions/test_parallel", "engines/test_same_bits"],
 }
 
@@ -100,13 +106,16 @@ def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
         database = stack.enter_context(use_db(Path(directory, "db"), WorkDB.Mode.create))
         init([ROOT / module], database, {})
         found = [item.mutations[0] for item in database.work_items]
-    unseen = [  # types, and options such as frozen=True: no test can tell, nor should it
+    # Types, options such as frozen=True, and zip(strict=True), an assertion of ours: no test can
+    # tell, nor should it.
+    unseen = [
         ((one.lineno, one.col_offset), (one.end_lineno, one.end_col_offset))
         for node in ast.walk(ast.parse(source))
         for one in (
             getattr(node, "annotation", None),
             getattr(node, "returns", None),
             *getattr(node, "decorator_list", ()),
+            node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None,
         )
         if one is not None
     ]
@@ -127,8 +136,9 @@ def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
 def tests_of(module: Path) -> list[str]:
     """What is run, in this order."""
     names = TESTS.get(module.as_posix(), [f"{module.parent}/test_{module.name}"])
-    places = [f"tests/{name}.py" for name in names]
-    missing = [place for place in places if not (ROOT / place).exists()]
+    files = [name.partition("::") for name in names]  # a test of a file may be named, too
+    places = [f"tests/{name}.py{colons}{test}" for name, colons, test in files]
+    missing = [name for name, *_ in files if not (ROOT / f"tests/{name}.py").exists()]
     if missing:
         sys.exit(f"{', '.join(missing)}: no such tests. Name those of {module} in TESTS.")
     return places
