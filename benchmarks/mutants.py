@@ -48,7 +48,7 @@ TESTS = {
     "steps/clipping": ["steps/test_clip_norm"],
     "steps/job": ["steps/test_train", "steps/test_ratio", "steps/test_clip_norm"],
     "steps/state/changes": ["steps/state/test_changed_state"],
-    "steps/state/leaves": ["steps/test_sharded_replay", "steps/state/test_state"],
+    "steps/state/leaves": ["steps/state/test_leaves", "training/checkpoints/test_checkpoint"],
     "steps/sharded_state": ["steps/test_sharded_replay", "steps/test_sharded_update"],
     "steps/sharded_update": ["steps/test_sharded_replay", "steps/test_sharded_update"],
     "towers/rows": [
