@@ -125,12 +125,26 @@ def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
         if not is_unseen and "Decorator" not in mutation.operator_name:
             places.setdefault(mutation.start_pos, []).append(mutation)
     generator = random.Random(seed)
-    drawn = generator.sample(sorted(places), min(number, len(places)))
-    mutations = [generator.choice(places[place]) for place in sorted(drawn)]
-    return [
-        mutate_code(source, get_operator(m.operator_name)(**m.operator_args), m.occurrence)
-        for m in mutations
-    ]
+    order = sorted(places)
+    generator.shuffle(order)
+    drawn: dict[tuple[int, int], str] = {}
+    for place in order:
+        if len(drawn) == number:
+            break
+        m = generator.choice(places[place])
+        code = mutate_code(source, get_operator(m.operator_name)(**m.operator_args), m.occurrence)
+        if is_python(code):
+            drawn[place] = code
+    return [drawn[place] for place in sorted(drawn)]
+
+
+def is_python(code: str) -> bool:
+    """Cosmic Ray takes the star of a signature for a product."""
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return False
+    return True
 
 
 def tests_of(module: Path) -> list[str]:
