@@ -155,7 +155,7 @@ def test_all_that_are_damaged_are_passed_over_and_kept(saved, tmp_path):
     for number in (2, 3):
         (file,) = (directory / str(number) / "about").glob("metadata")
         file.write_text(file.read_text().replace('"number": ', '"number": 1'))
-    for name in ("damaged-3", "damaged-3-2"):
+    for name in ("damaged-2", "damaged-3", "damaged-3-2"):
         (directory / name).mkdir()
     like = make(1)[1]
     with Checkpoints(directory) as checkpoints:
@@ -167,7 +167,7 @@ def test_all_that_are_damaged_are_passed_over_and_kept(saved, tmp_path):
         with pytest.warns(mt.MultitowerWarning, match=said):
             assert checkpoints.restore(like=like, allow_previous=True).step == 1
     kept = {path.name for path in directory.glob("damaged-*")}
-    assert kept == {"damaged-2", "damaged-3", "damaged-3-2", "damaged-3-3"}
+    assert kept == {"damaged-2", "damaged-2-2", "damaged-3", "damaged-3-2", "damaged-3-3"}
 
 
 def test_the_one_before_is_before_the_one_that_was_asked_for(saved, tmp_path):
