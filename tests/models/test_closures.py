@@ -323,6 +323,7 @@ def test_numbers_that_decide_are_numbers():
 
     def make_loss(scale, array):
         def loss(w, x):
+            traced.append(1)
             if scale > 2:
                 return w * x * scale
             return w * x * float(np.cumsum(array)[-1])
@@ -331,6 +332,9 @@ def test_numbers_that_decide_are_numbers():
 
     run = lambda *held: mt.value_and_grad(make_loss(*held), devices=2)(1.0, X)[0]
     assert [run(3.0, X), run(1.0, np.ones(2)), run(1.0, np.ones(4))] == [10.5, 7.0, 14.0]
+    count = len(traced)
+    assert run(3.0, X) == 10.5
+    assert len(traced) == count, "it is not tried without its numbers again"
 
 
 def test_an_error_of_the_users_is_the_users():
