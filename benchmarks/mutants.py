@@ -41,7 +41,12 @@ TESTS = {
     "engines/same_bits": ["engines/test_same_bits", "proof/test_verification", "steps/test_train"],
     "engines/spmd": ["functions/test_parallel", "steps/test_train", "functions/test_autodiff"],
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
-    "models/dependencies": ["models/test_closures"],
+    "models/closures": [
+        "models/test_closures",
+        "models/test_equinox::test_make_parallel_takes_a_module",
+        "models/test_flax_nnx::test_make_parallel_takes_a_module",
+    ],
+    "models/dependencies": ["models/test_dependencies", "models/test_closures"],
     "models/opening": ["models/test_closures"],
     "stages/layout": ["stages/test_layout"],
     "stages/order": ["stages/test_layout", "stages/test_chain"],
