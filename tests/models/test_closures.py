@@ -1,5 +1,6 @@
 """What a loss closes over: arrays, keys, and things that may change unseen."""
 
+import dataclasses
 import functools
 
 import jax
@@ -46,6 +47,22 @@ def test_what_makes_two_functions_one_program(monkeypatch):
     before = opened(make(jnp.float32(1)))
     monkeypatch.setitem(globals(), "factor", 3.0)
     assert before != opened(make(jnp.float32(1)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    array: jax.Array
+    step: int
+
+
+def test_a_number_beside_arrays_is_data_in_a_record_and_a_setting_elsewhere():
+    """Lies: a program for every step of a TrainState; a program that no setting reaches."""
+    opened = lambda held: open_function(make(jnp.float32(1), static=held), ())[0]
+    assert opened(Record(jnp.ones(2), 2)) == opened(Record(jnp.zeros(2), 3))
+    for held in (lambda number: {"a": jnp.ones(2), "n": number}, lambda n: [jnp.ones(2), n]):
+        assert opened(held(2)) == opened(held(2))
+        assert opened(held(2)) != opened(held(3))
 
 
 class Traces:
