@@ -37,7 +37,12 @@ TESTS = {
     "checks/along_rows": ["checks/test_first_look", "trials/test_check"],
     "checks/row_flow": ["checks/test_first_look", "trials/test_check"],
     "cli/resume": ["cli/test_wiring", "cli/test_resume"],
-    "cli/train": ["cli/test_wiring", "cli/test_main"],
+    "cli/train": [
+        "cli/test_wiring",
+        "cli/test_config_file::test_a_recipe_must_be_named_once",
+        "cli/test_resume",
+        "cli/test_main",
+    ],
     "engines/same_bits": ["engines/test_same_bits", "proof/test_verification", "steps/test_train"],
     "engines/spmd": ["functions/test_parallel", "steps/test_train", "functions/test_autodiff"],
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
