@@ -106,6 +106,7 @@ def test_more_towers_make_a_smaller_bubble():
     bubbles = [bubble(one_forward_one_backward(towers, range(4)), 4) for towers in (4, 8, 32)]
     assert bubbles == sorted(bubbles, reverse=True)
     assert bubbles[-1] < 0.25
+    assert bubble(one_forward_one_backward(3, [0]), 1) == 0  # one device is always busy
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
