@@ -51,7 +51,11 @@ class OfAProperty:
         return factor
 
 
-@pytest.mark.parametrize("value", [of_a_decorator, OfAMethod(), OfAProperty], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [of_a_decorator, OfAMethod(), OfAProperty],
+    ids=["of a decorator", "of a method", "of a property"],
+)
 def test_a_global_is_seen_through(value, monkeypatch):
     before = content_of(value)
     assert content_of(value) == before
