@@ -49,8 +49,7 @@ TESTS = {
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
     "models/closures": [
         "models/test_closures",
-        "models/test_equinox::test_make_parallel_takes_a_module",
-        "models/test_flax_nnx::test_make_parallel_takes_a_module",
+        "models/test_flax_nnx::test_a_module_that_is_read_as_a_global",
     ],
     "models/dependencies": ["models/test_dependencies", "models/test_closures"],
     "models/opening": ["models/test_closures"],
@@ -134,6 +133,7 @@ def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
             getattr(node, "returns", None),
             *getattr(node, "decorator_list", ()),
             node.value if isinstance(node, ast.keyword) and node.arg == "strict" else None,
+            node if isinstance(node, ast.Name) and node.id == "TYPE_CHECKING" else None,
         )
         if one is not None
     ]

@@ -102,6 +102,18 @@ def test_a_batch_that_lies_on_two_devices():
     assert_close(state.params, replay(BATCHES[:1])[0])
 
 
+def test_one_step_for_two_models():
+    """Lie: the second model is cut into the blocks of the first one."""
+    step = mt.train_step(
+        lambda w, x: ((w * x[:, None]) ** 2).sum(1), optax.sgd(0.1, momentum=0.9),
+        devices=1, towers=2, shard_update=True,
+    )  # fmt: skip
+    for size in (3, 6):
+        state, _ = step(step.init(np.ones(size, np.float32)), np.ones(4, np.float32))
+        np.testing.assert_allclose(state.params, np.full(size, 0.8), rtol=1e-6)
+        np.testing.assert_allclose(state.opt_state[0].trace, np.full(size, 2.0), rtol=1e-6)
+
+
 PAYLOAD = np.uint32(0x7FC12345).view(np.float32)  # a NaN that is told from others
 
 
