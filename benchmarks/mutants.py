@@ -64,9 +64,9 @@ TESTS = {
         "proof/test_verification",
     ],
     "engines/spmd": [
-        "functions/test_parallel",
         "engines/test_exchanges::test_collectives_are_those_of_jax",
-        "steps/test_train",
+        "functions/test_parallel",
+        "steps/test_train::test_model_state_is_averaged_or_taken_from_the_first_tower",
     ],
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
     "models/closures": [
@@ -79,7 +79,20 @@ TESTS = {
     "stages/layout": ["stages/test_layout"],
     "stages/order": ["stages/test_layout", "stages/test_chain"],
     "steps/clipping": ["steps/test_clip_norm"],
-    "steps/job": ["steps/test_train", "steps/test_ratio", "steps/test_clip_norm"],
+    "steps/job": [
+        "steps/test_train::test_equals_sgd_with_momentum_in_numpy",
+        "steps/test_sharded_replay::test_one_step_for_two_models",
+        "steps/test_train::test_a_skipped_step_leaves_nothing_but_its_number",
+        "steps/test_ratio::test_a_masked_loss_and_its_metrics",
+        "steps/test_ratio::test_the_losses_of_towers",
+        "steps/test_ratio::test_metrics_that_are_sums_need_full_towers",
+        "steps/test_train::test_trap_mean_of_means",
+        "steps/test_train::test_model_state_is_averaged_or_taken_from_the_first_tower",
+        "steps/test_train::test_trap_an_empty_tower_turns_the_loss_to_nan",
+        "training/test_trainer::test_hooks_hear_of_towers_and_evaluations",
+        "checks/test_first_look::test_batch_norm_without_towers_is_told_once",
+        "checks/test_first_look::test_each_entry_point_warns_once",
+    ],
     "steps/sharded_state": [
         "steps/test_sharded_replay",
         "steps/state/test_changed_state",
