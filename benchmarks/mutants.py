@@ -56,6 +56,7 @@ TESTS = {
         "engines/test_exchanges::test_trap_gradients_through_collectives_are_those_of_the_whole_batch",
     ],
     "engines/same_bits": [
+        "steps/test_train::test_trap_mean_of_means",
         "engines/test_same_bits::test_same_bits_for_seven_towers",
         "engines/test_same_bits::test_same_bits_with_towers_strided_over_devices",
         "engines/test_same_bits::test_same_bits_with_nan_and_infinity_of_both_signs",
