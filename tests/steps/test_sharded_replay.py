@@ -114,6 +114,7 @@ def test_one_step_for_two_models():
         np.testing.assert_allclose(state.params, np.full(size, 0.8), rtol=1e-6)
         np.testing.assert_allclose(state.opt_state[0].trace, np.full(size, 2.0), rtol=1e-6)
         np.testing.assert_allclose(metrics["tower_losses"], [size, size])
+        assert int(state.step) == 1
         assert {one for value in metrics.values() for one in value.devices()} == {mt.devices(1)[0]}
     small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.opt_state)
     with pytest.raises(mt.OutputError, match=r"opt_state\[0\].trace is bfloat16.* become float32"):
