@@ -164,16 +164,22 @@ def by_dimensions(params):
         optax.adamw(0.1, weight_decay=0.3, mask=by_dimensions),
         optax.chain(optax.add_noise(1.0, 0.5, 0), optax.sgd(0.1)),
         optax.scale_by_factored_rms(min_dim_size_to_factor=4),
-        optax.GradientTransformation(
-            lambda params: jax.tree.map(lambda leaf: jnp.zeros(leaf.ndim + 1), params),
-            lambda updates, state, params=None: (updates, state),
-        ),
     ],
-    ids=["global norm", "lamb", "adafactor", "mask by shape", "noise", "factors", "by rank"],
+    ids=["global norm", "lamb", "adafactor", "mask by shape", "noise", "factors"],
 )
 def test_an_optimizer_that_mixes_elements_is_refused(optimizer):
     # The lie: a norm over a block, taken for the norm over all.
     with pytest.raises(mt.ArgumentError, match="needs an optimizer that works element by element"):
+        first(make(optimizer=optimizer, shard_update=True))
+
+
+def test_state_that_is_no_block_of_a_parameters_state_is_named():
+    optimizer = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda leaf: jnp.zeros(leaf.ndim + 1), params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    said = r"float32\[3\] for a whole parameter and float32\[2\] for a block"
+    with pytest.raises(mt.ArgumentError, match=said):
         first(make(optimizer=optimizer, shard_update=True))
 
 
