@@ -3,6 +3,7 @@
 The lie each test would catch: a flag that is read, listed by --help, and dropped.
 """
 
+import contextlib
 import dataclasses
 import importlib
 
@@ -11,6 +12,7 @@ import pytest
 import multitower as mt
 import places
 from multitower.cli.main import main
+from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_run_directory
 from multitower.runs.options import RunOptions
 
@@ -32,7 +34,7 @@ def passed(monkeypatch):
 
     def score(recipe, options, directory, **how):
         calls.append((options, how))
-        return {}
+        return {"step": 3, "test_loss": 0.5}
 
     monkeypatch.setattr(train_command, "run", run)
     monkeypatch.setattr(resume_command, "score", score)
@@ -98,11 +100,35 @@ def test_a_flag_of_eval_arrives(flags, best, passed, stopped):
     assert how == {"best": best}
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_process_alone_prints_scores(first, passed, stopped, monkeypatch, capsys):
+    monkeypatch.setattr(resume_command, "is_first", lambda: first)
+    capsys.readouterr()
+    assert main(["eval", str(stopped)]) == 0
+    printed = '{\n  "step": 3,\n  "test_loss": 0.5\n}\n'
+    assert capsys.readouterr().out == (printed if first else "")
+
+
 def test_resume_asks_for_the_lock(passed, stopped, capsys):
     with held_run_directory(stopped):
         assert main(["resume", str(stopped)]) == 2
     assert not passed
     assert "another" in capsys.readouterr().err
+
+
+def test_resume_auto_waits_for_the_processes_of_the_run_before(passed, stopped, monkeypatch):
+    """They end a heartbeat after the first one: to be refused then would end the job."""
+    waited = []
+
+    def held(path, *, wait_s):
+        waited.append((path, wait_s))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(train_command, "held_for_all", held)
+    (stopped / "checkpoints").mkdir()
+    words = ["train", CIRCLE, "--run-dir", str(stopped), "--towers", "4", "--seed", "3"]
+    assert main([*words, "--resume", "auto"]) == 0
+    assert waited == [(stopped, 2 * HEARTBEAT_S)]
 
 
 def test_resume_auto_goes_on_only_with_the_same_settings(passed, stopped, capsys):
