@@ -96,6 +96,11 @@ class FastRunner:
 
         self._run = jax.jit(run, donate_argnums=0)
 
+    @property
+    def program(self) -> Any:
+        """The jitted step: of the state, the shared leaves, the rows and how many are real."""
+        return self._run
+
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         refuse_tower_rows(parts.rows)
