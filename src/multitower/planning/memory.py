@@ -149,7 +149,9 @@ def with_blocks(
     sums = packed + spread.num_towers * sum(row_bytes)
     own_rows = spread.slots * sum(row_bytes)
     own_params = spread.slots * num_bytes(block)
-    exchange = spread.num_parts * (sums + sum(sent)) + max(sent) + own_rows + packed
+    # Several parts are arranged while others have arrived.
+    largest = max(sent) if spread.num_parts == 1 else max(*sent, sum(sent) - max(sent))
+    exchange = spread.num_parts * (sums + sum(sent)) + largest + own_rows + packed
     gather = own_rows + own_params + state.parameters + _gather_bytes(blocks, spread)
     return Memory(
         state.parameters,

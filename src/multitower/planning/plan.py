@@ -1,7 +1,8 @@
 """plan: what every layout of a training step takes, before anything runs."""
 
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,10 +12,10 @@ from multitower.hardware.devices import devices as find_devices
 from multitower.planning.layouts import PlannedLayout, Room, fast_layouts, tower_layouts
 from multitower.planning.limits import limits_of
 from multitower.planning.programs import Programs
-from multitower.planning.shapes import planned
+from multitower.planning.shapes import Planned, planned
 from multitower.planning.sizes import memory_in_bytes
 from multitower.planning.staged import staged_layouts
-from multitower.planning.words import advise, table
+from multitower.planning.words import advise, notes_of, table
 from multitower.steps.arguments import check_numbers
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
@@ -22,6 +23,8 @@ from multitower.towers.placement import check_towers
 
 if TYPE_CHECKING:
     import optax
+
+_LONG_S = 10
 
 
 def plan(
@@ -96,31 +99,44 @@ def plan(
         {'devices': 4}
     """
     devices = len(find_devices()) if devices is None else devices
-    for name, value in (("devices", devices), ("machines", machines)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ArgumentError(f"{name}={value!r}: it must be a whole number, 1 or more.")
-    check_towers(towers)
+    room = Room(devices, machines, towers)
+    _check(room)
     check_numbers(ema_decay, None, None)
+    memory_bytes = None if memory is None else memory_in_bytes(memory)
     step = StepParts(
         LossFunction.of(loss_fn), optimizer, ema_decay, "mean", False, False, None, "mean"
     )
     given = planned(step, params, batch, model_state=model_state, rng=rng)
-    programs = Programs(given)
-    room = Room(devices, machines, towers)
+    return _make(given, Programs(given), room, memory_bytes)
+
+
+def _check(room: Room) -> None:
+    for name, value in (("devices", room.devices), ("machines", room.machines)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"{name}={value!r}: it must be a whole number, 1 or more.")
+    check_towers(room.towers)
+
+
+def _make(given: Planned, programs: Programs, room: Room, memory_bytes: int | None) -> "Plan":
     notes: list[str] = []
+    begin = time.perf_counter()
     layouts = [
         *fast_layouts(given, programs, room),
         *tower_layouts(given, programs, room, notes),
         *staged_layouts(given, programs, room, notes),
     ]
+    if (took_s := time.perf_counter() - begin) > _LONG_S:
+        notes.append(f"Compiling took {took_s:.0f} s; plan.on(...) uses these programs again.")
     return Plan(
         layouts,
-        None if memory is None else memory_in_bytes(memory),
+        memory_bytes,
         num_rows=given.batch.num_rows,
         num_parameters=sum(leaf.size for leaf in jax.tree.leaves(given.fields.params)),
-        machines=machines,
+        devices=room.devices,
+        machines=room.machines,
         notes=tuple(notes),
-        limits=limits_of(given, room, programs.largest_buffer),
+        limits=limits_of(given, programs.largest_buffer, layouts),
+        _of=(given, programs, room),
     )
 
 
@@ -133,6 +149,7 @@ class Plan:
         memory_bytes: of one device, or None if you did not say.
         num_rows: of the batch.
         num_parameters: elements of all parameters.
+        devices: how many each machine has.
         machines: how many there are.
         notes: layouts that are left out, and why.
         limits: what breaks with more devices, the first thing first.
@@ -142,9 +159,35 @@ class Plan:
     memory_bytes: int | None
     num_rows: int
     num_parameters: int
+    devices: int
     machines: int
     notes: tuple[str, ...]
     limits: tuple[str, ...]
+    _of: tuple[Planned, Programs, Room] = field(compare=False)
+
+    def on(self, *, devices: int | None = None, machines: int = 1) -> "Plan":
+        """The same on other devices, with as many rows on each of them.
+
+        The programs are those of this plan, so it takes less than a second.
+
+        Args:
+            devices: how many each machine has; by default as many as in this plan.
+            machines: how many there are.
+
+        Returns:
+            A plan for a batch that is larger or smaller, as there are more or fewer devices.
+
+        Raises:
+            ArgumentError: one of them is no whole number above 0.
+        """
+        given, programs, before = self._of
+        room = Room(self.devices if devices is None else devices, machines, before.towers)
+        _check(room)
+        rows = max(1, self.num_rows * room.num_devices // before.num_devices)
+        if before.towers is not None:
+            towers = max(1, before.towers * room.num_devices // before.num_devices)
+            room = Room(room.devices, room.machines, towers)
+        return _make(given.with_rows(rows), programs, room, self.memory_bytes)
 
     @property
     def fits(self) -> list[PlannedLayout]:
@@ -161,6 +204,7 @@ class Plan:
         return {
             "num_rows": self.num_rows,
             "num_parameters": self.num_parameters,
+            "devices": self.devices,
             "machines": self.machines,
             "memory_bytes": self.memory_bytes,
             "layouts": [
@@ -179,4 +223,4 @@ class Plan:
     __repr__ = __str__
 
     def _sentences(self) -> list[str]:
-        return [self.advice, *self.limits, *self.notes]
+        return [self.advice, *self.limits, *notes_of(self.layouts), *self.notes]

@@ -51,6 +51,7 @@ class Programs:
         self.local = find_devices()
         self._towers: dict[int, TowerProgram] = {}
         self._fast: dict[tuple[int, bool], int] = {}
+        self.stages: dict[tuple[int, int], Any] = {}  # by rows of a tower and number of stages
 
     def tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
         """The program of a tower with so many rows; it does not depend on how many there are."""
@@ -114,7 +115,7 @@ class Programs:
             return traced(*args)
 
         (compiled,) = compile_for_each(tower, arguments, self.local[:1])
-        return TowerProgram(buffers, reduced, _analysis(compiled).temp_size_in_bytes, None)
+        return TowerProgram(buffers, reduced, memory_of(compiled).temp_size_in_bytes, None)
 
     def _compile_fast(self, tower_rows: int, several: bool) -> int:
         """On two devices, if it is for several: what is sent then takes memory too."""
@@ -149,11 +150,12 @@ def _tower() -> Tower:
     return Tower(*[jax.ShapeDtypeStruct((), np.int32)] * 3)
 
 
-def _analysis(compiled: Any) -> Any:
+def memory_of(compiled: Any) -> Any:
+    """What the compiler says of a program's memory."""
     return compiled.memory_analysis()
 
 
 def _working(compiled: Any) -> int:
     """Bytes beside the arguments: temporary ones, and results that take no argument's memory."""
-    found = _analysis(compiled)
+    found = memory_of(compiled)
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

@@ -31,6 +31,11 @@ class Planned(NamedTuple):
     fields: Fields
     batch: Parts
 
+    def with_rows(self, num_rows: int) -> "Planned":
+        """The same with another number of rows in the batch."""
+        rows: list[Any] = [*row_shapes(self.batch, num_rows)]
+        return self._replace(batch=self.batch._replace(rows=rows, num_rows=num_rows))
+
 
 class StateBytes(NamedTuple):
     """Bytes of a whole state; `rest` are the model state, the key and the step count."""

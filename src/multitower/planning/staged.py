@@ -13,7 +13,7 @@ import numpy as np
 from multitower.errors import ArgumentError
 from multitower.planning.layouts import PlannedLayout, Room, make_layout
 from multitower.planning.memory import Memory, Spread
-from multitower.planning.programs import Programs
+from multitower.planning.programs import Programs, memory_of
 from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.planning.traffic import Traffic
 from multitower.stages.chain import Chain
@@ -59,19 +59,22 @@ def staged_layouts(
     """Steps with `stages=`, one on each device; `notes` gets what is left out."""
     towers = room.tower_counts(given.batch.num_rows)[:_MOST_TRIES][-1]
     lengths = [p for p in range(2, room.devices + 1) if room.devices % p == 0][-_MOST_TRIES:]
+    if lengths and room.machines > 1:
+        notes.append("stages= runs in one process: on several machines it is on paper only.")
     for num_stages in lengths:
         replicas = min(room.num_devices // num_stages, towers)
         try:
-            stages = _stages(given, programs, towers, num_stages)
+            key = (-(-given.batch.num_rows // towers), num_stages)
+            if key not in programs.stages:
+                programs.stages[key] = _stages(given, programs, towers, num_stages)
+            stages = programs.stages[key]
         except ArgumentError as error:
             notes.append(f"stages={num_stages} is left out: {error}")
             continue
         passing = -(-towers // replicas)
         waits = (num_stages - 1) / (passing + num_stages - 1)
         half = replicas * (2 * passing + num_stages - 1)
-        note = f"towers={half} would halve the waiting" if waits else ""
-        if room.machines > 1:
-            note += "; stages run in one process, so not on several machines yet"
+        note = f"towers={half} would halve the time in which devices wait"
         options = {"towers": towers, "stages": num_stages, "layout": (replicas, num_stages)}
         rows = num_bytes(row_shapes(given.batch, -(-given.batch.num_rows // towers)))
         head = num_bytes((given.fields.model_state, given.fields.rng, given.batch.shared))
@@ -139,7 +142,7 @@ def _stage(
         num_bytes(sums),
         sum(n * bytes_of([x]) for n, x in zip(users, stage.answered, strict=True)),
         num_bytes(answers),
-        max(one.memory_analysis().temp_size_in_bytes for one in both),
+        max(memory_of(one).temp_size_in_bytes for one in both),
         (bytes_of(number for number, _ in forward), len(forward) + len(answers)),
     )
 

@@ -1,8 +1,7 @@
 """Traffic: bytes that a device sends in a step, and in how many messages.
 
 A collective over D devices is counted as the best algorithm does it: an all-gather and a
-reduce-scatter send (D-1)/D of the whole in D-1 messages, an all-reduce both. `steps/test_budgets.py`
-reads the same numbers off the compiled programs.
+reduce-scatter send (D-1)/D of the whole in D-1 messages, an all-reduce both.
 """
 
 from collections.abc import Sequence

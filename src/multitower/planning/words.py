@@ -72,6 +72,11 @@ def advise(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> str:
     )
 
 
+def notes_of(layouts: Sequence[PlannedLayout]) -> list[str]:
+    """What there is to know of single layouts."""
+    return [f"{call(one.options)}: {one.note}." for one in layouts if one.note]
+
+
 def _row(layout: PlannedLayout, memory_bytes: int | None) -> list[str]:
     took = layout.memory
     kinds = ("parameters", "gradients", "optimizer_state", "average", "rows", "activations")
