@@ -134,7 +134,7 @@ def tower_layouts(
         took = memory.with_towers(state, tower, programs.update, spread)
         sent = traffic.with_towers(program.buffers, spread)
         yield make_layout(room, {"towers": towers}, (took, sent), note=idle)
-        if takes_blocks:
+        if takes_blocks and used > 1:
             took = memory.with_blocks(given.fields, tower, given.step.optimizer, spread)
             sent = traffic.with_blocks(given.fields, program.buffers, spread)
             options = {"towers": towers, "shard_update": True}
