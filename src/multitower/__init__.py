@@ -26,6 +26,7 @@ from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import ratio
 from multitower.hardware.configuration import configure
 from multitower.hardware.devices import device, devices
+from multitower.planning.plan import Plan, plan
 from multitower.stages.marks import cut
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
@@ -58,6 +59,7 @@ __all__ = [
     "MultitowerWarning",
     "NonFiniteError",
     "OutputError",
+    "Plan",
     "Progress",
     "RunError",
     "StateError",
@@ -80,6 +82,7 @@ __all__ = [
     "make_batch",
     "make_batches",
     "make_parallel",
+    "plan",
     "prefetch",
     "ratio",
     "row_index",

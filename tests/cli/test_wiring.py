@@ -6,6 +6,7 @@ The lie each test would catch: a flag that is read, listed by --help, and droppe
 import contextlib
 import dataclasses
 import importlib
+import json
 
 import pytest
 
@@ -20,6 +21,7 @@ CIRCLE = str(places.CIRCLE)
 train_command = importlib.import_module("multitower.cli.train")
 resume_command = importlib.import_module("multitower.cli.resume")
 verify_command = importlib.import_module("multitower.cli.verify")
+plan_command = importlib.import_module("multitower.cli.plan")
 scale_command = importlib.import_module("multitower.cli.scale")
 
 
@@ -214,6 +216,32 @@ def test_a_flag_of_verify_or_scale_arrives(command, flags, expected, asked, tmp_
     ((recipe, options, counts, *_),) = asked
     assert (recipe.name, list(counts)) == ("circle", [1, 2])
     assert options == RunOptions(**expected)
+
+
+def test_flags_of_plan_arrive(monkeypatch, capsys):
+    asked = []
+
+    class Found:
+        num_rows, fits = 24, []
+
+        def to_dict(self):
+            return {"advice": "none"}
+
+        def __str__(self):
+            return "the table"
+
+    def look(recipe, options, **how):
+        asked.append((recipe.name, options, how))
+        return Found()
+
+    monkeypatch.setattr(plan_command, "plan_recipe", look)
+    flags = "--devices 8 --machines 4 --towers 64 --batch-size 24 --memory 24GiB"
+    assert main(["plan", CIRCLE, *flags.split()]) == 1  # nothing fits
+    assert "the table" in capsys.readouterr().out
+    expected = RunOptions(devices=8, towers=64, global_batch=24)
+    assert asked == [("circle", expected, {"machines": 4, "memory": "24GiB"})]
+    assert main(["plan", CIRCLE, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"advice": "none"}
 
 
 def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):

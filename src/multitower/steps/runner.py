@@ -102,6 +102,11 @@ class FastRunner:
         run = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
         self._run = jax.jit(run, donate_argnums=0)
 
+    @property
+    def program(self) -> Any:
+        """The jitted step: of the state, the shared leaves, the rows and how many are real."""
+        return self._run
+
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         fields, metrics = self._run(state.fields(), *self._feeder.feed(parts))
