@@ -11,7 +11,14 @@ import multitower as mt
 # `make test` has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
 # wait for. Not so where bits or memory are what is tested: optimizations decide over both.
 LEFT_OUT = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
-OPTIMIZED = ("engines/", "processes/", "proof/", "stages/test_same", "steps/test_budgets")
+OPTIMIZED = (
+    "engines/",
+    "planning/test_measured",
+    "processes/",
+    "proof/",
+    "stages/test_same",
+    "steps/test_budgets",
+)
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
 

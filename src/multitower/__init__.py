@@ -26,10 +26,12 @@ from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import ratio
 from multitower.hardware.configuration import configure
 from multitower.hardware.devices import device, devices
+from multitower.planning.plan import Plan, plan
 from multitower.stages.marks import cut
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.train import TrainStep, train_step
+from multitower.steps.step import TrainStep
+from multitower.steps.train import train_step
 from multitower.towers.feeding import prefetch, shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows
@@ -57,6 +59,7 @@ __all__ = [
     "MultitowerWarning",
     "NonFiniteError",
     "OutputError",
+    "Plan",
     "Progress",
     "RunError",
     "StateError",
@@ -79,6 +82,7 @@ __all__ = [
     "make_batch",
     "make_batches",
     "make_parallel",
+    "plan",
     "prefetch",
     "ratio",
     "row_index",

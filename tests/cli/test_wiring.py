@@ -3,14 +3,17 @@
 The lie each test would catch: a flag that is read, listed by --help, and dropped.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import json
 
 import pytest
 
 import multitower as mt
 import places
 from multitower.cli.main import main
+from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_run_directory
 from multitower.runs.options import RunOptions
 
@@ -18,6 +21,7 @@ CIRCLE = str(places.CIRCLE)
 train_command = importlib.import_module("multitower.cli.train")
 resume_command = importlib.import_module("multitower.cli.resume")
 verify_command = importlib.import_module("multitower.cli.verify")
+plan_command = importlib.import_module("multitower.cli.plan")
 scale_command = importlib.import_module("multitower.cli.scale")
 
 
@@ -32,7 +36,7 @@ def passed(monkeypatch):
 
     def score(recipe, options, directory, **how):
         calls.append((options, how))
-        return {}
+        return {"step": 3, "test_loss": 0.5}
 
     monkeypatch.setattr(train_command, "run", run)
     monkeypatch.setattr(resume_command, "score", score)
@@ -98,11 +102,35 @@ def test_a_flag_of_eval_arrives(flags, best, passed, stopped):
     assert how == {"best": best}
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_process_alone_prints_scores(first, passed, stopped, monkeypatch, capsys):
+    monkeypatch.setattr(resume_command, "is_first", lambda: first)
+    capsys.readouterr()
+    assert main(["eval", str(stopped)]) == 0
+    printed = '{\n  "step": 3,\n  "test_loss": 0.5\n}\n'
+    assert capsys.readouterr().out == (printed if first else "")
+
+
 def test_resume_asks_for_the_lock(passed, stopped, capsys):
     with held_run_directory(stopped):
         assert main(["resume", str(stopped)]) == 2
     assert not passed
     assert "another" in capsys.readouterr().err
+
+
+def test_resume_auto_waits_for_the_processes_of_the_run_before(passed, stopped, monkeypatch):
+    """They end a heartbeat after the first one: to be refused then would end the job."""
+    waited = []
+
+    def held(path, *, wait_s):
+        waited.append((path, wait_s))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(train_command, "held_for_all", held)
+    (stopped / "checkpoints").mkdir()
+    words = ["train", CIRCLE, "--run-dir", str(stopped), "--towers", "4", "--seed", "3"]
+    assert main([*words, "--resume", "auto"]) == 0
+    assert waited == [(stopped, 2 * HEARTBEAT_S)]
 
 
 def test_resume_auto_goes_on_only_with_the_same_settings(passed, stopped, capsys):
@@ -188,6 +216,32 @@ def test_a_flag_of_verify_or_scale_arrives(command, flags, expected, asked, tmp_
     ((recipe, options, counts, *_),) = asked
     assert (recipe.name, list(counts)) == ("circle", [1, 2])
     assert options == RunOptions(**expected)
+
+
+def test_flags_of_plan_arrive(monkeypatch, capsys):
+    asked = []
+
+    class Found:
+        num_rows, fits = 24, []
+
+        def to_dict(self):
+            return {"advice": "none"}
+
+        def __str__(self):
+            return "the table"
+
+    def look(recipe, options, **how):
+        asked.append((recipe.name, options, how))
+        return Found()
+
+    monkeypatch.setattr(plan_command, "plan_recipe", look)
+    flags = "--devices 8 --machines 4 --towers 64 --batch-size 24 --memory 24GiB"
+    assert main(["plan", CIRCLE, *flags.split()]) == 1  # nothing fits
+    assert "the table" in capsys.readouterr().out
+    expected = RunOptions(devices=8, towers=64, global_batch=24)
+    assert asked == [("circle", expected, {"machines": 4, "memory": "24GiB"})]
+    assert main(["plan", CIRCLE, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"advice": "none"}
 
 
 def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):

@@ -1,5 +1,6 @@
 """What a loss closes over: arrays, keys, and things that may change unseen."""
 
+import dataclasses
 import functools
 
 import jax
@@ -46,6 +47,22 @@ def test_what_makes_two_functions_one_program(monkeypatch):
     before = opened(make(jnp.float32(1)))
     monkeypatch.setitem(globals(), "factor", 3.0)
     assert before != opened(make(jnp.float32(1)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    array: jax.Array
+    step: int
+
+
+def test_a_number_beside_arrays_is_data_in_a_record_and_a_setting_elsewhere():
+    """Lies: a program for every step of a TrainState; a program that no setting reaches."""
+    opened = lambda held: open_function(make(jnp.float32(1), static=held), ())[0]
+    assert opened(Record(jnp.ones(2), 2)) == opened(Record(jnp.zeros(2), 3))
+    for held in (lambda number: {"a": jnp.ones(2), "n": number}, lambda n: [jnp.ones(2), n]):
+        assert opened(held(2)) == opened(held(2))
+        assert opened(held(2)) != opened(held(3))
 
 
 class Traces:
@@ -323,6 +340,7 @@ def test_numbers_that_decide_are_numbers():
 
     def make_loss(scale, array):
         def loss(w, x):
+            traced.append(1)
             if scale > 2:
                 return w * x * scale
             return w * x * float(np.cumsum(array)[-1])
@@ -331,6 +349,9 @@ def test_numbers_that_decide_are_numbers():
 
     run = lambda *held: mt.value_and_grad(make_loss(*held), devices=2)(1.0, X)[0]
     assert [run(3.0, X), run(1.0, np.ones(2)), run(1.0, np.ones(4))] == [10.5, 7.0, 14.0]
+    count = len(traced)
+    assert run(3.0, X) == 10.5
+    assert len(traced) == count, "it is not tried without its numbers again"
 
 
 def test_an_error_of_the_users_is_the_users():

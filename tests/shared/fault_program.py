@@ -31,7 +31,7 @@ import multitower_command
 import places
 from multitower.runs import report, train
 from multitower.runs.setup import RecipeJob
-from multitower.steps.train import TrainStep
+from multitower.steps.step import TrainStep
 
 # Where each stage begins, and at which call of it the fault comes.
 STAGES = {

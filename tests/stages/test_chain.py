@@ -146,6 +146,31 @@ def test_checkpoint_jit_and_backward_rules_inside():
     check(unmarked, BLOCKS, X, stages=2)
 
 
+def test_what_is_done_to_parameters_before_the_model_is_done_where_they_are_used():
+    """Lie: all parameters in the first stage, because the loss begins with them."""
+
+    def normalised(params, x):
+        return blocks([w / jnp.sqrt((w**2).sum()) for w in params], x)
+
+    chain = check(normalised, BLOCKS, X, stages=3)
+    assert list(chain.homes) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_checkpoint_around_all_is_cut_and_one_that_fits_is_not():
+    chain = check(jax.checkpoint(blocks), BLOCKS, X, stages=3)
+    assert [chain.homes.count(s) for s in range(3)] == [2, 2, 2]
+
+    def by_pairs(params, x):
+        for at in (0, 2, 4):
+            x = jax.checkpoint(lambda p, x: x + jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]))(
+                params[at : at + 2], x
+            )
+        return (x**2).mean()
+
+    chain = check(by_pairs, BLOCKS, X, stages=3)
+    assert list(chain.homes) == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_scan_over_layers_is_cut_by_its_length(stages, reverse):

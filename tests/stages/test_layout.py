@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multitower.errors import ArgumentError, DeviceError
 from multitower.stages.balance import equal_groups, equal_positions
-from multitower.stages.layout import lay_out
+from multitower.stages.layout import check_layout, lay_out
 from multitower.stages.order import bubble, one_forward_one_backward
 
 
@@ -27,6 +28,41 @@ def test_every_stage_and_tower_has_one_device_and_no_device_is_in_two_replicas(
         assert list(layout.place_of) == sorted(layout.place_of)
     elif len(layout.replicas[0]) > 1:
         assert all(a != b for a, b in itertools.pairwise(layout.place_of))
+
+
+def test_metrics_and_the_step_are_where_the_last_stage_is():
+    layout = lay_out(jax.devices()[:4], 2, 2, None)
+    assert layout.head == layout.replicas[0][1]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "layout", "message"),
+    [
+        (0, None, "stages=0"),
+        (True, None, "stages=True"),
+        (2.0, None, "stages=2.0"),
+        (2, 4, "layout=4: it must be a pair"),
+        (2, (1, 1, 1), "must be a pair"),
+        (2, (0, 2), "must be a pair"),
+        (2, (5, 3), r"each replica 3 devices, and stages=2 .* Use layout=\(5, 2\)"),
+    ],
+)
+def test_a_layout_of_other_than_counts_is_refused(num_stages, layout, message):
+    with pytest.raises(ArgumentError, match=message):
+        check_layout(num_stages, layout)
+    check_layout(2, (5, 2))  # more replicas than stages are none of its business
+
+
+def test_a_layout_that_is_larger_than_what_there_is_is_refused():
+    with pytest.raises(DeviceError, match=r"layout=\(2, 2\) needs 4 devices, and there are 3"):
+        lay_out(jax.devices()[:3], 2, 2, (2, 2))
+    with pytest.raises(DeviceError, match=r"has 2 replicas, .* Use layout=\(1, 2\)"):
+        lay_out(jax.devices()[:4], 1, 2, (2, 2))
+
+
+def test_devices_that_stay_idle_are_told():
+    with pytest.warns(UserWarning, match=r"keep 4 of 5 devices busy, with layout=\(2, 2\)"):
+        lay_out(jax.devices()[:5], 3, 2, None)
 
 
 PLACES = st.integers(1, 5).flatmap(
@@ -70,6 +106,7 @@ def test_more_towers_make_a_smaller_bubble():
     bubbles = [bubble(one_forward_one_backward(towers, range(4)), 4) for towers in (4, 8, 32)]
     assert bubbles == sorted(bubbles, reverse=True)
     assert bubbles[-1] < 0.25
+    assert bubble(one_forward_one_backward(3, [0]), 1) == 0  # one device is always busy
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))

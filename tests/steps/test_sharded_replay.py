@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multitower as mt
@@ -100,6 +101,24 @@ def test_a_batch_that_lies_on_two_devices():
     step = make(4)
     state, _ = step(step.init(params_of()), batch)
     assert_close(state.params, replay(BATCHES[:1])[0])
+
+
+def test_one_step_for_two_models():
+    """Lies: the second model in the blocks of the first one; metrics that no sum can take."""
+    step = mt.train_step(
+        lambda w, x: ((w * x[:, None]) ** 2).sum(1), optax.sgd(0.1, momentum=0.9),
+        devices=2, towers=2, shard_update=True, diagnostics=True,
+    )  # fmt: skip
+    for size in (3, 6):
+        state, metrics = step(step.init(np.ones(size, np.float32)), np.ones(4, np.float32))
+        np.testing.assert_allclose(state.params, np.full(size, 0.8), rtol=1e-6)
+        np.testing.assert_allclose(state.opt_state[0].trace, np.full(size, 2.0), rtol=1e-6)
+        np.testing.assert_allclose(metrics["tower_losses"], [size, size])
+        assert int(state.step) == 1
+        assert {one for value in metrics.values() for one in value.devices()} == {mt.devices(1)[0]}
+    small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.opt_state)
+    with pytest.raises(mt.OutputError, match=r"opt_state\[0\].trace is bfloat16.* become float32"):
+        step(state.replace(opt_state=small), np.ones(4, np.float32))
 
 
 PAYLOAD = np.uint32(0x7FC12345).view(np.float32)  # a NaN that is told from others

@@ -173,6 +173,16 @@ def test_an_optimizer_that_mixes_elements_is_refused(optimizer):
         first(make(optimizer=optimizer, shard_update=True))
 
 
+def test_state_that_is_no_block_of_a_parameters_state_is_named():
+    optimizer = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda leaf: jnp.zeros(leaf.ndim + 1), params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    said = r"float32\[3\] for a whole parameter and float32\[2\] for a block"
+    with pytest.raises(mt.ArgumentError, match=said):
+        first(make(optimizer=optimizer, shard_update=True))
+
+
 def test_options_that_exclude_each_other():
     with pytest.raises(mt.ArgumentError, match="leave skip_nonfinite out"):
         make(shard_update=True, skip_nonfinite=True)

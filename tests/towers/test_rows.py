@@ -2,11 +2,19 @@
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
-from multitower.towers.rows import Tower, axes_of_leaves, pad_rows, real_rows, take_apart
+from multitower.towers.rows import (
+    Tower,
+    axes_of_leaves,
+    key_of_tower,
+    pad_rows,
+    real_rows,
+    take_apart,
+)
 from tower_keys import tower_key
 
 
@@ -81,3 +89,21 @@ def test_half_a_legacy_key_is_never_a_key():
     """Next to two rows it is a key as well; it used to be cut, and JAX refused the halves."""
     noise = mt.make_parallel(lambda key, x: jax.random.normal(key, x.shape), devices=2)
     assert len(set(np.asarray(noise(jax.random.PRNGKey(0), np.ones(2))).tolist())) == 2
+
+
+def test_each_of_several_keys_is_the_towers():
+    """Lie: an array of keys stays the same in every tower, or all of it becomes one key."""
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    there = key_of_tower(keys, Tower(np.int32(4), np.int32(3), np.int32(19)))
+    assert there.shape == (2, 3)
+    assert there[1, 2] == tower_key(keys[1, 2], 4)
+    first = key_of_tower(keys[0, 0], Tower(np.int32(0), np.int32(3), np.int32(19)))
+    assert first == keys[0, 0]
+
+
+@pytest.mark.parametrize("counts", [(0, 3), (3, 0)])
+def test_no_rows_are_another_number_than_some(counts):
+    """Lie: an empty array first, and the rows of the next ones are the batch's."""
+    tree = tuple(np.ones((count, 2)) for count in counts)
+    with pytest.raises(mt.BatchError, match=r"rows and .* need the same number"):
+        take_apart(tree, 0, name="batch")

@@ -45,6 +45,17 @@ def test_law_l3_of_a_data_set_on_several_devices(devices):
     assert evaluate(lambda _, x: {"value": 1 / x}, 0.0, zeros, **where) == {"value": -math.inf}
 
 
+def test_sums_and_ratios():
+    # The lies: a total that is divided by another ratio's weight, a sum that is divided at all.
+    def metrics(_, x):
+        ratios = mt.ratio(x, jnp.ones_like(x)) + mt.ratio(x, x) + mt.ratio(x, 2 * x)
+        return {"ratios": ratios + 3, "row": x}
+
+    x = np.arange(1, 11, dtype=np.float32)
+    scores = evaluate(metrics, 0.0, x, global_batch=4, devices=2, reduction="sum")
+    assert scores == {"ratios": 5.5 + 1 + 0.5 + 3, "row": 55.0}
+
+
 def test_no_examples_are_an_error():
     with pytest.raises(mt.BatchError, match="zero rows"):
         evaluate(metrics, 1.0, {"x": VALUES[:0]}, global_batch=4)

@@ -78,6 +78,13 @@ def test_another_run_is_refused_by_name(settings, said, tmp_path):
         fit(tmp_path, steps=3, **settings)
 
 
+def test_the_number_of_stages_counts_where_there_are_any(tmp_path):
+    fit(tmp_path, stages=1)
+    with pytest.raises(mt.RunError, match="another stages: the run there has 1, this one has 2"):
+        fit(tmp_path, stages=2)
+    assert fit(tmp_path).step == 2
+
+
 def test_a_schedule_counts_by_what_it_computes(tmp_path):
     make = lambda last: optax.sgd(optax.linear_schedule(0.1, last, 5))
     fit(tmp_path, make(0.0))

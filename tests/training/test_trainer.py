@@ -91,6 +91,7 @@ def poisoned(first):
 
 def test_two_trainers_in_one_directory(tmp_path):
     """Lie: two runs that write the same checkpoints, and a resume from a mixture of both."""
+    run_dir = tmp_path / "is not" / "there yet"
     refused = []
 
     def train_beside(progress):
@@ -100,12 +101,12 @@ def test_two_trainers_in_one_directory(tmp_path):
             thread.join()
 
     def other():
-        trainer = make_trainer(1, run_dir=tmp_path / "run")
+        trainer = make_trainer(1, run_dir=run_dir)
         with pytest.raises(mt.RunError, match=f"another run trains in .*process {os.getpid()}"):
             trainer.fit(PARAMS, batches, steps=8, resume=True)
         refused.append(True)
 
-    trainer = make_trainer(1, run_dir=tmp_path / "run", checkpoint_every=2, hooks=[train_beside])
+    trainer = make_trainer(1, run_dir=run_dir, checkpoint_every=2, hooks=[train_beside])
     trainer.fit(PARAMS, batches, steps=8)
     assert refused == [True]
     trainer.hooks.clear()

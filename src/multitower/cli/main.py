@@ -1,6 +1,7 @@
 """The command line: `multitower train ...`.
 
-Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference; 2 for flags or settings
+Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference, or `plan` nothing that
+fits; 2 for flags or settings
 that are wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C
 (SIGINT) and 143 with SIGTERM, after the step was finished and saved; 134 for one of several
 processes that JAX ends because another is missing.
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli import console
         from multitower.cli.doctor import doctor
         from multitower.cli.local_processes import run_local_processes, split_off_processes
+        from multitower.cli.plan import plan
         from multitower.cli.resume import evaluate, resume
         from multitower.cli.scale import scale
         from multitower.cli.settings import expand_flags
@@ -81,15 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count, words = split_off_processes(words)
             if count is not None:
                 return run_local_processes(count, words)
-            commands = {
+            commands: dict[str, Callable[..., Any]] = {
                 "train": train,
                 "resume": resume,
                 "eval": evaluate,
                 "verify": verify,
                 "scale": scale,
+                "plan": plan,
                 "doctor": doctor,
             }
-            words = expand_flags(words, {"train": train, "verify": verify, "scale": scale})
+            with_recipe = ("train", "verify", "scale", "plan")
+            words = expand_flags(words, {name: commands[name] for name in with_recipe})
             code = _run_command(tyro, words, commands)
         except Interrupted as stop:
             console.show_error(str(stop))

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 # A tower's number, or the sum of two trees. In `Plan.rest` the leaves are (device, part) pairs.
 Tree = Any
 
-_SMALL_BYTES = 64 * 1024  # up to this size one message is sent instead of two
+SMALL_BYTES = 64 * 1024  # up to this size one message is sent instead of two
 
 
 class Sum(tuple[Tree, Tree]):
@@ -205,7 +205,7 @@ def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> l
 def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Array:
     """The sum over all devices of one buffer, given as this device's partial sums."""
     block = pieces[0]
-    if block.nbytes <= _SMALL_BYTES:
+    if block.nbytes <= SMALL_BYTES:
         gathered = [lax.all_gather(piece, AXIS) for piece in pieces]
         return evaluate(how.rest, lambda at: gathered[at[1]][at[0]], lambda a, b: a + b)
     # Every device adds one chunk and hands it to all: 2 (D-1)/D of the buffer sent by each.

@@ -102,6 +102,7 @@ class SameBits:
             if tap is not None:
                 tap("tower program", turn.tower, sums)
             self._totals.put(stacks, turn, sums, programs.add)
+            del sums  # those of the last tower would take memory until the step ends
         if not stacks[0][0].packed.buffers:
             return Finished([], returned, {})
         totals = self._totals.reduced(stacks)
@@ -167,20 +168,10 @@ class SameBits:
         return self._compiled[key]
 
     def _compile(self, shared: Shared, pieces: list[jax.Array]) -> _Programs:
-        job, devices = self._job, self._totals.devices
+        devices = self._totals.devices
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
-
-        def to_trace(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
-            result = job.tower(shared, rows, here)
-            return TowerSums(pack((result.means, result.sums)), list(result.blocks)), result.rows
-
-        def finish(state: Any, totals: Packed, scale: jax.Array) -> Any:
-            means, sums = jax.tree.map(with_one_nan, unpack(totals))
-            means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
-            return job.finish(state, means, sums)
-
-        traced = trace(to_trace, arguments, self._placement.num_towers)
+        traced = trace(tower_function(self._job), arguments, self._placement.num_towers)
 
         def tower(*args: Any) -> Any:
             return traced(*args)
@@ -195,10 +186,32 @@ class SameBits:
         if not sums.packed.buffers:
             return _Programs(towers, [], [], traced.meets)
         adds = self._totals.compile(sums)
-        given = (
-            shared.state,
-            sums.packed,
-            jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE)),
-        )
-        finishes = compile_for_each(finish, given, devices, donate=(0,))
+        given = (shared.state, sums.packed, scale_shape())
+        finishes = compile_for_each(finish_function(self._job), given, devices, donate=(0,))
         return _Programs(towers, adds, finishes, traced.meets)
+
+
+def tower_function(job: Job) -> Callable[[Shared, list[Any], Tower], tuple[TowerSums, Any]]:
+    """What a tower's program computes: what is added up over towers, and the tower's rows."""
+
+    def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
+        result = job.tower(shared, rows, here)
+        return TowerSums(pack((result.means, result.sums)), list(result.blocks)), result.rows
+
+    return tower
+
+
+def finish_function(job: Job) -> Callable[[Any, Packed, Any], Any]:
+    """What the finish program computes, of the state, the totals and `scale_shape`."""
+
+    def finish(state: Any, totals: Packed, scale: Any) -> Any:
+        means, sums = jax.tree.map(with_one_nan, unpack(totals))
+        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+        return job.finish(state, means, sums)
+
+    return finish
+
+
+def scale_shape() -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what turns sums into means."""
+    return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE))

@@ -16,7 +16,7 @@ from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
 from multitower.proof.verification import EXCHANGE, TOWER
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.train import TrainStep
+from multitower.steps.step import TrainStep
 from multitower.towers.feeding import shard
 from multitower.towers.split import TowerRows
 

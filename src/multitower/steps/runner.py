@@ -1,6 +1,6 @@
 """One training step in either way: one program over all devices, or the same bits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,22 @@ class SameBitsRunner:
         return new, finished[0][1]
 
 
+def fast_step(
+    step: StepParts, split: Split, tower_rows: int, placement: Placement, *, has_weights: bool
+) -> Callable[..., tuple[Fields, Metrics]]:
+    """One step as a function to trace: of the state, what all towers get, rows, and their count."""
+    before = make_weights_job(step, split, tower_rows) if has_weights else None
+    job = make_job(step, split, tower_rows, placement.num_towers)
+
+    def run(fields: Fields, rest: Any, rows: list[Any], num_rows: jax.Array) -> Any:
+        if before is not None:
+            given = Shared((), (fields, rest))
+            rest = [*rest, *spmd.run(before, placement, given, rows, num_rows)[0]]
+        return spmd.run(job, placement, Shared(fields, rest), rows, num_rows)[0]
+
+    return run
+
+
 class FastRunner:
     """Steps as one program over all devices, equal to one device up to rounding."""
 
@@ -82,17 +98,14 @@ class FastRunner:
         *,
         has_weights: bool,
     ) -> None:
-        before = make_weights_job(step, split, tower_rows) if has_weights else None
-        job = make_job(step, split, tower_rows, placement.num_towers)
         self._feeder = Feeder(placement, tower_rows)
-
-        def run(fields: Fields, rest: Any, rows: list[Any], num_rows: jax.Array) -> Any:
-            if before is not None:
-                given = Shared((), (fields, rest))
-                rest = [*rest, *spmd.run(before, placement, given, rows, num_rows)[0]]
-            return spmd.run(job, placement, Shared(fields, rest), rows, num_rows)[0]
-
+        run = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
         self._run = jax.jit(run, donate_argnums=0)
+
+    @property
+    def program(self) -> Any:
+        """The jitted step: of the state, the shared leaves, the rows and how many are real."""
+        return self._run
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""

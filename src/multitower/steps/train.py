@@ -4,55 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import numpy as np
-
-from multitower.engines.tracing import uneven
-from multitower.errors import ArgumentError, BatchError, StateError
-from multitower.functions.gradient_job import check_differentiable
+from multitower.errors import ArgumentError
 from multitower.functions.objective import Reduction, check_reduction
-from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.modules import is_model, take_model
-from multitower.stages.layout import Layout
-from multitower.steps.arguments import check_numbers, check_shards, refuse_tracers
-from multitower.steps.job import Looked, look_at_loss
+from multitower.steps.arguments import check_numbers, check_shards
+from multitower.steps.looped import check_loop
 from multitower.steps.loss import LossFunction
-from multitower.steps.parts import EmaDecay, ShardOptions, StepParts
+from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.precision import check_compute_dtype
-from multitower.steps.runner import (
-    FastRunner,
-    Metrics,
-    SameBitsRunner,
-    on_all_devices,
-    take_changes,
-)
-from multitower.steps.sharded_state import ShardedState
-from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.staged.options import StageOptions, check_stages, refuse_meeting
-from multitower.steps.staged.runner import StagedRunner
-from multitower.steps.staged.state import first_fields, on_cpu
-from multitower.steps.state.changes import with_changes
-from multitower.steps.state.fields import Fields
-from multitower.steps.state.replicas import check_replicas
-from multitower.steps.state.train_state import TrainState
-from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import Parts, take_apart
-from multitower.towers.same_call import check_same_call
-from multitower.towers.split import TowerRows
-from multitower.towers.surroundings import (
-    refuse_a_mesh,
-    refuse_disabled_jit,
-    refuse_inside_a_tower,
-)
+from multitower.steps.staged.options import check_stages
+from multitower.steps.step import TrainStep
+from multitower.towers.placement import check_towers
 
 if TYPE_CHECKING:
     import optax
-
-    from multitower.steps.shards.runner import ShardsRunner
-    from multitower.steps.shards.state import StateShards
-
-    Runner = FastRunner | SameBitsRunner | ShardedRunner | ShardsRunner | StagedRunner
 
 
 def train_step(
@@ -74,7 +39,8 @@ def train_step(
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
-) -> "TrainStep":
+    steps_per_call: int | None = None,
+) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
 
     In one step each tower computes the loss and the gradients of its rows, both are averaged over
@@ -140,6 +106,10 @@ def train_step(
             each stage, or all devices if there are fewer, and as many replicas as fit.
         interleave: with `stages`, stage s runs on device s mod P of the P devices of its replica;
             by default neighbours share a device. Both have the same bits.
+        steps_per_call: without `towers`, make up to this many updates in one call: it takes a list
+            of as many batches, or one whose arrays have a first axis for the steps, and its metrics
+            have that axis too. It saves the host's time, which decides where steps are short.
+            Results are those of as many calls, up to rounding.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -173,6 +143,10 @@ def train_step(
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, towers=towers, shard_update=shard_update)
+    loop = check_loop(
+        steps_per_call,
+        {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},
+    )
     loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
         loss,
@@ -184,266 +158,4 @@ def train_step(
         clip_norm,
         reduction,
     )
-    return TrainStep(step, devices, towers, global_batch, cut or shards or shard_update)
-
-
-class TrainStep:
-    """A training step on towers; made by `train_step`. Call it as `step(state, batch)`."""
-
-    def __init__(
-        self,
-        step: StepParts,
-        devices: DeviceSpec | None,
-        towers: int | None,
-        global_batch: int | None,
-        division: "bool | StageOptions | ShardOptions",
-    ) -> None:
-        self._step = step
-        self._devices = devices
-        self._towers = towers
-        self._global_batch = global_batch
-        self._stages = division if isinstance(division, StageOptions) else None
-        self._shard_options = division if isinstance(division, ShardOptions) else None
-        self._shard_update = division is True
-        self._layout: Layout | None = None
-        self._placement: Placement | None = None
-        if devices is not None:
-            self._place()
-        self._sharded: ShardedState | None = None
-        self._looked: dict[Any, Looked] = {}
-        self._runners: dict[Any, Runner] = {}
-        self._has_run = False
-
-    @property
-    def placement(self) -> Placement:
-        """Which device runs which towers. Reading it starts JAX."""
-        return self._placement or self._place()
-
-    def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
-        """Makes the initial training state. Your arrays are copied and never overwritten.
-
-        Args:
-            params: a pytree of float arrays, or a Flax NNX or Equinox module, which the loss then
-                takes as its first argument. `state.params` holds the module's weights, and
-                `step.model(state)` returns the module. The other Variables of an NNX module, which
-                the loss may change in place, are in `state.model_state`.
-            model_state: a pytree of arrays, which the loss takes as `model_state`.
-            rng: a typed PRNG key, shape (), from which the loss's `rng` is made.
-
-        Returns:
-            A `TrainState` on all devices, with `step` 0.
-
-        Raises:
-            GradientError: a parameter that is no float; the message names its path.
-            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
-            ConfigurationError: `jax.set_mesh` is active.
-        """
-        refuse_a_mesh()
-        self._step.loss.check_extras(model_state, rng)
-        if is_model(params):
-            params, model_state = self._take(params, model_state)
-        check_differentiable(params, lambda: "params")
-        if self._shard_update:
-            fields = Fields(np.int32(0), params, None, None, model_state, rng)
-            return self._adopt_blocks(fields, first=True)
-        if self._stages is not None:
-            return TrainState(first_fields(self._step, params, model_state, rng), self)
-        if self._shards is not None:
-            fields = Fields(np.int32(0), params, None, None, model_state, rng)
-            return TrainState(self._shards.first(self._step, fields), self)
-        ema = jax.tree.map(wide, params) if self._step.ema_decay is not None else None
-        opt_state = self._step.optimizer.init(params)
-        return self._adopt(Fields(np.int32(0), params, opt_state, ema, model_state, rng))
-
-    def model(self, state: TrainState) -> Any:
-        """Returns the parameters or the module with the values of a state.
-
-        Args:
-            state: a state that `init` or this step has made. For a moving average give
-                `state.replace(params=state.ema_params)`.
-
-        Returns:
-            The parameters, or the NNX or Equinox module in training mode (call `model.eval()`
-            before you use it for predictions). Like the state, it is valid until the next step
-            overwrites the state.
-        """
-        maker = state.maker if isinstance(state.maker, TrainStep) else self
-        return maker._step.loss.build(state.params, state.model_state)
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Makes one update.
-
-        Args:
-            state: from `init` or from the previous step; it is overwritten.
-            batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
-
-        Returns:
-            The new state, and the metrics: `"loss"` and those of the loss function, each a mean
-            over all real rows, float32, on the first device. The call does not wait for the
-            devices.
-
-        Raises:
-            StateError: it is not a state, or it has been overwritten; at the first call, processes
-                have different variables.
-            BatchError: no rows, different row counts, or more rows than a full batch; at the first
-                call, processes pass different shapes or have different numbers of towers.
-            ArgumentError: the batch has leaves that are not numbers.
-            OutputError: the loss returned a value of the wrong kind or shape.
-            ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
-        """
-        refuse_inside_a_tower("train_step")
-        refuse_a_mesh()
-        if self._towers is not None:
-            refuse_disabled_jit()
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise StateError(
-                f"step(state, batch) got {type(state).__name__} as state: make one with "
-                "state = step.init(params)."
-            )
-        parts = take_apart(batch, 0, name="batch")
-        refuse_tracers(state, parts, self)
-        if state.maker is not self:
-            state = self._adopt(state.fields())
-        given, state = state, self._with_changes(state)
-        global_batch = self._global_batch or self._full_batch(parts)
-        if not self._has_run and self.placement.spans_processes:
-            passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
-            check_same_call("batch", passed, self.placement)
-            check_replicas(state)  # host-device sync
-        result = self._runner(state, parts, global_batch).run(state, parts, self)
-        given.spend()
-        self._has_run = True
-        self._global_batch = global_batch  # only now: a batch that failed is no measure
-        return result
-
-    @property
-    def _shards(self) -> "StateShards | None":
-        """Where the parts of the state are, if every device keeps some."""
-        if self._shard_options is None:
-            return None
-        from multitower.steps.shards.state import StateShards  # noqa: PLC0415 (importing stays quick)
-
-        return StateShards(self._shard_options, self.placement)
-
-    def _place(self) -> Placement:
-        if self._stages is None:
-            self._placement = place(self._devices, self._towers)
-        else:
-            assert self._towers is not None
-            self._layout = self._stages.on(self._devices, self._towers)
-            self._placement = self._layout.towers
-        return self._placement
-
-    def _take(self, module: Any, model_state: Any) -> tuple[Any, Any]:
-        """Parameters and model state of a module; the loss is told how to put it together."""
-        model = take_model(module)
-        loss = self._step.loss
-        if model.how.changes_in_place and loss.takes_model_state:
-            raise ArgumentError(
-                f"the loss takes model_state, and a {type(module).__name__} keeps its own: write "
-                "loss_fn(model, batch), and let the model change in it."
-            )
-        if loss.model is None or loss.model.how != model.how or model.fixed:
-            self._step = replace(self._step, loss=loss.of_model(model))
-            self._runners.clear()
-            self._looked.clear()
-        return model.weights, model.state if model.how.changes_in_place else model_state
-
-    def _with_changes(self, state: TrainState) -> TrainState:
-        """The state with what somebody has written into it since the step before."""
-        changes = state.changes()
-        if not changes:
-            return state
-        if self._sharded is not None:
-            parts = self._sharded.take_changes(state.parts(), changes)
-            return self._sharded.state(parts, self)
-        if self._stages is not None:
-            return TrainState(with_changes(state.fields(), changes), self)
-        if self._shards is not None:
-            return TrainState(self._shards.take_changes(state.fields(), changes), self)
-        return take_changes(state, changes, self.placement, self)
-
-    def _adopt(self, fields: Fields) -> TrainState:
-        if self._stages is not None:  # it goes to its devices when it is known what lives where
-            return TrainState(fields, self)
-        if self._shard_update:
-            return self._adopt_blocks(fields, first=False)
-        if self._shards is not None:
-            return TrainState(self._shards.place(fields), self)
-        return TrainState(on_all_devices(fields, self.placement), self)
-
-    def _adopt_blocks(self, fields: Fields, *, first: bool) -> TrainState:
-        rest = fields._replace(opt_state=None, ema_params=None)
-        whole = on_all_devices(rest, self.placement)
-        if self._sharded is None or not self._sharded.fits(whole.params):
-            self._sharded = ShardedState(self._step.optimizer, whole.params, self.placement)
-            self._runners.clear()
-        if first:
-            with_average = self._step.ema_decay is not None
-            parts = self._sharded.first(whole, with_average=with_average)
-        else:
-            kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
-            parts = self._sharded.take_apart(kept)
-        return self._sharded.state(parts, self)
-
-    def _full_batch(self, parts: Parts) -> int:
-        """Rows of a full batch, if this is one."""
-        first = parts.rows[0]
-        if isinstance(first, TowerRows):
-            return first.tower_rows * first.placement.num_towers
-        return parts.num_rows
-
-    def _runner(self, state: TrainState, parts: Parts, global_batch: int) -> "Runner":
-        """What runs this batch: the same for every batch that fits the full one."""
-        num_towers = self.placement.num_towers
-        tower_rows = -(-global_batch // num_towers)
-        averaged, meets, num_weights = self._look(state, parts, tower_rows)
-        if meets and self._layout is not None:
-            raise refuse_meeting(meets)
-        if averaged or meets:  # every row of every tower must be real
-            if parts.num_rows % num_towers and meets:
-                raise uneven(meets, parts.num_rows, num_towers)
-            if parts.num_rows % num_towers and averaged:
-                raise refuse_ragged(averaged, parts.num_rows, num_towers)
-            tower_rows = parts.num_rows // num_towers
-        elif parts.num_rows > tower_rows * num_towers:
-            raise BatchError(
-                f"the batch has {parts.num_rows} rows, and this step was made for at most "
-                f"{global_batch}: global_batch=, or else the rows of its first batch. Pass "
-                f"train_step(global_batch={parts.num_rows}), or the largest batch there will be."
-            )
-        key = (parts.split, tower_rows)
-        if key not in self._runners:
-            given = (self._step, parts.split, tower_rows, self.placement)
-            has_weights = num_weights > 0
-            if self._layout is not None:
-                first = (state.fields(), parts)
-                self._runners[key] = StagedRunner(
-                    *given[:-1], self._layout, first, has_weights=has_weights
-                )
-            elif self._sharded is not None:
-                self._runners[key] = ShardedRunner(*given, self._sharded, has_weights=has_weights)
-            elif self._shards is not None:
-                from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
-
-                self._runners[key] = ShardsRunner(
-                    *given[:-1], self._shards, has_weights=has_weights
-                )
-            else:
-                make = FastRunner if self._towers is None else SameBitsRunner
-                self._runners[key] = make(*given, has_weights=has_weights)
-        return self._runners[key]
-
-    def _look(self, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
-        """What there is to know of the loss before a program is made of it."""
-        key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
-        if key not in self._looked:
-            self._looked[key] = look_at_loss(
-                self._step,
-                parts,
-                on_cpu(state.shared()) if self._stages else state.shared(),
-                tower_rows,
-                num_towers=self.placement.num_towers,
-                is_by_device=self._towers is None,
-            )
-        return self._looked[key]
+    return TrainStep(step, devices, towers, global_batch, cut or loop or shards or shard_update)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.train import TrainStep
+from multitower.steps.step import TrainStep
 from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.checkpoints.saving import Saver

@@ -13,8 +13,10 @@ from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.parts import EmaDecay
 from multitower.steps.precision import check_compute_dtype
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.train import TrainStep, train_step
+from multitower.steps.step import TrainStep
+from multitower.steps.train import train_step
 from multitower.training.agreement import StopVote
+from multitower.training.beginning import Resume, begin_at
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
@@ -225,30 +227,14 @@ class Trainer:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
-        from multitower.training.same_run import (  # noqa: PLC0415 (importing stays quick)
-            BatchRows,
-            check_same_run,
-            describe_run,
-        )
+        from multitower.training.same_run import BatchRows, describe_run  # noqa: PLC0415 (importing stays quick)
 
         run = describe_run(self._optimizer, state.params, self._settings)
         with self._checkpoints() as checkpoints, noted_signals() as caught:
-            first, saved = 0, dict[str, Any]()
+            first, saved = 0, {}
             if checkpoints is not None and checkpoints.steps():
-                if not resume:
-                    raise RunError(
-                        f"{self._directory} holds checkpoints of steps {checkpoints.steps()}: pass "
-                        "resume=True to go on from them, or choose another run_dir."
-                    )
-                first, state, _ = checkpoints.restore(like=state, allow_previous=allow_previous)
-                if not allow_changes:
-                    saved = checkpoints.run_of(first)
-                    check_same_run(saved, run, self._directory)
-                if first > steps:
-                    raise RunError(
-                        f"steps={steps}, and the run in {self._directory} has made {first}: say at "
-                        "least as many, or choose another run_dir."
-                    )
+                how = Resume(steps, resume, allow_previous, allow_changes)
+                first, state, saved = begin_at(checkpoints, state, run, how, self._directory)
             saver = Saver(checkpoints, self._checkpoint_every, steps, about or {}, run)
             if first == steps:
                 return state

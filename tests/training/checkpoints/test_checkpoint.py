@@ -149,6 +149,38 @@ def test_what_was_saved_beside_a_state_is_checked_too(saved, tmp_path):
             checkpoints.newest_about()
 
 
+def test_all_that_are_damaged_are_passed_over_and_kept(saved, tmp_path):
+    """Lies: only one is passed over; a newer one than was asked for; files that are overwritten."""
+    directory = copied(saved, tmp_path)
+    for number in (2, 3):
+        (file,) = (directory / str(number) / "about").glob("metadata")
+        file.write_text(file.read_text().replace('"number": ', '"number": 1'))
+    for name in ("damaged-2", "damaged-3", "damaged-3-2"):
+        (directory / name).mkdir()
+    like = make(1)[1]
+    with Checkpoints(directory) as checkpoints:
+        with pytest.raises(mt.CheckpointError, match="3 cannot be read"):
+            checkpoints.run_of(3)
+        with pytest.raises(mt.CheckpointError, match=r"checkpoint 2: .* previous one, 1 \("):
+            checkpoints.restore(like=like, step=2)
+        said = "checkpoint 3: .*; checkpoint 2: .* from checkpoint 1"
+        with pytest.warns(mt.MultitowerWarning, match=said):
+            assert checkpoints.restore(like=like, allow_previous=True).step == 1
+    kept = {path.name for path in directory.glob("damaged-*")}
+    assert kept == {"damaged-2", "damaged-2-2", "damaged-3", "damaged-3-2", "damaged-3-3"}
+
+
+def test_the_one_before_is_before_the_one_that_was_asked_for(saved, tmp_path):
+    directory = copied(saved, tmp_path)
+    (file,) = (directory / "2" / "about").glob("metadata")
+    file.write_text(file.read_text().replace('"number": 2', '"number": 3'))
+    with Checkpoints(directory) as checkpoints:
+        with pytest.warns(mt.MultitowerWarning, match=r"checkpoint 2: .* from checkpoint 1"):
+            found = checkpoints.restore(like=make(1)[1], step=2, allow_previous=True)
+        assert (found.step, found.about) == (1, {"number": 1})
+        assert checkpoints.steps() == [1, 3]
+
+
 def test_a_checkpoint_under_another_number_is_found(saved, tmp_path):
     """Lie: a directory that was renamed; the run then makes other steps than it says."""
     directory = copied(saved, tmp_path)

@@ -122,13 +122,17 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
     return Parts(blocks, Head(count, model_state, rng, shared), homes, Trees.of(fields))
 
 
-def first_fields(step: StepParts, params: Any, model_state: Any, rng: Any) -> Fields:
-    """A first state, in the host's memory, where there is room for all of it; keys stay."""
+def first_fields(step: StepParts, fields: Fields) -> Fields:
+    """A first state, in the host's memory, where there is room for all of it; keys stay.
+
+    Args:
+        step: with the optimizer.
+        fields: without the optimizer's state and the average.
+    """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        ema = jax.tree.map(wide, params) if step.ema_decay is not None else None
-        opt_state = step.optimizer.init(params)
-    fields = Fields(np.int32(0), params, opt_state, ema, model_state, rng)
-    return jax.tree.map(_on_host, fields)
+        ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
+        opt_state = step.optimizer.init(fields.params)
+    return jax.tree.map(_on_host, fields._replace(opt_state=opt_state, ema_params=ema))
 
 
 def on_cpu(fields: Fields) -> Fields:

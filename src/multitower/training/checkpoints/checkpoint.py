@@ -172,9 +172,8 @@ class Checkpoints:
                 return step, self._read_json(step)["about"]
             except Exception as error:
                 if not self._manager.is_overtaken(step):
-                    reason = str(error) if isinstance(error, _DamageError) else first_line(error)
                     raise CheckpointError(
-                        f"{self.directory}/{step} cannot be read: {reason}."
+                        f"{self.directory}/{step} cannot be read: {first_line(error)}."
                     ) from error
         return None
 

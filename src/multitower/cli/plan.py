@@ -1,0 +1,58 @@
+"""`multitower plan RECIPE`."""
+
+import json
+from typing import Annotated
+
+from multitower.cli.console import say
+from multitower.cli.flags import (
+    AsJson,
+    BatchSize,
+    Data,
+    RecipeName,
+    SetOptions,
+    Synthetic,
+    WholeNumber,
+    flag,
+)
+from multitower.cli.settings import collect_settings
+from multitower.cli.start import start_devices
+from multitower.recipes.catalog import find_recipe
+from multitower.runs.options import RunOptions
+from multitower.runs.plan import plan as plan_recipe
+
+
+def plan(
+    recipe: RecipeName,
+    *,
+    devices: Annotated[
+        WholeNumber,
+        flag("N", "Plan for N devices on each machine, also if they are not here.", "those here"),
+    ] = None,
+    machines: Annotated[int, flag("M", "Plan for M machines.", "1")] = 1,
+    towers: Annotated[
+        WholeNumber,
+        flag("T", "Plan for T towers alone.", "1, 2, 4 and 8 on each device"),
+    ] = None,
+    memory: Annotated[
+        str | None, flag("SIZE", "Memory of one device, such as 24GiB.", "show all layouts")
+    ] = None,
+    batch_size: BatchSize = None,
+    data: Data = None,
+    synthetic: Synthetic = False,
+    set_options: SetOptions = (),
+    as_json: AsJson = False,
+) -> int:
+    """Show what a recipe's steps take per device in every layout, before anything runs.
+
+    Exit code 0 if a layout fits into --memory, 1 if none does.
+    """
+    chosen = find_recipe(recipe, collect_settings(set_options, data, synthetic))
+    start_devices(None, None, None)
+    options = RunOptions(devices=devices, towers=towers, global_batch=batch_size)
+    found = plan_recipe(chosen, options, machines=machines, memory=memory)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        say(f"planning {chosen.name} for a batch of {found.num_rows} examples")
+        say(str(found))
+    return 0 if found.fits else 1

@@ -1,0 +1,141 @@
+"""Layouts: the ways to run a training step that make sense, and what each of them takes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from multitower.planning import memory, traffic
+from multitower.planning.memory import Memory, Spread
+from multitower.planning.programs import Programs
+from multitower.planning.shapes import Planned, StateBytes, num_bytes, row_shapes
+from multitower.planning.traffic import Traffic
+from multitower.steps.element_wise import is_element_wise
+
+_TOWERS_PER_DEVICE = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """One way to run a training step, and what it takes.
+
+    Attributes:
+        options: of `train_step`; `devices` is the number on each machine.
+        devices: how many there are, on all machines together.
+        memory: bytes on the device that needs the most, by kind: `parameters`, `gradients`,
+            `optimizer_state`, `average`, `rest` (model state, key, step count), `rows` (of the
+            batch), `activations` (temporary bytes of a tower's program, as the compiler counts
+            them), and `update` (sums and temporary bytes of the exchange and the update, which
+            come after the activations).
+        total_bytes: the most on a device at any moment; `gradients` and `activations` or `update`
+            count, whichever are more.
+        sent_bytes: by each device in a step.
+        messages: likewise; a collective over D devices counts D-1, an all-reduce twice as many.
+        bubble: the share of the time in which devices wait for each other in a pipeline, 0 to 1.
+        estimated: the activations are no compiler's count but made of those of another layout.
+        note: what else to know, or "".
+    """
+
+    options: dict[str, Any]
+    devices: int
+    memory: dict[str, int]
+    total_bytes: int
+    sent_bytes: int
+    messages: int
+    bubble: float = 0.0
+    estimated: bool = False
+    note: str = ""
+
+    def fits(self, memory_bytes: int | None) -> bool:
+        """Whether a device with so much memory has room for it; True if nobody says how much."""
+        return memory_bytes is None or self.total_bytes <= memory_bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a step is to run.
+
+    Attributes:
+        devices: on each machine.
+        machines: how many.
+        towers: how many, or None for several tries.
+    """
+
+    devices: int
+    machines: int
+    towers: int | None
+
+    @property
+    def num_devices(self) -> int:
+        """On all machines."""
+        return self.devices * self.machines
+
+    def tower_counts(self, num_rows: int) -> list[int]:
+        """Numbers of towers that make sense for so many rows."""
+        if self.towers is not None:
+            return [self.towers]
+        tries = [each * self.num_devices for each in _TOWERS_PER_DEVICE]
+        return [count for count in tries if count <= num_rows] or [num_rows]
+
+
+def make_layout(
+    room: Room, options: dict[str, Any], found: tuple[Memory, Traffic], **more: Any
+) -> PlannedLayout:
+    """A layout from its parts."""
+    took, sent = found
+    return PlannedLayout(
+        {"devices": room.devices, **options},
+        room.num_devices,
+        asdict(took),
+        took.total,
+        sent.num_bytes,
+        sent.messages,
+        **more,
+    )
+
+
+def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[PlannedLayout]:
+    """Steps without `towers=`: with the whole state on every device, and split over them."""
+    count = room.num_devices
+    tower_rows = -(-given.batch.num_rows // count)
+    rows = num_bytes((row_shapes(given.batch, tower_rows), given.batch.shared))
+    working = programs.fast(tower_rows, several=count > 1)
+    reduced = programs.tower(tower_rows, count).reduced
+    state = StateBytes.of(given.fields)
+    took = memory.without_towers(state, rows, num_bytes(given.fields.params), working)
+    yield make_layout(room, {}, (took, traffic.without_towers(reduced, count)))
+    if count == 1:
+        return
+    for params in (False, True):
+        took = memory.with_shards(given.fields, rows, working, count, params=params)
+        sent = traffic.with_shards(given.fields, count, params=params)
+        name = "shard_params" if params else "shard_update"
+        yield make_layout(room, {name: True}, (took, sent), estimated=True)
+
+
+def tower_layouts(
+    given: Planned, programs: Programs, room: Room, notes: list[str]
+) -> Iterator[PlannedLayout]:
+    """Steps with the same bits, without stages; `notes` gets what is left out."""
+    state = StateBytes.of(given.fields)
+    takes_blocks = is_element_wise(given.step.optimizer, given.fields.params)
+    for towers in room.tower_counts(given.batch.num_rows):
+        tower_rows = -(-given.batch.num_rows // towers)
+        program = programs.tower(tower_rows, towers)
+        if program.meets is not None:
+            notes.append(
+                "Layouts with towers= are left out: towers exchange values in the loss "
+                f"({program.meets}), and plan does not count what waits for them."
+            )
+            return
+        used = min(towers, room.num_devices)
+        spread = Spread.of(used, towers)
+        idle = f"{room.num_devices - used} devices stay idle" if used < room.num_devices else ""
+        tower = (num_bytes(row_shapes(given.batch, tower_rows)), program.buffers, program.temporary)
+        took = memory.with_towers(state, tower, programs.update, spread)
+        sent = traffic.with_towers(program.buffers, spread)
+        yield make_layout(room, {"towers": towers}, (took, sent), note=idle)
+        if takes_blocks and used > 1:
+            took = memory.with_blocks(given.fields, tower, given.step.optimizer, spread)
+            sent = traffic.with_blocks(given.fields, program.buffers, spread)
+            options = {"towers": towers, "shard_update": True}
+            yield make_layout(room, options, (took, sent), note=idle)

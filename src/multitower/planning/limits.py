@@ -1,0 +1,57 @@
+"""Limits: what breaks with more devices, and on how many."""
+
+from collections.abc import Sequence
+
+import jax
+
+from multitower.engines.reduction import SMALL_BYTES
+from multitower.planning.layouts import PlannedLayout
+from multitower.planning.memory import is_split
+from multitower.planning.shapes import Planned
+from multitower.planning.sizes import in_words
+
+_MOST = 1 << 20  # devices; nobody has more
+
+
+def limits_of(
+    given: Planned, largest_buffer: int, layouts: Sequence[PlannedLayout]
+) -> tuple[str, ...]:
+    """What breaks with more devices than these, or has broken already, the first thing first.
+
+    Args:
+        given: what is planned.
+        largest_buffer: bytes of the largest buffer that is added up over towers.
+        layouts: on these devices.
+    """
+    found = [(given.batch.num_rows, "rows, of which a device needs at least one")]
+    if largest_buffer > SMALL_BYTES:
+        found.append(
+            (
+                largest_buffer // SMALL_BYTES,
+                "the fixed tree: a device's share of the largest gradient, of "
+                f"{in_words(largest_buffer)}, is then less than {in_words(SMALL_BYTES)}, and the "
+                "number of messages decides how long an exchange takes",
+            )
+        )
+    if (most := _splits_up_to(given)) > 1:
+        found.append((most, "shard_params: no dimension of a large parameter is divided by more"))
+    stages = max((one.options.get("stages", 0) for one in layouts), default=0)
+    if stages:  # a share of 1/S, sent to D/S - 1 replicas, is more than twice the whole
+        found.append(
+            (
+                stages * (2 * stages + 1),
+                f"stages={stages}: the first replica sends the sums to every other one, more bytes "
+                "than the fixed tree sends",
+            )
+        )
+    words = [f"{devices} devices ({why})" for devices, why in sorted(found) if devices < _MOST]
+    return (f"What breaks first with more devices: beyond {'; then beyond '.join(words)}.",)
+
+
+def _splits_up_to(given: Planned) -> int:
+    """The largest power of two by which some parameter is split."""
+    count = 1
+    leaves = jax.tree.leaves(given.fields.params)
+    while count < _MOST and any(is_split(leaf, 2 * count) for leaf in leaves):
+        count *= 2
+    return count

@@ -1,0 +1,251 @@
+"""Memory: what a layout keeps on a device, and the most that it needs besides at any moment.
+
+A step has a few moments: the last tower that waits on the deepest stack of sums, the exchange
+between devices, the update. Each is added up from shapes and from what the compiler says of the
+programs. The exchange alone is a formula: it holds for any number of devices, and was fitted to
+XLA's programs for CPUs, on 1 to 8 of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.engines import reduction
+from multitower.functions.outputs import wide
+from multitower.planning.shapes import StateBytes, num_bytes
+from multitower.steps.state.fields import Fields
+from multitower.towers.blocks import BlockLayout
+from multitower.towers.placement import contiguous
+
+_FEWEST = 4096  # elements; a smaller leaf is whole on every device
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device that needs the most.
+
+    Attributes:
+        parameters: of the parameters.
+        optimizer_state: of the optimizer's state.
+        average: of the moving average.
+        rest: of the model state, the key and the step count.
+        rows: of the batch.
+        gradients: of the sums that wait while a tower runs, and of that tower's own.
+        activations: temporary bytes of a tower's program, as the compiler counts them.
+        update: of sums and temporary bytes in the exchange or the update, if that is later.
+    """
+
+    parameters: int
+    optimizer_state: int
+    average: int
+    rest: int
+    rows: int
+    gradients: int
+    activations: int
+    update: int
+
+    @property
+    def total(self) -> int:
+        """The most bytes at any moment: either towers run, or the update is made."""
+        kept = self.parameters + self.optimizer_state + self.average + self.rest + self.rows
+        return kept + max(self.gradients + self.activations, self.update)
+
+
+class Spread(NamedTuple):
+    """Towers on devices, in numbers.
+
+    Attributes:
+        num_devices: how many there are.
+        num_towers: likewise.
+        slots: towers of the device that has the most.
+        depth: sums that are on a device at most, that of the running tower included.
+        num_parts: partial sums that a device sends.
+    """
+
+    num_devices: int
+    num_towers: int
+    slots: int
+    depth: int
+    num_parts: int
+
+    @classmethod
+    def of(cls, num_devices: int, num_towers: int) -> "Spread":
+        """Towers on devices that need not exist."""
+        stand_ins: Any = range(num_devices)
+        plan = reduction.plan(contiguous(stand_ins, num_towers))
+        schedules = [reduction.schedule(parts) for parts in plan.parts]
+        return cls(
+            num_devices,
+            num_towers,
+            max(map(len, schedules)),
+            max(map(deepest, schedules)),
+            plan.num_parts,
+        )
+
+
+def deepest(schedule: Sequence[tuple[int, int]]) -> int:
+    """The most sums that wait on a device, that of the running tower included."""
+    waiting = most = 0
+    for _, additions in schedule:
+        most = max(most, waiting + 1)
+        waiting += 1 - additions
+    return most
+
+
+def without_towers(state: StateBytes, rows: int, gradients: int, working: int) -> Memory:
+    """Of a step without `towers=`; `working` is what its program needs beside its arguments."""
+    gradients = min(gradients, working)
+    return Memory(*state, rows, gradients, working - gradients, 0)
+
+
+def with_towers(
+    state: StateBytes,
+    tower: tuple[int, Sequence[int], int],
+    update: int,
+    spread: Spread,
+) -> Memory:
+    """Of a step with the same bits.
+
+    Args:
+        state: bytes of the state.
+        tower: bytes of its rows, of each buffer that it returns, and that it needs besides.
+        update: what the update needs beside the state and the sums.
+        spread: towers on devices.
+    """
+    rows, buffers, temporary = tower
+    sums = sum(buffers)
+    exchange = 0
+    if spread.num_devices > 1:
+        exchange = spread.num_parts * sums + _exchange_bytes(buffers, spread)
+    return Memory(
+        *state,
+        rows * spread.slots,
+        sums * spread.depth,
+        temporary,
+        max(exchange, sums + update),
+    )
+
+
+def with_blocks(
+    fields: Fields, tower: tuple[int, Sequence[int], int], optimizer: Any, spread: Spread
+) -> Memory:
+    """Of a step with the same bits and `shard_update=True`; arguments as for `with_towers`."""
+    rows, buffers, temporary = tower
+    state = StateBytes.of(fields)
+    blocks = BlockLayout.of(fields.params, spread.num_towers)
+    block = blocks.shapes_of_block()
+    own_state = num_bytes(jax.eval_shape(optimizer.init, block)) * spread.slots
+    average = 0
+    if fields.ema_params is not None:
+        average = spread.slots * num_bytes(
+            jax.eval_shape(lambda tree: jax.tree.map(wide, tree), block)
+        )
+    row_bytes = block_rows(fields, spread.num_towers)
+    sent = [size * spread.num_devices * spread.slots for size in row_bytes]
+    packed = max(0, sum(buffers) - sum_bytes(fields.params))
+    sums = packed + spread.num_towers * sum(row_bytes)
+    own_rows = spread.slots * sum(row_bytes)
+    own_params = spread.slots * num_bytes(block)
+    # Several parts are arranged while others have arrived.
+    largest = max(sent) if spread.num_parts == 1 else max(*sent, sum(sent) - max(sent))
+    exchange = spread.num_parts * (sums + sum(sent)) + largest + own_rows + packed
+    gather = own_rows + own_params + state.parameters + _gather_bytes(blocks, spread)
+    return Memory(
+        state.parameters,
+        own_state,
+        average,
+        state.rest,
+        rows * spread.slots,
+        sums * spread.depth,
+        temporary,
+        max(exchange, gather),
+    )
+
+
+def with_shards(
+    fields: Fields, rows: int, working: int, num_devices: int, *, params: bool
+) -> Memory:
+    """Of a step without `towers=` whose state is split over the devices; an estimate.
+
+    Args:
+        fields: the state.
+        rows: bytes of a device's rows.
+        working: as for `without_towers`, of a step whose state is whole.
+        num_devices: how many there are.
+        params: whether parameters and gradients are split too.
+    """
+    state = StateBytes.of(fields)
+    gradients = min(state.parameters, working)
+    activations = working - gradients
+    own = shard_bytes(fields.params, num_devices)
+    if params:  # a gathered leaf and its gradient are whole for a moment
+        activations += 2 * max(map(num_bytes, jax.tree.leaves(fields.params)), default=0)
+        gradients = own
+    return Memory(
+        own if params else state.parameters,
+        shard_bytes(fields.opt_state, num_devices),
+        shard_bytes(fields.ema_params, num_devices),
+        state.rest,
+        rows,
+        gradients,
+        activations,
+        0,
+    )
+
+
+def is_split(leaf: Any, num_devices: int) -> bool:
+    """Whether a leaf is split over the devices, or whole on every one."""
+    large = num_devices > 1 and math.prod(leaf.shape) >= _FEWEST
+    return large and any(dim % num_devices == 0 for dim in leaf.shape)
+
+
+def shard_bytes(tree: Any, num_devices: int) -> int:
+    """Bytes of a device's part of a tree."""
+    return sum(
+        num_bytes(leaf) // (num_devices if is_split(leaf, num_devices) else 1)
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def block_rows(fields: Fields, num_towers: int) -> list[int]:
+    """Bytes of a tower's row of the gradients, for each buffer."""
+    layout = BlockLayout.of(fields.params, num_towers)
+    rows: dict[int, int] = {}
+    for place, dtype in zip(layout.places, layout.dtypes, strict=True):
+        rows[place.buffer] = rows.get(place.buffer, 0) + place.size * max(4, dtype.itemsize)
+    return [rows[buffer] for buffer in sorted(rows)]
+
+
+def _exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
+    """What the program that adds up over devices needs beside the parts."""
+    large = [size for size in buffers if size > reduction.SMALL_BYTES]
+    small = sum(buffers) - sum(large)
+    needed = spread.num_parts * small * spread.num_devices
+    if large:
+        largest = max(large)
+        is_even = all(size % (4 * spread.num_devices) == 0 for size in large)
+        again = sum(large) if is_even else max(largest, sum(large) - largest)
+        needed += spread.num_parts * sum(large) + largest - again // spread.num_devices
+    # Several parts are not overwritten by their total.
+    return needed + (sum(buffers) if spread.num_parts > 1 else 0)
+
+
+def sum_bytes(params: Any) -> int:
+    """Bytes of sums of gradients, in which 16-bit floats are float32."""
+    return sum(x.size * max(4, x.dtype.itemsize) for x in jax.tree.leaves(params))
+
+
+def _gather_bytes(blocks: BlockLayout, spread: Spread) -> int:
+    """What the program that hands out the parameters needs beside its arguments and results."""
+    leaves: dict[int, list[tuple[int, bool]]] = {}
+    for place, shape, dtype in zip(blocks.places, blocks.shapes, blocks.dtypes, strict=True):
+        size = place.size * blocks.num_towers
+        is_whole = size == math.prod(shape)
+        leaves.setdefault(place.buffer, []).append((size * dtype.itemsize, is_whole))
+    largest = max(leaves.values(), key=lambda own: sum(size for size, _ in own))
+    # Where a buffer is one leaf, and in order, it is not copied again.
+    is_in_order = spread.slots == 1 and len(largest) == 1 and largest[0][1]
+    return (1 if is_in_order else 2) * sum(size for size, _ in largest)

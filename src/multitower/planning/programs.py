@@ -1,0 +1,161 @@
+"""Programs: those of a step, compiled from shapes, and the memory that the compiler says they take.
+
+They are the programs that the step itself would compile, and none of them is run.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from multitower.engines.executable import compile_for_each
+from multitower.engines.job import Shared
+from multitower.engines.packing import SMALL, pack, unpack
+from multitower.engines.same_bits import finish_function, scale_shape, tower_function
+from multitower.engines.tracing import trace
+from multitower.hardware.devices import devices as find_devices
+from multitower.planning.shapes import Planned, num_bytes, row_shapes
+from multitower.steps.job import make_job, make_weights_job
+from multitower.steps.runner import FastRunner
+from multitower.towers.placement import contiguous
+from multitower.towers.rows import Tower
+
+
+class TowerProgram(NamedTuple):
+    """The program of one tower.
+
+    Attributes:
+        buffers: bytes of each buffer that is added up over towers, with the same bits.
+        reduced: likewise, without `towers=`.
+        temporary: bytes that it needs while it runs.
+        meets: where towers exchange values in it, or None; then it is not compiled.
+    """
+
+    buffers: tuple[int, ...]
+    reduced: tuple[int, ...]
+    temporary: int
+    meets: str | None
+
+
+class Programs:
+    """Compiles the programs of a step, each once.
+
+    Args:
+        given: what is planned.
+    """
+
+    def __init__(self, given: Planned) -> None:
+        self._given = given
+        self.local = find_devices()
+        self._towers: dict[int, TowerProgram] = {}
+        self._fast: dict[tuple[int, bool], int] = {}
+        self.stages: dict[tuple[int, int], Any] = {}  # by rows of a tower and number of stages
+
+    def tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
+        """The program of a tower with so many rows; it does not depend on how many there are."""
+        if tower_rows not in self._towers:
+            self._towers[tower_rows] = self._compile_tower(tower_rows, num_towers)
+        return self._towers[tower_rows]
+
+    @functools.cached_property
+    def update(self) -> int:
+        """Bytes that the update needs beside the state and the sums."""
+        step, fields, batch = self._given
+        job = make_job(step, batch.split, 1, 1)
+        arguments = self._arguments(1)
+        sums, _ = jax.eval_shape(trace(tower_function(job), arguments, 1), *arguments)
+        given = (fields, sums.packed, scale_shape())
+        (compiled,) = compile_for_each(finish_function(job), given, self.local[:1], donate=(0,))
+        return _working(compiled)
+
+    def fast(self, tower_rows: int, *, several: bool) -> int:
+        """Bytes that a step without `towers=` needs beside the state and the rows.
+
+        Args:
+            tower_rows: of each device.
+            several: whether it is for several devices.
+        """
+        if (tower_rows, several) not in self._fast:
+            self._fast[tower_rows, several] = self._compile_fast(tower_rows, several)
+        return self._fast[tower_rows, several]
+
+    @property
+    def largest_buffer(self) -> int:
+        """Bytes of the largest buffer that is added up over towers."""
+        return max((size for one in self._towers.values() for size in one.buffers), default=0)
+
+    @functools.cached_property
+    def weights(self) -> list[Any]:
+        """Shapes of the weights that a loss must know first, if it is a ratio."""
+        step, fields, batch = self._given
+        job = make_weights_job(step, batch.split, 1)
+        given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), _tower())
+        return list(trace(job.tower, given, 1).shapes.sums)
+
+    def _arguments(self, tower_rows: int) -> tuple[Shared, list[Any], Tower]:
+        _, fields, batch = self._given
+        shared = Shared(fields, [*batch.shared, *self.weights])
+        return shared, row_shapes(batch, tower_rows), _tower()
+
+    def _compile_tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
+        step, _, batch = self._given
+        job = make_job(step, batch.split, tower_rows, num_towers)
+        arguments = self._arguments(tower_rows)
+        traced = trace(tower_function(job), arguments, num_towers)
+        sums, _ = traced.shapes
+        result = jax.eval_shape(unpack, sums.packed)
+        buffers = tuple(map(num_bytes, sums.packed.buffers))
+        reduced = _reduced(jax.tree.leaves(result))
+        if traced.meets is not None:
+            return TowerProgram(buffers, reduced, 0, traced.meets)
+
+        def tower(*args: Any) -> Any:
+            return traced(*args)
+
+        (compiled,) = compile_for_each(tower, arguments, self.local[:1])
+        return TowerProgram(buffers, reduced, memory_of(compiled).temp_size_in_bytes, None)
+
+    def _compile_fast(self, tower_rows: int, several: bool) -> int:
+        """On two devices, if it is for several: what is sent then takes memory too."""
+        step, fields, batch = self._given
+        devices = self.local[: 2 if several else 1]
+        placement = contiguous(devices, len(devices))
+        has_weights = bool(self.weights)
+        runner = FastRunner(step, batch.split, tower_rows, placement, has_weights=has_weights)
+
+        def on(sharding: Any, tree: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            )
+
+        rows = row_shapes(batch, tower_rows * placement.num_towers)
+        count = jax.ShapeDtypeStruct((), np.int32)
+        whole = on(placement.shared, (fields, batch.shared))
+        lowered = runner.program.lower(
+            *whole, on(placement.split, rows), on(placement.shared, count)
+        )
+        return _working(lowered.compile())
+
+
+def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Bytes of each buffer that `spmd` adds up: large leaves alone, small ones together."""
+    large = [num_bytes(leaf) for leaf in leaves if leaf.size > SMALL]
+    small = jax.eval_shape(pack, [leaf for leaf in leaves if leaf.size <= SMALL])
+    return (*large, *map(num_bytes, small.buffers))
+
+
+def _tower() -> Tower:
+    return Tower(*[jax.ShapeDtypeStruct((), np.int32)] * 3)
+
+
+def memory_of(compiled: Any) -> Any:
+    """What the compiler says of a program's memory."""
+    return compiled.memory_analysis()
+
+
+def _working(compiled: Any) -> int:
+    """Bytes beside the arguments: temporary ones, and results that take no argument's memory."""
+    found = memory_of(compiled)
+    return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

@@ -1,0 +1,126 @@
+"""Shapes: a training state and a batch as shapes and dtypes, and how many bytes they take."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.functions.gradient_job import check_differentiable
+from multitower.functions.outputs import wide
+from multitower.models.equinox import is_equinox
+from multitower.models.modules import is_model, take_model
+from multitower.steps.loss import LossFunction
+from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
+from multitower.towers.rows import Parts, device_dtype, is_key, take_apart
+
+
+class Planned(NamedTuple):
+    """What a plan is made of.
+
+    Attributes:
+        step: the step, which knows its module, if the parameters are one.
+        fields: the state, as shapes.
+        batch: the batch, taken apart, as shapes.
+    """
+
+    step: StepParts
+    fields: Fields
+    batch: Parts
+
+    def with_rows(self, num_rows: int) -> "Planned":
+        """The same with another number of rows in the batch."""
+        rows: list[Any] = [*row_shapes(self.batch, num_rows)]
+        return self._replace(batch=self.batch._replace(rows=rows, num_rows=num_rows))
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a whole state; `rest` are the model state, the key and the step count."""
+
+    parameters: int
+    optimizer_state: int
+    average: int
+    rest: int
+
+    @classmethod
+    def of(cls, fields: Fields) -> "StateBytes":
+        """Of a state of shapes."""
+        rest = (fields.step, fields.model_state, fields.rng)
+        return cls(*map(num_bytes, (fields.params, fields.opt_state, fields.ema_params, rest)))
+
+
+def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: Any) -> Planned:
+    """The state and the batch as shapes.
+
+    Raises:
+        MultitowerError: what `TrainStep.init` and `TrainStep.__call__` raise.
+    """
+    step.loss.check_extras(model_state, jax.random.key(0) if _is_key_shape(rng) else rng)
+    if is_model(params):
+        params, model_state, loss = _take(step.loss, params, model_state)
+        step = replace(step, loss=loss)
+    params, model_state, rng = jax.tree.map(shape_of, (params, model_state, rng))
+    check_differentiable(params, lambda: "params")
+    opt_state = jax.eval_shape(step.optimizer.init, params)
+    ema = None
+    if step.ema_decay is not None:
+        ema = jax.eval_shape(lambda tree: jax.tree.map(wide, tree), params)
+    count = jax.ShapeDtypeStruct((), np.int32)
+    fields = Fields(count, params, opt_state, ema, model_state, rng)
+    parts = take_apart(jax.tree.map(_batch_leaf, batch), 0, name="batch")
+    return Planned(step, fields, parts._replace(shared=[shape_of(leaf) for leaf in parts.shared]))
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a tree, arrays or shapes."""
+    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def row_shapes(batch: Parts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
+    """The split leaves of a batch with so many rows."""
+    return [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for x in batch.rows]
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf as it will be on a device."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if not hasattr(leaf, "dtype"):
+        leaf = jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+
+
+def _take(loss: LossFunction, module: Any, model_state: Any) -> tuple[Any, Any, LossFunction]:
+    """Weights and model state of a module, whose arrays may be shapes."""
+    if is_equinox(module):  # it tells arrays from other leaves by their type
+        module = jax.tree.map(_stand_in, module)
+    model = take_model(module)
+    loss = loss.of_model(replace(model, fixed=jax.tree.map(_stand_in, model.fixed)))
+    return model.weights, model.state if model.how.changes_in_place else model_state, loss
+
+
+def _stand_in(leaf: Any) -> Any:
+    """An array of zeros that takes no memory, in place of a shape."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return leaf
+
+
+def _batch_leaf(leaf: Any) -> Any:
+    """A leaf of a batch; arrays become shapes, and what must be told from them stays."""
+    is_array = isinstance(leaf, jax.Array | np.ndarray) and not is_key(leaf)
+    return shape_of(leaf) if is_array and leaf.ndim else leaf
+
+
+def _is_key_shape(leaf: Any) -> bool:
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_shape and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and not leaf.shape

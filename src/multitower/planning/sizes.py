@@ -1,0 +1,39 @@
+"""Sizes: bytes in words, and words in bytes."""
+
+import re
+from typing import Any
+
+from multitower.errors import ArgumentError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 1024**n for n, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}b": 1000**n for n, letter in enumerate("kmgt", start=1)},
+}
+
+
+def memory_in_bytes(memory: Any) -> int:
+    """Bytes of an amount such as 24000000000, "24GB" or "24 GiB".
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
+        return memory
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if not isinstance(memory, str) or not found or found[2].lower() not in _UNITS:
+        raise ArgumentError(
+            f"memory={memory!r} is no amount of memory. Write a number of bytes, or a number and a "
+            "unit: KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (of 1000), such as 24GiB."
+        )
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def in_words(num_bytes: int) -> str:
+    """Bytes with three digits and a unit."""
+    value, units = float(num_bytes), ["TiB", "GiB", "MiB", "KiB", "B"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1024
+        units.pop()
+    return f"{num_bytes} B" if len(units) == 5 else f"{value:.3g} {units[-1]}"

@@ -1,0 +1,217 @@
+"""Stages: what a model that is cut over devices takes, on the device that needs the most.
+
+A stage keeps its own part of the state, and of every tower that is on its way the inputs, until the
+tower comes back: of at most as many towers as there are devices from this one to the last.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from multitower.errors import ArgumentError
+from multitower.planning.layouts import PlannedLayout, Room, make_layout
+from multitower.planning.memory import Memory, Spread
+from multitower.planning.programs import Programs, memory_of
+from multitower.planning.shapes import Planned, num_bytes, row_shapes
+from multitower.planning.traffic import Traffic
+from multitower.stages.chain import Chain
+from multitower.stages.layout import Layout
+from multitower.stages.programs import Programs as StagePrograms
+from multitower.steps.element_wise import is_element_wise
+from multitower.steps.staged.job import StagedJob
+from multitower.steps.staged.update import SHARED, Homes, Rows, WholeUpdate
+from multitower.towers.placement import contiguous
+
+_MOST_TRIES = 3  # numbers of stages, and towers per device: each needs programs of its own
+
+
+class Stage(NamedTuple):
+    """One stage, in bytes.
+
+    Attributes:
+        state: of parameters, optimizer state, average.
+        inputs: of what a tower brings from earlier stages.
+        rows: of the tower's rows that it needs.
+        copies: of parameters that live elsewhere, and of what is no parameter.
+        sums: of what it adds up over towers.
+        answers: of the cotangents that it gets for a tower.
+        returns: of those that it sends.
+        temporary: of its larger program.
+        sent: of what it sends forward, to how many values.
+    """
+
+    state: tuple[int, int, int]
+    inputs: int
+    rows: int
+    copies: int
+    sums: int
+    answers: int
+    returns: int
+    temporary: int
+    sent: tuple[int, int]
+
+
+def staged_layouts(
+    given: Planned, programs: Programs, room: Room, notes: list[str]
+) -> Iterator[PlannedLayout]:
+    """Steps with `stages=`, one on each device; `notes` gets what is left out."""
+    towers = room.tower_counts(given.batch.num_rows)[:_MOST_TRIES][-1]
+    lengths = [p for p in range(2, room.devices + 1) if room.devices % p == 0][-_MOST_TRIES:]
+    if lengths and room.machines > 1:
+        notes.append("stages= runs in one process: on several machines it is on paper only.")
+    for num_stages in lengths:
+        replicas = min(room.num_devices // num_stages, towers)
+        try:
+            key = (-(-given.batch.num_rows // towers), num_stages)
+            if key not in programs.stages:
+                programs.stages[key] = _stages(given, programs, towers, num_stages)
+            stages = programs.stages[key]
+        except ArgumentError as error:
+            notes.append(f"stages={num_stages} is left out: {error}")
+            continue
+        passing = -(-towers // replicas)
+        waits = (num_stages - 1) / (passing + num_stages - 1)
+        half = replicas * (2 * passing + num_stages - 1)
+        note = f"towers={half} would halve the time in which devices wait"
+        options = {"towers": towers, "stages": num_stages, "layout": (replicas, num_stages)}
+        rows = num_bytes(row_shapes(given.batch, -(-given.batch.num_rows // towers)))
+        head = num_bytes((given.fields.model_state, given.fields.rng, given.batch.shared))
+        took = _largest(stages, Spread.of(replicas, towers), rows, head)
+        sent = _traffic(stages, replicas, passing)
+        yield make_layout(room, options, (took, sent), bubble=waits, note=note)
+
+
+def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[Stage]:
+    """The stages of a tower's program, compiled for one device.
+
+    Raises:
+        ArgumentError: the loss cannot be cut like this, or the optimizer lets parameters meet.
+    """
+    step, fields, batch = given
+    rows = row_shapes(batch, -(-batch.num_rows // towers))
+    job = StagedJob(
+        step,
+        batch.split,
+        tower_rows=rows[0].shape[0],
+        num_towers=towers,
+        num_stages=num_stages,
+        given=(fields, [*batch.shared, *programs.weights], rows),
+        may_split=lambda: is_element_wise(step.optimizer, fields.params),
+    )
+    chain = job.chain
+    pieces = {
+        i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
+        for i, own in chain.pieces.items()
+    }
+    loss = jax.ShapeDtypeStruct((), np.float32)
+    homes = WholeUpdate(step, fields, (chain.homes, pieces), loss).homes
+    device = programs.local[0]
+    layout = Layout(((device,) * num_stages,), tuple(range(num_stages)), contiguous([device], 1))
+    compiled = StagePrograms(chain, layout)
+    row_numbers = chain.inputs[-3 - len(rows) : -3]
+    return [_stage(given, (chain, homes), compiled, s, row_numbers) for s in range(num_stages)]
+
+
+def _stage(
+    given: Planned,
+    cut: tuple[Chain, Homes],
+    compiled: StagePrograms,
+    s: int,
+    row_numbers: Sequence[int],
+) -> Stage:
+    chain, homes = cut
+    stage = chain.stages[s]
+    own = {number for number, home in chain.home_of.items() if home == s}
+    arguments, rows = set(chain.inputs) | chain.params, set(row_numbers)
+    inputs = set(stage.inputs)
+    sums, answers = compiled.backward[s][0].out_info
+    both = [*compiled.forward[s], *compiled.backward[s]]
+    users = [
+        sum(number in other.differentiated for other in chain.stages[s + 1 :])
+        for number in stage.answered
+    ]
+    forward = [(n, user) for n in stage.sent for user in chain.users(n)]
+    bytes_of = lambda numbers: sum(num_bytes(_shape(chain, number)) for number in numbers)
+    return Stage(
+        _state_of(given, homes, s),
+        bytes_of(inputs - arguments),
+        bytes_of(inputs & rows),
+        bytes_of((inputs & arguments) - own - rows),
+        num_bytes(sums),
+        sum(n * bytes_of([x]) for n, x in zip(users, stage.answered, strict=True)),
+        num_bytes(answers),
+        max(memory_of(one).temp_size_in_bytes for one in both),
+        (bytes_of(number for number, _ in forward), len(forward) + len(answers)),
+    )
+
+
+def _state_of(given: Planned, homes: Homes, s: int) -> tuple[int, int, int]:
+    """Bytes of a stage's part of the parameters, the optimizer's state and the average."""
+    fields = given.fields
+
+    def part(tree: Any, numbers: Sequence[int], rows: Rows) -> int:
+        leaves = jax.tree.leaves(tree)
+        total = 0
+        for i in numbers:
+            if i < len(leaves):
+                first, last = rows[i][s] if i in rows else (0, 1)
+                length = leaves[i].shape[0] if i in rows else 1
+                total += num_bytes(leaves[i]) * (last - first) // length
+        return total
+
+    shared = homes.opt_state_of(SHARED) if s + 1 == _num_stages(homes) else []
+    of_state = [*homes.opt_state_of(s), *shared]
+    return (
+        part(fields.params, homes.params_of(s), homes.rows),
+        part(fields.opt_state, of_state, homes.rows_of_state),
+        part(fields.ema_params, homes.params_of(s), homes.rows),
+    )
+
+
+def _num_stages(homes: Homes) -> int:
+    split = [stage for own in homes.rows.values() for stage in own]
+    return 1 + max([*homes.params, *split], default=0)
+
+
+def _shape(chain: Chain, number: int) -> jax.ShapeDtypeStruct:
+    aval = chain.avals[number]
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _largest(stages: Sequence[Stage], spread: Spread, rows: int, head: int) -> Memory:
+    """What the device that needs the most keeps; `spread` is of towers on replicas."""
+    found: list[Memory] = []
+    for s, stage in enumerate(stages):
+        on_way = min(spread.slots, len(stages) - s)
+        # Rows lie on the device of the first stage; others are sent theirs.
+        held = on_way * (stage.inputs + (stage.rows if s else 0))
+        gradients = spread.depth * stage.sums
+        found.append(
+            Memory(
+                *stage.state,
+                rest=stage.copies + (head if s + 1 == len(stages) else 0),
+                rows=0 if s else rows * spread.slots,
+                gradients=gradients,
+                activations=held + stage.answers + stage.returns + stage.temporary,
+                update=stage.sums * min(2, spread.num_devices),
+            )
+        )
+    return max(found, key=lambda memory: memory.total)
+
+
+def _traffic(stages: Sequence[Stage], replicas: int, passing: int) -> Traffic:
+    """What the busiest device of the first replica sends, which hands out the sums to the rest."""
+    found: list[Traffic] = []
+    for s, stage in enumerate(stages):
+        size, messages = stage.sent
+        rows = 0 if s else sum(other.rows for other in stages[1:])
+        others = replicas - 1
+        found.append(
+            Traffic(
+                passing * (size + stage.returns + rows) + others * stage.sums,
+                passing * (messages + (1 if rows else 0)) + others,
+            )
+        )
+    return max(found, key=lambda one: (one.num_bytes, one.messages))

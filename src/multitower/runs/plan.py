@@ -1,0 +1,43 @@
+"""plan: what the steps of a recipe take in every layout, before any of them is made."""
+
+import jax
+
+from multitower.data.augmentation import augmented
+from multitower.planning.plan import Plan
+from multitower.planning.plan import plan as plan_step
+from multitower.recipes.definition import Recipe, takes
+from multitower.runs.options import RunOptions
+from multitower.runs.setup import RecipeJob
+
+
+def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | None) -> Plan:
+    """Plans a recipe's steps from shapes; only the data set is read.
+
+    Args:
+        recipe: what to train.
+        options: of the run; `devices` is the number on each machine, and they need not exist.
+        machines: how many there are.
+        memory: of one device, as for `multitower.plan`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MultitowerError: what `multitower.plan` raises.
+    """
+    job = RecipeJob.of(recipe, RunOptions(global_batch=options.global_batch), None)
+    num_examples = len(jax.tree.leaves(job.data.train)[0])
+    rng = jax.random.key(0)
+    return plan_step(
+        recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
+        recipe.make_optimizer(recipe.steps, steps_per_epoch=num_examples / job.global_batch),
+        jax.eval_shape(recipe.init, rng),
+        job.first_batch(job.global_batch),
+        devices=options.devices,
+        machines=machines,
+        towers=options.towers,
+        memory=memory,
+        model_state=None if recipe.model_state is None else recipe.model_state(),
+        rng=rng if takes(recipe.loss, "rng") else None,
+        ema_decay=recipe.ema_decay,
+    )

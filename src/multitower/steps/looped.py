@@ -1,0 +1,219 @@
+"""Many steps in one call: a loop on the devices around a fast step, so that the host waits once."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from multitower.errors import ArgumentError, BatchError
+from multitower.processes.together import are_several
+from multitower.steps.parts import StepParts
+from multitower.steps.runner import Metrics, fast_step
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.placement import AXIS, Placement
+from multitower.towers.rows import Parts, Split, is_key, pad_rows, take_apart
+from multitower.towers.split import copy_to, refuse_tower_rows
+
+
+class LoopOptions(NamedTuple):
+    """What a user says of many steps in one call.
+
+    Attributes:
+        most: how many at most.
+    """
+
+    most: int
+
+
+def check_loop(steps_per_call: Any, others: dict[str, Any]) -> LoopOptions | None:
+    """What a user says of many steps in one call; None for one step a call.
+
+    Args:
+        steps_per_call: how many.
+        others: options that exclude it, by name; those that are set are true.
+
+    Raises:
+        ArgumentError: no such number, or options exclude each other.
+    """
+    if steps_per_call is None:
+        return None
+    is_count = isinstance(steps_per_call, int) and not isinstance(steps_per_call, bool)
+    if not (is_count and steps_per_call >= 1):
+        raise ArgumentError(
+            f"steps_per_call={steps_per_call!r}: it must be a whole number, 1 or more."
+        )
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise ArgumentError(
+            f"steps_per_call= and {given[0]}= exclude each other: a loop of steps is one program "
+            "over all devices, with one tower on each. Leave one of them out."
+        )
+    if are_several():
+        raise ArgumentError(
+            "steps_per_call= runs in one process, and this run has several: leave it out."
+        )
+    return LoopOptions(steps_per_call)
+
+
+class Stack(NamedTuple):
+    """The batches of one call.
+
+    Attributes:
+        largest: the one with the most rows, taken apart.
+        counts: for each batch its rows.
+        shared: the shared leaves, each as a list with one for each batch, or stacked.
+        rows: the split leaves, likewise.
+    """
+
+    largest: Parts
+    counts: list[int]
+    shared: list[Any]
+    rows: list[Any]
+
+
+def take_apart_each(batches: Any, most: int) -> Stack:
+    """Sorts the leaves of the batches of one call into shared ones and rows.
+
+    Args:
+        batches: a list of batches; or one pytree of arrays with a first axis for the steps.
+        most: how many there may be.
+
+    Raises:
+        BatchError: none, too many, or batches of different kinds.
+        ArgumentError: leaves that are not numbers.
+    """
+    if not isinstance(batches, list):
+        return _take_stacked_apart(batches, most)
+    _check_count(len(batches), most)
+    each = [take_apart(batch, 0, name="batch") for batch in batches]
+    for number, parts in enumerate(each):
+        refuse_tower_rows(parts.rows)
+        if parts.split != each[0].split:
+            raise BatchError(
+                f"batch {number} of the call is another tree than batch 0: all must have the same "
+                f"leaves.\nbatch 0: {each[0].split.treedef}\nbatch {number}: {parts.split.treedef}"
+            )
+    return Stack(
+        max(each, key=lambda parts: parts.num_rows),
+        [parts.num_rows for parts in each],
+        [list(leaves) for leaves in zip(*(parts.shared for parts in each), strict=True)],
+        [list(leaves) for leaves in zip(*(parts.rows for parts in each), strict=True)],
+    )
+
+
+def _take_stacked_apart(stacked: Any, most: int) -> Stack:
+    leaves, treedef = jax.tree.flatten(stacked)
+    counts = {np.shape(leaf)[0] if np.ndim(leaf) else None for leaf in leaves}
+    if len(counts) != 1 or None in counts:
+        raise BatchError(
+            "with steps_per_call= a step takes a list of batches, or one batch whose arrays all "
+            "have a first axis for the steps and a second one for the rows; the first axes here "
+            f"are {sorted(map(str, counts))}."
+        )
+    (count,) = counts
+    assert count is not None
+    _check_count(count, most)
+    first = take_apart(treedef.unflatten(map(_first_of, leaves)), 0, name="batch")
+    is_row = [isinstance(kind, int) for kind in first.split.kinds]
+    shared = [leaf for leaf, by_row in zip(leaves, is_row, strict=True) if not by_row]
+    rows = [leaf for leaf, by_row in zip(leaves, is_row, strict=True) if by_row]
+    return Stack(first, [first.num_rows] * count, shared, rows)
+
+
+def _first_of(stacked: Any) -> Any:
+    """The first of a stack of leaves, as far as taking apart looks at it: shape and dtype."""
+    if isinstance(stacked, jax.Array) and not is_key(stacked):  # slicing it would be a program
+        return np.broadcast_to(np.zeros((), stacked.dtype), stacked.shape[1:])
+    return stacked[0]
+
+
+def _check_count(count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise BatchError(
+            f"the call got {count} batches, and steps_per_call={most}: give 1 to {most}, as a "
+            "list, or stacked along a first axis."
+        )
+
+
+class LoopRunner:
+    """Several fast steps in one program; compiled once for any number of them up to `most`."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        placement: Placement,
+        options: LoopOptions,
+        *,
+        has_weights: bool,
+        must_be_full: bool,
+    ) -> None:
+        self._must_be_full = must_be_full
+        self._most = options.most
+        self._size = tower_rows * placement.num_towers
+        self._placement = placement
+        self._rows = NamedSharding(placement.mesh, PartitionSpec(None, AXIS))
+        one = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
+
+        def run(fields: Fields, rest: Any, rows: Any, num_rows: jax.Array, count: Any) -> Any:
+            given = (rest, rows, num_rows)
+
+            def at(number: Any) -> Any:
+                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, False), given)
+
+            def body(number: Any, carried: Any) -> Any:
+                fields, found = carried
+                fields, metrics = one(fields, *at(number))
+                put = lambda all_of, x: lax.dynamic_update_index_in_dim(all_of, x, number, 0)
+                return fields, jax.tree.map(put, found, metrics)
+
+            _, metrics = jax.eval_shape(one, fields, *jax.eval_shape(at, 0))
+            found = jax.tree.map(lambda x: jnp.zeros((self._most, *x.shape), x.dtype), metrics)
+            return lax.fori_loop(0, count, body, (fields, found))
+
+        self._run = jax.jit(run, donate_argnums=0)
+
+    def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes an update with each batch; the state is overwritten."""
+        counts, num_steps = stack.counts, len(stack.counts)
+        if self._must_be_full and min(counts) < self._size:
+            raise BatchError(
+                f"the batches of the call have {min(counts)} to {max(counts)} rows, and this loss "
+                "is a mean over rows of its own or compares rows: give batches of one size, or "
+                "return one loss for each row."
+            )
+        rest = [self._stacked(leaves) for leaves in stack.shared]
+        rows = [self._stacked(self._filled(leaves)) for leaves in stack.rows]
+        given = [*rest, *rows, self._stacked(np.array(counts, np.int32)), np.int32(num_steps)]
+        everywhere = self._placement.shared
+        homes = [everywhere] * len(rest) + [self._rows] * len(rows) + [everywhere] * 2
+        placed = copy_to(given, homes)
+        fields, metrics = self._run(
+            state.fields(), placed[: len(rest)], placed[len(rest) : -2], *placed[-2:]
+        )
+        state.spend()
+        if num_steps < self._most:
+            metrics = {name: value[:num_steps] for name, value in metrics.items()}
+        return TrainState(fields, maker), metrics
+
+    def _filled(self, leaves: Any) -> Any:
+        """The rows of all batches, each filled up to as many."""
+        if isinstance(leaves, list):
+            return [pad_rows(leaf, self._size) for leaf in leaves]
+        num_rows = leaves.shape[1]
+        return leaves if num_rows == self._size else leaves[:, np.arange(self._size) % num_rows]
+
+    def _stacked(self, leaves: Any) -> Any:
+        """One array with a place for each step; a shorter call has its last leaf there again."""
+        if isinstance(leaves, list):
+            on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
+            leaves = jnp.stack(leaves) if on_device else np.stack(leaves)
+        num_steps = leaves.shape[0]
+        if num_steps == self._most:
+            return leaves
+        return leaves[np.minimum(np.arange(self._most), num_steps - 1)]

@@ -1,0 +1,224 @@
+"""TrainStep: what `train_step` makes. Compiles a step for each kind of batch, and runs it."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines.tracing import uneven
+from multitower.errors import ArgumentError, BatchError, StateError
+from multitower.functions.gradient_job import check_differentiable
+from multitower.functions.outputs import refuse_ragged
+from multitower.hardware.devices import DeviceSpec
+from multitower.models.modules import is_model, take_model
+from multitower.steps.arguments import refuse_tracers
+from multitower.steps.job import Looked, look_at_loss
+from multitower.steps.looped import LoopOptions, take_apart_each
+from multitower.steps.parts import StepParts
+from multitower.steps.runner import Metrics
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.replicas import check_replicas
+from multitower.steps.state.train_state import TrainState
+from multitower.steps.ways import Batches, Division, Runner, Whole, find_way
+from multitower.towers.placement import Placement
+from multitower.towers.rows import Parts, take_apart
+from multitower.towers.same_call import check_same_call
+from multitower.towers.split import TowerRows
+from multitower.towers.surroundings import (
+    refuse_a_mesh,
+    refuse_disabled_jit,
+    refuse_inside_a_tower,
+)
+
+
+class TrainStep:
+    """A training step on towers; made by `train_step`. Call it as `step(state, batch)`."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        devices: DeviceSpec | None,
+        towers: int | None,
+        global_batch: int | None,
+        division: Division,
+    ) -> None:
+        self._step = step
+        self._devices = devices
+        self._towers = towers
+        self._global_batch = global_batch
+        self._division = division
+        self._way: Whole | None = None
+        if devices is not None:
+            self._find_way()
+        self._looked: dict[Any, Looked] = {}
+        self._runners: dict[Any, Runner] = {}
+        self._has_run = False
+
+    @property
+    def placement(self) -> Placement:
+        """Which device runs which towers. Reading it starts JAX."""
+        return self._find_way().placement
+
+    def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+        """Makes the initial training state. Your arrays are copied and never overwritten.
+
+        Args:
+            params: a pytree of float arrays, or a Flax NNX or Equinox module, which the loss then
+                takes as its first argument. `state.params` holds the module's weights, and
+                `step.model(state)` returns the module. The other Variables of an NNX module, which
+                the loss may change in place, are in `state.model_state`.
+            model_state: a pytree of arrays, which the loss takes as `model_state`.
+            rng: a typed PRNG key, shape (), from which the loss's `rng` is made.
+
+        Returns:
+            A `TrainState` on all devices, with `step` 0.
+
+        Raises:
+            GradientError: a parameter that is no float; the message names its path.
+            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+            ConfigurationError: `jax.set_mesh` is active.
+        """
+        refuse_a_mesh()
+        self._step.loss.check_extras(model_state, rng)
+        if is_model(params):
+            params, model_state = self._take(params, model_state)
+        check_differentiable(params, lambda: "params")
+        fields = Fields(np.int32(0), params, None, None, model_state, rng)
+        return self._find_way().first(self._step, fields, self)
+
+    def model(self, state: TrainState) -> Any:
+        """Returns the parameters or the module with the values of a state.
+
+        Args:
+            state: a state that `init` or this step has made. For a moving average give
+                `state.replace(params=state.ema_params)`.
+
+        Returns:
+            The parameters, or the NNX or Equinox module in training mode (call `model.eval()`
+            before you use it for predictions). Like the state, it is valid until the next step
+            overwrites the state.
+        """
+        maker = state.maker if isinstance(state.maker, TrainStep) else self
+        return maker._step.loss.build(state.params, state.model_state)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Makes one update.
+
+        Args:
+            state: from `init` or from the previous step; it is overwritten.
+            batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
+                With `steps_per_call` a list of them, or one with a first axis for the steps.
+
+        Returns:
+            The new state, and the metrics: `"loss"` and those of the loss function, each a mean
+            over all real rows, float32, on the first device. The call does not wait for the
+            devices.
+
+        Raises:
+            StateError: it is not a state, or it has been overwritten; at the first call, processes
+                have different variables.
+            BatchError: no rows, different row counts, or more rows than a full batch; at the first
+                call, processes pass different shapes or have different numbers of towers.
+            ArgumentError: the batch has leaves that are not numbers.
+            OutputError: the loss returned a value of the wrong kind or shape.
+            ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
+        """
+        refuse_inside_a_tower("train_step")
+        refuse_a_mesh()
+        if self._towers is not None:
+            refuse_disabled_jit()
+        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StateError(
+                f"step(state, batch) got {type(state).__name__} as state: make one with "
+                "state = step.init(params)."
+            )
+        if isinstance(self._division, LoopOptions):
+            work = take_apart_each(batch, self._division.most)
+            parts = work.largest
+        else:
+            work = parts = take_apart(batch, 0, name="batch")
+        refuse_tracers(state, parts, self)
+        way = self._find_way()
+        if state.maker is not self:
+            state = way.adopt(self._step, state.fields(), self)
+        given = state
+        if changes := state.changes():
+            state = way.with_changes(state, changes, self)
+        global_batch = self._global_batch or self._full_batch(parts)
+        if not self._has_run and self.placement.spans_processes:
+            passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
+            check_same_call("batch", passed, self.placement)
+            check_replicas(state)  # host-device sync
+        result = self._runner(state, parts, global_batch).run(state, work, self)
+        given.spend()
+        self._has_run = True
+        self._global_batch = global_batch  # only now: a batch that failed is no measure
+        return result
+
+    def _find_way(self) -> Whole:
+        """How this step keeps its states, found when it is first needed: it starts JAX."""
+        if self._way is None:
+            self._way = find_way(self._division, self._devices, self._towers)
+        return self._way
+
+    def _take(self, module: Any, model_state: Any) -> tuple[Any, Any]:
+        """Parameters and model state of a module; the loss is told how to put it together."""
+        model = take_model(module)
+        loss = self._step.loss
+        if model.how.changes_in_place and loss.takes_model_state:
+            raise ArgumentError(
+                f"the loss takes model_state, and a {type(module).__name__} keeps its own: write "
+                "loss_fn(model, batch), and let the model change in it."
+            )
+        if loss.model is None or loss.model.how != model.how or model.fixed:
+            self._step = replace(self._step, loss=loss.of_model(model))
+            self._runners.clear()
+            self._looked.clear()
+        return model.weights, model.state if model.how.changes_in_place else model_state
+
+    def _full_batch(self, parts: Parts) -> int:
+        """Rows of a full batch, if this is one."""
+        first = parts.rows[0]
+        if isinstance(first, TowerRows):
+            return first.tower_rows * first.placement.num_towers
+        return parts.num_rows
+
+    def _runner(self, state: TrainState, parts: Parts, global_batch: int) -> Runner:
+        """What runs this batch: the same for every batch that fits the full one."""
+        way = self._find_way()
+        num_towers = way.placement.num_towers
+        tower_rows = -(-global_batch // num_towers)
+        averaged, meets, num_weights = self._look(way.seen_by_loss(state), parts, tower_rows)
+        way.check(meets)
+        if averaged or meets:  # every row of every tower must be real
+            if parts.num_rows % num_towers and meets:
+                raise uneven(meets, parts.num_rows, num_towers)
+            if parts.num_rows % num_towers and averaged:
+                raise refuse_ragged(averaged, parts.num_rows, num_towers)
+            tower_rows = parts.num_rows // num_towers
+        elif parts.num_rows > tower_rows * num_towers:
+            raise BatchError(
+                f"the batch has {parts.num_rows} rows, and this step was made for at most "
+                f"{global_batch}: global_batch=, or else the rows of its first batch. Pass "
+                f"train_step(global_batch={parts.num_rows}), or the largest batch there will be."
+            )
+        key = (parts.split, tower_rows, way.version)
+        if key not in self._runners:
+            batches = Batches(parts, tower_rows, num_weights > 0, bool(averaged or meets))
+            self._runners[key] = way.make_runner(self._step, state, batches)
+        return self._runners[key]
+
+    def _look(self, seen: Fields, parts: Parts, tower_rows: int) -> Looked:
+        """What there is to know of the loss before a program is made of it."""
+        key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
+        if key not in self._looked:
+            self._looked[key] = look_at_loss(
+                self._step,
+                parts,
+                seen,
+                tower_rows,
+                num_towers=self.placement.num_towers,
+                is_by_device=self._towers is None,
+            )
+        return self._looked[key]

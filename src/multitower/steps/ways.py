@@ -1,0 +1,243 @@
+"""Ways to keep a training state on devices. Each makes states, and what runs a batch on them."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from multitower.functions.outputs import wide
+from multitower.hardware.devices import DeviceSpec
+from multitower.steps.looped import LoopOptions, LoopRunner
+from multitower.steps.parts import ShardOptions, StepParts
+from multitower.steps.runner import (
+    FastRunner,
+    Metrics,
+    SameBitsRunner,
+    on_all_devices,
+    take_changes,
+)
+from multitower.steps.sharded_state import ShardedState
+from multitower.steps.sharded_update import ShardedRunner
+from multitower.steps.staged.options import StageOptions, refuse_meeting
+from multitower.steps.staged.runner import StagedRunner
+from multitower.steps.staged.state import first_fields, on_cpu
+from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.placement import Placement, place
+from multitower.towers.rows import Parts
+
+
+class Runner(Protocol):
+    """What makes steps with batches of one kind."""
+
+    def run(self, state: TrainState, parts: Any, maker: object, /) -> tuple[TrainState, Metrics]:
+        """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
+        ...
+
+
+class Batches(NamedTuple):
+    """The batches that a runner is made for.
+
+    Attributes:
+        first: one of them.
+        tower_rows: rows of a full tower.
+        has_weights: whether the loss is a ratio, whose weights must be known first.
+        must_be_full: whether every row of every tower must be a real one.
+    """
+
+    first: Parts
+    tower_rows: int
+    has_weights: bool
+    must_be_full: bool
+
+
+class Whole:
+    """Every device has the whole state."""
+
+    def __init__(self, placement: Placement, *, same_bits: bool) -> None:
+        self.placement = placement
+        self._runner = SameBitsRunner if same_bits else FastRunner
+
+    @property
+    def version(self) -> int:
+        """Changes when runners that were made before no longer fit."""
+        return 0
+
+    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """A first state, of fields without the optimizer's state and the average."""
+        ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
+        opt_state = step.optimizer.init(fields.params)
+        return self.adopt(step, fields._replace(opt_state=opt_state, ema_params=ema), maker)
+
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """A state with the values of one from elsewhere, which is never overwritten."""
+        return TrainState(on_all_devices(fields, self.placement), maker)
+
+    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+        """The state with what somebody has written into it; other leaves are not copied."""
+        return take_changes(state, changes, self.placement, maker)
+
+    def seen_by_loss(self, state: TrainState) -> Fields:
+        """What a loss is tried on, before a program is made of it."""
+        return state.shared()
+
+    def check(self, meets: str | None) -> None:
+        """Refuses a loss in which towers meet, named by where they do, if they cannot here."""
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """What runs batches like these."""
+        batch, tower_rows, has_weights, _ = batches
+        return self._runner(step, batch.split, tower_rows, self.placement, has_weights=has_weights)
+
+
+class InBlocks(Whole):
+    """Every tower keeps a block of the optimizer's state and of the average."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement, same_bits=True)
+        self._sharded: ShardedState | None = None
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Changes with the model, which decides what a block is."""
+        return self._version
+
+    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`."""
+        whole, sharded = self._fitted(step, fields)
+        parts = sharded.first(whole, with_average=step.ema_decay is not None)
+        return sharded.state(parts, maker)
+
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`."""
+        whole, sharded = self._fitted(step, fields)
+        kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
+        return sharded.state(sharded.take_apart(kept), maker)
+
+    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+        """As in `Whole`."""
+        assert self._sharded is not None
+        return self._sharded.state(self._sharded.take_changes(state.parts(), changes), maker)
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        batch, tower_rows, has_weights, _ = batches
+        assert self._sharded is not None
+        given = (step, batch.split, tower_rows, self.placement, self._sharded)
+        return ShardedRunner(*given, has_weights=has_weights)
+
+    def _fitted(self, step: StepParts, fields: Fields) -> tuple[Fields, ShardedState]:
+        """The fields that are whole on every device, and what knows the blocks of the others."""
+        rest = fields._replace(opt_state=None, ema_params=None)
+        whole = on_all_devices(rest, self.placement)
+        if self._sharded is None or not self._sharded.fits(whole.params):
+            self._sharded = ShardedState(step.optimizer, whole.params, self.placement)
+            self._version += 1
+        return whole, self._sharded
+
+
+class InStages(Whole):
+    """Every stage's devices keep what belongs to it."""
+
+    def __init__(self, options: StageOptions, devices: DeviceSpec | None, towers: int) -> None:
+        self._layout = options.on(devices, towers)
+        super().__init__(self._layout.towers, same_bits=True)
+
+    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`; it goes to its devices when it is known what lives where."""
+        return TrainState(first_fields(step, fields), maker)
+
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`; likewise."""
+        return TrainState(fields, maker)
+
+    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+        """As in `Whole`."""
+        return TrainState(with_changes(state.fields(), changes), maker)
+
+    def seen_by_loss(self, state: TrainState) -> Fields:
+        """As in `Whole`: shapes, since no device has all of it."""
+        return on_cpu(state.shared())
+
+    def check(self, meets: str | None) -> None:
+        """Refuses every such loss."""
+        if meets:
+            raise refuse_meeting(meets)
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        batch, tower_rows, has_weights, _ = batches
+        first = (state.fields(), batch)
+        given = (step, batch.split, tower_rows, self._layout, first)
+        return StagedRunner(*given, has_weights=has_weights)
+
+
+class InShards(Whole):
+    """Every device keeps a part of each large array; fast steps."""
+
+    def __init__(self, options: ShardOptions, placement: Placement) -> None:
+        super().__init__(placement, same_bits=False)
+        from multitower.steps.shards.state import StateShards  # noqa: PLC0415 (importing stays quick)
+
+        self._shards = StateShards(options, placement)
+
+    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`."""
+        return TrainState(self._shards.first(step, fields), maker)
+
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`."""
+        return TrainState(self._shards.place(fields), maker)
+
+    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+        """As in `Whole`."""
+        return TrainState(self._shards.take_changes(state.fields(), changes), maker)
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
+
+        batch, tower_rows, has_weights, _ = batches
+        return ShardsRunner(step, batch.split, tower_rows, self._shards, has_weights=has_weights)
+
+
+class InLoops(Whole):
+    """As in `Whole`; fast steps, several in one call."""
+
+    def __init__(self, options: LoopOptions, placement: Placement) -> None:
+        super().__init__(placement, same_bits=False)
+        self._options = options
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        given = (step, batches.first.split, batches.tower_rows, self.placement, self._options)
+        return LoopRunner(
+            *given, has_weights=batches.has_weights, must_be_full=batches.must_be_full
+        )
+
+
+Division = bool | StageOptions | ShardOptions | LoopOptions
+
+
+def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
+    """The way that a user has chosen, on these devices.
+
+    Args:
+        division: True for blocks of towers; stages; shards; loops; or False.
+        devices: as for `train_step`.
+        towers: likewise.
+
+    Raises:
+        DeviceError: the devices are not there, or are too few.
+        ConfigurationError: stages over several processes.
+    """
+    if isinstance(division, StageOptions):
+        assert towers is not None
+        return InStages(division, devices, towers)
+    placement = place(devices, towers)
+    if isinstance(division, LoopOptions):
+        return InLoops(division, placement)
+    if isinstance(division, ShardOptions):
+        return InShards(division, placement)
+    return InBlocks(placement) if division else Whole(placement, same_bits=towers is not None)

@@ -1,0 +1,55 @@
+"""Where a run begins if its directory holds checkpoints: at the newest, if it is of this run."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from multitower.errors import RunError
+from multitower.steps.state.train_state import TrainState
+from multitower.training.checkpoints.checkpoint import Checkpoints
+
+
+class Resume(NamedTuple):
+    """What a user says of a run that may go on; as for `Trainer.fit`."""
+
+    steps: int
+    resume: bool
+    allow_previous: bool
+    allow_changes: bool
+
+
+def begin_at(
+    checkpoints: Checkpoints, like: TrainState, run: Mapping[str, Any], how: Resume, where: Any
+) -> tuple[int, TrainState, Mapping[str, Any]]:
+    """Reads the checkpoint to go on from.
+
+    Args:
+        checkpoints: of which there are some.
+        like: a state of this run.
+        run: its settings, from `describe_run`.
+        how: what the user says.
+        where: the directory, for messages.
+
+    Returns:
+        The updates that have been made, the state after them, and the settings that were saved
+        with it: none if changes are allowed.
+
+    Raises:
+        RunError: the checkpoints are not wanted, or those of another or a longer run.
+        CheckpointError: they cannot be read.
+    """
+    from multitower.training.same_run import check_same_run  # noqa: PLC0415 (importing stays quick)
+
+    if not how.resume:
+        raise RunError(
+            f"{where} holds checkpoints of steps {checkpoints.steps()}: pass resume=True to go on "
+            "from them, or choose another run_dir."
+        )
+    first, state, _ = checkpoints.restore(like=like, allow_previous=how.allow_previous)
+    saved: Mapping[str, Any] = {} if how.allow_changes else checkpoints.run_of(first)
+    check_same_run(saved, run, where)
+    if first > how.steps:
+        raise RunError(
+            f"steps={how.steps}, and the run in {where} has made {first}: say at least as many, or "
+            "choose another run_dir."
+        )
+    return first, state, saved

@@ -1,0 +1,112 @@
+"""What a function uses besides its arguments: what is compared, and what is not looked into.
+
+The lies: a stale program, because a change was not seen; or a program for every step, because
+something was looked at that changes all the time, or that cannot be compared.
+"""
+
+import contextlib
+import math
+import sysconfig
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from multitower.models.dependencies import (
+    UnknownDependencyError,
+    content_of,
+    dependencies_of,
+    is_installed,
+    is_value,
+)
+
+factor = 2.0
+
+
+class Namespace:
+    def __init__(self, **held):
+        self.__dict__.update(held)
+
+
+tally = Namespace(calls=0, scale=2.0, rest=np.zeros(2**20 + 1, np.uint8))
+
+
+@contextlib.contextmanager
+def of_a_decorator():
+    yield factor
+
+
+class OfAMethod:
+    def times(self, x):
+        return x * factor
+
+
+class OfAProperty:
+    __slots__ = ("_own",)
+
+    @property
+    def scale(self):
+        return factor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [of_a_decorator, OfAMethod(), OfAProperty],
+    ids=["of a decorator", "of a method", "of a property"],
+)
+def test_a_global_is_seen_through(value, monkeypatch):
+    before = content_of(value)
+    assert content_of(value) == before
+    monkeypatch.setitem(globals(), "factor", 3.0)
+    assert content_of(value) != before
+
+
+def test_arrays_are_compared_up_to_a_mebibyte():
+    array = np.zeros(2**20, np.uint8)
+    before = content_of(array)
+    array[-1] = 1
+    assert content_of(array) != before
+    with pytest.raises(UnknownDependencyError):
+        content_of(np.zeros(2**20 + 1, np.uint8))
+
+
+def test_of_an_object_only_the_attribute_that_is_used():
+    make = lambda: lambda w: w * tally.scale
+    assert dependencies_of(make()) == dependencies_of(make())
+    with pytest.raises(UnknownDependencyError):
+        dependencies_of(lambda w: w * tally.rest)
+
+
+def counted(x):
+    tally.calls += 1
+    return x * vars(tally).get("scale")
+
+
+def test_what_a_helper_counts_in_is_not_what_it_depends_on(monkeypatch):
+    monkeypatch.delattr(tally, "rest")
+    make = lambda: lambda w: 2 * counted(w)
+    before = dependencies_of(make())
+    counted(1.0)
+    assert dependencies_of(make()) == before
+    monkeypatch.setattr(tally, "scale", 3.0)
+    assert dependencies_of(make()) != before
+
+
+lazy = types.ModuleType("lazy")
+lazy.__file__ = str(Path(sysconfig.get_path("purelib"), "lazy.py"))
+lazy.__getattr__ = lambda name: 2.0
+
+
+def test_an_installed_module_is_not_looked_into():
+    """Some make their attributes when they are asked for."""
+    make = lambda: lambda w: w * lazy.scale
+    assert dependencies_of(make()) == dependencies_of(make())
+
+
+def test_what_is_installed_and_what_is_the_same_for_good():
+    assert all(map(is_installed, (int, math, np, np.ndarray, lazy, contextlib.contextmanager)))
+    assert not any(map(is_installed, (Namespace, counted, types.ModuleType("mine"), tally)))
+    assert all(map(is_value, (Namespace, types.ModuleType("mine"), len, jax.jit(counted), "a", 1)))
+    assert not any(map(is_value, (tally, [], OfAMethod().times)))

@@ -1,0 +1,221 @@
+"""A plan: from shapes alone, in bytes that can be worked out by hand."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import multitower as mt
+from multitower.planning import memory, traffic
+from multitower.planning.layouts import PlannedLayout, Room, tower_layouts
+from multitower.planning.memory import Spread
+from multitower.planning.programs import Programs
+from multitower.planning.shapes import StateBytes, planned
+from multitower.planning.sizes import in_words, memory_in_bytes
+from multitower.planning.words import advise
+
+WIDTH = 40_000
+
+
+def shape(*dims, dtype=np.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def losses(params, batch):
+    return (jnp.tanh(batch @ params["in"]) @ params["out"])[:, 0] ** 2
+
+
+HUGE = {"in": shape(WIDTH, WIDTH), "out": shape(WIDTH, 1)}
+PARAMETERS = 4 * (WIDTH**2 + WIDTH)
+
+
+@pytest.fixture(scope="module")
+def huge():
+    """The plan of a model of 6 GB, whose Adam alone would fill this machine."""
+    before = len(jax.live_arrays())
+    batch = shape(16, WIDTH)
+    found = mt.plan(losses, optax.adam(1e-3), HUGE, batch, devices=2, towers=4, memory="24GiB")
+    assert len(jax.live_arrays()) <= before + 1
+    return found
+
+
+def by_options(plan, **options):
+    """The layout of these options."""
+    (found,) = [
+        one
+        for one in plan.layouts
+        if {n: v for n, v in one.options.items() if n not in ("devices", "layout")} == options
+    ]
+    return found
+
+
+def test_every_kind_of_bytes(huge):
+    """Lie: Adam's two moments counted once, or for every tower."""
+    whole = by_options(huge, towers=4)
+    blocks = by_options(huge, towers=4, shard_update=True)
+    shards = by_options(huge, shard_params=True)
+    assert whole.memory["parameters"] == PARAMETERS
+    assert whole.memory["optimizer_state"] == 2 * PARAMETERS + 4
+    assert whole.memory["rows"] == 8 * WIDTH * 4
+    assert whole.memory["average"] == 0
+    assert whole.memory["gradients"] == pytest.approx(2 * PARAMETERS, rel=1e-6)
+    assert blocks.memory["parameters"] == PARAMETERS
+    assert blocks.memory["optimizer_state"] == PARAMETERS + 8  # a count for every tower
+    assert shards.memory["parameters"] == PARAMETERS / 2
+    assert shards.memory["optimizer_state"] == PARAMETERS + 4
+    # On two devices the parameters that are handed out take more than the split state saves.
+    assert blocks.total_bytes > whole.total_bytes > shards.total_bytes
+
+
+def test_stages_split_and_wait(huge):
+    staged = by_options(huge, towers=4, stages=2)
+    assert staged.options["layout"] == (1, 2)
+    assert staged.memory["parameters"] == 4 * WIDTH**2  # the stage with the large matrix
+    assert staged.bubble == 1 / 5
+    # (P - 1) / (M + P - 1) with 9 towers is 1/10.
+    assert staged.note == "towers=9 would halve the time in which devices wait"
+    # A row of activations for each tower, and the rows' numbers, forward or backward.
+    assert staged.sent_bytes == pytest.approx(16 * WIDTH * 4, rel=0.01)
+
+
+def test_what_it_says(huge):
+    """Lie: a layout that needs more than there is, or one that fits and is not named."""
+    assert [one for one in huge.layouts if one.total_bytes <= 24 * 2**30] == huge.fits
+    assert "does not fit" in huge.advice
+    assert "shard_update=True" in huge.advice
+    text = str(huge)
+    assert text == repr(huge)
+    assert huge.advice in text
+    assert huge.limits[0].startswith("What breaks first with more devices: beyond 10 devices (stag")
+    assert "then beyond 16 devices (rows" in huge.limits[0]
+    facts = json.loads(json.dumps(huge.to_dict()))
+    assert [one["fits"] for one in facts["layouts"]] == [x in huge.fits for x in huge.layouts]
+
+
+def test_other_devices_take_no_other_programs(huge, monkeypatch):
+    """Lie: 128 machines that are planned by compiling again."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled"))
+    assert huge.on().layouts == huge.layouts
+    many = huge.on(machines=128)
+    assert (many.num_rows, by_options(many, towers=512).devices) == (16 * 128, 256)
+    one, all_of = by_options(huge, towers=4), by_options(many, towers=512)
+    assert all_of.memory["activations"] == one.memory["activations"]
+    assert all_of.sent_bytes == pytest.approx(2 * PARAMETERS * 255 / 256, rel=1e-4)
+    assert any("on paper only" in note for note in many.notes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "towers", "expected"),
+    [
+        (1, 1, (1, 1, 1)),
+        (1, 8, (8, 4, 1)),
+        (2, 4, (2, 2, 1)),
+        (3, 6, (2, 2, 2)),
+        (8, 8, (1, 1, 1)),
+    ],
+)
+def test_sums_that_wait(devices, towers, expected):
+    """Lie: a device of many towers keeps one sum; it keeps one for every level of its tree."""
+    found = Spread.of(devices, towers)
+    assert (found.slots, found.depth, found.num_parts) == expected
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_bytes_sent_are_those_of_a_ring(devices):
+    """The same numbers as `steps/test_budgets.py` reads off the compiled programs."""
+    size = 840 * 1024
+    ring = 2 * size * (devices - 1) / devices
+    assert traffic.without_towers([size], devices).num_bytes == ring
+    assert traffic.with_towers([size], Spread.of(devices, 2 * devices)) == (
+        ring * (1.5 if devices == 3 else 1),
+        (devices - 1) * (3 if devices == 3 else 2),
+    )
+    small = traffic.with_towers([1000], Spread.of(devices, devices))
+    assert small == (1000 * (devices - 1), devices - 1)
+
+
+def test_leaves_that_no_device_divides_stay_whole():
+    tree = [shape(64, 64), shape(63, 65), shape(64, 63)]
+    assert memory.shard_bytes(tree, 2) == 4 * (64 * 64 / 2 + 63 * 65 + 64 * 63)
+    assert memory.shard_bytes(tree, 1) == 4 * (64 * 64 + 63 * 65 + 64 * 63)
+
+
+def layout_of(total, **options):
+    return PlannedLayout(options, 2, {}, total, 0, 0)
+
+
+def test_advice_names_the_smallest_change():
+    several = [layout_of(100), layout_of(60, towers=8), layout_of(20, stages=2)]
+    assert "without any option: 100 B" in advise(several, 100)
+    assert "makes it fit is towers=8: 60 B" in advise(several, 60)
+    assert "makes it fit is stages=2: 20 B" in advise(several, 59)
+    assert advise(several, 19).startswith("Nothing fits on a device with 19 B: stages=2 needs")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("24GiB", 24 * 2**30), ("80 gb", 80 * 10**9), ("1.5MiB", 1572864), ("7", 7), (9, 9)],
+)
+def test_amounts_of_memory(text, expected):
+    assert memory_in_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5])
+def test_no_amounts_of_memory(text):
+    with pytest.raises(mt.ArgumentError, match="such as 24GiB"):
+        memory_in_bytes(text)
+
+
+def test_bytes_in_words():
+    words = {
+        0: "0 B",
+        999: "999 B",
+        1024: "1 KiB",
+        2**20 * 3 // 2: "1.5 MiB",
+        2**50: "1.02e+03 TiB",
+    }
+    assert {number: in_words(number) for number in words} == words
+
+
+@pytest.mark.parametrize(
+    "options", [{"devices": 0}, {"machines": 1.5}, {"towers": 0}, {"memory": "lots"}]
+)
+def test_bad_arguments_are_refused_before_anything_is_compiled(options):
+    with pytest.raises((mt.ArgumentError, mt.DeviceError)):
+        mt.plan(losses, optax.sgd(0.1), HUGE, shape(16, WIDTH), **options)
+
+
+def given_of(loss, params, batch, **extras):
+    step = mt.train_step(loss, optax.adam(1e-3), ema_decay=0.9)._step
+    return planned(step, params, batch, **{"model_state": None, "rng": None, **extras})
+
+
+def test_modules_and_extras_may_be_shapes():
+    """Lie: a model that fits nowhere can be planned, but not as a module."""
+    model = nnx.eval_shape(lambda: nnx.BatchNorm(1000, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    given = given_of(lambda model, x: model(x).sum(-1), model, shape(8, 1000))
+    assert StateBytes.of(given.fields) == (8000, 16004, 8000, 8004)
+    keyed = given_of(
+        lambda params, x, *, rng, model_state: (x @ params, {}, model_state),
+        shape(10, dtype=jnp.bfloat16),
+        shape(8, 10),
+        rng=jax.eval_shape(jax.random.key, 0),
+        model_state={"mean": shape(3)},
+    )
+    # The average of bfloat16 is float32; a key takes 8 bytes, the count of steps 4.
+    assert StateBytes.of(keyed.fields) == (20, 44, 40, 12 + 8 + 4)
+
+
+def test_a_ratio_and_towers_that_meet():
+    weights = Programs(
+        given_of(lambda w, x: mt.ratio(x @ w, jnp.ones(len(x))), shape(5), shape(8, 5))
+    ).weights
+    assert [leaf.shape for leaf in weights] == [()]
+    meet = given_of(lambda w, x: (mt.all_rows(x @ w).sum() - x @ w) ** 2, shape(5), shape(8, 5))
+    notes = []
+    assert list(tower_layouts(meet, Programs(meet), Room(2, 1, 4), notes)) == []
+    assert "exchange values" in notes[0]
