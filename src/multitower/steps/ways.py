@@ -18,8 +18,6 @@ from multitower.steps.runner import (
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
 from multitower.steps.staged.options import StageOptions, refuse_meeting
-from multitower.steps.staged.runner import StagedRunner
-from multitower.steps.staged.state import first_fields, on_cpu
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
@@ -146,6 +144,8 @@ class InStages(Whole):
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; it goes to its devices when it is known what lives where."""
+        from multitower.steps.staged.state import first_fields  # noqa: PLC0415 (importing stays quick)
+
         return TrainState(first_fields(step, fields), maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
@@ -157,7 +157,9 @@ class InStages(Whole):
         return TrainState(with_changes(state.fields(), changes), maker)
 
     def seen_by_loss(self, state: TrainState) -> Fields:
-        """As in `Whole`: shapes, since no device has all of it."""
+        """As in `Whole`: in the host's memory, since no device has all of it."""
+        from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
+
         return on_cpu(state.shared())
 
     def check(self, meets: str | None) -> None:
@@ -167,6 +169,8 @@ class InStages(Whole):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
+        from multitower.steps.staged.runner import StagedRunner  # noqa: PLC0415 (importing stays quick)
+
         batch, tower_rows, has_weights, _ = batches
         first = (state.fields(), batch)
         given = (step, batch.split, tower_rows, self._layout, first)
