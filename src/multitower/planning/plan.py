@@ -1,7 +1,7 @@
 """plan: what every layout of a training step takes, before anything runs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,9 @@ def plan(
     of rows that a tower has; the compiler says how much memory they need. Layouts that differ in
     the number of devices alone share these, so that 128 machines take no longer than one.
 
-    Bytes are within 5 % of those measured on simulated CPU devices, for the layouts `{}`, `towers=`
-    and `towers=` with `shard_update=True`. With `stages=` they are within 10 %. Without `towers=`,
-    the activations of `shard_update=True` and `shard_params=True` are estimates.
+    A slow test compares the total with measured bytes for five programs on 1 to 4 simulated CPU
+    devices: it is within 5 % without options, with `towers=`, with `shard_update=True` beside it,
+    and with `stages=`. `shard_update=True` and `shard_params=True` without `towers=` are estimates.
 
     Args:
         loss_fn: as for `train_step`.
@@ -71,8 +71,8 @@ def plan(
         A `Plan`. It prints as a table.
 
     Raises:
-        ArgumentError: `memory` is no amount, `devices` or `machines` no number; or an argument that
-            `train_step` or `TrainStep.init` refuses.
+        ArgumentError: `memory` is no amount, `devices` or `machines` no number; the compiler fails
+            for every layout; or an argument that `train_step` or `TrainStep.init` refuses.
         DeviceError: `towers` is no whole number above 0.
         BatchError: the batch has no rows, or different numbers of them.
         GradientError: a parameter that is no float.
@@ -121,10 +121,12 @@ def _make(given: Planned, programs: Programs, room: Room, memory_bytes: int | No
     notes: list[str] = []
     begin = time.perf_counter()
     layouts = [
-        *fast_layouts(given, programs, room),
-        *tower_layouts(given, programs, room, notes),
-        *staged_layouts(given, programs, room, notes),
+        *_compiled(fast_layouts(given, programs, room), "without towers=", notes),
+        *_compiled(tower_layouts(given, programs, room, notes), "with towers=", notes),
+        *_compiled(staged_layouts(given, programs, room, notes), "with stages=", notes),
     ]
+    if not layouts:
+        raise ArgumentError(f"the compiler fails for every layout, so there is no plan. {notes[0]}")
     if (took_s := time.perf_counter() - begin) > _LONG_S:
         notes.append(f"Compiling took {took_s:.0f} s; plan.on(...) uses these programs again.")
     return Plan(
@@ -138,6 +140,17 @@ def _make(given: Planned, programs: Programs, room: Room, memory_bytes: int | No
         limits=limits_of(given, programs.largest_buffer, layouts),
         _of=(given, programs, room),
     )
+
+
+def _compiled(
+    layouts: Iterator[PlannedLayout], which: str, notes: list[str]
+) -> Iterator[PlannedLayout]:
+    """The layouts up to one for which the compiler fails; `notes` then gets why."""
+    try:
+        yield from layouts
+    except jax.errors.JaxRuntimeError as error:
+        why = str(error).splitlines()[0][:200]
+        notes.append(f"Layouts {which} are left out from here on: the compiler fails ({why}).")
 
 
 @dataclass(frozen=True, repr=False)
