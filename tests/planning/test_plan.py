@@ -13,7 +13,7 @@ import multitower as mt
 from multitower.planning import memory, traffic
 from multitower.planning.layouts import PlannedLayout, Room, tower_layouts
 from multitower.planning.memory import Spread
-from multitower.planning.programs import Programs
+from multitower.planning.programs import Programs, TowerProgram
 from multitower.planning.shapes import StateBytes, planned
 from multitower.planning.sizes import in_words, memory_in_bytes
 from multitower.planning.words import advise
@@ -145,12 +145,12 @@ def test_leaves_that_no_device_divides_stay_whole():
 
 
 def layout_of(total, **options):
-    return PlannedLayout(options, 2, {}, total, 0, 0)
+    return PlannedLayout({"devices": 2, **options}, 2, {}, total, 0, 0)
 
 
 def test_advice_names_the_smallest_change():
     several = [layout_of(100), layout_of(60, towers=8), layout_of(20, stages=2)]
-    assert "without any option: 100 B" in advise(several, 100)
+    assert advise(several, 100) == "Without any option it fits on a device with 100 B: 100 B."
     assert "makes it fit is towers=8: 60 B" in advise(several, 60)
     assert "makes it fit is stages=2: 20 B" in advise(several, 59)
     assert advise(several, 19).startswith("Nothing fits on a device with 19 B: stages=2 needs")
@@ -187,6 +187,26 @@ def test_bytes_in_words():
 def test_bad_arguments_are_refused_before_anything_is_compiled(options):
     with pytest.raises((mt.ArgumentError, mt.DeviceError)):
         mt.plan(losses, optax.sgd(0.1), HUGE, shape(16, WIDTH), **options)
+
+
+def test_a_compiler_that_fails_is_told(monkeypatch):
+    """Lie: a guess in place of what the compiler could not say."""
+
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of memory")
+
+    monkeypatch.setattr(Programs, "fast", fails)
+    monkeypatch.setattr(Programs, "update", 0)
+    monkeypatch.setattr(
+        Programs, "tower", lambda *_: TowerProgram((PARAMETERS,), (PARAMETERS,), 0, None)
+    )
+    plan = mt.plan(losses, optax.sgd(0.1), HUGE, shape(16, WIDTH), devices=1, towers=1)
+    assert [one.options for one in plan.layouts] == [{"devices": 1, "towers": 1}]
+    assert "the compiler fails (RESOURCE_EXHAUSTED: of memory)" in str(plan)
+    assert plan.advice.startswith("With towers=1 a device needs")
+    monkeypatch.setattr(Programs, "tower", fails)
+    with pytest.raises(mt.ArgumentError, match="fails for every layout"):
+        mt.plan(losses, optax.sgd(0.1), HUGE, shape(16, WIDTH), devices=1)
 
 
 def given_of(loss, params, batch, **extras):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.engines import reduction
+from multitower.engines.packing import SMALL
 from multitower.functions.outputs import wide
 from multitower.planning.shapes import StateBytes, num_bytes
 from multitower.steps.state.fields import Fields
@@ -160,7 +161,7 @@ def with_blocks(
         state.rest,
         rows * spread.slots,
         sums * spread.depth,
-        temporary,
+        temporary + _filled_bytes(fields, blocks),
         max(exchange, gather),
     )
 
@@ -236,6 +237,17 @@ def _exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
 def sum_bytes(params: Any) -> int:
     """Bytes of sums of gradients, in which 16-bit floats are float32."""
     return sum(x.size * max(4, x.dtype.itemsize) for x in jax.tree.leaves(params))
+
+
+def _filled_bytes(fields: Fields, blocks: BlockLayout) -> int:
+    """What a tower's program needs to fill up a large gradient that its towers do not divide."""
+    pairs = zip(jax.tree.leaves(fields.params), blocks.places, strict=True)
+    filled = [
+        num_bytes(leaf)
+        for leaf, place in pairs
+        if leaf.size > SMALL and place.size * blocks.num_towers != leaf.size
+    ]
+    return max(filled, default=0)
 
 
 def _gather_bytes(blocks: BlockLayout, spread: Spread) -> int:

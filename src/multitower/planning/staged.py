@@ -59,6 +59,8 @@ def staged_layouts(
     """Steps with `stages=`, one on each device; `notes` gets what is left out."""
     towers = room.tower_counts(given.batch.num_rows)[:_MOST_TRIES][-1]
     lengths = [p for p in range(2, room.devices + 1) if room.devices % p == 0][-_MOST_TRIES:]
+    if programs.tower(-(-given.batch.num_rows // towers), towers).meets is not None:
+        return
     if lengths and room.machines > 1:
         notes.append("stages= runs in one process: on several machines it is on paper only.")
     for num_stages in lengths:

@@ -49,14 +49,15 @@ def advise(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> str:
     """The smallest change that makes a run fit, in one or two sentences."""
     first = layouts[0]
     least = min(layouts, key=lambda one: one.total_bytes)
+    begin = f"With {call(first.options)}" if len(first.options) > 1 else "Without any option"
     if memory_bytes is None:
         return (
-            f"Without any option a device needs {in_words(first.total_bytes)}. "
+            f"{begin} a device needs {in_words(first.total_bytes)}. "
             f"{call(least.options)} needs least: {in_words(least.total_bytes)}."
         )
     there = f"a device with {in_words(memory_bytes)}"
     if first.fits(memory_bytes):
-        return f"It fits on {there} without any option: {in_words(first.total_bytes)}."
+        return f"{begin} it fits on {there}: {in_words(first.total_bytes)}."
     fitting = [one for one in layouts if one.fits(memory_bytes)]
     if not fitting:
         return (
@@ -66,7 +67,7 @@ def advise(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> str:
         )
     change = fitting[0]
     return (
-        f"Without any option it does not fit on {there}: it needs {in_words(first.total_bytes)}. "
+        f"{begin} it does not fit on {there}: it needs {in_words(first.total_bytes)}. "
         f"The smallest change that makes it fit is {call(change.options)}: "
         f"{in_words(change.total_bytes)}."
     )
