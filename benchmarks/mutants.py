@@ -69,6 +69,17 @@ TESTS = {
         "functions/test_parallel",
         "steps/test_train::test_model_state_is_averaged_or_taken_from_the_first_tower",
     ],
+    "functions/autodiff": [
+        "functions/test_autodiff::test_argnums_and_in_axes_as_in_jax",
+        "functions/test_autodiff::test_gradients_come_home_to_a_bound_parameter",
+        "functions/test_autodiff::test_a_function_as_argument_compiles_once",
+        "functions/test_autodiff::test_a_loop_that_calls_it_anew_compiles_once",
+        "functions/test_autodiff::test_law_l2_inside_other_transformations[jit-None]",
+        "functions/test_autodiff::test_flags_strings_and_functions_are_handed_on[4]",
+        "models/test_closures::test_a_global_batch_is_named",
+        "models/test_flax_nnx::test_law_l2_gradients_are_what_nnx_gives",
+        "functions/test_autodiff",
+    ],
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
     "models/closures": [
         "models/test_closures",
