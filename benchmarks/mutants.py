@@ -95,6 +95,7 @@ TESTS = {
         "steps/test_train::test_equals_sgd_with_momentum_in_numpy",
         "steps/test_sharded_replay::test_one_step_for_two_models",
         "steps/test_train::test_a_skipped_step_leaves_nothing_but_its_number",
+        "steps/test_train::test_model_state_that_a_loss_returns_may_be_a_number",
         "steps/test_ratio::test_a_masked_loss_and_its_metrics",
         "steps/test_ratio::test_the_losses_of_towers",
         "steps/test_ratio::test_metrics_that_are_sums_need_full_towers",
