@@ -365,6 +365,16 @@ def test_a_function_as_argument_compiles_once(towers):
 # ---------------------------------------------------------------- average_gradients
 
 
+def test_a_function_that_nothing_can_be_remembered_by():
+    class Loss:
+        __hash__ = None
+
+        def __call__(self, w, x):
+            return w * x
+
+    assert mt.grad(Loss(), devices=2)(1.0, np.arange(8, dtype=np.float32)) == 3.5
+
+
 def test_average_gradients_is_the_mean():
     rng = np.random.default_rng(0)
     towers = [{"w": rng.normal(size=(3, 2)).astype(np.float32), "b": [1.0 * i]} for i in range(5)]
