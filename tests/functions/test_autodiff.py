@@ -227,6 +227,15 @@ def test_gradients_come_home_to_a_bound_parameter():
         assert new["w"].devices() == {home}
 
 
+def test_gradients_of_a_parameter_on_several_devices_are_on_all():
+    mesh = jax.sharding.Mesh(np.array(mt.devices(2)), ("any",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    w = jax.device_put(np.float32(1), everywhere)
+    gradient = mt.grad(lambda w, x: w * x, devices=2)(w, np.arange(8, dtype=np.float32))
+    assert gradient == 3.5
+    assert gradient.devices() == set(mt.devices(2))
+
+
 def test_a_loop_that_calls_it_anew_compiles_once():
     """Lie: `mt.value_and_grad(loss)(...)` in a loop without jit compiles at every step."""
     traces = []
