@@ -231,6 +231,15 @@ def test_gradients_come_home_to_a_bound_parameter():
         assert new["w"].devices() == {home}
 
 
+def test_gradients_of_a_parameter_on_several_devices_are_on_all():
+    mesh = jax.sharding.Mesh(np.array(mt.devices(2)), ("any",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    w = jax.device_put(np.float32(1), everywhere)
+    gradient = mt.grad(lambda w, x: w * x, devices=2)(w, np.arange(8, dtype=np.float32))
+    assert gradient == 3.5
+    assert gradient.devices() == set(mt.devices(2))
+
+
 def test_a_loop_that_calls_it_anew_compiles_once():
     """Lie: `mt.value_and_grad(loss)(...)` in a loop without jit compiles at every step."""
     traces = []
@@ -367,6 +376,16 @@ def test_a_function_as_argument_compiles_once(towers):
 
 
 # ---------------------------------------------------------------- average_gradients
+
+
+def test_a_function_that_nothing_can_be_remembered_by():
+    class Loss:
+        __hash__ = None
+
+        def __call__(self, w, x):
+            return w * x
+
+    assert mt.grad(Loss(), devices=2)(1.0, np.arange(8, dtype=np.float32)) == 3.5
 
 
 def test_average_gradients_is_the_mean():

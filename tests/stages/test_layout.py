@@ -22,6 +22,7 @@ def test_every_stage_and_tower_has_one_device_and_no_device_is_in_two_replicas(
     used = [one for replica in layout.replicas for one in replica]
     assert len(used) == len(set(used)) <= devices
     assert len(layout.towers.owners) == towers
+    assert list(layout.towers.devices) == layout.devices_of(0)
     for replica in range(len(layout.replicas)):
         assert {layout.device(replica, s) for s in range(stages)} == set(layout.replicas[replica])
     if not interleave:
@@ -51,6 +52,7 @@ def test_a_layout_of_other_than_counts_is_refused(num_stages, layout, message):
     with pytest.raises(ArgumentError, match=message):
         check_layout(num_stages, layout)
     check_layout(2, (5, 2))  # more replicas than stages are none of its business
+    check_layout(2, (5, 1))
 
 
 def test_a_layout_that_is_larger_than_what_there_is_is_refused():
@@ -61,8 +63,8 @@ def test_a_layout_that_is_larger_than_what_there_is_is_refused():
 
 
 def test_devices_that_stay_idle_are_told():
-    with pytest.warns(UserWarning, match=r"keep 4 of 5 devices busy, with layout=\(2, 2\)"):
-        lay_out(jax.devices()[:5], 3, 2, None)
+    with pytest.warns(UserWarning, match=r"keep 6 of 7 devices busy, with layout=\(2, 3\)"):
+        lay_out(jax.devices()[:7], 4, 3, None)
 
 
 PLACES = st.integers(1, 5).flatmap(

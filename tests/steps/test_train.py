@@ -238,6 +238,14 @@ def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     assert state.model_state["key"] == jax.random.fold_in(jax.random.fold_in(key, 1), 1)
 
 
+def test_model_state_that_a_loss_returns_may_be_a_number():
+    step = mt.train_step(
+        lambda w, x, *, model_state: (w * x, {}, 2.0), optax.sgd(0.1), devices=1, towers=1
+    )
+    state, _ = step(step.init(np.float32(1), model_state=np.float32(0)), np.ones(2, np.float32))
+    assert state.model_state == 2
+
+
 @both_ways
 def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     """tensorflow#41657; here it even returns NaN as its statistics."""
