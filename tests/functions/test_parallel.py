@@ -323,3 +323,9 @@ def test_labels_in_a_list(numbers):
     mt.grad(lambda w, x, c: w * x * c[0], devices=2)(1.0, x, [1.0, 2.0])  # two coefficients
     whole = mt.grad(lambda w, x, c: w * x * c[3], devices=2, in_axes=(None, 0, None))
     whole(1.0, x, numbers)  # as the message says
+
+
+def test_rows_of_any_rank_of_several_towers_on_a_device_under_jit():
+    x = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    found = jax.jit(mt.make_parallel(lambda x: x + 1, devices=2, towers=4))(x)
+    np.testing.assert_array_equal(found, x + 1)
