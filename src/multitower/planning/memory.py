@@ -19,9 +19,8 @@ from multitower.functions.outputs import wide
 from multitower.planning.shapes import StateBytes, num_bytes
 from multitower.steps.state.fields import Fields
 from multitower.towers.blocks import BlockLayout
+from multitower.towers.leaf_shards import split_axis
 from multitower.towers.placement import contiguous
-
-_FEWEST = 4096  # elements; a smaller leaf is whole on every device
 
 
 @dataclass(frozen=True)
@@ -199,8 +198,7 @@ def with_shards(
 
 def is_split(leaf: Any, num_devices: int) -> bool:
     """Whether a leaf is split over the devices, or whole on every one."""
-    large = num_devices > 1 and math.prod(leaf.shape) >= _FEWEST
-    return large and any(dim % num_devices == 0 for dim in leaf.shape)
+    return split_axis(leaf, num_devices) is not None
 
 
 def shard_bytes(tree: Any, num_devices: int) -> int:
