@@ -201,12 +201,12 @@ def test_weak_scaling_gives_each_device_as_much(monkeypatch):
 
 def test_another_loss_curve_is_code_1(monkeypatch, tmp_path, capsys):
     """Lie: a speed-up by leaving rows out."""
-    count = step_runner.FastRunner._count
+    count = step_runner.Feeder._count
 
     def fewer(self, num_rows):
         return count(self, num_rows // len(self._placement.devices))
 
-    monkeypatch.setattr(step_runner.FastRunner, "_count", fewer)
+    monkeypatch.setattr(step_runner.Feeder, "_count", fewer)
     flags = [*FLAGS, "--devices", "1,2", "--strong", "--run-dir", str(tmp_path)]
     assert main(["scale", FILE, *flags]) == 1
     captured = capsys.readouterr()
