@@ -185,7 +185,7 @@ def tolerance_of(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_devices"), zip(PROGRAMS, (2, 4, 3, 3, 1), strict=True))
+@pytest.mark.parametrize(("name", "num_devices"), list(zip(PROGRAMS, (2, 4, 3, 3, 1), strict=True)))
 def test_all_layouts_are_what_is_measured(name, num_devices, most):
     losses, params, batch, optimizer, more = PROGRAMS[name]
     plan = mt.plan(losses, optimizer, params, batch, devices=num_devices, **more)
