@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import multitower as mt
 from multitower.engines import exchanges, reduction, same_bits, totals
 from multitower.engines.same_bits import tapped
+from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import contiguous
 
 SIZE = 8 * 3 * 5 * 7 * 128  # elements; large enough to travel in chunks, divisible by 2, 3, 4, 8
@@ -99,6 +100,25 @@ def test_a_sharded_update_sends_no_more(num_devices):
     half_a_ring = 4 * SIZE * (num_devices - 1) / num_devices
     assert sent_bytes(scattered, num_devices) == half_a_ring
     assert sent_bytes(gathered, num_devices) == half_a_ring
+
+
+@pytest.mark.parametrize("way", [{}, {"shard_update": True}, {"stages": 2}], ids=str)
+def test_a_step_does_not_put_its_state_together(way, monkeypatch):
+    """Lie: a look at the loss, made once, whose state is joined anew for every step."""
+    joined = []
+    for name in ("fields", "shared"):
+        there = getattr(TrainState, name)
+        monkeypatch.setattr(
+            TrainState, name, lambda self, there=there: joined.append(1) or there(self)
+        )
+    params = {"in": np.ones((4, 4), np.float32), "out": np.ones((4, 2), np.float32)}
+    losses = lambda params, x: jnp.tanh(mt.cut(x @ params["in"]) @ params["out"]).sum(1)
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=2, **way)
+    state, _ = step(step.init(params), ROWS)
+    assert joined
+    joined.clear()
+    step(state, ROWS)
+    assert joined == []
 
 
 def test_the_fast_step_sends_one_all_reduce(monkeypatch):

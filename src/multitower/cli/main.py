@@ -1,10 +1,9 @@
 """The command line: `multitower train ...`.
 
 Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference, or `plan` nothing that
-fits; 2 for flags or settings
-that are wrong, or a run that cannot go on, with one line that says so; 130 when stopped with Ctrl-C
-(SIGINT) and 143 with SIGTERM, after the step was finished and saved; 134 for one of several
-processes that JAX ends because another is missing.
+fits; 2 for flags or settings that are wrong, or a run that cannot go on, with one line that says
+so; 130 when stopped with Ctrl-C (SIGINT) and 143 with SIGTERM, after the step was finished and
+saved; 134 for one of several processes that JAX ends because another is missing.
 """
 
 import importlib.metadata

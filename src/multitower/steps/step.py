@@ -189,7 +189,7 @@ class TrainStep:
         way = self._find_way()
         num_towers = way.placement.num_towers
         tower_rows = -(-global_batch // num_towers)
-        averaged, meets, num_weights = self._look(way.seen_by_loss(state), parts, tower_rows)
+        averaged, meets, num_weights = self._look(state, parts, tower_rows)
         way.check(meets)
         if averaged or meets:  # every row of every tower must be real
             if parts.num_rows % num_towers and meets:
@@ -209,14 +209,14 @@ class TrainStep:
             self._runners[key] = way.make_runner(self._step, state, batches)
         return self._runners[key]
 
-    def _look(self, seen: Fields, parts: Parts, tower_rows: int) -> Looked:
+    def _look(self, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
         """What there is to know of the loss before a program is made of it."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._looked:
             self._looked[key] = look_at_loss(
                 self._step,
                 parts,
-                seen,
+                self._find_way().seen_by_loss(state),  # dear: it may join what devices have
                 tower_rows,
                 num_towers=self.placement.num_towers,
                 is_by_device=self._towers is None,
