@@ -20,7 +20,8 @@ from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.ways import Batches, Division, Runner, Whole, find_way
+from multitower.steps.way import Batches, Runner, Whole
+from multitower.steps.ways import Division, find_way
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call

@@ -1,91 +1,17 @@
-"""Ways to keep a training state on devices. Each makes states, and what runs a batch on them."""
+"""Ways to keep a training state on devices, beside the whole of it on every one."""
 
-from typing import Any, NamedTuple, Protocol
-
-import jax
-
-from multitower.functions.outputs import wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.steps.looped import LoopOptions, LoopRunner
 from multitower.steps.parts import ShardOptions, StepParts
-from multitower.steps.runner import (
-    FastRunner,
-    Metrics,
-    SameBitsRunner,
-    on_all_devices,
-    take_changes,
-)
+from multitower.steps.runner import on_all_devices
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
 from multitower.steps.staged.options import StageOptions, refuse_meeting
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.steps.way import Batches, Runner, Whole
 from multitower.towers.placement import Placement, place
-from multitower.towers.rows import Parts
-
-
-class Runner(Protocol):
-    """What makes steps with batches of one kind."""
-
-    def run(self, state: TrainState, parts: Any, maker: object, /) -> tuple[TrainState, Metrics]:
-        """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
-        ...
-
-
-class Batches(NamedTuple):
-    """The batches that a runner is made for.
-
-    Attributes:
-        first: one of them.
-        tower_rows: rows of a full tower.
-        has_weights: whether the loss is a ratio, whose weights must be known first.
-        must_be_full: whether every row of every tower must be a real one.
-    """
-
-    first: Parts
-    tower_rows: int
-    has_weights: bool
-    must_be_full: bool
-
-
-class Whole:
-    """Every device has the whole state."""
-
-    def __init__(self, placement: Placement, *, same_bits: bool) -> None:
-        self.placement = placement
-        self._runner = SameBitsRunner if same_bits else FastRunner
-
-    @property
-    def version(self) -> int:
-        """Changes when runners that were made before no longer fit."""
-        return 0
-
-    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """A first state, of fields without the optimizer's state and the average."""
-        ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
-        opt_state = step.optimizer.init(fields.params)
-        return self.adopt(step, fields._replace(opt_state=opt_state, ema_params=ema), maker)
-
-    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """A state with the values of one from elsewhere, which is never overwritten."""
-        return TrainState(on_all_devices(fields, self.placement), maker)
-
-    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
-        """The state with what somebody has written into it; other leaves are not copied."""
-        return take_changes(state, changes, self.placement, maker)
-
-    def seen_by_loss(self, state: TrainState) -> Fields:
-        """What a loss is tried on, before a program is made of it."""
-        return state.shared()
-
-    def check(self, meets: str | None) -> None:
-        """Refuses a loss in which towers meet, named by where they do, if they cannot here."""
-
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
-        """What runs batches like these."""
-        batch, tower_rows, has_weights, _ = batches
-        return self._runner(step, batch.split, tower_rows, self.placement, has_weights=has_weights)
 
 
 class InBlocks(Whole):

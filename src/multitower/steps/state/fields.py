@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 
 class Fields(NamedTuple):
-    """The contents of a training state, as a plain pytree."""
+    """The contents of a training state, as a plain pytree; the attributes of a `TrainState`."""
 
     step: Any
     params: Any
@@ -12,3 +12,4 @@ class Fields(NamedTuple):
     ema_params: Any
     model_state: Any
     rng: Any
+    local: Any = None

@@ -29,6 +29,8 @@ class TrainState:
         model_state: what the model changes and does not train, such as BatchNorm statistics; or
             None.
         rng: the PRNG key from which the keys of all steps and towers are made, or None.
+        local: what every tower keeps of its own between two meetings, arrays with a first axis for
+            towers; None where towers meet in every step.
 
     Raises:
         StateError: on reading a state that a step has overwritten.
@@ -117,6 +119,11 @@ class TrainState:
     def rng(self) -> Any:
         """The key of the whole run, or None."""
         return self._show("rng", self.shared())
+
+    @property
+    def local(self) -> Any:
+        """What every tower keeps of its own, or None."""
+        return self._show("local", self.fields())
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some attributes changed, as `dataclasses.replace` would do it."""
