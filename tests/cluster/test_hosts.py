@@ -4,6 +4,7 @@ The lies: a run that works only where all processes share a loopback interface; 
 a host is gone, or names nobody; a step that sends more than it must.
 """
 
+import fcntl
 import json
 import math
 import subprocess
@@ -41,6 +42,7 @@ class Together:
         for number, (host, file) in enumerate(zip(hosts, self._files, strict=True)):
             command = [sys.executable, "-m", "multitower", *words, *flags, number]
             with file.open("w") as out:
+                fcntl.flock(out, fcntl.LOCK_EX)  # for as long as anybody can write to it
                 self.running.append(
                     subprocess.Popen(
                         host.command(*command),
@@ -77,13 +79,26 @@ class Together:
         wait_until(made, 180, self.explain)
 
     def wait_for_end(self, timeout_s):
-        wait_until(lambda: None not in self.codes(), timeout_s, self.explain)
+        def ended():
+            return None not in self.codes() and all(map(is_written, self._files))
+
+        wait_until(ended, timeout_s, self.explain)
 
     def codes(self):
         return [process.poll() for process in self.running]
 
     def explain(self):
         return "\n".join(["", *self.said()])
+
+
+def is_written(file):
+    """Whether nobody writes to it any more: what relays a process's last lines ends after it."""
+    with file.open() as out:
+        try:
+            fcntl.flock(out, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def result(run_dir):
