@@ -55,6 +55,7 @@ FLAGS = {
     "--keep-best loss --best min": {"keep_best": "loss", "best": "min"},
     "--shard-update --towers 4": {"shard_update": True, "towers": 4},
     "--shard-params": {"shard_params": True},
+    "--steps-per-call 3": {"steps_per_call": 3},
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--clip-norm 0.5": {"clip_norm": 0.5},
 }

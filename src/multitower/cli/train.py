@@ -123,6 +123,14 @@ def train(
         str | None,
         flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
     ] = None,
+    steps_per_call: Annotated[
+        int | None,
+        flag(
+            "K",
+            "Without --towers: make up to K updates in one call, which saves the host's time.",
+            "one",
+        ),
+    ] = None,
     clip_norm: Annotated[
         float | None,
         flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
@@ -166,6 +174,7 @@ def train(
         "clip_norm": clip_norm,
         "stages": stages,
         "layout": layout,
+        "steps_per_call": steps_per_call,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})

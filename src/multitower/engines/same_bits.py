@@ -83,6 +83,7 @@ class SameBits:
         self._totals = Totals(placement)
         self._compiled: dict[Any, _Programs] = {}
         self._constants: dict[tuple[int, Any, Any], jax.Array] = {}
+        self._towers: dict[tuple[int, int, int], Tower] = {}
 
     def run(self, replicas: Sequence[Shared], rows: Sequence[TowerRows]) -> Finished:
         """Runs the job; nothing here waits for a device.
@@ -124,18 +125,19 @@ class SameBits:
         Raises:
             OutputError: rows that only fill up would meet others.
         """
+        tower_rows, num_rows = rows[0].tower_rows, rows[0].num_rows
 
         def arguments(turn: Turn) -> tuple[Shared, list[Any], Tower]:
             return (
                 replicas[turn.i],
                 [leaf.pieces[turn.tower] for leaf in rows],
-                self._here(turn, rows),
+                self._here(turn.tower, turn.i, tower_rows, num_rows),
             )
 
         tower = programs.tower
         if isinstance(tower, list):
             return lambda turn: tower[turn.i](*arguments(turn))
-        refuse_filled(programs.meets, rows[0].num_rows, rows[0].tower_rows, self._placement)
+        refuse_filled(programs.meets, num_rows, tower_rows, self._placement)
 
         def see(n: int, number: int, sent: Any) -> None:
             if tap is not None:
@@ -143,11 +145,14 @@ class SameBits:
 
         return tower.run(arguments, see if tap else None)
 
-    def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
-        tower_rows = rows[0].tower_rows
-        num_real = min(max(rows[0].num_rows - turn.tower * tower_rows, 0), tower_rows)
-        counts = (turn.tower, num_real, rows[0].num_rows)
-        return Tower(*(self.constant(turn.i, np.int32(count)) for count in counts))
+    def _here(self, tower: int, i: int, tower_rows: int, num_rows: int) -> Tower:
+        """What a tower's program knows of itself, on local device i; copied there once."""
+        key = (tower, tower_rows, num_rows)
+        if key not in self._towers:
+            num_real = min(max(num_rows - tower * tower_rows, 0), tower_rows)
+            counts = (tower, num_real, num_rows)
+            self._towers[key] = Tower(*(self.constant(i, np.int32(count)) for count in counts))
+        return self._towers[key]
 
     def _scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
         """What turns sums into means, a scalar on local device i."""
@@ -161,7 +166,7 @@ class SameBits:
         return self._constants[key]
 
     def _programs(self, shared: Shared, rows: Sequence[TowerRows]) -> _Programs:
-        pieces = [next(p for p in leaf.pieces if p is not None) for leaf in rows]
+        pieces = [leaf.piece for leaf in rows]
         key = signature((shared, pieces))
         if key not in self._compiled:
             self._compiled[key] = self._compile(shared, pieces)

@@ -57,6 +57,7 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
+            steps_per_call=options.steps_per_call,
             clip_norm=options.clip_norm,
             best="min" if options.best == "min" else "max",
         )

@@ -75,6 +75,35 @@ class Stack(NamedTuple):
     rows: list[Any]
 
 
+def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
+    """The batches of one call, stacked on the devices if they are alike and fill it.
+
+    Else they stay on the host, as copies: their maker may overwrite its arrays meanwhile.
+
+    Args:
+        batches: on the host.
+        most: how many fill a call.
+        placement: of the step.
+    """
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batches)):
+        return batches
+    shapes = {tuple(map(np.shape, jax.tree.leaves(batch))) for batch in batches}
+    trees = {jax.tree.structure(batch) for batch in batches}
+    num_rows = {shape[0] for shape in next(iter(shapes)) if shape}
+    is_full = len(batches) == most and len(shapes) == len(trees) == len(num_rows) == 1
+    if not is_full or num_rows.pop() % len(placement.devices):
+        return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batches)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    leaves, treedef = jax.tree.flatten(stacked)
+    homes = [rows_of_steps(placement) if leaf.ndim > 1 else placement.shared for leaf in leaves]
+    return treedef.unflatten(copy_to(leaves, homes))
+
+
+def rows_of_steps(placement: Placement) -> NamedSharding:
+    """Where rows go that have a first axis for steps."""
+    return NamedSharding(placement.mesh, PartitionSpec(None, AXIS))
+
+
 def take_apart_each(batches: Any, most: int) -> Stack:
     """Sorts the leaves of the batches of one call into shared ones and rows.
 
@@ -157,7 +186,7 @@ class LoopRunner:
         self._most = options.most
         self._size = tower_rows * placement.num_towers
         self._placement = placement
-        self._rows = NamedSharding(placement.mesh, PartitionSpec(None, AXIS))
+        self._rows = rows_of_steps(placement)
         one = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
 
         def run(fields: Fields, rest: Any, rows: Any, num_rows: jax.Array, count: Any) -> Any:

@@ -126,7 +126,8 @@ class Feeder:
         """What all towers get alike, the rows, and how many of these are real."""
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
-        rest = copy_to(parts.shared, [self._placement.shared] * len(parts.shared))
+        shared = self._placement.shared
+        rest = copy_to(parts.shared, [shared] * len(parts.shared)) if parts.shared else []
         return rest, rows, self._count(parts.num_rows)
 
     def _whole(self, leaf: Any) -> jax.Array:

@@ -4,7 +4,7 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -107,19 +107,35 @@ def prefetch(
     if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
+    full = global_batch
+
+    def make_ready(batch: Any) -> Any:
+        nonlocal full
+        if full is None and towers is not None:
+            full = _num_rows(batch)
+        return shard(batch, devices=devices, towers=towers, global_batch=full)
+
+    return run_ahead(batches, size, make_ready)
+
+
+def run_ahead(items: Iterable[Any], size: int, make_ready: Callable[[Any], Any]) -> Generator[Any]:
+    """Makes items ready in a thread, up to `size` ahead of need.
+
+    Args:
+        items: read in the thread.
+        size: how many may wait.
+        make_ready: called in the thread with each of them.
+
+    Yields:
+        What `make_ready` returns, in the same order; or its error, or that of the iterable.
+    """
     # `with jax.enable_x64(True)` holds in the thread that says so, and rows are made in another.
     has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-    return _ahead(batches, size, devices, towers, global_batch, has_x64=has_x64)
+    return _ahead(items, size, make_ready, has_x64=has_x64)
 
 
 def _ahead(
-    batches: Iterable[Any],
-    size: int,
-    devices: DeviceSpec | None,
-    towers: int | None,
-    global_batch: int | None,
-    *,
-    has_x64: bool,
+    items: Iterable[Any], size: int, make_ready: Callable[[Any], Any], *, has_x64: bool
 ) -> Generator[Any]:
     ready: queue.Queue[tuple[bool, Any]] = queue.Queue(maxsize=size)
     closed = threading.Event()
@@ -132,16 +148,12 @@ def _ahead(
                 continue
 
     def work() -> None:
-        full = global_batch
         try:
             with jax.enable_x64(has_x64):
-                for batch in batches:
+                for item in items:
                     if closed.is_set():
                         return
-                    if full is None and towers is not None:
-                        full = _num_rows(batch)
-                    ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
-                    put((True, ready_made))
+                    put((True, make_ready(item)))
             put((False, None))
         except BaseException as error:  # handed to the reader, whatever it is
             put((False, error))

@@ -1,5 +1,6 @@
 """Tower rows: an array cut into towers, each one's rows on its own device."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,16 +30,20 @@ class TowerRows:
     num_rows: int
     sample: bytes = b""
 
+    @functools.cached_property
+    def piece(self) -> jax.Array:
+        """The first of the pieces that this process has."""
+        return next(piece for piece in self.pieces if piece is not None)
+
     @property
     def tower_rows(self) -> int:
         """Rows that every tower holds, filling included."""
-        return next(piece for piece in self.pieces if piece is not None).shape[0]
+        return self.piece.shape[0]
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that was cut."""
-        piece = next(piece for piece in self.pieces if piece is not None)
-        return (self.num_rows, *piece.shape[1:])
+        return (self.num_rows, *self.piece.shape[1:])
 
     @property
     def ndim(self) -> int:
@@ -48,7 +53,7 @@ class TowerRows:
     @property
     def dtype(self) -> Any:
         """The dtype on the devices."""
-        return next(piece for piece in self.pieces if piece is not None).dtype
+        return self.piece.dtype
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """The real rows, copied back to the host."""

@@ -1,6 +1,6 @@
 """The loop of a run: a step, what it reports, what is saved, tested and compared. Top to bottom."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -8,8 +8,8 @@ from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
-from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
+from multitower.training.calls import Call
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
 from multitower.training.test_phase import TestPhase
@@ -20,7 +20,7 @@ class Loop(NamedTuple):
 
     Attributes:
         step: makes one update.
-        feeding: where batches go, as for `prefetch`.
+        calls: makes of batches what the step is called with, from the first to the last step.
         reader: hears of every step, one step late.
         saver: saves when it is due.
         test: the test phase.
@@ -30,7 +30,7 @@ class Loop(NamedTuple):
     """
 
     step: TrainStep
-    feeding: dict[str, Any]
+    calls: Callable[[Iterator[Any], int, int], Generator[Call]]
     reader: MetricsReader
     saver: Saver
     test: TestPhase
@@ -51,23 +51,26 @@ class Loop(NamedTuple):
             # The run may have ended after its save and before this test phase. Made again, it
             # comes to the same scores.
             self.test.run(state)
-        with closing(prefetch(batches, **self.feeding)) as ahead:
-            for number in range(first + 1, last + 1):
-                batch = next(ahead, None)
-                if batch is None:
+        number = first
+        with closing(self.calls(batches, first, last)) as ahead:
+            while number < last:
+                call = next(ahead, None)
+                if call is None:
+                    reader.read_waiting()
                     raise RunError(
-                        f"the batches ran out after step {number - 1} of {last}: batches(first) "
+                        f"the batches ran out after step {number} of {last}: batches(first) "
                         "must return an iterator that does not end before the run."
                     )
-                state, metrics = self.step(state, batch)
+                state, metrics = self.step(state, call.batch)
+                is_first, number = number == first, number + len(call.num_rows)
                 # Metrics are read one step late: reading this step's would let the devices run
                 # dry, and reading none would let the host run ahead without bound.
                 reader.read_waiting()
-                reader.wait(number, metrics, batch)
+                reader.wait(number, metrics, call.num_rows)
                 stop = self.vote.after_step()
                 is_saved = self.saver.is_due(number) or stop
-                # Also after the first step: it compiles, and then nothing else does later on.
-                if every and (number % every == 0 or number == first + 1 or is_saved):
+                # Also after the first call: it compiles, and then nothing else does later on.
+                if every and (number % every == 0 or is_first or is_saved):
                     check_replicas(state)  # host-device sync
                 if is_saved:
                     reader.read_waiting()  # host-device sync: only a good state is saved

@@ -62,13 +62,19 @@ class MetricsReader:
         self._tell = tell
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
-        self._waiting: tuple[int, Any, int] | None = None
+        self._waiting: tuple[int, Any, Sequence[int]] | None = None
         self._began: float | None = None
         self._examples = 0
 
-    def wait(self, number: int, metrics: Any, batch: Any) -> None:
-        """Notes the metrics of a step that has been started."""
-        self._waiting = (number, metrics, num_rows_of(batch))
+    def wait(self, number: int, metrics: Any, num_rows: Sequence[int]) -> None:
+        """Notes the metrics of a call that has been started.
+
+        Args:
+            number: of its last step.
+            metrics: of its steps; with a first axis for them if they have one.
+            num_rows: the rows of each of them.
+        """
+        self._waiting = (number, metrics, num_rows)
 
     def read_waiting(self) -> None:
         """Reads what was noted, if anything.
@@ -78,10 +84,17 @@ class MetricsReader:
         """
         if self._waiting is None:
             return
-        number, metrics, num_rows = self._waiting
+        last, metrics, num_rows = self._waiting
         self._waiting = None
         values = jax.device_get(metrics)  # host-device sync
-        rate = self._rate(num_rows)
+        rate = self._rate(sum(num_rows))
+        is_stacked = np.ndim(values["loss"]) == 1
+        for place in range(len(num_rows)):
+            one = {name: v[place] for name, v in values.items()} if is_stacked else values
+            self._read(last - len(num_rows) + 1 + place, one, rate)
+
+    def _read(self, number: int, values: dict[str, Any], rate: float | None) -> None:
+        """Judges one step, and tells of it."""
         tower_losses = [float(x) for x in values.pop("tower_losses")]
         finite = values.pop("finite_params")
         numbers = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}

@@ -17,6 +17,7 @@ from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
 from multitower.training.agreement import StopVote
 from multitower.training.beginning import Resume, begin_at
+from multitower.training.calls import Call, one_by_one, sizes_of_calls, together
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
@@ -68,6 +69,9 @@ class Trainer:
         shard_params: as for `multitower.train_step`: split the parameters too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
+        steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
+            Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
+            stops the run after a call.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
@@ -113,6 +117,7 @@ class Trainer:
         shard_params: bool = False,
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
+        steps_per_call: int | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -167,7 +172,9 @@ class Trainer:
             shard_params=shard_params,
             stages=stages,
             layout=layout,
+            steps_per_call=steps_per_call,
         )
+        self._steps_per_call = steps_per_call
         # A stage's leaves are on its own devices: there is no device that has all to compare.
         self._check_replicas_every = check_replicas_every if stages is None else 0
         self._stages = stages
@@ -240,7 +247,7 @@ class Trainer:
                 return state
             loop = Loop(
                 self.step,
-                {"global_batch": self._global_batch, **self._where, **self._first_stages()},
+                self._calls(evaluate_every),
                 MetricsReader(steps, self._on_nonfinite, state.params, self._tell),
                 saver,
                 test,
@@ -334,6 +341,21 @@ class Trainer:
         if self._best is not None:
             self._best.offer(number, state, scores)
         return scores
+
+    def _calls(self, evaluate_every: int) -> Callable[..., Generator[Call]]:
+        """What makes calls of batches, from the first to the last step."""
+        most = self._steps_per_call
+        if most is None:
+            feeding = {"global_batch": self._global_batch, **self._where, **self._first_stages()}
+            return lambda batches, first, last: one_by_one(batches, feeding)
+        saves = 0 if self._directory is None else self._checkpoint_every
+        borders = (saves, evaluate_every, self._check_replicas_every)
+
+        def calls(batches: Iterator[Any], first: int, last: int) -> Generator[Call]:
+            sizes = sizes_of_calls(most, borders, first=first, last=last)
+            return together(batches, sizes, most, self.step.placement)
+
+        return calls
 
     def _first_stages(self) -> dict[str, Any]:
         """Where rows go that are copied ahead of need, if the model is cut into stages."""

@@ -1,0 +1,96 @@
+"""Kinds of batches that a step has seen: they run without being looked at again, and alike."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+WAYS = [{}, {"towers": 2}, {"towers": 2, "shard_update": True}]
+DRAW = np.random.default_rng(0)
+
+
+def losses(params, batch):
+    return batch["scale"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def make_batch(rows, scale):
+    x = DRAW.normal(size=(rows, 3)).astype(np.float32)
+    return {"scale": np.float32(scale), "x": x, "y": x.sum(1)}
+
+
+def make(**options):
+    step = mt.train_step(losses, optax.adam(0.1), devices=2, global_batch=8, **options)
+    return step, step.init({"w": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_kind_is_looked_at_once_and_runs_as_before(monkeypatch, options):
+    # The lie: the numbers, rows or row count of the batch before.
+    batches = [make_batch(*kind) for kind in [(8, 1), (5, 1), (8, 2), (5, 3), (8, 1)]]
+    step, state = make(**options)
+    for number, batch in enumerate(batches):
+        w = np.asarray(state.params["w"])
+        if number == 2:
+            monkeypatch.setattr("multitower.steps.step.take_apart", None)
+        state, metrics = step(state, batch)
+        wanted = (batch["scale"] * (batch["x"] @ w - batch["y"]) ** 2).mean()
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    with pytest.raises(TypeError):  # another dtype is another kind
+        step(state, {**batches[0], "y": batches[0]["y"].astype(np.int32)})
+    with pytest.raises(TypeError):
+        step(state, {**batches[0], "scale": 1.0})
+
+
+@pytest.mark.parametrize("options", WAYS[:2], ids=str)
+def test_what_is_wrong_with_a_batch_of_a_kind_is_said(options):
+    step, state = make(**options)
+    batch = jax.tree.map(jnp.asarray, make_batch(8, 1))
+    state, _ = step(state, batch)
+    batch["x"].delete()
+    with pytest.raises(mt.ArgumentError, match=r"batch\['x'\] is gone"):
+        step(state, batch)
+
+
+def test_a_changed_state_is_taken_over_and_another_steps_state_too():
+    step, state = make(towers=2)
+    batch = make_batch(8, 1)
+    state, _ = step(state, batch)
+    state.params["w"] = np.zeros(3, np.float32)
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], (batch["y"] ** 2).mean(), rtol=1e-5)
+    _, other = make()
+    _, metrics = step(other, batch)
+    np.testing.assert_allclose(metrics["loss"], (batch["y"] ** 2).mean(), rtol=1e-5)
+
+
+def test_blocks_of_another_model_are_not_those_of_the_first():
+    step, _ = make(towers=2, shard_update=True)
+    batch = make_batch(8, 1)
+    for dtype in (np.float32, np.float16, np.float32):
+        state = step.init({"w": np.zeros(3, dtype)})
+        for _ in range(2):
+            state, _ = step(state, batch)
+        assert state.params["w"].dtype == dtype
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 30), ({"towers": 2}, 110)], ids=str)
+def test_python_calls_of_a_step(options, most):
+    """How much of this library's Python runs in a step of a kind that has been seen."""
+    step, state = make(**options)
+    batch = mt.shard(make_batch(8, 1), devices=2, **options)
+    state, _ = step(state, batch)
+    count = 0
+
+    def note(frame, event, _):
+        nonlocal count
+        count += event == "call" and "multitower" in frame.f_code.co_filename
+
+    sys.setprofile(note)
+    step(state, batch)
+    sys.setprofile(None)
+    assert 5 < count <= most
