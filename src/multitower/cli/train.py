@@ -123,6 +123,15 @@ def train(
         str | None,
         flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
     ] = None,
+    sync_every: Annotated[
+        WholeNumber,
+        flag(
+            "H",
+            "Local updates (DiLoCo): every tower trains parameters of its own, and the towers meet "
+            "every H steps.",
+            "all towers make every step together",
+        ),
+    ] = None,
     clip_norm: Annotated[
         float | None,
         flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
@@ -166,6 +175,7 @@ def train(
         "clip_norm": clip_norm,
         "stages": stages,
         "layout": layout,
+        "sync_every": sync_every,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})

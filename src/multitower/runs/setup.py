@@ -57,6 +57,7 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
+            sync_every=options.sync_every,
             clip_norm=options.clip_norm,
             best="min" if options.best == "min" else "max",
         )

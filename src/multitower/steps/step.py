@@ -142,7 +142,7 @@ class TrainStep:
         refuse_tracers(state, parts, self)
         way = self._find_way()
         if state.maker is not self:
-            state = way.adopt(self._step, state.fields(), self)
+            state = way.adopt(self._step, way.accepted(state.fields()), self)
         given = state
         if changes := state.changes():
             state = way.with_changes(state, changes, self)
