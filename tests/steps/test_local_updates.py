@@ -54,11 +54,11 @@ def assert_close(found, wanted, **tolerance):
 # ---------------------------------------------------------------- against NumPy, in float64
 
 
-def replay(batches, *, sync_every, towers=2, tower_rows=4, inner=(0.05, 0.9), outer=(0.7, 0.9)):
+def replay(batches, *, sync_every, rate, clip_norm, towers=2, tower_rows=4, outer=(0.7, 0.9)):
     """The same in float64: parameters as one vector, momenta by hand. Written from the paper."""
     anchor = np.append(PARAMS["b"], PARAMS["w"]).astype(np.float64)  # jax sorts by name
     own, momentum = [anchor.copy() for _ in range(towers)], np.zeros((towers, 4))
-    outer_momentum, seen, told = np.zeros(4), np.zeros(towers), []
+    outer_momentum, seen, told, average = np.zeros(4), np.zeros(towers), [], anchor
     for number, rows in enumerate(batches, 1):
         X = np.column_stack([np.ones(len(rows["x"])), rows["x"]]).astype(np.float64)
         total = 0.0
@@ -69,8 +69,9 @@ def replay(batches, *, sync_every, towers=2, tower_rows=4, inner=(0.05, 0.9), ou
             if errors.size == 0:
                 continue
             gradient = 2 * X[place].T @ errors / errors.size
-            momentum[tower] = gradient + inner[1] * momentum[tower]
-            own[tower] = own[tower] - inner[0] * momentum[tower]
+            gradient *= min(1, clip_norm / np.linalg.norm(gradient))
+            momentum[tower] = gradient + 0.9 * momentum[tower]
+            own[tower] = own[tower] - rate * momentum[tower]
             seen[tower] += errors.size
         told.append(total / len(X))
         if number % sync_every == 0:
@@ -78,23 +79,35 @@ def replay(batches, *, sync_every, towers=2, tower_rows=4, inner=(0.05, 0.9), ou
             outer_momentum = moved + outer[1] * outer_momentum
             anchor = anchor - outer[0] * (moved + outer[1] * outer_momentum)
             own, seen = [anchor.copy() for _ in range(towers)], np.zeros(towers)
-    return anchor, np.array(own), momentum, outer_momentum, told
+            decay = (number // sync_every) / (1 + number // sync_every)
+            average = decay * average + (1 - decay) * anchor
+    return anchor, np.array(own), momentum, outer_momentum, average, told
 
 
 def flat(params):
     return np.concatenate([np.asarray(params["b"])[..., None], np.asarray(params["w"])], axis=-1)
 
 
-@pytest.mark.parametrize("rows", [[8] * 7, [8, 8, 5, 8, 3, 8, 8]], ids=["full", "ragged"])
-def test_it_is_the_algorithm_of_the_paper(rows):
+@pytest.mark.parametrize(
+    ("rows", "rate", "clip_norm"),
+    [([8] * 7, 0.05, np.inf), ([8, 8, 5, 8, 3, 8, 8], 2.0, 0.05)],
+    ids=["full", "ragged and clipped"],
+)
+def test_it_is_the_algorithm_of_the_paper(rows, rate, clip_norm):
     # The lies: the mean of anchors, plain momentum outside, momenta that start again, a meeting
-    # one step late, towers without rows that move, towers with few rows that count as much.
+    # one step late, towers without rows that move, towers with few rows that count as much,
+    # clipping of the outer gradient, an average that counts steps.
     batches = [batch(number, n) for number, n in enumerate(rows)]
-    step = make(sync_every=3)
+    options = {"sync_every": 3, "ema_decay": lambda meeting: meeting / (meeting + 1)}
+    if clip_norm < np.inf:
+        options["clip_norm"] = clip_norm
+    step = make(optax.sgd(rate, momentum=0.9), **options)
     state, history = train(step, step.init(PARAMS), batches)
-    anchor, own, momentum, outer_momentum, told = replay(batches, sync_every=3)
+    found = replay(batches, sync_every=3, rate=rate, clip_norm=clip_norm)
+    anchor, own, momentum, outer_momentum, average, told = found
     assert int(state.step) == 7
     assert_close(flat(state.params), anchor)
+    assert_close(flat(state.ema_params), average)
     assert_close(flat(state.opt_state[0].trace), outer_momentum)
     assert_close(flat(state.local.params), own)
     assert_close(flat(state.local.opt_state[0].trace), momentum)
@@ -198,6 +211,13 @@ def test_law_l3_the_same_bits_on_any_number_of_devices():
 def test_law_l3_the_same_bits_on_one_to_eight_devices(local_state, device_counts):
     found = [leftovers(devices, local_state=local_state) for devices in device_counts]
     assert len(set(found)) == 1
+
+
+def test_metrics_are_added_along_the_tree():
+    # The lie: another order of towers, which float32 tells: (1e8 + 1) - 1e8 is 0.
+    step = make(loss=lambda w, x: x + 0 * w, towers=3)
+    _, metrics = step(step.init(np.float32(0)), np.float32([1e8, -1e8, 1]))
+    assert float(metrics["loss"]) == np.float32(1) / np.float32(3)
 
 
 def test_without_towers_there_is_one_for_each_device():

@@ -108,7 +108,7 @@ def as_state(parts: Parts, placement: Placement, maker: object) -> TrainState:
         local = jax.tree.map(lambda *own: _side_by_side(own, placement), *towers)
         return join_shared(parts)._replace(local=local)
 
-    return TrainState.of_parts(parts, join, maker, join_shared=join_shared)
+    return TrainState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
 
 
 def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> Parts:
