@@ -39,6 +39,11 @@ def test_law_l3_towers_meet_across_two_processes(on_two_processes):
     assert on_two_processes["meeting"] == layout_program.meeting(devices=2)
 
 
+def test_law_l3_with_local_updates_on_two_processes(on_two_processes):
+    """Lie: a meeting of one process's towers; a state in which each process sees its own alone."""
+    assert on_two_processes["local"] == layout_program.local(devices=2)
+
+
 def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):
     params, loss = layout_program.fast()
     np.testing.assert_allclose(on_two_processes["fast"][0], params, rtol=1e-5)
@@ -112,14 +117,16 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    whats = ("same_bits", "sharded", "meeting")
+    whats = ("same_bits", "sharded", "meeting", "local")
     return {what: layout_program.WHATS[what]() for what in whats}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 4), (2, 2), (8, 1), (3, 1)], ids=str)
 def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
-    whats = list(on_eight_devices) if layout in [(2, 4), (3, 1)] else ["same_bits", "meeting"]
+    whats = (
+        list(on_eight_devices) if layout in [(2, 4), (3, 1)] else ["same_bits", "meeting", "local"]
+    )
     found = together(*layout, *whats, timeout_s=300)
     assert found == {what: on_eight_devices[what] for what in whats}
 

@@ -16,7 +16,7 @@ import multitower as mt
 from places import EXAMPLES
 
 NAMES = ["vector_add", "polynomial", "matrix_powers"]
-SHOWN = [*NAMES, "contrastive", "large_model"]
+SHOWN = [*NAMES, "contrastive", "large_model", "local_updates"]
 FRAMEWORKS = ["flax_nnx", "flax_linen", "equinox", "haiku", "keras", "plain_jax"]
 
 
@@ -108,6 +108,15 @@ def test_a_model_cut_over_devices_is_the_one_of_one_device():
     assert all_loss == pytest.approx(loss, rel=1e-2)
     for found, wanted in zip(all_params, params, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-3)  # Adam enlarges the rounding
+
+
+@pytest.mark.slow
+def test_towers_that_train_on_their_own_learn_too():
+    # The lies: towers that never meet, or an average that has learnt nothing.
+    one, every = versions("local_updates")
+    accuracies = one()[2], every()[2]
+    assert min(accuracies) > 0.9
+    assert abs(accuracies[0] - accuracies[1]) < 0.05
 
 
 def test_the_contrastive_loss_changes_two_lines_and_one_call():

@@ -65,6 +65,26 @@ def same_bits(devices=None):
     return mt.fingerprint((state, history))
 
 
+def local(devices=None):
+    """Towers that update their own: before a meeting, after one, in a state that was whole."""
+    step = mt.train_step(
+        losses, optax.adam(1e-2), towers=TOWERS, ema_decay=0.9, devices=devices, sync_every=2,
+        local_state="average", diagnostics=True,
+    )  # fmt: skip
+    statistics = {"mean": np.zeros(HIDDEN, np.float32), "updates": np.int32(0)}
+    state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+    found, history = [], []
+    for number, rows in enumerate((32, 32, 13)):
+        state, metrics = step(state, batch(number, rows))
+        history.append(metrics)
+        check_replicas(state)
+        found.append(mt.fingerprint((state, history)))
+    copies = [leaf_like(on_host(leaf), leaf) for _, leaf in named_leaves(state)]
+    state = jax.tree.unflatten(jax.tree.structure(state), copies)
+    state, _ = step(state, batch(3, 32))
+    return [*found, mt.fingerprint(state)]
+
+
 def fast():
     """The parameters in full: they are equal to rounding, as many towers as devices.
 
@@ -284,6 +304,7 @@ def meeting(devices=None):
 WHATS = {
     "same_bits": same_bits,
     "meeting": meeting,
+    "local": local,
     "fast": fast,
     "functions": functions,
     "sharded": sharded,

@@ -131,6 +131,15 @@ def train(
             "one",
         ),
     ] = None,
+    sync_every: Annotated[
+        WholeNumber,
+        flag(
+            "H",
+            "Local updates (DiLoCo): every tower trains parameters of its own, and the towers meet "
+            "every H steps.",
+            "all towers make every step together",
+        ),
+    ] = None,
     clip_norm: Annotated[
         float | None,
         flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
@@ -175,6 +184,7 @@ def train(
         "stages": stages,
         "layout": layout,
         "steps_per_call": steps_per_call,
+        "sync_every": sync_every,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})

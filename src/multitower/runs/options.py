@@ -26,6 +26,8 @@ class RunOptions:
         stages: into how many parts the model is cut, as for `multitower.train_step`.
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
         steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one.
+        sync_every: steps from one meeting of the towers to the next, for local updates, as for
+            `multitower.train_step`; None for towers that meet in every step.
         clip_norm: the global norm to clip gradients to, above 0; None for no clipping.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
@@ -53,6 +55,7 @@ class RunOptions:
     stages: int | None = None
     layout: str | None = None
     steps_per_call: int | None = None
+    sync_every: int | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)

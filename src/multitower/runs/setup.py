@@ -58,6 +58,7 @@ class RecipeJob:
             stages=options.stages,
             layout=options.layout_pair(),
             steps_per_call=options.steps_per_call,
+            sync_every=options.sync_every,
             clip_norm=options.clip_norm,
             best="min" if options.best == "min" else "max",
         )

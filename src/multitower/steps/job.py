@@ -91,11 +91,20 @@ def make_job(
 class TowerStep:
     """What a tower does in one step, but for the differentiation."""
 
-    def __init__(self, step: StepParts, split: Split, tower_rows: int, num_towers: int) -> None:
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        num_towers: int,
+        *,
+        sort: Callable[..., Changed] = sort_changes,
+    ) -> None:
+        """Makes it; `sort` says what the tower returns of the model state that it was given."""
         self._step = step
         self._tower_rows = tower_rows
         self._num_towers = num_towers
-        self._forward = _forward(step, split, tower_rows)
+        self._forward = _forward(step, split, tower_rows, sort)
         self.has_tower_losses = step.diagnostics
 
     def objective(
@@ -235,7 +244,9 @@ def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tow
     return {"loss": loss, "metrics": take_ratios(output.metrics)[0], "model_state": averaged}
 
 
-def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., LossOutput]:
+def _forward(
+    step: StepParts, split: Split, tower_rows: int, sort: Callable[..., Changed] = sort_changes
+) -> Callable[..., LossOutput]:
     """The loss of one tower, as a function of (params, shared, rows, here).
 
     Its model state is what this tower has `Changed`.
@@ -252,22 +263,26 @@ def _forward(step: StepParts, split: Split, tower_rows: int) -> Callable[..., Lo
         with inside_a_tower(tower_rows), inside_tower():
             output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
         new = _leaves_like(treedef, output.model_state)
-        changed = sort_changes(given, new, here, tower_rows, step.model_state_from)
+        changed = sort(given, new, here, tower_rows, step.model_state_from)
         return output._replace(model_state=changed)
 
     return forward
 
 
-def _own_place(loss: Any, here: Tower, tower_rows: int, num_towers: int) -> jax.Array:
-    """This tower's mean loss in its own place among zeros: the sum lays them side by side."""
+def own_mean(loss: Any, here: Tower, tower_rows: int) -> jax.Array:
+    """The mean loss of this tower's real rows; 0 without any."""
     if is_ratio(loss):
         sums = sums_of(loss, here, tower_rows)
         known = [jnp.where(weight == 0, 1, weight) for weight in sums.weights]
-        mean = join_ratio(sums, known)
-    elif loss.ndim:
-        mean = row_sum(wide(loss), here) / jnp.maximum(here.num_rows, 1).astype(wide(loss).dtype)
-    else:
-        mean = wide(loss)
+        return join_ratio(sums, known)
+    if loss.ndim:
+        return row_sum(wide(loss), here) / jnp.maximum(here.num_rows, 1).astype(wide(loss).dtype)
+    return wide(loss)
+
+
+def _own_place(loss: Any, here: Tower, tower_rows: int, num_towers: int) -> jax.Array:
+    """This tower's mean loss in its own place among zeros: the sum lays them side by side."""
+    mean = own_mean(loss, here, tower_rows)
     return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
 
 

@@ -124,7 +124,9 @@ class ShardedState:
 
     def state(self, parts: Parts, maker: object) -> TrainState:
         """What a user sees of these parts."""
-        return TrainState.of_parts(parts, self._join, maker, join_shared=self._join_shared)
+        return TrainState.of_parts(
+            parts, self._join, maker, join_shared=self._join_shared, apart=Block._fields
+        )
 
     def _join_shared(self, parts: Parts) -> Fields:
         return as_global(parts.replicas, self._placement)

@@ -148,7 +148,7 @@ class TrainStep:
             work = parts = take_apart(batch, 0, name="batch")
         refuse_tracers(state, parts, self)
         if state.maker is not self:
-            state = way.adopt(self._step, state.fields(), self)
+            state = way.adopt(self._step, way.accepted(state.fields()), self)
         given = state
         if changes := state.changes():
             state = way.with_changes(state, changes, self)

@@ -8,6 +8,7 @@ from multitower.errors import ArgumentError
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.steps.arguments import check_numbers, check_shards
+from multitower.steps.local.options import LocalState, check_local
 from multitower.steps.looped import check_loop
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
@@ -40,6 +41,9 @@ def train_step(
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
     steps_per_call: int | None = None,
+    sync_every: int | None = None,
+    outer_optimizer: "optax.GradientTransformation | None" = None,
+    local_state: LocalState = "keep",
 ) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
 
@@ -110,6 +114,29 @@ def train_step(
             of as many batches, or one whose arrays have a first axis for the steps, and its metrics
             have that axis too. It saves the host's time, which decides where steps are short.
             Results are those of as many calls, up to rounding.
+        sync_every: local updates (local SGD, DiLoCo). Every tower updates parameters of its own, by
+            the mean loss of its own rows, and the towers meet after every step whose number is a
+            multiple of this, 1 or more. There the mean of what they moved, weighted by rows, is the
+            gradient of one update by `outer_optimizer`, and all towers go on from its result. It is
+            for slow links between machines: parameters and gradients are sent at meetings only.
+            Results have the same bits on any number of devices. `state.params`, `ema_params` and
+            `model_state` are those of the last meeting, `opt_state` is the outer optimizer's, and
+            `state.local` has what every tower has of its own, with a first axis for towers.
+            `ema_decay` counts meetings. `clip_norm` clips each tower's own gradient, and
+            `skip_nonfinite` makes no update in a tower where something is not finite, and no outer
+            update from such parameters; `"skipped"` counts the towers. A tower without rows in a
+            ragged batch makes no update, and its schedule does not count. `metrics["loss"]` is the
+            mean over all rows, each computed with its own tower's parameters. A device keeps the
+            parameters and the inner optimizer's state once for each of its towers, beside the
+            parameters, the outer optimizer's state and the average of the last meeting.
+        outer_optimizer: with `sync_every`, an optax optimizer that does not look at the loss; by
+            default DiLoCo's, `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With `optax.sgd(1.0)`
+            the new parameters are the mean of the towers' own (local SGD, federated averaging);
+            with `sync_every=1` and plain SGD inside, that is synchronous training, up to rounding.
+        local_state: with `sync_every`, what becomes of the inner optimizers' states where towers
+            meet: every tower keeps its own (`"keep"`, DiLoCo's way, nothing more is sent), or their
+            floats are averaged like the parameters (`"average"`: momenta then fit the parameters
+            that all towers go on from, and as many more bytes are sent).
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -147,6 +174,17 @@ def train_step(
         steps_per_call,
         {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},
     )
+    local = check_local(
+        sync_every,
+        outer_optimizer,
+        local_state,
+        {
+            "shard_update": shard_update,
+            "shard_params": shard_params,
+            "stages": stages,
+            "steps_per_call": steps_per_call,
+        },
+    )
     loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
         loss,
@@ -158,4 +196,5 @@ def train_step(
         clip_norm,
         reduction,
     )
-    return TrainStep(step, devices, towers, global_batch, cut or loop or shards or shard_update)
+    division = local or cut or loop or shards or shard_update
+    return TrainStep(step, devices, towers, global_batch, division)

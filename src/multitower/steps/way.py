@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from multitower.errors import StateError
 from multitower.functions.outputs import wide
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import (
@@ -61,6 +62,20 @@ class Whole:
         ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
         opt_state = step.optimizer.init(fields.params)
         return self.adopt(step, fields._replace(opt_state=opt_state, ema_params=ema), maker)
+
+    def accepted(self, fields: Fields) -> Fields:
+        """The fields of a state from elsewhere, if this way can go on with them.
+
+        Raises:
+            StateError: towers have something of their own, and here they have not.
+        """
+        if fields.local is not None:
+            raise StateError(
+                "the state holds what every tower has of its own (state.local), as a step with "
+                "sync_every= leaves it, and this step has no place for it. Go on with that step, "
+                "or start from the parameters: step.init(state.params)."
+            )
+        return fields
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """A state with the values of one from elsewhere, which is never overwritten."""

@@ -1,6 +1,7 @@
 """Ways to keep a training state on devices, beside the whole of it on every one."""
 
 from multitower.hardware.devices import DeviceSpec
+from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import on_all_devices
@@ -147,14 +148,14 @@ class InLoops(Whole):
         )
 
 
-Division = bool | StageOptions | ShardOptions | LoopOptions
+Division = bool | StageOptions | ShardOptions | LoopOptions | LocalOptions
 
 
 def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
     """The way that a user has chosen, on these devices.
 
     Args:
-        division: True for blocks of towers; stages; shards; loops; or False.
+        division: True for blocks of towers; stages; shards; loops; local updates; or False.
         devices: as for `train_step`.
         towers: likewise.
 
@@ -166,6 +167,10 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
         assert towers is not None
         return InStages(division, devices, towers)
     placement = place(devices, towers)
+    if isinstance(division, LocalOptions):
+        from multitower.steps.local.way import InLocal  # noqa: PLC0415 (importing stays quick)
+
+        return InLocal(division, placement)
     if isinstance(division, LoopOptions):
         return InLoops(division, placement)
     if isinstance(division, ShardOptions):

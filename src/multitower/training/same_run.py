@@ -37,22 +37,26 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
         optimizer: an optax optimizer.
         params: its parameters, or their shapes and dtypes.
         settings: options that determine the results; a function of the step count is described by
-            its program.
+            its program, another optimizer by that of its update.
 
     Returns:
         The settings, and a description of the optimizer's update.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    opt_state = jax.eval_shape(optimizer.init, shapes)
-    update = jax.make_jaxpr(functools.partial(call_update, optimizer))(
-        shapes, opt_state, shapes, np.float32(0)
-    )
-    described: dict[str, Any] = {
-        name: _program(jax.make_jaxpr(value)(np.int32(1))) if callable(value) else value
-        for name, value in settings.items()
-    }
-    described[_OPTIMIZER] = _program(update)
-    return {**described, "versions": {name: versions()[name] for name in ("jax", "optax")}}
+
+    def update_of(optimizer: Any) -> Any:
+        opt_state = jax.eval_shape(optimizer.init, shapes)
+        update = functools.partial(call_update, optimizer)
+        return _program(jax.make_jaxpr(update)(shapes, opt_state, shapes, np.float32(0)))
+
+    def described(value: Any) -> Any:
+        if callable(value):
+            return _program(jax.make_jaxpr(value)(np.int32(1)))
+        return update_of(value) if hasattr(value, "update") else value
+
+    found = {name: described(value) for name, value in settings.items()}
+    found[_OPTIMIZER] = update_of(optimizer)
+    return {**found, "versions": {name: versions()[name] for name in ("jax", "optax")}}
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:

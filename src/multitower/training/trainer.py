@@ -5,11 +5,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from multitower.errors import ArgumentError, CheckpointError, RunError
+from multitower.errors import ArgumentError, CheckpointError, RunError, warn
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
+from multitower.steps.local.options import LocalState, default_outer_optimizer
 from multitower.steps.parts import EmaDecay
 from multitower.steps.precision import check_compute_dtype
 from multitower.steps.state.train_state import TrainState
@@ -72,6 +73,10 @@ class Trainer:
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
             stops the run after a call.
+        sync_every: as for `multitower.train_step`: local updates, with a meeting of the towers
+            after every so many steps. What is scored are the parameters of the last meeting.
+        outer_optimizer: as for `multitower.train_step`: makes the update at a meeting.
+        local_state: as for `multitower.train_step`: `"keep"` or `"average"`.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
@@ -118,6 +123,9 @@ class Trainer:
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
         steps_per_call: int | None = None,
+        sync_every: int | None = None,
+        outer_optimizer: "optax.GradientTransformation | None" = None,
+        local_state: LocalState = "keep",
         hooks: Sequence[Hook] = (),
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -153,6 +161,12 @@ class Trainer:
             "reduction": reduction,
             **({} if stages is None else {"stages": stages}),
         }
+        if sync_every is not None:
+            self._settings |= {
+                "sync_every": sync_every,
+                "outer_optimizer": outer_optimizer or default_outer_optimizer(),
+                "local_state": local_state,
+            }
         self._optimizer = optimizer
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
@@ -173,11 +187,15 @@ class Trainer:
             stages=stages,
             layout=layout,
             steps_per_call=steps_per_call,
+            sync_every=sync_every,
+            outer_optimizer=outer_optimizer,
+            local_state=local_state,
         )
         self._steps_per_call = steps_per_call
         # A stage's leaves are on its own devices: there is no device that has all to compare.
         self._check_replicas_every = check_replicas_every if stages is None else 0
         self._stages = stages
+        self._sync_every = sync_every
 
     def fit(
         self,
@@ -230,6 +248,7 @@ class Trainer:
                 "returns an iterator of the batches of step first, first + 1, ...: a resumed run "
                 "does not begin at 0."
             )
+        self._warn_of_a_last_meeting(steps)
         if self.step.placement.spans_processes:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
@@ -356,6 +375,15 @@ class Trainer:
             return together(batches, sizes, most, self.step.placement)
 
         return calls
+
+    def _warn_of_a_last_meeting(self, steps: int) -> None:
+        every = self._sync_every
+        if every is not None and (left := steps % every):
+            warn(
+                f"steps={steps} is no multiple of sync_every={every}: the last {left} steps of "
+                f"every tower are not in state.params, which are those of the last meeting. Make "
+                f"{steps - left + every} steps."
+            )
 
     def _first_stages(self) -> dict[str, Any]:
         """Where rows go that are copied ahead of need, if the model is cut into stages."""

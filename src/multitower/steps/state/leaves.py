@@ -1,6 +1,6 @@
 """The leaves of a training state by name: to the host, and back into a state of the same kind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -54,12 +54,13 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
         CheckpointError: a leaf is missing, of another dtype or of another shape.
     """
     wanted = dict(named)
+    missing = wanted.keys() ^ written.keys()
     for name in [*wanted, *written]:
-        if name not in wanted or name not in written:
+        if name in missing:
             holder = "the model" if name in wanted else "the checkpoint"
             raise CheckpointError(
                 f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
-                "optimizer. Resume with the ones that it was made with."
+                f"optimizer. Resume with the ones that it was made with.{_of_towers(missing)}"
             )
         leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
         dtype, shape = written[name]
@@ -67,5 +68,15 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
                 f"{leaf.dtype.name}{list(leaf.shape)} in the model. The checkpoint is of "
-                "another model."
+                f"another model.{_of_towers({name})}"
             )
+
+
+def _of_towers(names: Set[str]) -> str:
+    """What else may be the reason, if some of these leaves are what every tower has of its own."""
+    if not any(name.startswith(".local") for name in names):
+        return ""
+    return (
+        " Or towers meet otherwise: state.local is there with sync_every=, and has a first axis "
+        "for towers. Resume with the same options, and as many towers."
+    )

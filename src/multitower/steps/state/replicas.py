@@ -30,9 +30,14 @@ def check_replicas(state: TrainState) -> None:
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """
-    # What is kept in blocks, or split over the devices, has no copies.
-    every, _ = jax.tree_util.tree_flatten_with_path(state.shared())
-    flat = [(path, leaf) for path, leaf in every if leaf.is_fully_replicated]
+    # What is kept in blocks or by one tower, or is split over the devices, has no copies.
+    whole = state.shared()._replace(local=None)
+    every, _ = jax.tree_util.tree_flatten_with_path(whole)
+    flat = [
+        (path, leaf)
+        for path, leaf in every
+        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated
+    ]
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]

@@ -1,6 +1,6 @@
 """TrainState: everything that one update changes, as arrays that span the devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class TrainState:
     # A same-bits step works on one copy per device. The arrays that span all devices, which a
     # user sees, are made of those copies when somebody looks: that costs the host 8 us a leaf.
     __slots__ = (
+        "_apart",
         "_fields",
         "_join",
         "_join_shared",
@@ -63,6 +64,7 @@ class TrainState:
         self._parts: Any = None
         self._join: Callable[[Any], Fields] | None = None
         self._join_shared: Callable[[Any], Fields] | None = None
+        self._apart: Collection[str] = ()
         self._spent = False
         self._shown: dict[str, Shown] = {}
         self.maker = maker
@@ -75,6 +77,7 @@ class TrainState:
         maker: object,
         *,
         join_shared: Callable[[Any], Fields] | None = None,
+        apart: Collection[str] = (),
     ) -> "TrainState":
         """A state as its maker keeps it, such as one copy per local device.
 
@@ -83,47 +86,49 @@ class TrainState:
             join: makes Fields of it, for anybody else.
             maker: the step.
             join_shared: where some fields are dear to join, the same without them: None for these.
+            apart: the names of these fields.
         """
         state = cls(None, maker)
         state._parts = parts
         state._join = join
         state._join_shared = join_shared
+        state._apart = apart
         return state
 
     @property
     def step(self) -> jax.Array:
         """Number of updates made, int32, shape ()."""
-        return self._show("step", self.shared())
+        return self._show("step")
 
     @property
     def params(self) -> Any:
         """The parameters."""
-        return self._show("params", self.shared())
+        return self._show("params")
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's state."""
-        return self._show("opt_state", self.fields())
+        return self._show("opt_state")
 
     @property
     def ema_params(self) -> Any:
         """The moving average of the parameters, or None."""
-        return self._show("ema_params", self.fields())
+        return self._show("ema_params")
 
     @property
     def model_state(self) -> Any:
         """The model state that the loss returned, or None."""
-        return self._show("model_state", self.shared())
+        return self._show("model_state")
 
     @property
     def rng(self) -> Any:
         """The key of the whole run, or None."""
-        return self._show("rng", self.shared())
+        return self._show("rng")
 
     @property
     def local(self) -> Any:
         """What every tower keeps of its own, or None."""
-        return self._show("local", self.fields())
+        return self._show("local")
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some attributes changed, as `dataclasses.replace` would do it."""
@@ -142,7 +147,7 @@ class TrainState:
         return self._fields
 
     def shared(self) -> Fields:
-        """The contents; without the optimizer's state and the average where towers keep blocks.
+        """The contents, without what towers keep apart, such as blocks of the optimizer's state.
 
         Nothing is copied for it, nor sent between devices or processes.
         """
@@ -171,9 +176,9 @@ class TrainState:
         }
         return {name: leaves for name, leaves in found.items() if leaves}
 
-    def _show(self, name: str, fields: Fields) -> Any:
+    def _show(self, name: str) -> Any:
         """An attribute, remembered as it is: a step looks for changes only in what was shown."""
-        value = getattr(fields, name)
+        value = getattr(self.fields() if name in self._apart else self.shared(), name)
         if name not in self._shown:
             self._shown[name] = Shown.of(value)
         return value

@@ -1,0 +1,227 @@
+"""What a tower does in one step of its own, and what happens when the towers meet.
+
+The equivalent loop, with `own` and `anchor` the same at the beginning:
+
+    for tower in towers:                                   # in every step
+        own[tower] = inner_update(own[tower], gradient of the tower's mean loss)
+    if step % sync_every == 0:                             # a meeting
+        moved = mean over towers of (anchor - own[tower])  # weighted by rows
+        anchor = own[every tower] = outer_update(anchor, moved)
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.engines.job import Shared, TowerResult
+from multitower.engines.packing import Packed, pack, unpack
+from multitower.engines.totals import TowerSums, with_one_nan
+from multitower.functions.objective import share_of
+from multitower.functions.outputs import wide
+from multitower.models.state import Changed, join, sort_changes
+from multitower.steps.job import Means, Sums, TowerStep, own_mean
+from multitower.steps.local.options import LocalOptions
+from multitower.steps.local.state import Own
+from multitower.steps.loss import LossOutput
+from multitower.steps.parts import StepParts
+from multitower.steps.state.fields import Fields
+from multitower.steps.update import update_if_good
+from multitower.towers.rows import Split, Tower
+
+
+class Met(NamedTuple):
+    """What a meeting tells, on every device.
+
+    Attributes:
+        good: whether an update was made, bool, shape ().
+        finite: for each parameter whether all of it is finite, bool, shape (leaves,).
+    """
+
+    good: Any
+    finite: Any
+
+
+class LocalSums(NamedTuple):
+    """What a tower returns of a step to be added up, a few numbers.
+
+    Attributes:
+        counted: what metrics are made of.
+        skipped: 1.0 if the tower made no update because something was not finite.
+        bad: for each parameter 1.0 if it is not finite after the update.
+    """
+
+    counted: Sums
+    skipped: Any
+    bad: Any
+
+
+class LocalJob:
+    """One step of every tower; a `Job`, but that the state is what a tower has of its own."""
+
+    def __init__(self, step: StepParts, split: Split, tower_rows: int, num_towers: int) -> None:
+        self._inner = replace(step, ema_decay=None)
+        self._one = _OwnStep(step, split, tower_rows, num_towers, sort=_own_changes)
+        self._num_towers = num_towers
+
+    def tower(self, shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+        """One update of a tower: `rows` are its own state after it, and the number of steps."""
+        own: Own = shared.state
+        count, rng, rest = shared.rest
+        fields = Fields(count, own.params, own.opt_state, None, own.model_state, rng)
+        shared = Shared(fields, rest)
+
+        def objective(params: Any) -> tuple[Any, LossOutput]:
+            return self._one.objective(params, shared, rows, here)
+
+        (loss, output), gradients = jax.value_and_grad(objective, has_aux=True)(own.params)
+        model_state = join(own.model_state, output.model_state)
+        given = (self._inner, fields, gradients, {"loss": loss}, model_state)
+        new, told = update_if_good(*given, tower_losses=())
+        has_rows = here.num_rows > 0
+        new = jax.tree.map(lambda n, o: jnp.where(has_rows, n, o), new, fields)
+        means, counted = self._one.results(shared, rows, here, (loss, output))
+        skipped = told.get("skipped", jnp.float32(0)) * has_rows
+        bad = ~told.get("finite_params", jnp.ones(0, bool)) * has_rows.astype(jnp.float32)
+        num_rows = own.num_rows + here.num_rows
+        return TowerResult(
+            means=means,
+            sums=LocalSums(counted, skipped, bad),
+            rows=(Own(new.params, new.opt_state, new.model_state, num_rows), count + 1),
+        )
+
+    def apart(self, params: Any) -> Met:
+        """What there is to tell of a step in which towers do not meet: nothing is wrong."""
+        count = len(jax.tree.leaves(params)) if self._inner.diagnostics else 0
+        return Met(np.True_, np.ones(count, bool))
+
+    def finish(self, met: Met, means: Means, sums: LocalSums) -> dict[str, Any]:
+        """The metrics of a step."""
+        metrics, _ = self._one.finish((), means, sums.counted)
+        if self._inner.skip_nonfinite:
+            metrics["skipped"] = jnp.where(met.good, sums.skipped, self._num_towers)
+        if self._inner.diagnostics:
+            finite = (sums.bad == 0) & met.finite
+            metrics.update(tower_losses=sums.counted.tower_losses, finite_params=finite)
+        return metrics
+
+
+class _OwnStep(TowerStep):
+    """A tower's step, with the mean over its own rows alone in place of its share of all rows."""
+
+    def objective(
+        self, params: Any, shared: Shared, rows: list[Any], here: Tower
+    ) -> tuple[Any, LossOutput]:
+        """What is differentiated, and all that the loss returns."""
+        output = self._forward(params, shared, rows, here)
+        if self._step.reduction == "mean":
+            return own_mean(output.loss, here, self._tower_rows), output
+        # The sum over the rows of all towers, as far as this one knows it.
+        share = share_of(output.loss, here, self._tower_rows, "sum", ())
+        times = here.all_rows / jnp.maximum(here.num_rows, 1)
+        return share * times.astype(share.dtype), output
+
+    def results(
+        self, shared: Shared, rows: list[Any], here: Tower, found: tuple[Any, LossOutput]
+    ) -> tuple[Means, Sums]:
+        """As in `TowerStep`, without the model state, which stays with the tower."""
+        share, output = found
+        if self._step.reduction == "sum":
+            share = share_of(output.loss, here, self._tower_rows, "sum", ())
+        stays = output._replace(model_state=Changed({}, {}))
+        return super().results(shared, rows, here, (share, stays))
+
+
+class Moved(NamedTuple):
+    """What a tower brings to a meeting, each times its number of rows.
+
+    Attributes:
+        params: the parameters of the last meeting minus its own.
+        model_state: leaves by number.
+        opt_state: likewise; none if towers keep theirs.
+        num_rows: real rows that it was given, a float.
+    """
+
+    params: Any
+    model_state: Changed
+    opt_state: Changed
+    num_rows: Any
+
+
+class MeetingJob:
+    """What a tower brings to a meeting, what is made of the sums, and how a tower goes on."""
+
+    def __init__(self, step: StepParts, options: LocalOptions) -> None:
+        self._outer = replace(step, optimizer=options.outer_optimizer, clip_norm=None)
+        self._options = options
+
+    def moved(self, own: Own, params: Any, number: jax.Array) -> TowerSums:
+        """What tower `number` brings."""
+        weight = own.num_rows.astype(float)
+        here = Tower(number, own.num_rows, own.num_rows)
+        deltas = jax.tree.map(
+            lambda before, after: _times(wide(before) - wide(after), weight), params, own.params
+        )
+        opt_state = own.opt_state if self._options.averages_state else ()
+        states = (_weighed(own.model_state, here, self._outer.model_state_from),)
+        states += (_weighed(opt_state, here, "mean"),)
+        return TowerSums(pack(Moved(deltas, *states, weight)), [])
+
+    def meet(self, fields: Fields, totals: Packed) -> tuple[Fields, Changed, Met]:
+        """The update on every device.
+
+        Returns:
+            The state after it, the mean of the inner optimizers' states, and what it tells.
+        """
+        sums: Moved = jax.tree.map(with_one_nan, unpack(totals))
+        share = 1 / sums.num_rows
+        mean = lambda total: _times(total, share)
+        as_before = lambda total, before: mean(total).astype(before.dtype)
+        gradients = jax.tree.map(as_before, sums.params, fields.params)
+        model_state = _joined(fields.model_state, sums.model_state, mean)
+        # Functions of the number of updates count meetings.
+        before = fields._replace(step=fields.step // self._options.sync_every - 1)
+        given = (self._outer, before, gradients, {"loss": jnp.float32(0)}, model_state)
+        new, told = update_if_good(*given, tower_losses=())
+        good = told.get("skipped", jnp.float32(0)) == 0
+        met = Met(good, told.get("finite_params", jnp.ones(0, bool)))
+        averaged = {n: mean(total) for n, total in sums.opt_state.averaged.items()}
+        return new._replace(step=fields.step), Changed(averaged, sums.opt_state.first), met
+
+    def go_on(self, own: Own, params: Any, model_state: Any, averaged: Changed) -> Own:
+        """What a tower has after a meeting: copies that nobody else has."""
+        opt_state = _joined(own.opt_state, averaged, lambda mean: mean)
+        return Own(params, opt_state, model_state, jnp.zeros_like(own.num_rows))
+
+
+def _own_changes(given: Sequence[Any], new: Sequence[Any], *_: Any) -> Changed:
+    """What the tower itself keeps of a new model state: all that has changed, as it is."""
+    pairs = enumerate(zip(given, new, strict=True))
+    return Changed({}, {number: leaf for number, (old, leaf) in pairs if leaf is not old})
+
+
+def _weighed(tree: Any, here: Tower, source: str) -> Changed:
+    """Leaves by number: floats times the tower's rows, at least in float32; others of tower 0."""
+    leaves = [
+        wide(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return sort_changes([None] * len(leaves), leaves, here, 1, source)
+
+
+def _joined(old: Any, sums: Changed, mean: Any) -> Any:
+    """A tree with new leaves of the dtypes that it had."""
+    leaves = jax.tree.leaves(old)
+    averaged = {n: mean(total).astype(leaves[n].dtype) for n, total in sums.averaged.items()}
+    first = {
+        n: total.astype(leaves[n].dtype) if isinstance(total, jax.Array) else total
+        for n, total in sums.first.items()
+    }
+    return join(old, Changed(averaged, first))
+
+
+def _times(leaf: jax.Array, factor: jax.Array) -> jax.Array:
+    return leaf * factor.astype(leaf.dtype)

@@ -1,0 +1,79 @@
+"""A meeting of the towers: what they moved since the last one is averaged, and applied once."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.totals import Totals
+from multitower.steps.local.job import MeetingJob, Met
+from multitower.steps.local.options import LocalOptions
+from multitower.steps.local.state import Own, Parts
+from multitower.steps.parts import StepParts
+from multitower.towers.placement import Placement
+
+
+class _Programs(NamedTuple):
+    """Executables, one per local device each."""
+
+    moved: list[jax.stages.Compiled]
+    add: list[jax.stages.Compiled]
+    meet: list[jax.stages.Compiled]
+    go_on: list[jax.stages.Compiled]
+
+
+class Meeting:
+    """Meetings on one placement: the same additions as for the gradients of a synchronous step."""
+
+    def __init__(self, step: StepParts, options: LocalOptions, placement: Placement) -> None:
+        self._job = MeetingJob(step, options)
+        self.totals = Totals(placement)
+        self._numbers = [
+            jax.device_put(np.int32(turn.tower), self.totals.devices[turn.i])
+            for turn in self.totals.turns
+        ]
+        self._compiled: dict[Any, _Programs] = {}
+
+    def prepare(self, parts: Parts) -> _Programs:
+        """Compiles for states like this one, so that errors come at the first step."""
+        given = (parts.replicas[0], next(iter(parts.towers.values())))
+        key = signature(given)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(*given)
+        return self._compiled[key]
+
+    def run(self, parts: Parts) -> tuple[Parts, Met]:
+        """The state after a meeting, and what it tells, on the first local device.
+
+        The state is overwritten.
+        """
+        programs = self.prepare(parts)
+        stacks = self.totals.stacks()
+        for turn, number in zip(self.totals.turns, self._numbers, strict=True):
+            own, params = parts.towers[turn.tower], parts.replicas[turn.i].params
+            sums = programs.moved[turn.i](own, params, number)
+            self.totals.put(stacks, turn, sums, programs.add)
+            del sums  # those of the last tower would take memory until the meeting ends
+        totals = self.totals.reduced(stacks)
+        results = [
+            meet(parts.replicas[i], totals[i].packed) for i, meet in enumerate(programs.meet)
+        ]
+        towers: dict[int, Own] = {}
+        for turn in self.totals.turns:
+            fields, averaged, _ = results[turn.i]
+            given = (parts.towers[turn.tower], fields.params, fields.model_state, averaged)
+            towers[turn.tower] = programs.go_on[turn.i](*given)
+        return Parts([fields for fields, _, _ in results], towers, parts.step), results[0][2]
+
+    def _compile(self, fields: Any, own: Own) -> _Programs:
+        devices = self.totals.devices
+        number = jax.ShapeDtypeStruct((), np.int32)
+        moved = compile_for_each(self._job.moved, (own, fields.params, number), devices)
+        sums = moved[0].out_info
+        given = (fields, sums.packed)
+        meet = compile_for_each(self._job.meet, given, devices, donate=(0,))
+        new, averaged, _ = meet[0].out_info
+        given = (own, new.params, new.model_state, averaged)
+        go_on = compile_for_each(self._job.go_on, given, devices, donate=(0,))
+        return _Programs(moved, self.totals.compile(sums), meet, go_on)

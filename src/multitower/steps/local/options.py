@@ -1,0 +1,107 @@
+"""What a user says of local updates, and what they do not go together with."""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from multitower.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import optax
+
+LocalState = Literal["keep", "average"]
+
+
+def refuse_meeting(meets: str) -> ArgumentError:
+    """The error for towers that exchange values, named by where they do so first."""
+    return ArgumentError(
+        f"the loss exchanges values between towers ({meets}), and with sync_every= towers exchange "
+        "nothing between two meetings. Leave sync_every= out, or the exchange."
+    )
+
+
+class LocalOptions(NamedTuple):
+    """How towers make updates of their own.
+
+    Attributes:
+        sync_every: towers meet after every step whose number is a multiple of this.
+        outer_optimizer: makes the update at a meeting.
+        averages_state: whether floats of the inner optimizers' states are averaged there.
+    """
+
+    sync_every: int
+    outer_optimizer: "optax.GradientTransformation"
+    averages_state: bool
+
+
+def default_outer_optimizer() -> "optax.GradientTransformation":
+    """DiLoCo's: SGD with Nesterov momentum.
+
+    Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training".
+    """
+    import optax  # noqa: PLC0415 (importing stays quick)
+
+    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def check_local(
+    sync_every: Any, outer_optimizer: Any, local_state: Any, others: dict[str, Any]
+) -> LocalOptions | None:
+    """What a user says of local updates; None for towers that meet in every step.
+
+    Args:
+        sync_every: steps from one meeting to the next.
+        outer_optimizer: an optax optimizer, or None.
+        local_state: `"keep"` or `"average"`.
+        others: options that exclude it, by name; those that are set are true.
+
+    Raises:
+        ArgumentError: it makes no sense, or options exclude each other.
+    """
+    if local_state not in get_args(LocalState):
+        raise ArgumentError(f"local_state={local_state!r}: say 'keep' or 'average'.")
+    if sync_every is None:
+        if outer_optimizer is not None or local_state != "keep":
+            raise ArgumentError(
+                "outer_optimizer= and local_state= are for local updates, and sync_every= is "
+                "missing: say after how many steps the towers meet, such as sync_every=16, or "
+                "leave them out."
+            )
+        return None
+    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
+        raise ArgumentError(
+            f"sync_every={sync_every!r}: it must be a whole number, 1 or more: the steps from one "
+            "meeting of the towers to the next."
+        )
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise ArgumentError(
+            f"sync_every= and {given[0]}= exclude each other: with local updates every tower has "
+            "whole parameters and a whole optimizer state of its own, and each call is one step. "
+            "Leave one of them out."
+        )
+    if outer_optimizer is None:
+        outer_optimizer = default_outer_optimizer()
+    if not (hasattr(outer_optimizer, "init") and hasattr(outer_optimizer, "update")):
+        raise ArgumentError(
+            f"outer_optimizer={outer_optimizer!r}: give an optax optimizer, such as "
+            "optax.sgd(0.7, momentum=0.9, nesterov=True)."
+        )
+    return LocalOptions(sync_every, _without_loss(outer_optimizer), local_state == "average")
+
+
+def _without_loss(outer: "optax.GradientTransformation") -> "optax.GradientTransformation":
+    """The optimizer as one that is told of gradients alone: at a meeting nobody has a loss."""
+    import optax  # noqa: PLC0415 (importing stays quick)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        try:
+            return outer.update(updates, state, params)
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            raise ArgumentError(
+                "the outer_optimizer's update wants more than gradients, state and parameters "
+                f"({error}), and where towers meet there is no loss to give it. Use one that does "
+                "not look at the loss, such as optax.sgd or optax.adam."
+            ) from error
+
+    return optax.GradientTransformation(outer.init, update)

@@ -1,0 +1,161 @@
+"""A training state of which every tower has its own: parameters, optimizer state, model state.
+
+What the towers had when they last met is whole on every device. Seen from outside, what they have
+of their own are arrays with a first axis for towers, on the host, where there is room for them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import StateError
+from multitower.functions.calls import as_global, replicate
+from multitower.processes.together import whole_on_host
+from multitower.steps.runner import on_all_devices, own_copy
+from multitower.steps.state.changes import Changes, with_changes
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.gather import gather_rows
+from multitower.towers.placement import Placement
+from multitower.towers.rows import device_dtype, is_key
+from multitower.towers.split import copy_to
+
+
+class Own(NamedTuple):
+    """What a tower has of its own.
+
+    Attributes:
+        params: its parameters.
+        opt_state: the inner optimizer's state.
+        model_state: what its loss has returned.
+        num_rows: real rows that it was given since the last meeting, int32.
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any
+    num_rows: Any
+
+
+class Parts(NamedTuple):
+    """A state in parts.
+
+    Attributes:
+        replicas: what is the same for all towers, once per local device; no `local`.
+        towers: what each local tower has of its own, on its device.
+        step: the number of steps made, on the host, which decides when to meet.
+    """
+
+    replicas: list[Fields]
+    towers: dict[int, Own]
+    step: int
+
+
+def begin(fields: Fields, own: Own, placement: Placement) -> Parts:
+    """The parts of a state in which all towers have the same; nothing given is overwritten."""
+    on_host = jax.tree.map(_on_host, own)
+    return _parts(fields, lambda tower: on_host, placement)
+
+
+def take_apart(fields: Fields, placement: Placement) -> Parts:
+    """The parts of a state that is whole, such as one from a checkpoint.
+
+    Raises:
+        StateError: it is one of another number of towers.
+    """
+    on_host = jax.tree.map(_on_host, fields.local)
+    (num_towers,) = fields.local.num_rows.shape
+    if num_towers != placement.num_towers:
+        raise StateError(
+            f"the state holds what each of {num_towers} towers has of its own, and this step has "
+            f"{placement.num_towers} towers: use towers={num_towers}. (Without towers= there is "
+            "one for each device.)"
+        )
+    return _parts(fields, lambda tower: _of_tower(on_host, tower), placement)
+
+
+def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
+    """The parts with what a user has written into the state.
+
+    New parameters and a new model state are those of every tower too.
+    """
+    whole = {name: leaves for name, leaves in changes.items() if name != "local"}
+    copies = replicate(whole, placement)
+    replicas = [with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
+    on_host = jax.tree.map(_on_host, dict(changes))
+
+    def changed(own: Own, tower: int) -> Own:
+        own_changes = {name: on_host.get(name, {}) for name in ("params", "model_state")}
+        for name, by_number in own_changes.items():
+            new = _with_leaves(getattr(own, name), by_number)
+            own = own._replace(**{name: new})
+        return _with_leaves(own, _of_tower(on_host.get("local", {}), tower))
+
+    return Parts(replicas, {t: changed(own, t) for t, own in parts.towers.items()}, parts.step)
+
+
+def as_state(parts: Parts, placement: Placement, maker: object) -> TrainState:
+    """What a user sees of these parts."""
+
+    def join_shared(parts: Parts) -> Fields:
+        return as_global(parts.replicas, placement)
+
+    def join(parts: Parts) -> Fields:
+        towers = [parts.towers[tower] for tower in sorted(parts.towers)]
+        local = jax.tree.map(lambda *own: _side_by_side(own, placement), *towers)
+        return join_shared(parts)._replace(local=local)
+
+    return TrainState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
+
+
+def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -> Parts:
+    whole = on_all_devices(fields._replace(local=None), placement)
+    homes = {t: placement.devices[d] for d in placement.local for t in placement.towers_on[d]}
+    towers = {tower: _on_device(own_of(tower), home) for tower, home in homes.items()}
+    return Parts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))
+
+
+def _on_host(leaf: Any) -> Any:
+    """A leaf on the host, with the dtype that it has on a device; a key stays one."""
+    if is_key(leaf):
+        return leaf
+    leaf = whole_on_host(leaf)
+    return leaf.astype(device_dtype(leaf), copy=False)
+
+
+def _on_device(tree: Any, device: jax.Device) -> Any:
+    """Copies on a device that nobody else has: a step overwrites them."""
+    leaves, treedef = jax.tree.flatten(tree)
+    fresh = [own_copy(leaf) if is_key(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(treedef, copy_to(fresh, [device] * len(fresh)))
+
+
+def _of_tower(tree: Any, tower: int) -> Any:
+    """One tower's leaves, of those with a first axis for towers."""
+    return jax.tree.map(lambda leaf: leaf[tower], tree)
+
+
+def _with_leaves(tree: Any, by_number: dict[int, Any]) -> Any:
+    """A tower's tree with other leaves, on its device."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for number, leaf in by_number.items():
+        (home,) = leaves[number].devices()
+        leaves[number] = _on_device(leaf, home)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _side_by_side(own: Sequence[jax.Array], placement: Placement) -> Any:
+    """A leaf of all towers along a first axis, from those of this process's towers."""
+    if is_key(own[0]):
+        data = _side_by_side([jax.random.key_data(leaf) for leaf in own], placement)
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(own[0]))
+    if placement.spans_processes:
+        rows = [leaf[None] for leaf in own]
+        whole = whole_on_host(gather_rows(rows, placement, placement.num_towers))
+    else:
+        whole = np.stack([np.asarray(leaf) for leaf in own])  # host-device sync
+    whole.flags.writeable = False  # nobody would read what is written into it
+    return whole

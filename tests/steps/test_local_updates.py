@@ -1,0 +1,425 @@
+"""sync_every: every tower updates parameters of its own, and the towers meet after every H steps.
+
+The lies: towers that are averaged in every step after all, or never; an outer optimizer without its
+state; a checkpoint with one tower's state for all; bits that depend on the devices; a tower that
+goes on from another one's memory; metrics of one tower.
+"""
+
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.steps.state.replicas import check_replicas
+
+DRAW = np.random.default_rng(0)
+PARAMS = {"w": DRAW.normal(size=3).astype(np.float32), "b": np.float32(0.5)}
+
+
+def batch(number, rows=8):
+    draw = np.random.default_rng(number)
+    x = draw.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1) + draw.normal(size=rows).astype(np.float32)}
+
+
+def losses(params, batch):
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+
+
+def make(optimizer=None, loss=losses, *, towers=2, devices=2, sync_every=2, **options):
+    optimizer = optimizer or optax.sgd(0.05, momentum=0.9)
+    where = {"towers": towers, "devices": devices}
+    return mt.train_step(loss, optimizer, sync_every=sync_every, **where, **options)
+
+
+def train(step, state, batches):
+    history = []
+    for rows in batches:
+        state, metrics = step(state, rows)
+        history.append(jax.device_get(metrics))
+    return state, history
+
+
+def assert_close(found, wanted, **tolerance):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **tolerance})
+
+
+# ---------------------------------------------------------------- against NumPy, in float64
+
+
+def replay(batches, *, sync_every, rate, clip_norm, towers=2, tower_rows=4, outer=(0.7, 0.9)):
+    """The same in float64: parameters as one vector, momenta by hand. Written from the paper."""
+    anchor = np.append(PARAMS["b"], PARAMS["w"]).astype(np.float64)  # jax sorts by name
+    own, momentum = [anchor.copy() for _ in range(towers)], np.zeros((towers, 4))
+    outer_momentum, seen, told, average = np.zeros(4), np.zeros(towers), [], anchor
+    for number, rows in enumerate(batches, 1):
+        X = np.column_stack([np.ones(len(rows["x"])), rows["x"]]).astype(np.float64)
+        total = 0.0
+        for tower in range(towers):
+            place = slice(tower * tower_rows, (tower + 1) * tower_rows)
+            errors = X[place] @ own[tower] - rows["y"][place]
+            total += (errors**2).sum()
+            if errors.size == 0:
+                continue
+            gradient = 2 * X[place].T @ errors / errors.size
+            gradient *= min(1, clip_norm / np.linalg.norm(gradient))
+            momentum[tower] = gradient + 0.9 * momentum[tower]
+            own[tower] = own[tower] - rate * momentum[tower]
+            seen[tower] += errors.size
+        told.append(total / len(X))
+        if number % sync_every == 0:
+            moved = sum(n * (anchor - one) for n, one in zip(seen, own, strict=True)) / seen.sum()
+            outer_momentum = moved + outer[1] * outer_momentum
+            anchor = anchor - outer[0] * (moved + outer[1] * outer_momentum)
+            own, seen = [anchor.copy() for _ in range(towers)], np.zeros(towers)
+            decay = (number // sync_every) / (1 + number // sync_every)
+            average = decay * average + (1 - decay) * anchor
+    return anchor, np.array(own), momentum, outer_momentum, average, told
+
+
+def flat(params):
+    return np.concatenate([np.asarray(params["b"])[..., None], np.asarray(params["w"])], axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rate", "clip_norm"),
+    [([8] * 7, 0.05, np.inf), ([8, 8, 5, 8, 3, 8, 8], 2.0, 0.05)],
+    ids=["full", "ragged and clipped"],
+)
+def test_it_is_the_algorithm_of_the_paper(rows, rate, clip_norm):
+    # The lies: the mean of anchors, plain momentum outside, momenta that start again, a meeting
+    # one step late, towers without rows that move, towers with few rows that count as much,
+    # clipping of the outer gradient, an average that counts steps.
+    batches = [batch(number, n) for number, n in enumerate(rows)]
+    options = {"sync_every": 3, "ema_decay": lambda meeting: meeting / (meeting + 1)}
+    if clip_norm < np.inf:
+        options["clip_norm"] = clip_norm
+    step = make(optax.sgd(rate, momentum=0.9), **options)
+    state, history = train(step, step.init(PARAMS), batches)
+    found = replay(batches, sync_every=3, rate=rate, clip_norm=clip_norm)
+    anchor, own, momentum, outer_momentum, average, told = found
+    assert int(state.step) == 7
+    assert_close(flat(state.params), anchor)
+    assert_close(flat(state.ema_params), average)
+    assert_close(flat(state.opt_state[0].trace), outer_momentum)
+    assert_close(flat(state.local.params), own)
+    assert_close(flat(state.local.opt_state[0].trace), momentum)
+    assert state.local.num_rows.tolist() == [4, 4]
+    assert_close(np.array([metrics["loss"] for metrics in history]), np.array(told))
+
+
+@pytest.mark.parametrize(("reduction", "source"), [("mean", "mean"), ("sum", "first")])
+def test_a_meeting_in_every_step_is_synchronous_training(reduction, source):
+    # Law L2, ragged rows included. The lies: a mean of towers' means; a tower's sum for all.
+    def loss(params, batch, *, model_state):
+        found = losses(params, batch) + 0.1 * model_state["mean"]
+        mean = 0.5 * (model_state["mean"] + batch["x"].mean())
+        return found, {"size": jnp.abs(batch["y"])}, {"mean": mean, "n": model_state["n"] + 1}
+
+    options = {"reduction": reduction, "ema_decay": lambda n: 1 - 1 / (n + 1)}
+    options |= {"model_state_from": source, "global_batch": 8}
+    outcomes = []
+    for extra in ({}, {"sync_every": 1, "outer_optimizer": optax.sgd(1.0)}):
+        where = {"towers": 3, "devices": 2}
+        step = mt.train_step(loss, optax.sgd(0.01), **where, **options, **extra)
+        model_state = {"mean": np.float32(1), "n": np.int32(0)}
+        state = step.init(PARAMS, model_state=model_state)
+        rows = [batch(0, 8), batch(1, 7)] if source == "mean" else [batch(0, 8), batch(1, 3)]
+        state, history = train(step, state, rows)
+        outcomes.append([state.params, state.ema_params, state.model_state, history])
+    assert_close(outcomes[1], outcomes[0])
+
+
+def test_a_ratio_is_the_towers_own():
+    # The lie: weights of all towers, which nobody has sent.
+    def loss(w, batch):
+        return mt.ratio((w * batch["x"]).sum(1) * batch["mask"], batch["mask"])
+
+    step = make(optax.sgd(0.1), loss, outer_optimizer=optax.sgd(1.0), diagnostics=True)
+    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    masks = [[1, 0, 1, 1], [0, 0, 1, 0]]
+    state = step.init(np.ones(3, np.float32))
+    for mask in masks:
+        state, metrics = step(state, {"x": x, "mask": np.float32(mask)})
+    own = [1 - 0.1 * x[0], 1 - 0.1 * (x[2] + x[3]) / 2 - 0.1 * x[2]]
+    assert_close(np.asarray(state.params), (own[0] + own[1]) / 2)
+    before = 1 - 0.1 * (x[2] + x[3]) / 2  # the second step's loss, of tower 1 alone
+    assert float(metrics["loss"]) == pytest.approx(float((before * x[2]).sum()), rel=1e-5)
+    assert metrics["tower_losses"].tolist() == pytest.approx([0, float((before * x[2]).sum())])
+
+
+def test_states_of_inner_optimizers_are_kept_or_averaged():
+    momenta = {}
+    for local_state in ("keep", "average"):
+        step = make(optax.adam(0.1), local_state=local_state)
+        state, _ = train(step, step.init(PARAMS), [batch(0), batch(1)])
+        momenta[local_state] = jax.device_get(state.local.opt_state[0])
+        assert_close(state.local.params, jax.tree.map(lambda x: np.stack([x, x]), state.params))
+    kept, averaged = momenta["keep"], momenta["average"]
+    assert not np.allclose(kept.mu["w"][0], kept.mu["w"][1])
+    mean = jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), (kept.mu, kept.nu))
+    assert_close((averaged.mu, averaged.nu), mean)
+    assert averaged.count.tolist() == kept.count.tolist() == [2, 2]
+
+
+# ---------------------------------------------------------------- law L3
+
+
+def noisy(params, batch, *, rng, model_state):
+    x = jnp.where(jax.random.bernoulli(rng, 0.8, batch["x"].shape), batch["x"], 0)
+    mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
+    error = ((x - mean) @ params["w"] + params["b"] - batch["y"]) ** 2
+    return (
+        error,
+        {"absolute": jnp.sqrt(error)},
+        {"mean": mean, "key": jax.random.split(model_state["key"])[0]},
+    )
+
+
+def leftovers(devices, towers=8, sync_every=2, **options):
+    """Fingerprint of all that five steps leave behind, three of them after the last meeting."""
+    options = {"ema_decay": 0.9, "clip_norm": 1.0, "diagnostics": True, **options}
+    step = make(
+        optax.adam(optax.linear_schedule(0.1, 0.0, 9)), noisy,
+        towers=towers, devices=devices, sync_every=sync_every, **options,
+    )  # fmt: skip
+    statistics = {"mean": np.zeros(3, np.float32), "key": jax.random.key(3)}
+    state = step.init(PARAMS, model_state=statistics, rng=jax.random.key(7))
+    rows = [batch(0, 16), batch(1, 16), batch(2, 5), batch(3, 16), batch(4, 16)]
+    state, history = train(step, state, rows)
+    check_replicas(state)
+    return mt.fingerprint((state, history))
+
+
+def test_law_l3_the_same_bits_on_any_number_of_devices():
+    # The second device has two towers of three, and no whole subtree: order decides.
+    found = [leftovers(devices, towers=3) for devices in (1, 2)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("local_state", "device_counts"), [("keep", (1, 2, 3, 4, 8)), ("average", (1, 3))]
+)
+def test_law_l3_the_same_bits_on_one_to_eight_devices(local_state, device_counts):
+    found = [leftovers(devices, local_state=local_state) for devices in device_counts]
+    assert len(set(found)) == 1
+
+
+def test_metrics_are_added_along_the_tree():
+    # The lie: another order of towers, which float32 tells: (1e8 + 1) - 1e8 is 0.
+    step = make(loss=lambda w, x: x + 0 * w, towers=3)
+    _, metrics = step(step.init(np.float32(0)), np.float32([1e8, -1e8, 1]))
+    assert float(metrics["loss"]) == np.float32(1) / np.float32(3)
+
+
+def test_without_towers_there_is_one_for_each_device():
+    found = []
+    for towers in (None, 2):
+        step = make(towers=towers, devices=2)
+        state = step.init(PARAMS)
+        for rows in mt.prefetch([batch(0), batch(1)], devices=2, towers=towers):
+            state, _ = step(state, rows)
+        found.append(mt.fingerprint(state))
+    assert found[0] == found[1]
+
+
+def test_between_meetings_no_program_spans_devices(monkeypatch):
+    step = make(sync_every=2)
+    state = step.init(PARAMS)
+    state, _ = step(state, batch(0))
+    (runner,) = step._runners.values()
+    meeting = runner._meeting
+    calls, reduce = [], meeting.totals._reduce
+    monkeypatch.setattr(meeting.totals, "_reduce", lambda *args: calls.append(1) or reduce(*args))
+    met = []
+    for number in (1, 2, 3):
+        state, _ = step(state, batch(number))
+        met.append(len(calls))
+    assert met == [1, 1, 2]
+    # What is left are programs for one device each, and copies of metrics to the first one.
+    assert runner._totals._reduce is None
+    compiled = [*runner._compiled.values(), *meeting._compiled.values()]
+    executables = [x for x in jax.tree.leaves(compiled) if isinstance(x, jax.stages.Compiled)]
+    assert len(executables) == 2 + 1 + 1 + 3 * 2  # tower, add, finish; moved, meet, go_on
+    for one in executables:
+        homes = jax.tree.leaves(one.input_shardings)
+        assert all(len(home.device_set) == 1 for home in homes)
+
+
+def test_every_tower_has_memory_of_its_own():
+    step = make(towers=4, devices=1)
+    state = step.init({"w": np.ones(300, np.float32), "b": np.float32(0)})
+    rows = {"x": np.ones((4, 300), np.float32), "y": np.ones(4, np.float32)}
+    for _ in range(3):
+        parts = state.parts()
+        owners = [*parts.towers.values(), *(x._replace(local=None) for x in parts.replicas)]
+        leaves = [leaf for one in owners for leaf in jax.tree.leaves(one)]
+        places = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+        assert len(set(places)) == len(places)
+        state, _ = step(state, rows)
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_what_is_not_finite_stays_in_its_tower():
+    bad = batch(1)
+    bad["x"] = bad["x"].copy()
+    bad["x"][0] = np.nan  # a row of tower 0
+    rows = [batch(0), bad, batch(2), batch(3)]
+    step = make(optax.adam(0.1), skip_nonfinite=True, diagnostics=True)
+    state, history = train(step, step.init(PARAMS), rows)
+    assert [metrics["skipped"] for metrics in history] == [0, 1, 0, 0]
+    assert not history[1]["finite_params"].all()
+    assert history[2]["finite_params"].all()
+    assert state.local.opt_state[0].count.tolist() == [3, 4]
+    assert np.isfinite(flat(state.params)).all()
+    # A meeting whose update is not finite: all go back to the last one.
+    step = make(outer_optimizer=optax.sgd(np.inf), skip_nonfinite=True, diagnostics=True)
+    state, history = train(step, step.init(PARAMS), rows[:1] * 2)
+    assert [metrics["skipped"] for metrics in history] == [0, 2]
+    assert not history[1]["finite_params"].all()
+    assert_close(flat(state.params), np.append(PARAMS["b"], PARAMS["w"]))
+    assert_close(flat(state.local.params), np.stack([flat(state.params)] * 2))
+
+
+def test_what_is_written_into_a_state_is_used():
+    hyper = optax.inject_hyperparams(optax.sgd)
+    step = make(hyper(learning_rate=0.1), outer_optimizer=hyper(learning_rate=1.0))
+    state = step.init(PARAMS)
+    state, _ = step(state, batch(0))
+    state.params["w"] = np.float32([1, 2, 3])
+    state.local.opt_state.hyperparams["learning_rate"] = np.float32([0.0, 0.5])
+    state.opt_state.hyperparams["learning_rate"] = 0.25
+    before = flat(state.local.params)
+    new, _ = step(state, batch(1))
+    # The new w is that of every tower; tower 0 stands still, and tower 1 moves.
+    errors = losses({"w": np.float32([1, 2, 3]), "b": before[1, 0]}, {**batch(1)})[4:]
+    signed = np.sqrt(errors) * np.sign(
+        batch(1)["x"][4:] @ [1, 2, 3] + before[1, 0] - batch(1)["y"][4:]
+    )
+    moved = 0.5 * 2 * batch(1)["x"][4:].T @ signed / 4
+    assert_close(np.asarray(new.params["w"]), np.float32([1, 2, 3]) - 0.25 * moved / 2, rtol=1e-4)
+    state = new
+    state.params["w"] = np.ones(4, np.float32)
+    with pytest.raises(mt.StateError, match="same shape"):
+        step(state, batch(1))
+
+
+def test_a_state_goes_on_elsewhere():
+    rows = [batch(number, 12) for number in range(7)]
+    on_one, on_two = (make(sync_every=3, towers=3, devices=devices) for devices in (1, 2))
+    wanted, _ = train(on_one, on_one.init(PARAMS), rows)
+    state, _ = train(on_two, on_two.init(PARAMS), rows[:4])  # between two meetings
+    copy = pickle.loads(pickle.dumps(state))
+    for begun, step in ((copy, on_two), (state, on_one)):
+        found, _ = train(step, begun, rows[4:])
+        assert mt.fingerprint(found) == mt.fingerprint(wanted)
+
+
+def test_from_synchronous_steps_and_not_back():
+    whole = mt.train_step(losses, optax.adam(0.1), towers=2, devices=2)
+    step = make(optax.adam(0.1), outer_optimizer=optax.sgd(1.0))
+    state, _ = whole(whole.init(PARAMS), batch(0))
+    momentum = jax.device_get(state.opt_state[0].mu)
+    state, _ = step(state, batch(1))  # step 2: towers meet
+    assert int(state.step) == 2
+    assert state.local.opt_state[0].count.tolist() == [2, 2]
+    assert not np.allclose(momentum["w"], state.local.opt_state[0].mu["w"][0])
+    with pytest.raises(mt.StateError, match=r"what every tower has of its own \(state.local\)"):
+        whole(state, batch(2))
+    with pytest.raises(mt.StateError, match=r"each of 2 towers .* use towers=2"):
+        make(optax.adam(0.1), towers=4)(state, batch(2))
+    with pytest.raises(mt.StateError, match="not of the optimizer"):
+        make(optax.sgd(0.1))(whole.init(PARAMS), batch(2))
+
+
+# ---------------------------------------------------------------- runs
+
+
+def batches(first):
+    for number in itertools.count(first):
+        yield batch(number, 12)
+
+
+def trainer(run_dir, devices, sync_every=3, rate=0.7, **options):
+    outer = optax.sgd(rate, momentum=0.9, nesterov=True)
+    local = {"sync_every": sync_every, "outer_optimizer": outer} if sync_every else {}
+    where = {"run_dir": run_dir, "towers": 3, "devices": devices, "global_batch": 12}
+    inner = optax.sgd(0.05, momentum=0.9)
+    return mt.Trainer(losses, inner, checkpoint_every=4, **where, **local, **options)
+
+
+def test_law_l4_a_run_goes_on_between_two_meetings(tmp_path):
+    wanted = trainer(None, 1).fit(PARAMS, batches, steps=6)
+    with pytest.warns(mt.MultitowerWarning, match=r"the last 1 steps .* Make 6 steps"):
+        state = trainer(tmp_path, 2).fit(PARAMS, batches, steps=4)
+    assert state.local.num_rows.tolist() == [4, 4, 4]
+    again = {"steps": 6, "resume": True}
+    with pytest.raises(
+        mt.RunError, match="another sync_every: the run there has 3, this one has 2"
+    ):
+        trainer(tmp_path, 1, sync_every=2).fit(PARAMS, batches, **again)
+    with pytest.raises(mt.RunError, match=r"another outer_optimizer: .* 0.7, this one has 0.5"):
+        trainer(tmp_path, 1, rate=0.5).fit(PARAMS, batches, **again)
+    with pytest.raises(mt.CheckpointError, match="with sync_every=, and has a first axis"):
+        trainer(tmp_path, 1, sync_every=None).fit(PARAMS, batches, **again)
+    found = trainer(tmp_path, 1).fit(PARAMS, batches, **again)
+    assert mt.fingerprint(found) == mt.fingerprint(wanted)
+
+
+def test_a_run_stops_where_a_meeting_is_not_finite(tmp_path):
+    job = trainer(tmp_path, 2, sync_every=2, rate=np.inf)
+    with pytest.raises(mt.NonFiniteError, match=r"step 2 of 4: .* not finite after it"):
+        job.fit(PARAMS, batches, steps=4)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync_every": 0}, "sync_every=0: it must be a whole number"),
+        ({"sync_every": True}, "whole number"),
+        ({"sync_every": 2.0}, "whole number"),
+        ({"local_state": "first"}, "say 'keep' or 'average'"),
+        ({"sync_every": None, "local_state": "average"}, "sync_every= is missing"),
+        ({"sync_every": None, "outer_optimizer": optax.sgd(1.0)}, "sync_every= is missing"),
+        ({"outer_optimizer": 0.7}, "outer_optimizer=0.7: give an optax optimizer"),
+        ({"shard_update": True}, "sync_every= and shard_update= exclude each other"),
+        ({"shard_params": True, "towers": None}, "sync_every= and shard_params="),
+        ({"stages": 2}, "sync_every= and stages="),
+        ({"steps_per_call": 2, "towers": None}, "sync_every= and steps_per_call="),
+    ],
+)
+def test_options_that_exclude_each_other(options, said):
+    with pytest.raises(mt.ArgumentError, match=said):
+        make(**options)
+
+
+def test_losses_and_optimizers_that_local_updates_cannot_have():
+    def meets(params, batch):
+        return losses(params, batch) - jax.lax.pmean(batch["y"].mean(), "towers")
+
+    def numbered(params, batch):
+        return losses(params, batch) * (1 + mt.row_index(batch["x"]))
+
+    for loss in (meets, numbered):
+        step = make(loss=loss)
+        with pytest.raises(mt.ArgumentError, match="with sync_every= towers exchange nothing"):
+            step(step.init(PARAMS), batch(0))
+    step = make(outer_optimizer=optax.polyak_sgd())
+    with pytest.raises(mt.ArgumentError, match="does not look at the loss"):
+        step(step.init(PARAMS), batch(0))
+    step = make(loss=lambda params, batch: losses(params, batch).mean())
+    with pytest.raises(mt.OutputError, match="do not fill 2 towers evenly"):
+        step(step.init(PARAMS), batch(0, 7))
