@@ -57,6 +57,7 @@ FLAGS = {
     "--shard-params": {"shard_params": True},
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--clip-norm 0.5": {"clip_norm": 0.5},
+    "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
 }
 
 

@@ -57,7 +57,8 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
-            clip_norm=options.clip_norm,
+            clip_norm=recipe.clip_norm if options.clip_norm is None else options.clip_norm,
+            compute_dtype=options.compute_dtype,
             best="min" if options.best == "min" else "max",
         )
         return cls(recipe, options, trainer, data, global_batch)
@@ -117,9 +118,10 @@ class RecipeJob:
     def facts(self) -> dict[str, Any]:
         """What a result says of the run that does not come out of it."""
         placement = self.trainer.step.placement
+        about = self.recipe.about_data
         facts: dict[str, Any] = {
             "recipe": self.recipe.name,
-            "options": dict(self.recipe.options),
+            "options": {**self.recipe.options, **(about() if about else {})},
             "seed": self.options.seed,
             "batch_size": self.global_batch,
             "towers": placement.num_towers,

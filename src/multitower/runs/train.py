@@ -13,7 +13,7 @@ from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
-from multitower.runs.samples import sample_inputs, sample_predictions
+from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
 from multitower.runs.setup import RecipeJob, placement_by_name
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
@@ -113,6 +113,7 @@ def run(
             result=result,
             placement=list(placement_by_name(job.trainer.step.placement).items()),
             samples=sample_predictions(recipe, state, job.data.test),
+            texts=sample_texts(recipe, state, job.data.test),
         )
     of_first(0)  # nobody leaves, and is missed by the others, before all is written
     return result
