@@ -1,6 +1,7 @@
 """Text that a byte transformer writes, one byte after another, with cached keys and values."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import numpy as np
 import multitower as mt
 from multitower.recipes.networks import transformer
 from multitower.recipes.packing import SEPARATOR
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def generate(
@@ -32,7 +35,8 @@ def generate(
         seed: of the draws.
 
     Returns:
-        What follows the prompt. Bytes that are no UTF-8 are replaced.
+        What follows the prompt. Bytes that are no UTF-8 are replaced, and control characters, which
+        could steer a terminal; ends of lines and tabs stay.
 
     Raises:
         RunError: the prompt is empty, or longer than the context.
@@ -55,7 +59,8 @@ def generate(
         context=context,
     )
     found = np.asarray(written)[size : size + num_bytes]
-    return found.astype(np.uint8).tobytes().decode("utf-8", "replace")
+    text = found.astype(np.uint8).tobytes().decode("utf-8", "replace")
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @functools.partial(jax.jit, static_argnames="context")

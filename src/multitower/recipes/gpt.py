@@ -48,7 +48,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "micro": Size(2, 16, 2, 16, 8, 20, 1e-2),  # 10 000 parameters: for trying flags out
-    "tiny": Size(4, 128, 4, 128, 16, 1000, 3e-3),
+    "tiny": Size(4, 96, 4, 128, 8, 1500, 6e-3),
     "small": Size(8, 320, 5, 512, 64, 5000, 1e-3),
     "medium": Size(12, 768, 12, 1024, 128, 20_000, 6e-4),
 }

@@ -57,7 +57,7 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
-            clip_norm=recipe.clip_norm if options.clip_norm is None else options.clip_norm,
+            clip_norm=_clip_norm(recipe, options),
             compute_dtype=options.compute_dtype,
             best="min" if options.best == "min" else "max",
         )
@@ -131,12 +131,19 @@ class RecipeJob:
             "versions": provenance.versions(),
             "host": provenance.host(placement.devices[0]),
         }
+        clip_norm = _clip_norm(self.recipe, self.options)
+        if clip_norm is not None:
+            facts["clip_norm"] = clip_norm
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:
             step, scores = best
             facts["best"] = {"step": step, **scores}
         return facts
+
+
+def _clip_norm(recipe: Recipe, options: RunOptions) -> float | None:
+    return recipe.clip_norm if options.clip_norm is None else options.clip_norm
 
 
 def placement_by_name(placement: Placement) -> dict[str, list[int]]:

@@ -50,8 +50,9 @@ def run(
         `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
         fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
         first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
-        `versions` and `host`; of several processes `processes`, how many; with `keep_best`,
-        `best`: the step and the scores of the best state.
+        `versions` and `host`; of several processes `processes`, how many; with clipping
+        `clip_norm`, the run's or the recipe's; with `keep_best`, `best`: the step and the scores of
+        the best state.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
