@@ -98,7 +98,7 @@ def test_help_reads_well(capsys):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for flag in (
-        "RECIPE What to train: digits, mnist, cifar10, cifar10-resnet20, or your own recipe, F",
+        "RECIPE What to train: digits, mnist, cifar10, cifar10-resnet20, gpt, or your own recipe",
         "--devices N", "--simulate N", "--towers T", "--steps N", "--batch-size N", "--seed N",
         "--run-dir DIR", "--force", "--data DIR", "--synthetic", "--download", "--set NAME=VALUE",
         "cifar10: data, synthetic, lr_base,",

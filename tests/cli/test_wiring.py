@@ -59,6 +59,7 @@ FLAGS = {
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--clip-norm 0.5": {"clip_norm": 0.5},
     "--sync-every 4 --towers 4": {"sync_every": 4, "towers": 4},
+    "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
 }
 
 

@@ -56,9 +56,11 @@ ELSEWHERE = {
     "data.datasets.download": ("cache_directory",),
     "data.datasets.mnist": ("download_mnist", "read_mnist"),
     "data.datasets.synthetic": ("make_synthetic",),
+    "data.datasets.text": ("read_text",),
     "recipes.catalog": ("find_recipe", "option_names"),
     "recipes.definition": ("DataSets", "Recipe"),
     "runs.options": ("RunOptions",),
+    "runs.sample": ("sample",),
     "runs.train": ("run", "score"),
 }
 
@@ -276,6 +278,7 @@ PHRASES = [
     "network security",
     "padding",
     "token",
+    "language model",
     "eval mode",
     "batchnorm",
     "dropout",

@@ -14,7 +14,7 @@ from PIL import Image
 
 import multitower as mt
 from multitower.recipes.catalog import find_recipe
-from multitower.runs.report import Sample, write_report
+from multitower.runs.report import Sample, TextSample, write_report
 from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves, thin
 from multitower.runs.report_page.scales import for_metric, for_steps, linear, logarithmic
@@ -83,12 +83,11 @@ def line(step, phase="train", **metrics):
     return {"phase": phase, "step": step, **metrics}
 
 
-def make_page(directory, lines=(), *, config=CONFIG, result=RESULT, samples=()):
+def make_page(directory, lines=(), *, config=CONFIG, result=RESULT, samples=(), texts=()):
     text = "".join(json.dumps(one) + "\n" for one in lines)
     (directory / "metrics.jsonl").write_text(text)
-    path = write_report(
-        directory, config=config, result=result, placement=PLACEMENT, samples=samples
-    )
+    shown = {"samples": samples, "texts": texts}
+    path = write_report(directory, config=config, result=result, placement=PLACEMENT, **shown)
     assert path == directory / "report.html"
     return path.read_text(encoding="utf-8")
 
@@ -263,6 +262,17 @@ def test_every_sample_shows_its_label_its_prediction_and_whether_it_is_right(tmp
 
 def test_without_samples_there_is_no_section_of_them(tmp_path):
     assert "Sample predictions" not in make_page(tmp_path)
+
+
+def test_generated_text_keeps_its_lines_and_stays_text(tmp_path):
+    texts = [TextSample("def f(x):\n", "    return x\n"), TextSample("<b>", HOSTILE)]
+    page = make_page(tmp_path, texts=texts)
+    outline = Outline(page)
+    assert "<h2>Generated text</h2>" in page
+    assert "<b>def f(x):\n</b>    return x\n</pre>" in page
+    assert [tag for tag, _ in outline.tags].count("pre") == 2
+    assert "<script" not in page
+    assert "Generated text" not in make_page(tmp_path)
 
 
 def test_an_image_of_another_kind_is_named(tmp_path):

@@ -97,6 +97,41 @@ def test_every_step_is_reported_once_and_in_order():
     assert all(now.examples_per_s > 0 for now in seen[1:])
 
 
+def test_a_recipe_clips_unless_the_run_says_otherwise():
+    clipped = dataclasses.replace(LINE, clip_norm=0.1)
+    options = RunOptions(devices=1, steps=2)
+    found = [
+        run(*how)["fingerprint"]
+        for how in (
+            (LINE, options),
+            (clipped, options),
+            (LINE, dataclasses.replace(options, clip_norm=0.1)),
+            (clipped, dataclasses.replace(options, clip_norm=0.2)),
+            (LINE, dataclasses.replace(options, clip_norm=0.2)),
+        )
+    ]
+    assert found[1] == found[2]
+    assert found[3] == found[4]
+    assert len(set(found)) == 3
+
+
+def test_mixed_precision_is_that_of_a_step_by_hand():
+    from multitower.data.batches import make_batch
+
+    options = RunOptions(devices=2, towers=2, steps=1, compute_dtype="bfloat16")
+    step = mt.train_step(loss, LINE.optimizer(1), devices=2, towers=2, compute_dtype=jnp.bfloat16)
+    batch = make_batch(load().train, global_batch=16, seed=0, step=0, distort=noisy)
+    state, _ = step(step.init(LINE.init(jax.random.key(0))), batch)
+    assert run(LINE, options)["fingerprint"] == mt.fingerprint(state)
+    wide = [dataclasses.replace(options, compute_dtype=dtype) for dtype in (None, "float32")]
+    assert len({run(LINE, one)["fingerprint"] for one in (options, *wide)}) == 2
+
+
+def test_another_compute_dtype_is_refused():
+    with pytest.raises(mt.RunError, match=r"compute_dtype=float16: say float32 or bfloat16\."):
+        RunOptions(compute_dtype="float16")
+
+
 def test_one_step_has_no_rate():
     # The lie: a rate that is mostly the compiler's time.
     assert run(LINE, RunOptions(devices=1, steps=1))["examples_per_s"] is None
@@ -137,7 +172,7 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     chosen = {
         "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
-        "layout": "1x2", "steps_per_call": 3,
+        "layout": "1x2", "steps_per_call": 3, "compute_dtype": "bfloat16",
     }  # fmt: skip
     RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
     wanted = {**chosen, "layout": (1, 2), "run_dir": tmp_path, "ema_decay": LINE.ema_decay}

@@ -56,7 +56,11 @@ Simulate = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    flag("DIR", "Read the data set from this directory.", "the directory of --download"),
+    flag(
+        "DIR",
+        "Read the data set from this directory; gpt also reads one text file.",
+        "the directory of --download; for gpt, Python's standard library",
+    ),
 ]
 Steps = Annotated[WholeNumber, flag("N", "Make N updates.", "the recipe's number")]
 BatchSize = Annotated[
@@ -68,7 +72,7 @@ Seed = Annotated[
     flag("N", "Seed of the initial parameters and the order of the examples.", "0"),
 ]
 Synthetic = Annotated[
-    bool, tyro.conf.FlagCreatePairsOff, switch("Use synthetic images instead of files.")
+    bool, tyro.conf.FlagCreatePairsOff, switch("Use synthetic images or text instead of files.")
 ]
 ShardUpdate = Annotated[
     bool,

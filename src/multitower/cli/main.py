@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.local_processes import run_local_processes, split_off_processes
         from multitower.cli.plan import plan
         from multitower.cli.resume import evaluate, resume
+        from multitower.cli.sample import sample
         from multitower.cli.scale import scale
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "train": train,
                 "resume": resume,
                 "eval": evaluate,
+                "sample": sample,
                 "verify": verify,
                 "scale": scale,
                 "plan": plan,

@@ -39,7 +39,7 @@ def resume(
 
     With --towers, the result has the same bits as an uninterrupted run.
     """
-    recipe, options = _read_run(directory, devices)
+    recipe, options = read_run(directory, devices)
     if (directory / RESULT).exists():
         raise RunError(f"{directory} is finished: {directory / RESULT} holds its result.")
     where = start_devices(devices, simulate, options.towers, together=together)
@@ -62,16 +62,17 @@ def evaluate(
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Score the newest or the best checkpoint of a run on a test set. Prints JSON."""
-    recipe, options = _read_run(directory, devices, data)
+    recipe, options = read_run(directory, devices, data)
     start_devices(devices, simulate, options.towers, together=together)
     found = score(recipe, options, directory, best=best)
     if is_first():
         print(json.dumps(found, indent=2))
 
 
-def _read_run(
+def read_run(
     directory: Path, devices: int | None, data: Path | None = None
 ) -> tuple[Recipe, RunOptions]:
+    """The recipe and the options of a run, for these devices."""
     config = read_config(directory)
     settings = collect_settings([], data, synthetic=False, before=config.get("settings"))
     recipe = find_recipe(config["recipe"], settings)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import signal
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,8 @@ from multitower.recipes.catalog import SHIPPED, option_names
 from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name
 
-_OPTIONS = "; ".join(
-    f"{name}: {', '.join(names)}" for name in SHIPPED if (names := option_names(name))
-)
+_SHIPPED_OPTIONS = {name: names for name in SHIPPED if (names := option_names(name))}
+_OPTIONS = "; ".join(f"{name}: {', '.join(names)}" for name, names in _SHIPPED_OPTIONS.items())
 SET_HELP = (
     "Set an option of the recipe; may be repeated. --lr-base 0.002 is short for --set "
     f"lr_base=0.002. {_OPTIONS}."
@@ -42,7 +42,8 @@ def expand_flags(words: Sequence[str], commands: Mapping[str, Callable[..., Any]
     known = {*inspect.signature(commands[words[0]]).parameters, "set", "help"}
     if not {_name(word) for word in words if word.startswith("--")} - known:
         return list(words)  # without a look into the recipe's file
-    options = set(option_names(recipe)) - known
+    # An option of another recipe is refused where it is set, in words.
+    options = {*option_names(recipe), *itertools.chain(*_SHIPPED_OPTIONS.values())} - known
     expanded: list[str] = []
     left = list(words)
     while left:

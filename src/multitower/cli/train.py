@@ -142,7 +142,15 @@ def train(
     ] = None,
     clip_norm: Annotated[
         float | None,
-        flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
+        flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
+    ] = None,
+    compute_dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        flag(
+            "float32|bfloat16",
+            "bfloat16 for mixed precision, faster on GPUs and slower on CPUs.",
+            "float32",
+        ),
     ] = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
@@ -181,6 +189,7 @@ def train(
         "shard_update": shard_update or None,
         "shard_params": shard_params or None,
         "clip_norm": clip_norm,
+        "compute_dtype": compute_dtype,
         "stages": stages,
         "layout": layout,
         "steps_per_call": steps_per_call,

@@ -14,7 +14,7 @@ from multitower.recipes.from_file import is_file_name, load_recipe_file
 from multitower.recipes.options import as_json, make_options
 
 # Each is a module of this package, imported only when it is asked for.
-SHIPPED = ("digits", "mnist", "cifar10", "cifar10-resnet20")
+SHIPPED = ("digits", "mnist", "cifar10", "cifar10-resnet20", "gpt")
 
 
 def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:

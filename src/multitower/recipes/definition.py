@@ -49,6 +49,12 @@ class Recipe:
             place, since the host has many devices to feed. The data sets must be dicts.
         model_state: makes what the loss takes as `model_state`.
         ema_decay: keep a moving average of the parameters, as for `multitower.train_step`.
+        clip_norm: the global norm to clip gradients to, of a run that does not say; None for no
+            clipping.
+        generate: `generate(params, prompt, num_bytes=, temperature=, seed=)` continues a text, for
+            `multitower sample`. A report shows two continuations, if the data sets are dicts of
+            `"tokens"`, integers, shape (rows, length); those below 256 are bytes.
+        about_data: makes what a result says of the data set among its options: JSON values.
         download: `download(progress)` fetches the data set to where `data` reads it. None if there
             is nothing to fetch.
         options: what was set, for the record: JSON values.
@@ -85,6 +91,9 @@ class Recipe:
     augment: Callable[[Any, jax.Array], Any] | None = None
     model_state: Callable[[], Any] | None = None
     ema_decay: float | Callable[[jax.Array], Any] | None = None
+    clip_norm: float | None = None
+    generate: Callable[..., str] | None = None
+    about_data: Callable[[], Mapping[str, Any]] | None = None
     download: Callable[[Any], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

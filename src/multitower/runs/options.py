@@ -28,7 +28,9 @@ class RunOptions:
         steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one.
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
-        clip_norm: the global norm to clip gradients to, above 0; None for no clipping.
+        clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
+        compute_dtype: `"bfloat16"` for mixed precision, as for `multitower.train_step`; None or
+            `"float32"` for none.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
@@ -52,6 +54,7 @@ class RunOptions:
     shard_update: bool = False
     shard_params: bool = False
     clip_norm: float | None = None
+    compute_dtype: str | None = None
     stages: int | None = None
     layout: str | None = None
     steps_per_call: int | None = None
@@ -71,6 +74,8 @@ class RunOptions:
             raise RunError(f"best={self.best}: say max or min.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise RunError(f"clip_norm={self.clip_norm}: it must be a number above 0.")
+        if self.compute_dtype not in (None, "float32", "bfloat16"):
+            raise RunError(f"compute_dtype={self.compute_dtype}: say float32 or bfloat16.")
         self.layout_pair()
         if not 0 <= self.seed <= LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")

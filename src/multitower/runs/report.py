@@ -16,9 +16,9 @@ from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves
 from multitower.runs.report_page.overview import describe
 from multitower.runs.report_page.page import render
-from multitower.runs.samples import Sample
+from multitower.runs.samples import Sample, TextSample
 
-__all__ = ["Sample", "write_report"]
+__all__ = ["Sample", "TextSample", "write_report"]
 
 
 def write_report(
@@ -28,6 +28,7 @@ def write_report(
     result: Mapping[str, Any],
     placement: Sequence[tuple[str, Sequence[int]]],
     samples: Sequence[Sample] = (),
+    texts: Sequence[TextSample] = (),
 ) -> Path:
     """Writes `report.html`, whole or not at all: figures, curves, devices, settings, samples.
 
@@ -41,6 +42,7 @@ def write_report(
         result: as in `result.json`.
         placement: for each device its name, such as `"cpu:0"`, and the numbers of its towers.
         samples: test examples with what the model says about them; shown in this order.
+        texts: what a language model has written.
 
     Returns:
         The path of the file.
@@ -66,6 +68,7 @@ def write_report(
         result=result,
         charts=draw_charts(read_curves(directory / METRICS)),
         samples=[_shown(number, sample) for number, sample in enumerate(samples)],
+        texts=texts,
         placement=placement,
         **describe(result, config),
     )

@@ -14,6 +14,10 @@ _NUM_INPUTS = 16
 _NUM_SCORED = 256
 _NUM_FIRST = 12
 _NUM_WRONG = 12
+_NUM_BYTES = 256
+_PROMPT_BYTES = 64
+_WRITTEN_BYTES = 400
+_TEMPERATURE = 0.7
 
 
 class Sample(NamedTuple):
@@ -30,6 +34,18 @@ class Sample(NamedTuple):
     label: int
     predicted: int
     probability: float
+
+
+class TextSample(NamedTuple):
+    """A text that a model has written.
+
+    Attributes:
+        prompt: what it was given.
+        text: what it wrote.
+    """
+
+    prompt: str
+    text: str
 
 
 def sample_inputs(
@@ -65,7 +81,7 @@ def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sam
     if recipe.predict is None or not _has_images(test) or "label" not in test:
         return []
     rows = jax.tree.map(lambda leaf: leaf[:_NUM_SCORED], test)
-    params = state.params if state.ema_params is None else state.ema_params
+    params = params_to_score(state)
     extras = {"model_state": state.model_state} if takes(recipe.predict, "model_state") else {}
     # On one device, from host copies: the state may be spread over all of them.
     params, extras = jax.device_get((params, extras))
@@ -81,6 +97,34 @@ def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sam
         Sample(images[i], int(rows["label"][i]), int(predicted[i]), float(share[i, predicted[i]]))
         for i in chosen
     ]
+
+
+def sample_texts(recipe: Recipe, state: TrainState, test: Any) -> list[TextSample]:
+    """Continuations of two test rows: the first one, and the one in the middle.
+
+    Args:
+        recipe: of the run.
+        state: after it; the moving average answers, if there is one.
+        test: the recipe's test set.
+
+    Returns:
+        Two; none if the rows are no tokens, or the recipe does not say how to continue a text.
+    """
+    if recipe.generate is None or not isinstance(test, dict) or "tokens" not in test:
+        return []
+    params = jax.device_get(params_to_score(state))
+    found: list[TextSample] = []
+    for row in (test["tokens"][0], test["tokens"][len(test["tokens"]) // 2]):
+        row = np.asarray(row)[: min(_PROMPT_BYTES, len(row) // 2)]
+        prompt = row[row < _NUM_BYTES].astype(np.uint8).tobytes().decode("utf-8", "ignore") or " "
+        how = {"num_bytes": _WRITTEN_BYTES, "temperature": _TEMPERATURE, "seed": 0}
+        found.append(TextSample(prompt, recipe.generate(params, prompt, **how)))
+    return found
+
+
+def params_to_score(state: TrainState) -> Any:
+    """The moving average of the parameters, if there is one, else the parameters."""
+    return state.params if state.ema_params is None else state.ema_params
 
 
 def _has_images(batch: Any) -> bool:

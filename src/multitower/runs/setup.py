@@ -59,7 +59,8 @@ class RecipeJob:
             layout=options.layout_pair(),
             steps_per_call=options.steps_per_call,
             sync_every=options.sync_every,
-            clip_norm=options.clip_norm,
+            clip_norm=_clip_norm(recipe, options),
+            compute_dtype=options.compute_dtype,
             best="min" if options.best == "min" else "max",
         )
         return cls(recipe, options, trainer, data, global_batch)
@@ -119,9 +120,10 @@ class RecipeJob:
     def facts(self) -> dict[str, Any]:
         """What a result says of the run that does not come out of it."""
         placement = self.trainer.step.placement
+        about = self.recipe.about_data
         facts: dict[str, Any] = {
             "recipe": self.recipe.name,
-            "options": dict(self.recipe.options),
+            "options": {**self.recipe.options, **(about() if about else {})},
             "seed": self.options.seed,
             "batch_size": self.global_batch,
             "towers": placement.num_towers,
@@ -131,12 +133,19 @@ class RecipeJob:
             "versions": provenance.versions(),
             "host": provenance.host(placement.devices[0]),
         }
+        clip_norm = _clip_norm(self.recipe, self.options)
+        if clip_norm is not None:
+            facts["clip_norm"] = clip_norm
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:
             step, scores = best
             facts["best"] = {"step": step, **scores}
         return facts
+
+
+def _clip_norm(recipe: Recipe, options: RunOptions) -> float | None:
+    return recipe.clip_norm if options.clip_norm is None else options.clip_norm
 
 
 def placement_by_name(placement: Placement) -> dict[str, list[int]]:

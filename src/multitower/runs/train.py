@@ -13,7 +13,7 @@ from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
-from multitower.runs.samples import sample_inputs, sample_predictions
+from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
 from multitower.runs.setup import RecipeJob, placement_by_name
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
@@ -50,8 +50,9 @@ def run(
         `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
         fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
         first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
-        `versions` and `host`; of several processes `processes`, how many; with `keep_best`,
-        `best`: the step and the scores of the best state.
+        `versions` and `host`; of several processes `processes`, how many; with clipping
+        `clip_norm`, the run's or the recipe's; with `keep_best`, `best`: the step and the scores of
+        the best state.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
@@ -113,6 +114,7 @@ def run(
             result=result,
             placement=list(placement_by_name(job.trainer.step.placement).items()),
             samples=sample_predictions(recipe, state, job.data.test),
+            texts=sample_texts(recipe, state, job.data.test),
         )
     of_first(0)  # nobody leaves, and is missed by the others, before all is written
     return result

@@ -13,6 +13,7 @@ _FILLED_IN = {
     "steps": "steps",
     "global_batch": "batch_size",
     "seed": "seed",
+    "clip_norm": "clip_norm",
 }
 
 

@@ -1,0 +1,47 @@
+"""`multitower sample DIR --prompt TEXT`."""
+
+from typing import Annotated
+
+import tyro
+
+from multitower.cli.flags import RunDirectory, WholeNumber, flag, switch
+from multitower.cli.resume import read_run
+from multitower.cli.start import start_devices
+from multitower.runs.sample import sample as continue_text
+
+
+def sample(
+    directory: RunDirectory,
+    *,
+    prompt: Annotated[
+        str, tyro.conf.arg(metavar="TEXT", help="What the text begins with.", help_behavior_hint="")
+    ],
+    num_bytes: Annotated[
+        int,
+        tyro.conf.arg(
+            name="bytes", metavar="N", help="Write N bytes.", help_behavior_hint="(default: 400)"
+        ),
+    ] = 400,
+    temperature: Annotated[
+        float,
+        flag("X", "0 takes the most probable byte each time, 1 draws as the model says.", "0.7"),
+    ] = 0.7,
+    seed: Annotated[WholeNumber, flag("N", "Seed of the draws.", "0")] = None,
+    best: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, switch("Use the state that --keep-best kept.")
+    ] = False,
+) -> None:
+    """Continue a text with the newest or the best checkpoint of a run of gpt."""
+    recipe, options = read_run(directory, devices=1)
+    start_devices(1, None, None)
+    text = continue_text(
+        recipe,
+        options,
+        directory,
+        prompt,
+        num_bytes=num_bytes,
+        temperature=temperature,
+        seed=seed or 0,
+        best=best,
+    )
+    print(prompt + text)

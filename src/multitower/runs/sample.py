@@ -1,0 +1,61 @@
+"""sample: the text that a trained language model writes."""
+
+import math
+from pathlib import Path
+
+import jax
+
+from multitower.errors import RunError
+from multitower.recipes.definition import Recipe
+from multitower.runs.options import LARGEST_SEED, RunOptions
+from multitower.runs.samples import params_to_score
+from multitower.runs.setup import RecipeJob
+
+
+def sample(
+    recipe: Recipe,
+    options: RunOptions,
+    directory: Path,
+    prompt: str,
+    *,
+    num_bytes: int = 400,
+    temperature: float = 0.7,
+    seed: int = 0,
+    best: bool = False,
+) -> str:
+    """Continues a text with the newest checkpoint of a run.
+
+    Args:
+        recipe: of the run.
+        options: of the run; `devices` may be others.
+        directory: of the run.
+        prompt: what the text begins with.
+        num_bytes: bytes to write.
+        temperature: 0 for the most probable byte each time; 1 draws as the model says.
+        seed: of the draws.
+        best: take the best state that the run has kept instead.
+
+    Returns:
+        What follows the prompt.
+
+    Raises:
+        RunError: the recipe is no language model, the prompt is empty or too long for it, or a
+            number makes no sense.
+        CheckpointError: there is no checkpoint, or it cannot be read.
+    """
+    if recipe.generate is None:
+        raise RunError(
+            f"{directory} is a run of the recipe {recipe.name}, which writes no text. Give the "
+            "directory of a run of gpt: multitower train gpt."
+        )
+    if num_bytes < 1:
+        raise RunError(f"{num_bytes} bytes were asked for: it must be 1 or more.")
+    if not 0 <= temperature < math.inf:
+        raise RunError(f"temperature={temperature}: it must be 0 or more.")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise RunError(f"seed={seed} is out of range: use 0 to {LARGEST_SEED}.")
+    job = RecipeJob.of(recipe, options, directory, keep_best=False)
+    state = job.trainer.restore(**job.first_state(), best=best)
+    params = jax.device_get(params_to_score(state))  # host-device sync
+    how = {"num_bytes": num_bytes, "temperature": temperature, "seed": seed}
+    return recipe.generate(params, prompt, **how)
