@@ -33,9 +33,16 @@ _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for mor
 
 # What is called with (stage, place, sums): where towers meet ("exchange", tower, what it sends);
 # ("tower program", tower, what the tower returns); ("reduction", local device, the totals there).
-Tap = Callable[[str, int, TowerSums], None]
+# Of a model in stages trees by stage: ("forward program", tower, what it sends); ("backward
+# program", tower, what it returns); ("reduction", replica, the totals there).
+Tap = Callable[[str, int, Any], None]
 
 _tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
+
+
+def current_tap() -> Tap | None:
+    """What wants to be shown, if anything does."""
+    return _tap.get()
 
 
 @contextmanager
@@ -93,7 +100,7 @@ class SameBits:
             rows: the split arrays.
         """
         programs = self._programs(replicas[0], rows)
-        tap = _tap.get()
+        tap = current_tap()
         stacks = self._totals.stacks()
         returned: dict[int, Any] = {}
         run = self._tower_program(programs, replicas, rows, tap)
@@ -144,9 +151,7 @@ class SameBits:
         return tower.run(arguments, see if tap else None)
 
     def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
-        tower_rows = rows[0].tower_rows
-        num_real = min(max(rows[0].num_rows - turn.tower * tower_rows, 0), tower_rows)
-        counts = (turn.tower, num_real, rows[0].num_rows)
+        counts = rows[0].counts(turn.tower)
         return Tower(*(self.constant(turn.i, np.int32(count)) for count in counts))
 
     def _scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
