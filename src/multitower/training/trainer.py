@@ -168,8 +168,7 @@ class Trainer:
             stages=stages,
             layout=layout,
         )
-        # A stage's leaves are on its own devices: there is no device that has all to compare.
-        self._check_replicas_every = check_replicas_every if stages is None else 0
+        self._check_replicas_every = check_replicas_every
         self._stages = stages
 
     def fit(
