@@ -201,6 +201,7 @@ OF_BOTH = {
     "--batch-size 24": {"global_batch": 24},
     "--seed 5": {"seed": 5},
     "--shard-update --towers 4": {"shard_update": True, "towers": 4},
+    "--stages 2 --towers 4": {"stages": 2, "towers": 4},
 }
 
 

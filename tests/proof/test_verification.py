@@ -13,6 +13,8 @@ import multitower as mt
 from faults import change_results, divide_parameters
 from multitower.engines import reduction, same_bits
 from multitower.proof.verification import compare
+from multitower.stages import programs
+from multitower.steps.staged import state
 
 ROWS = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)
 
@@ -132,6 +134,65 @@ def test_a_metric_that_depends_on_the_devices_is_found(fault):
     change_results(fault, change)
     with pytest.raises(AssertionError, match=r"update \(.*\): \['metrics'\]\['loss'\]"):
         check(devices=(1, 2))
+
+
+def two_stages(params, batch):
+    return (mt.cut(jnp.tanh(batch @ params["in"])) @ params["out"]) ** 2
+
+
+def check_stages(devices=(1, 4)):
+    rows = ROWS[:, :4, :3]
+    params = {"in": np.full((3, 2), 0.3, np.float32), "out": np.ones(2, np.float32)}
+    mt.testing.assert_same_bits(
+        two_stages, optax.sgd(0.1), params, rows[:1], devices=devices, towers=2, stages=2
+    )
+
+
+def change_program(kind, stage, replica, change):
+    """Plants a fault into one program of a model in stages, where there are two replicas."""
+    init = programs.Programs.__init__
+
+    def changed(self, chain, layout):
+        init(self, chain, layout)
+        if len(layout.replicas) == 2:
+            own = getattr(self, kind)[stage]
+            right = own[replica]
+            own[replica] = lambda *given: jax.tree.map(change, right(*given))
+
+    return programs.Programs, "__init__", changed
+
+
+def twice(leaf):
+    return leaf * 2 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "message"),
+    [
+        ("forward", 0, r"the forward program \(tower 1\): \['stage 0'\]\[0\]\[0\]\[0\] is"),
+        ("backward", 1, r"the backward program \(tower 1\): \['stage 1'\]\[0\]\['gradients'\]"),
+        ("add", 1, r"the reduction \(the copy of replica 0\): \['stage 1'\]"),
+    ],
+)
+def test_a_stage_that_computes_something_else_is_named(kind, stage, message, fault):
+    # The lie: a model in stages is compared after the update alone, where all of it is wrong.
+    fault.setattr(*change_program(kind, stage, 1 if kind != "add" else 0, twice))
+    with pytest.raises(AssertionError, match=f"1 device and 4 devices part in {message}"):
+        check_stages()
+
+
+def test_a_replica_whose_stage_was_not_updated_is_named(fault):
+    # The lie: of several replicas only the first one is looked at.
+    def copies(self):
+        found = right(self)
+        if len(found) == 2:
+            found[1].params["out"] *= 2
+        return found
+
+    right = state.Parts.copies
+    fault.setattr(state.Parts, "copies", copies)
+    with pytest.raises(AssertionError, match=r"update \(the copy on device 1\): params\['out'\]"):
+        check_stages()
 
 
 def test_a_run_that_does_not_repeat_itself_says_so():

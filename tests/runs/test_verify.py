@@ -41,6 +41,12 @@ def test_a_difference_is_code_1_and_one_line(monkeypatch, capsys):
     assert captured.err.startswith("multitower: step 1: 1 device and 2 devices part in the update")
 
 
+@pytest.mark.slow
+def test_a_model_in_stages_has_the_same_bits(capsys):
+    assert main(["verify", RECIPE, *FLAGS, "--stages", "2"]) == 0
+    assert "params       same bits" in capsys.readouterr().out.splitlines()
+
+
 def test_mistakes_are_named(capsys):
     assert main(["verify", RECIPE, "--devices", "1,x"]) == 2
     assert "--devices 1,x: give numbers of devices, such as --devices 1,2,4" in (

@@ -26,6 +26,7 @@ from multitower.scaling.fit import fit_step_times, held_out
 from multitower.scaling.losses import compare_losses
 from multitower.scaling.measure import ScalingOptions, scale
 from multitower.scaling.run import LEAD_STEPS, ScalingRun
+from multitower.scaling.words import speed_tables, split_in_words
 from multitower.steps import runner as step_runner
 
 FILE = str(places.CIRCLE)
@@ -144,6 +145,18 @@ def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
     for entry in found["strong"]:
         assert set(entry["split"]) == ALL_PARTS
         assert all(value > 0 for value in entry["split"].values())
+
+
+@pytest.mark.slow
+def test_stages_are_measured_as_a_whole():
+    options = RunOptions(towers=2, stages=2, global_batch=12)
+    found = scale(RECIPE, options, [1, 2], STRONG)
+    assert found["losses"]["same"]
+    for entry in found["strong"]:
+        split = entry["split"]
+        assert {name for name, value in split.items() if value is not None} == FAST_PARTS
+    assert "overlap" in split_in_words(found)
+    assert speed_tables(found)[0].title.endswith("the same 2 towers, 2 stages")
 
 
 @pytest.mark.slow

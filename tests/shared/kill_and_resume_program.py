@@ -1,6 +1,6 @@
 """Trains with SIGKILL at random moments.
 
-python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED
+python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED [STAGES]
 
 Every attempt is a fresh process on another number of simulated devices. The processes are forked
 from this one, which has imported everything and started nothing: an attempt then takes one second
@@ -34,6 +34,8 @@ def losses(params, batch, *, rng):
     import jax
 
     kept = batch["x"] * jax.random.bernoulli(rng, 0.9, batch["x"].shape)
+    for hidden in params["hidden"]:
+        kept = mt.cut(jnp.tanh(kept @ hidden))
     return (kept @ params["w"] - batch["y"]) ** 2
 
 
@@ -43,7 +45,7 @@ def batches(first):
         yield {"x": x, "y": x.sum(1)}
 
 
-def train(directory, num_steps, num_devices, pace_s):
+def train(directory, num_steps, num_devices, pace_s, stages):
     """One attempt, on its own devices; writes where it is and, at the end, the result."""
     import jax
 
@@ -62,14 +64,16 @@ def train(directory, num_steps, num_devices, pace_s):
         global_batch=16,
         ema_decay=0.9,
         checkpoint_every=5,
+        stages=stages or None,
         hooks=[note],
     )
-    params = {"w": jnp.zeros(8)}
+    hidden = [jnp.eye(8) for _ in range(max(stages - 1, 0))]
+    params = {"w": jnp.zeros(8), "hidden": hidden}
     state = trainer.fit(params, batches, steps=num_steps, rng=jax.random.key(0), resume=True)
     (directory / "fingerprint").write_text(mt.fingerprint(state))
 
 
-def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
+def attempt(directory, num_steps, num_devices, pace_s, stages, kill_after=None):
     """Forks one attempt and kills it; returns the step it began at, or None if it got to none.
 
     It is killed after so many steps, a moment later, or so many seconds if these come first.
@@ -80,7 +84,7 @@ def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
     if child == 0:
-        train(directory, num_steps, num_devices, pace_s)
+        train(directory, num_steps, num_devices, pace_s, stages)
         os._exit(0)
     if kill_after is not None:
         steps, moment_s, seconds = kill_after
@@ -96,7 +100,7 @@ def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
     return int(made[0]) if made else None
 
 
-def main(directory, num_steps, num_kills, seed):
+def main(directory, num_steps, num_kills, seed, stages=0):
     draw = random.Random(seed)
     directory = Path(directory)
     directory.mkdir()
@@ -106,11 +110,12 @@ def main(directory, num_steps, num_kills, seed):
         # From before the first step is compiled to well after several checkpoints.
         seconds = draw.choice((draw.uniform(0.3, 1.5), 60, 60))
         kill_after = draw.randrange(MOST_STEPS), draw.uniform(0, PACE_S), seconds
-        began = attempt(directory, num_steps, num_devices, PACE_S, kill_after)
+        began = attempt(directory, num_steps, num_devices, PACE_S, stages, kill_after)
         attempts.append([num_devices, began])
         assert not (directory / "fingerprint").exists(), "too few steps for so many kills"
     num_devices = draw.choice(DEVICES)
-    attempts.append([num_devices, attempt(directory, num_steps, num_devices, pace_s=0)])
+    began = attempt(directory, num_steps, num_devices, 0, stages)
+    attempts.append([num_devices, began])
     fingerprint = (directory / "fingerprint").read_text()
     print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
 

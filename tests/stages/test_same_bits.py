@@ -89,6 +89,48 @@ def test_it_is_the_training_without_stages(one_device):
     close(train(step), one_device)
 
 
+STAGES, TOWERS, DEVICES = (1, 2, 3, 4, 6), (1, 4, 8), (1, 2, 3, 4, 8)
+
+
+def covering():
+    """Triples in which every two values of different kinds meet."""
+    pairs = {
+        (a, x, b, y)
+        for (a, xs), (b, ys) in itertools.combinations(enumerate((STAGES, TOWERS, DEVICES)), 2)
+        for x, y in itertools.product(xs, ys)
+    }
+    met = lambda one: {p for p in pairs if one[p[0]] == p[1] and one[p[2]] == p[3]}
+    while pairs:
+        best = max(itertools.product(STAGES, TOWERS, DEVICES), key=lambda one: len(met(one)))
+        pairs -= met(best)
+        yield best
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:stages=")
+def test_law_l3_every_pair_of_stages_towers_and_devices():
+    # The lie: only those counts work that divide each other.
+    def blocks(params, batch):
+        for w in params:
+            batch = batch + jnp.tanh(batch @ w)
+        return (batch**2).sum(1)
+
+    weights = [WEIGHTS[n % 4] for n in range(6)]
+    expected = {}
+
+    def train_on(stages, towers, devices):
+        step = mt.train_step(
+            blocks, optax.adam(0.05), devices=devices, towers=towers, stages=stages
+        )
+        return step(step.init(weights), ROWS[0])
+
+    for stages, towers, devices in covering():
+        if (stages, towers) not in expected:
+            expected[stages, towers] = mt.fingerprint(train_on(stages, towers, 1))
+        found = mt.fingerprint(train_on(stages, towers, devices))
+        assert found == expected[stages, towers], (stages, towers, devices)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:stages=")
 @pytest.mark.parametrize("stages", [1, 2, 4])

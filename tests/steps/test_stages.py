@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 import multitower as mt
 from multitower.errors import ArgumentError, DeviceError
+from multitower.steps.state.replicas import check_replicas
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_python
 
@@ -143,6 +144,17 @@ def test_changed_learning_rates_and_states_of_other_steps():
     state, _ = plain(state, X[0])  # from stages to none, and back
     state, _ = step(state, X[1])
     assert int(state.step) == 6
+
+
+def test_a_replica_with_other_bits_is_named():
+    # The lie: replicas of a stage that drift apart unnoticed.
+    step = make(layout=(2, 1), devices=2)
+    state, _ = train(step, batches=X[:1])
+    check_replicas(state)
+    block = state.parts().blocks[1][2]
+    block.params[2] = block.params[2] + 1
+    with pytest.raises(mt.StateError, match=r"cpu:1 holds .* in state\.params\[2\] than cpu:0"):
+        check_replicas(state)
 
 
 def test_trap_a_resume_on_another_layout(tmp_path):

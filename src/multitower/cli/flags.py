@@ -84,6 +84,14 @@ ShardParams = Annotated[
     tyro.conf.FlagCreatePairsOff,
     switch("Without --towers: split the parameters too, for models larger than a device."),
 ]
+Stages = Annotated[
+    WholeNumber,
+    flag(
+        "S",
+        "With --towers: cut the model into S stages, which live on different devices.",
+        "the whole model on every device",
+    ),
+]
 SetOptions = Annotated[
     tuple[str, ...],
     tyro.conf.UseAppendAction,

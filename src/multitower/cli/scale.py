@@ -19,6 +19,7 @@ from multitower.cli.flags import (
     SetOptions,
     ShardParams,
     ShardUpdate,
+    Stages,
     Synthetic,
     WholeNumber,
     flag,
@@ -84,6 +85,7 @@ def scale(
     seed: Seed = None,
     shard_update: ShardUpdate = False,
     shard_params: ShardParams = False,
+    stages: Stages = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-scale-DATE-TIME")
     ] = None,
@@ -106,6 +108,7 @@ def scale(
         seed=seed or 0,
         shard_update=shard_update,
         shard_params=shard_params,
+        stages=stages,
     )
     kinds = tuple(kind for kind, asked in ((STRONG, strong), (WEAK, weak)) if asked)
     how = ScalingOptions(kinds=kinds, steps=steps, rounds=rounds, predict=predict)
@@ -122,7 +125,14 @@ def scale(
         say(f"measuring {chosen.name} on {', '.join(map(str, sorted(set(counts))))} of {where}")
     result = measure(chosen, options, counts, how)
     where_flag = {"devices": devices, "simulate": simulate, "towers": towers, "steps": steps}
-    more = {"rounds": rounds, "predict": predict, "batch-size": batch_size, "seed": seed}
+    more = {
+        "rounds": rounds,
+        "predict": predict,
+        "batch-size": batch_size,
+        "seed": seed,
+        "stages": stages,
+    }
+    more["stages"] = stages
     shards = {"shard-update": shard_update, "shard-params": shard_params}
     switches = (*kinds, *(name for name, asked in shards.items() if asked))
     result["command"] = _command(recipe, switches, {**where_flag, **more}, settings)

@@ -18,6 +18,7 @@ from multitower.cli.flags import (
     ShardParams,
     ShardUpdate,
     Simulate,
+    Stages,
     Steps,
     Synthetic,
     WholeNumber,
@@ -43,6 +44,7 @@ from multitower.runs.directory import (
     write_config,
 )
 from multitower.runs.options import RunOptions
+from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
 from multitower.runs.train import run
 from multitower.towers.placement import place
 
@@ -111,14 +113,7 @@ def train(
     seed: Seed = None,
     shard_update: ShardUpdate = False,
     shard_params: ShardParams = False,
-    stages: Annotated[
-        int | None,
-        flag(
-            "S",
-            "With --towers: cut the model into S stages, which live on different devices.",
-            "the whole model on every device",
-        ),
-    ] = None,
+    stages: Stages = None,
     layout: Annotated[
         str | None,
         flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
@@ -266,6 +261,9 @@ def finish(
     allow_previous: bool = False,
 ) -> None:
     """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
+    pipeline = planned_pipeline(options)
+    if pipeline is not None:
+        say(pipeline_in_words(pipeline))
     with show_progress(options.steps or recipe.steps) as watch:
         result = run(
             recipe,

@@ -13,6 +13,7 @@ from multitower.cli.flags import (
     Seed,
     SetOptions,
     ShardUpdate,
+    Stages,
     Synthetic,
     WholeNumber,
     flag,
@@ -41,6 +42,7 @@ def verify(
     set_options: SetOptions = (),
     seed: Seed = None,
     shard_update: ShardUpdate = False,
+    stages: Stages = None,
     as_json: AsJson = False,
 ) -> int:
     """Check that a recipe's steps give the same bits on 1, 2, ... devices.
@@ -54,6 +56,7 @@ def verify(
         global_batch=batch_size,
         seed=seed or 0,
         shard_update=shard_update,
+        stages=stages,
     )
     counts, where = start_counts(devices, simulate)
     if not as_json:

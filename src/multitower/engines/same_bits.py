@@ -33,9 +33,16 @@ _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for mor
 
 # What is called with (stage, place, sums): where towers meet ("exchange", tower, what it sends);
 # ("tower program", tower, what the tower returns); ("reduction", local device, the totals there).
-Tap = Callable[[str, int, TowerSums], None]
+# Of a model in stages trees by stage: ("forward program", tower, what it sends); ("backward
+# program", tower, what it returns); ("reduction", replica, the totals there).
+Tap = Callable[[str, int, Any], None]
 
 _tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
+
+
+def current_tap() -> Tap | None:
+    """What wants to be shown, if anything does."""
+    return _tap.get()
 
 
 @contextmanager
@@ -94,7 +101,7 @@ class SameBits:
             rows: the split arrays.
         """
         programs = self._programs(replicas[0], rows)
-        tap = _tap.get()
+        tap = current_tap()
         stacks = self._totals.stacks()
         returned: dict[int, Any] = {}
         run = self._tower_program(programs, replicas, rows, tap)
@@ -125,19 +132,18 @@ class SameBits:
         Raises:
             OutputError: rows that only fill up would meet others.
         """
-        tower_rows, num_rows = rows[0].tower_rows, rows[0].num_rows
 
         def arguments(turn: Turn) -> tuple[Shared, list[Any], Tower]:
             return (
                 replicas[turn.i],
                 [leaf.pieces[turn.tower] for leaf in rows],
-                self._here(turn.tower, turn.i, tower_rows, num_rows),
+                self._here(turn, rows[0]),
             )
 
         tower = programs.tower
         if isinstance(tower, list):
             return lambda turn: tower[turn.i](*arguments(turn))
-        refuse_filled(programs.meets, num_rows, tower_rows, self._placement)
+        refuse_filled(programs.meets, rows[0].num_rows, rows[0].tower_rows, self._placement)
 
         def see(n: int, number: int, sent: Any) -> None:
             if tap is not None:
@@ -145,13 +151,12 @@ class SameBits:
 
         return tower.run(arguments, see if tap else None)
 
-    def _here(self, tower: int, i: int, tower_rows: int, num_rows: int) -> Tower:
-        """What a tower's program knows of itself, on local device i; copied there once."""
-        key = (tower, tower_rows, num_rows)
+    def _here(self, turn: Turn, rows: TowerRows) -> Tower:
+        """What a tower's program knows of itself, on its device; copied there once."""
+        key = (turn.tower, rows.tower_rows, rows.num_rows)
         if key not in self._towers:
-            num_real = min(max(num_rows - tower * tower_rows, 0), tower_rows)
-            counts = (tower, num_real, num_rows)
-            self._towers[key] = Tower(*(self.constant(i, np.int32(count)) for count in counts))
+            counts = (self.constant(turn.i, np.int32(n)) for n in rows.counts(turn.tower))
+            self._towers[key] = Tower(*counts)
         return self._towers[key]
 
     def _scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:

@@ -116,7 +116,9 @@ class TowerFunction:
         self._kind = kind
         self._devices = devices
         self._towers = towers
-        self._placement = place(devices, towers) if devices is not None else None
+        self._placement: Placement | None = None
+        if devices is not None:
+            self.placement()
         self._engines: dict[Any, tuple[SameBits | None, SameBits]] = {}
         self._looked_at: set[Split] = set()
         self._jitted = jax.jit(self._traced, static_argnums=(0, 1))
@@ -204,7 +206,7 @@ class TowerFunction:
         placement = self._evenly_placed()
         num_rows = rows[0].shape[0]
         tower_rows = -(-num_rows // placement.num_towers)
-        ragged = _ragged(num_rows, placement.num_towers)
+        ragged = ragged_of(num_rows, placement.num_towers)
         job = self._kind.job(split, tower_rows, ragged)
         before = self._weights_job(split, shared, rows, tower_rows)
         if before is not None:
@@ -241,7 +243,7 @@ class TowerFunction:
     def _same_bits(self, parts: Parts, placement: Placement) -> Any:
         tower_rows = -(-parts.num_rows // placement.num_towers)
         rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
-        ragged = _ragged(parts.num_rows, placement.num_towers)
+        ragged = ragged_of(parts.num_rows, placement.num_towers)
         key = (parts.split, tower_rows, ragged is None)
         engines = self._engines.get(key)
         if engines is None:
@@ -326,7 +328,8 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
     return jax.tree.map(join, *pieces)
 
 
-def _ragged(num_rows: int, num_towers: int) -> tuple[int, int] | None:
+def ragged_of(num_rows: int, num_towers: int) -> tuple[int, int] | None:
+    """(rows, towers) where some rows only fill up."""
     return (num_rows, num_towers) if num_rows % num_towers else None
 
 

@@ -15,11 +15,17 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import Contents, as_function, call_opened
 from multitower.models.modules import Call, call_tower, take_call
 from multitower.models.state import Changed, as_leaf, only_first
+from multitower.stages.options import StageOptions, stage_options
 from multitower.towers.rows import Split, Tower, axes_of_leaves
 from multitower.towers.surroundings import is_inside_a_tower
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class _Where(NamedTuple):
+    devices: DeviceSpec | None
+    towers: int | None
 
 
 def make_parallel(
@@ -29,6 +35,8 @@ def make_parallel(
     *,
     devices: DeviceSpec | None = None,
     towers: int | None = None,
+    stages: int | None = None,
+    layout: tuple[int, int] | None = None,
 ) -> Callable[_P, _R]:
     """Runs a function of batched arrays on all devices, each on its share of the rows.
 
@@ -52,6 +60,15 @@ def make_parallel(
             the same bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
             `jax.lax.scan`, rows and keys of the towers stay the same, and the result is equal up to
             rounding. Inside a function that runs on towers already it is `fn` itself.
+        stages: cut the model into this many stages, each on its own device, for a model that does
+            not fit on one. `fn` is cut at its marks `mt.cut(h)`, or into parts of equal work. What
+            every tower gets whole (modules, arguments with `in_axes=None`, what `fn` closes over)
+            is copied to the stages that use it at the first call, and stays there as long as the
+            caller keeps these arrays. NumPy arrays may change, and are copied at every call. The
+            bits are the same for any `devices` and `layout`, if `towers` is given.
+        layout: (replicas of the model, devices of each), for `stages`. By default a device for each
+            stage, or all devices if there are fewer; and as many replicas as there is room for,
+            with one tower each if `towers` is None.
 
     Returns:
         A function with the arguments of `fn`. Its results stay on their devices, split over them
@@ -59,8 +76,10 @@ def make_parallel(
 
     Raises:
         ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
+            With `stages`: `fn` cannot be cut into so many, or it is called inside `jax.jit`.
         BatchError: no rows, or different row counts.
-        OutputError: a result without an axis of rows.
+        ConfigurationError: `stages` with several processes.
+        OutputError: a result without an axis of rows; with `stages` a changed BatchNorm average.
         DeviceError: more devices than there are, or an unknown name.
 
     Example:
@@ -75,7 +94,8 @@ def make_parallel(
     arguments = Arguments(fn)
     fn = as_function(fn)
     where = tuple(devices) if isinstance(devices, list) else devices
-    options = (Axes.of(in_axes), Axes.of(out_axes), where, towers)
+    cut = stage_options(stages, layout)
+    options = (Axes.of(in_axes), Axes.of(out_axes), _Where(where, towers), cut)
     own = _tower_function(fn, *options)  # refuses wrong options right away
 
     @functools.wraps(fn)
@@ -99,9 +119,14 @@ def make_parallel(
 
 
 def _tower_function(
-    fn: Any, in_axes: Axes, out_axes: Axes, devices: DeviceSpec | None, towers: int | None
+    fn: Any, in_axes: Axes, out_axes: Axes, where: _Where, stages: StageOptions | None
 ) -> TowerFunction:
-    return TowerFunction(_Parallel(fn, in_axes.tree, out_axes.tree), devices, towers)
+    kind = _Parallel(fn, in_axes.tree, out_axes.tree)
+    if stages is None:
+        return TowerFunction(kind, *where)
+    from multitower.functions.in_stages import StagedFunction  # noqa: PLC0415 (importing stays quick)
+
+    return StagedFunction(kind, *where, stages)
 
 
 # A loop may make the function anew at every turn: it must not compile anew.

@@ -18,6 +18,7 @@ from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.planning.traffic import Traffic
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
+from multitower.stages.order import least_bubble
 from multitower.stages.programs import Programs as StagePrograms
 from multitower.steps.element_wise import is_element_wise
 from multitower.steps.staged.job import StagedJob
@@ -74,7 +75,7 @@ def staged_layouts(
             notes.append(f"stages={num_stages} is left out: {error}")
             continue
         passing = -(-towers // replicas)
-        waits = (num_stages - 1) / (passing + num_stages - 1)
+        waits = least_bubble(num_stages, passing)
         half = replicas * (2 * passing + num_stages - 1)
         note = f"towers={half} would halve the time in which devices wait"
         options = {"towers": towers, "stages": num_stages, "layout": (replicas, num_stages)}

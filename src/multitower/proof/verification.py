@@ -18,6 +18,7 @@ import numpy as np
 from multitower.engines.packing import unpack
 from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
+from multitower.steps.staged.state import Parts as StagedParts
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 
@@ -26,12 +27,15 @@ MakeRun = Callable[[Any], Iterator[tuple[TrainState, dict[str, jax.Array]]]]
 
 EXCHANGE = "exchange"
 TOWER = "tower program"
+FORWARD = "forward program"  # these two of a model in stages
+BACKWARD = "backward program"
 REDUCTION = "reduction"
 UPDATE = "update"
-_STAGES = (EXCHANGE, TOWER, REDUCTION, UPDATE)
+_STAGES = (EXCHANGE, TOWER, FORWARD, BACKWARD, REDUCTION, UPDATE)
 # What is a tower's own.
-_OF_TOWERS = (EXCHANGE, TOWER)
+_OF_TOWERS = (EXCHANGE, TOWER, FORWARD, BACKWARD)
 
+_OF_STAGE = "['stage "
 _PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "metrics")
 
 
@@ -41,8 +45,8 @@ class Spot(NamedTuple):
     Attributes:
         stage: which stage of the step made it.
         place: the tower, of a tower program or of what it sends in an exchange; or the device,
-            counted from 0, that holds it.
-        leaf: its path.
+            counted from 0, that holds it, of a model in stages the replica.
+        leaf: its path, which begins with the stage of the model if it is cut.
     """
 
     stage: str
@@ -74,6 +78,8 @@ class Difference:
         first, second = (f"{n} device{'' if n == 1 else 's'}" for n in self.devices)
         stage, place, leaf = self.spot
         holder = f"tower {place}" if stage in _OF_TOWERS else f"the copy on device {place}"
+        if stage not in _OF_TOWERS and leaf.startswith(_OF_STAGE):
+            holder = f"the copy of replica {place}"
         text = f"step {self.step}: {first} and {second} part in the {stage} ({holder}): {leaf}"
         if self.values is not None:
             a, b = self.values
@@ -160,7 +166,10 @@ def _advance(
 ) -> tuple[TrainState, dict[str, jax.Array]] | None:
     """Makes one step and shows every leaf of every stage; None at the end of the run."""
 
-    def tap(stage: str, place: int, sums: TowerSums) -> None:
+    def tap(stage: str, place: int, sums: Any) -> None:
+        if not isinstance(sums, TowerSums):
+            _show(stage, place, (sums,), see)
+            return
         _show(stage, place, unpack(sums.packed), see)
         # A block's total is on the device of its tower alone: no device has a copy of it.
         _show(stage, place if stage in _OF_TOWERS else 0, (_Blocks(sums.blocks),), see)
@@ -171,11 +180,18 @@ def _advance(
         return None
     state, metrics = end
     # Copies per device where the state is made of them: each one is checked.
-    copies = state.parts() if isinstance(state.parts(), list) else [state.fields()]
-    for place, fields in enumerate(copies):
+    for place, fields in enumerate(_copies(state)):
         _show(UPDATE, place, fields, see)
     _show(UPDATE, 0, {"metrics": metrics}, see)
     return end
+
+
+def _copies(state: TrainState) -> list[Any]:
+    """The state as each device has it, or each replica of a model in stages."""
+    parts = state.parts()
+    if isinstance(parts, StagedParts):
+        return parts.copies()
+    return parts if isinstance(parts, list) else [state.fields()]
 
 
 def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -> None:

@@ -16,6 +16,7 @@ from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves
 from multitower.runs.report_page.overview import describe
 from multitower.runs.report_page.page import render
+from multitower.runs.report_page.pipeline import draw_pipeline
 from multitower.runs.samples import Sample, TextSample
 
 __all__ = ["Sample", "TextSample", "write_report"]
@@ -70,6 +71,7 @@ def write_report(
         samples=[_shown(number, sample) for number, sample in enumerate(samples)],
         texts=texts,
         placement=placement,
+        pipeline=draw_pipeline(result.get("pipeline")),
         **describe(result, config),
     )
     return write_whole(directory / REPORT, page)

@@ -14,8 +14,8 @@ from multitower.hardware import provenance
 from multitower.processes.together import are_several
 from multitower.recipes.definition import DataSets, Recipe, takes
 from multitower.runs.options import LARGEST_SEED, RunOptions
+from multitower.runs.pipeline import describe_pipeline
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.placement import Placement
 from multitower.towers.rows import take_apart
 from multitower.training.checkpoints.best import check_score
 from multitower.training.trainer import Trainer
@@ -117,18 +117,36 @@ class RecipeJob:
             global_batch=_TEST_BATCHES * self.global_batch,
         )
 
+    def feeding(self) -> dict[str, Any]:
+        """Where batches go, as for `prefetch`; with stages to the devices of the first one."""
+        step, options = self.trainer.step, self.options
+        devices = options.devices if step.layout is None else list(step.placement.devices)
+        rest = {"towers": options.towers, "global_batch": self.global_batch}
+        return {"devices": devices, **rest}
+
+    def placement(self) -> dict[str, list[int]]:
+        """The towers of each device; with stages, of each device of their replica."""
+        layout, placement = self.trainer.step.layout, self.trainer.step.placement
+        replicas = layout.replicas if layout else [(device,) for device in placement.devices]
+        return {
+            f"{device.platform}:{device.id}": list(towers)
+            for devices, towers in zip(replicas, placement.towers_on, strict=True)
+            for device in devices
+        }
+
     def facts(self) -> dict[str, Any]:
         """What a result says of the run that does not come out of it."""
         placement = self.trainer.step.placement
         about = self.recipe.about_data
+        found = self.placement()
         facts: dict[str, Any] = {
             "recipe": self.recipe.name,
             "options": {**self.recipe.options, **(about() if about else {})},
             "seed": self.options.seed,
             "batch_size": self.global_batch,
             "towers": placement.num_towers,
-            "devices": len(placement.devices),
-            "placement": placement_by_name(placement),
+            "devices": len(found),
+            "placement": found,
             "same_bits": self.options.towers is not None,
             "versions": provenance.versions(),
             "host": provenance.host(placement.devices[0]),
@@ -136,6 +154,9 @@ class RecipeJob:
         clip_norm = _clip_norm(self.recipe, self.options)
         if clip_norm is not None:
             facts["clip_norm"] = clip_norm
+        layout = self.trainer.step.layout
+        if layout is not None:
+            facts["pipeline"] = describe_pipeline(layout)
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:
@@ -146,11 +167,3 @@ class RecipeJob:
 
 def _clip_norm(recipe: Recipe, options: RunOptions) -> float | None:
     return recipe.clip_norm if options.clip_norm is None else options.clip_norm
-
-
-def placement_by_name(placement: Placement) -> dict[str, list[int]]:
-    """The towers of each device."""
-    return {
-        f"{device.platform}:{device.id}": list(towers)
-        for device, towers in zip(placement.devices, placement.towers_on, strict=True)
-    }

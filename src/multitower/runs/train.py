@@ -14,7 +14,7 @@ from multitower.runs.directory import EVENTS, METRICS, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
-from multitower.runs.setup import RecipeJob, placement_by_name
+from multitower.runs.setup import RecipeJob
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
@@ -50,9 +50,9 @@ def run(
         `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
         fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
         first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
-        `versions` and `host`; of several processes `processes`, how many; with clipping
-        `clip_norm`, the run's or the recipe's; with `keep_best`, `best`: the step and the scores of
-        the best state.
+        `versions` and `host`; of several processes `processes`, how many; with stages `pipeline`,
+        as `describe_pipeline`; with clipping `clip_norm`, the run's or the recipe's; with
+        `keep_best`, `best`: the step and the scores of the best state.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
@@ -112,7 +112,7 @@ def run(
             directory,
             config={"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)},
             result=result,
-            placement=list(placement_by_name(job.trainer.step.placement).items()),
+            placement=list(job.placement().items()),
             samples=sample_predictions(recipe, state, job.data.test),
             texts=sample_texts(recipe, state, job.data.test),
         )

@@ -134,6 +134,7 @@ def scale(
         "towers": options.towers,
         "shard_update": options.shard_update,
         "shard_params": options.shard_params,
+        "stages": options.stages,
         "batch_size": batch,
         "steps": how.steps,
         "lead_steps": LEAD_STEPS,

@@ -46,11 +46,7 @@ class ScalingRun:
         assert options.devices is not None
         self._memory = MemoryWatch(devices(options.devices))
         self._job = RecipeJob.of(recipe, options, None, keep_best=False)
-        self._where: dict[str, Any] = {
-            "devices": options.devices,
-            "towers": options.towers,
-            "global_batch": self._job.global_batch,
-        }
+        self._where = self._job.feeding()
         self._state = self._job.trainer.step.init(**self._job.first_state())
         self.losses: list[float] = []
         self.turns_s: list[float] = []

@@ -46,7 +46,8 @@ def measure_split(
         inside it). `step_s`: until all devices are done. Of that, with a fixed number of towers:
         `tower_programs_s` until the last one of all devices is done, `reduction_s` until all
         devices have the sums, `update_s` for the rest (with `shard_update` the new parameters are
-        gathered in it); None in the fast mode, which is one program.
+        gathered in it); None in the fast mode, which is one program, and with stages, where they
+        overlap.
     """
     taken: list[dict[str, float]] = []
     for batch, input_s in islice(_fed(batches, where), num_steps + 1):
@@ -57,7 +58,7 @@ def measure_split(
         step_s = time.perf_counter() - began
         taken.append({"input_s": input_s, "host_s": returned - began, "step_s": step_s})
     staged: list[dict[str, float]] = []
-    if where["towers"] is not None:
+    if where["towers"] is not None and step.layout is None:
         for batch, _ in islice(_fed(batches, where), num_steps + 1):
             stages = _Stages(step.placement.num_towers)
             began = time.perf_counter()

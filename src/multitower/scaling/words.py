@@ -84,6 +84,8 @@ def split_in_words(result: Mapping[str, Any]) -> str:
         "need). host: until step() returns; on CPUs small programs may run inside it. step: until "
         "all devices are done."
     )
+    if result.get("stages") is not None:
+        return f"{text} With stages, programs of several devices overlap: parts are not measured."
     if result["towers"] is None:
         return f"{text} With --towers T, the parts of a step are measured too."
     return f"{text} Waiting for each part makes tower programs, reduction and update longer."
@@ -153,6 +155,8 @@ def _title(kind: str, result: Mapping[str, Any]) -> str:
     mode = "one tower per device" if towers is None else f"the same {counted(towers, 'tower')}"
     sharded = ", update sharded" if result["shard_update"] else ""
     sharded = ", parameters sharded" if result["shard_params"] else sharded
+    if result.get("stages") is not None:
+        sharded = f", {counted(result['stages'], 'stage')}"
     each = counted(entries[0]["batch_size"], "example")
     return f"{_TITLES[kind]}: {each} per step, {mode}{sharded}"
 

@@ -193,12 +193,7 @@ def make_chain(
         SPLIT if i in pieces else min(found, default=num_stages - 1)
         for i, found in enumerate(users)
     )
-    avals = _avals(program, closed)
-    for i, own in pieces.items():
-        whole = avals[params[i]]
-        for piece in own.values():
-            shape = (piece.last - piece.first, *whole.shape[1:])
-            avals[piece.number] = jax.ShapeDtypeStruct(shape, whole.dtype)
+    avals = avals_of(program, closed, pieces)
     return Chain(tuple(stages), avals, tuple(program.inputs), num_params, homes, pieces)
 
 
@@ -285,9 +280,23 @@ def _with_inputs(
     return Segment(segment.steps, inputs, segment.outputs, {**segment.consts, **consts})
 
 
-def _avals(program: Program, closed: Any) -> dict[int, Any]:
+def avals_of(program: Program, closed: Any, pieces: Pieces) -> dict[int, Any]:
+    """Shape and dtype of every number of a program that was read from `closed`."""
     avals = dict(zip(program.inputs, closed.in_avals, strict=True))
     for step in program.steps:
         pairs = zip(step.outputs, step.equation.outvars, strict=True)
         avals.update((number, atom.aval) for number, atom in pairs)
+    for i, own in pieces.items():
+        whole = avals[program.inputs[i]]
+        for piece in own.values():
+            shape = (piece.last - piece.first, *whole.shape[1:])
+            avals[piece.number] = jax.ShapeDtypeStruct(shape, whole.dtype)
     return avals
+
+
+def shapes_of(avals: Mapping[int, Any], numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """What programs of these numbers are compiled for."""
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in (avals[number] for number in numbers)
+    ]

@@ -90,7 +90,7 @@ def _grouped(
     """The stage of each step, from its level: neighbouring levels together, with equal work."""
     if num_levels < num_stages:
         raise ArgumentError(
-            f"stages={num_stages}, and the loss has {num_levels - 1} mt.cut(h) that its result "
+            f"stages={num_stages}, and the model has {num_levels - 1} mt.cut(h) that its result "
             f"depends on one after the other: {num_levels} stages at most. Mark "
             f"{num_stages - num_levels} more, use stages={num_levels}, or take all marks out to "
             "have the model cut automatically."
@@ -168,11 +168,11 @@ def _refuse_one_heavy_step(
     if has_places and (num_stages == 2 or work[largest] <= total / 2):
         return
     if not main:
-        raise ArgumentError(f"stages={num_stages}, and the loss computes nothing.")
+        raise ArgumentError(f"stages={num_stages}, and the model computes nothing.")
     equation = program.steps[main[largest]].equation
     where = line_of(equation)
     raise ArgumentError(
-        f"stages={num_stages}: the loss cannot be cut into so many parts of equal work. It has "
+        f"stages={num_stages}: the model cannot be cut into so many parts of equal work. It has "
         f"{num_heavy} products of matrices, convolutions or loops, and one equation "
         f"({equation.primitive.name}{f' at {where}' if where else ''}) has "
         f"{100 * work[largest] / max(total, 1):.0f} % of the work. Use fewer stages, write that "

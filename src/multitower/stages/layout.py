@@ -69,7 +69,7 @@ def check_layout(num_stages: Any, layout: Any) -> None:
 
 def lay_out(
     devices: Sequence[jax.Device],
-    num_towers: int,
+    num_towers: int | None,
     num_stages: int,
     layout: tuple[int, int] | None,
     *,
@@ -79,7 +79,7 @@ def lay_out(
 
     Args:
         devices: to use.
-        num_towers: of all replicas.
+        num_towers: of all replicas; None for one in each.
         num_stages: of the model.
         layout: (replicas, devices of each). By default a device for each stage, or all devices if
             there are fewer; and as many replicas as there is room for.
@@ -96,6 +96,7 @@ def lay_out(
             f"{len(devices)}. Use fewer replicas or fewer devices of each: every layout has the "
             "same bits."
         )
+    num_towers = num_replicas if num_towers is None else num_towers
     if num_replicas > num_towers:
         raise DeviceError(
             f"layout={layout} has {num_replicas} replicas, and towers={num_towers} keep "
@@ -108,15 +109,18 @@ def lay_out(
     return Layout(replicas, place_of, contiguous(firsts, num_towers))
 
 
-def _as_many_as_fit(num_devices: int, num_towers: int, num_stages: int) -> tuple[int, int]:
+def _as_many_as_fit(num_devices: int, num_towers: int | None, num_stages: int) -> tuple[int, int]:
     """A device for each stage, and as many replicas as there is room for."""
     each = min(num_stages, num_devices)
-    num_replicas = min(num_towers, num_devices // each)
+    num_replicas = num_devices // each
+    if num_towers is not None:
+        num_replicas = min(num_towers, num_replicas)
     if num_replicas * each < num_devices:
+        given = f"stages={num_stages}" + (f" and towers={num_towers}" if num_towers else "")
         warn(
-            f"stages={num_stages} and towers={num_towers} keep {num_replicas * each} of "
-            f"{num_devices} devices busy, with layout={(num_replicas, each)} (replicas, devices of "
-            "each). Pass another layout=, or devices=."
+            f"{given} keep {num_replicas * each} of {num_devices} devices busy, with layout="
+            f"{(num_replicas, each)} (replicas, devices of each). Pass another layout=, or "
+            "devices=."
         )
     return num_replicas, each
 

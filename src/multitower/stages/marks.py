@@ -9,10 +9,10 @@ _NAME = "multitower.cut"
 
 
 def cut(tree: Any) -> Any:
-    """Marks a place in a loss where `train_step(..., stages=S)` may cut the model.
+    """Marks a place where `train_step` and `make_parallel` with `stages=S` may cut the model.
 
-    Everywhere else it is the identity: `mt.cut(h)` equals `h`. Each mark that the loss depends on
-    ends a stage and begins the next one. With more marks than `stages - 1`, those that give the
+    Everywhere else it is the identity: `mt.cut(h)` equals `h`. Each mark that the result depends
+    on ends a stage and begins the next one. With more marks than `stages - 1`, those that give the
     stages equal work are used.
 
     Args:
@@ -23,8 +23,8 @@ def cut(tree: Any) -> Any:
         The same values.
 
     Raises:
-        ArgumentError: not here, but at the first batch of `train_step(stages=)`: a mark is inside a
-            loop, a branch or a `custom_vjp`, or there are fewer than `stages - 1`.
+        ArgumentError: not here, but at the first batch with `stages=`: a mark is inside a loop, a
+            branch or a `custom_vjp`, or there are fewer than `stages - 1`.
 
     Example:
         >>> import jax.numpy as jnp

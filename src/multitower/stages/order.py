@@ -45,9 +45,78 @@ def one_forward_one_backward(num_towers: int, place_of: Sequence[int]) -> list[l
     return ticks
 
 
-def bubble(ticks: Sequence[Sequence[Turn]], num_devices: int) -> float:
-    """The share of time in which devices wait, if all programs took equally long."""
-    return 1 - sum(map(len, ticks)) / (num_devices * len(ticks))
+def forward_alone(num_towers: int, num_stages: int) -> list[list[Turn]]:
+    """The turns of one replica without backward programs, in ticks."""
+    return [
+        [
+            Turn("forward", tick - stage, stage)
+            for stage in range(num_stages)
+            if 0 <= tick - stage < num_towers
+        ]
+        for tick in range(num_towers + num_stages - 1)
+    ]
+
+
+class Slot(NamedTuple):
+    """When a turn runs: from `start` to `end`, in units of a forward program.
+
+    Attributes:
+        turn: what runs.
+        place: on which device of the replica.
+        start: when it begins.
+        end: when it ends.
+    """
+
+    turn: Turn
+    place: int
+    start: int
+    end: int
+
+
+def timeline(
+    ticks: Sequence[Sequence[Turn]], place_of: Sequence[int], *, recomputed: bool = True
+) -> list[Slot]:
+    """When each turn runs, if all stages have equal work and moves take no time.
+
+    A backward program takes twice the time of a forward one, and that of the forward one again,
+    which it repeats. The last stage has no forward turn, and repeats nothing.
+
+    Args:
+        ticks: the turns in the order in which they are started.
+        place_of: for each stage its device within the replica.
+        recomputed: whether backward programs repeat the forward ones.
+    """
+    last = len(place_of) - 1
+    free = [0] * (max(place_of) + 1)
+    ends: dict[Turn, int] = {}
+    slots: list[Slot] = []
+    for turn in (turn for tick in ticks for turn in tick):
+        kind, tower, stage = turn
+        length = 1 if kind == "forward" else 3 if recomputed or stage == last else 2
+        needs = Turn("forward", tower, stage - 1)
+        if kind == "backward" and stage < last:
+            needs = Turn("backward", tower, stage + 1)
+        start = max(ends.get(needs, 0), free[place_of[stage]])
+        ends[turn] = free[place_of[stage]] = start + length
+        slots.append(Slot(turn, place_of[stage], start, start + length))
+    return slots
+
+
+def bubble(slots: Sequence[Slot]) -> float:
+    """The share of the time in which the devices of a timeline wait."""
+    num_devices = 1 + max(slot.place for slot in slots)
+    busy = sum(slot.end - slot.start for slot in slots)
+    return 1 - busy / (num_devices * max(slot.end for slot in slots))
+
+
+def least_bubble(num_devices: int, num_towers: int) -> float:
+    """The same by the formula, for stages that repeat nothing: (P - 1) / (M + P - 1).
+
+    Args:
+        num_devices: P, of the replica.
+        num_towers: M, that pass through it.
+    """
+    return (num_devices - 1) / (num_towers + num_devices - 1)
 
 
 def _ready(

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.engines import reduction
-from multitower.engines.packing import Packed
+from multitower.engines.packing import Packed, unpack
+from multitower.engines.same_bits import current_tap
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.order import Turn, one_forward_one_backward
@@ -54,8 +55,9 @@ class Pipeline:
             rest: the arguments of the program between parameters and rows, anywhere.
             rows: the arguments after these; three numbers follow, of the tower.
         """
+        tap = current_tap()
         walks = [
-            Walk(self.chain, self._programs, self.layout, r, self._additions[r])
+            Walk(self.chain, self._programs, self.layout, r, self._additions[r], tap=tap)
             for r in range(len(self.layout.replicas))
         ]
         for walk, own in zip(walks, params, strict=True):
@@ -65,7 +67,14 @@ class Pipeline:
             for walk, turn in zip(walks, turns, strict=True):
                 if turn is not None:
                     walk.take(turn)
-        return self._totals([walk.stacks for walk in walks])
+        totals = self._totals([walk.stacks for walk in walks])
+        if tap is not None:
+            for r, stages in enumerate(totals.gradients):
+                by_stage = {
+                    f"stage {s}": [unpack(one) for one in own] for s, own in enumerate(stages)
+                }
+                tap("reduction", r, by_stage)
+        return totals
 
     def shapes_of_results(self) -> list[Packed]:
         """The shapes of `Totals.results`."""

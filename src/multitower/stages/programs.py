@@ -8,8 +8,8 @@ import numpy as np
 
 from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each
-from multitower.engines.packing import Packed, pack
-from multitower.stages.chain import Chain
+from multitower.engines.packing import Packed, pack, unpack
+from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
 
 
@@ -25,6 +25,11 @@ class StageSums(NamedTuple):
     own: Packed
     away: dict[int, Packed]
     results: Packed
+
+    def unpacked(self) -> dict[str, Any]:
+        """The same as trees."""
+        away = {home: unpack(one) for home, one in self.away.items()}
+        return {"gradients": unpack(self.own), "away": away, "results": unpack(self.results)}
 
 
 class Programs:
@@ -52,11 +57,7 @@ class Programs:
         return self._numbers[value, device]
 
     def _shapes(self, numbers: Sequence[int]) -> list[Any]:
-        avals = [self._chain.avals[number] for number in numbers]
-        return [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-            for a in avals
-        ]
+        return shapes_of(self._chain.avals, numbers)
 
     def _compile_forward(self, s: int) -> list[jax.stages.Compiled]:
         stage = self._chain.stages[s]

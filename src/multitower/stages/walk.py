@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from multitower.engines.same_bits import Tap
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.order import Turn
@@ -22,6 +23,7 @@ class Walk:
         layout: stages on devices.
         replica: which one.
         additions: for each of its towers how many additions follow it.
+        tap: is shown what each program returns.
 
     Attributes:
         stacks: for each stage the sums of its towers that are not added up yet.
@@ -34,11 +36,14 @@ class Walk:
         layout: Layout,
         replica: int,
         additions: Mapping[int, int],
+        *,
+        tap: Tap | None = None,
     ) -> None:
         self._chain = chain
         self._programs = programs
         self._replica = replica
         self._additions = additions
+        self._tap = tap
         self._devices = [layout.device(replica, s) for s in range(layout.num_stages)]
         self._whole: dict[int, Any] = {}
         self._tower_numbers: tuple[int, ...] = ()
@@ -71,6 +76,8 @@ class Walk:
         if not sent:
             return
         made = self._programs.forward[s][self._replica](values)
+        if self._tap is not None:
+            self._tap("forward program", tower, {f"stage {s}": made})
         for number, value in zip(sent, made, strict=True):
             there = {self._devices[s]: value}
             for user in self._chain.users(number):
@@ -84,6 +91,8 @@ class Walk:
         answers = self._answers.pop((tower, s), {})
         cotangents = [answers[number] for number in self._chain.stages[s].answered]
         sums, found = self._programs.backward[s][self._replica](values, cotangents)
+        if self._tap is not None:
+            self._tap("backward program", tower, {f"stage {s}": (sums.unpacked(), found)})
         for number, one in found.items():
             maker = self._chain.made_by(number)
             waiting = self._answers[tower, maker].setdefault(number, [])
@@ -116,9 +125,7 @@ class Walk:
 
     def _number(self, number: int, tower: int) -> int:
         """What a tower knows about itself."""
-        rows = next(iter(self._rows.values()))
-        num_real = min(max(rows.num_rows - tower * rows.tower_rows, 0), rows.tower_rows)
-        counts = (tower, num_real, rows.num_rows)
+        counts = next(iter(self._rows.values())).counts(tower)
         return counts[self._tower_numbers.index(number)]
 
 

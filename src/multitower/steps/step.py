@@ -12,6 +12,7 @@ from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import is_model, take_model
+from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import LoopOptions, take_apart_each
@@ -62,6 +63,11 @@ class TrainStep:
     def placement(self) -> Placement:
         """Which device runs which towers. Reading it starts JAX."""
         return self._find_way().placement
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which device runs which stages; None without `stages=`. Reading it starts JAX."""
+        return self._find_way().layout
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the initial training state. Your arrays are copied and never overwritten.

@@ -6,6 +6,7 @@ import jax
 
 from multitower.errors import StateError
 from multitower.functions.outputs import wide
+from multitower.stages.layout import Layout
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import (
     FastRunner,
@@ -46,10 +47,18 @@ class Batches(NamedTuple):
 
 
 class Whole:
-    """Every device has the whole state."""
+    """Every device has the whole state.
 
-    def __init__(self, placement: Placement, *, same_bits: bool) -> None:
+    Attributes:
+        placement: which device runs which towers; of stages, the device of the first one.
+        layout: of stages, which device runs which of them.
+    """
+
+    def __init__(
+        self, placement: Placement, *, same_bits: bool, layout: Layout | None = None
+    ) -> None:
         self.placement = placement
+        self.layout = layout
         self._runner = SameBitsRunner if same_bits else FastRunner
 
     @property

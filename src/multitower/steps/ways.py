@@ -1,13 +1,13 @@
 """Ways to keep a training state on devices, beside the whole of it on every one."""
 
 from multitower.hardware.devices import DeviceSpec
+from multitower.stages.options import StageOptions, refuse_meeting
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import on_all_devices
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
-from multitower.steps.staged.options import StageOptions, refuse_meeting
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
@@ -67,7 +67,7 @@ class InStages(Whole):
 
     def __init__(self, options: StageOptions, devices: DeviceSpec | None, towers: int) -> None:
         self._layout = options.on(devices, towers)
-        super().__init__(self._layout.towers, same_bits=True)
+        super().__init__(self._layout.towers, same_bits=True, layout=self._layout)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; it goes to its devices when it is known what lives where."""

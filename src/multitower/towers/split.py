@@ -55,6 +55,11 @@ class TowerRows:
         """The dtype on the devices."""
         return self.piece.dtype
 
+    def counts(self, tower: int) -> tuple[int, int, int]:
+        """A tower's number, how many real rows it has, and how many all towers have."""
+        real = min(max(self.num_rows - tower * self.tower_rows, 0), self.tower_rows)
+        return tower, real, self.num_rows
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """The real rows, copied back to the host."""
         joined = np.concatenate([np.asarray(piece) for piece in self._all_pieces()])

@@ -192,8 +192,7 @@ class Trainer:
             local_state=local_state,
         )
         self._steps_per_call = steps_per_call
-        # A stage's leaves are on its own devices: there is no device that has all to compare.
-        self._check_replicas_every = check_replicas_every if stages is None else 0
+        self._check_replicas_every = check_replicas_every
         self._stages = stages
         self._sync_every = sync_every
 

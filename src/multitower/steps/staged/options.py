@@ -1,51 +1,9 @@
-"""What a user says of stages, and what stages do not go together with."""
+"""What stages do not go together with in a training step."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from multitower.errors import ArgumentError, ConfigurationError
-from multitower.hardware.configuration import warn_if_bits_depend_on_threads
-from multitower.hardware.devices import DeviceSpec
-from multitower.hardware.devices import devices as find_devices
-from multitower.processes.together import are_several
-from multitower.stages.layout import Layout, check_layout, lay_out
-
-
-def refuse_meeting(meets: str) -> ArgumentError:
-    """The error for towers that exchange values, named by where they do so first."""
-    return ArgumentError(
-        f"the loss exchanges values between towers ({meets}), and with stages= a tower's program "
-        "is cut into parts that cannot wait for other towers. Leave stages= out, or the exchange."
-    )
-
-
-class StageOptions(NamedTuple):
-    """How a model is cut over devices.
-
-    Attributes:
-        num_stages: into how many parts.
-        layout: (replicas, devices of each), or None.
-        interleave: whether neighbouring stages are on different devices.
-    """
-
-    num_stages: int
-    layout: tuple[int, int] | None
-    interleave: bool
-
-    def on(self, devices: DeviceSpec | None, towers: int) -> Layout:
-        """The stages on devices.
-
-        Raises:
-            ConfigurationError: several processes.
-            DeviceError: fewer devices or towers than the layout needs.
-        """
-        if are_several():
-            raise ConfigurationError(
-                "stages= runs in one process, which drives all devices of one machine, and this "
-                "run has several. Start one process, or leave stages= out."
-            )
-        found = find_devices(devices)
-        warn_if_bits_depend_on_threads(found)
-        return lay_out(found, towers, self.num_stages, self.layout, interleave=self.interleave)
+from multitower.errors import ArgumentError
+from multitower.stages.options import StageOptions, stage_options
 
 
 def check_stages(
@@ -56,14 +14,9 @@ def check_stages(
     Raises:
         ArgumentError: it makes no sense, or options exclude each other.
     """
-    if stages is None:
-        if layout is not None or interleave:
-            raise ArgumentError(
-                "layout= and interleave= place the stages of a model on devices, and stages= is "
-                "missing: say how many, such as stages=4, or leave them out."
-            )
+    options = stage_options(stages, layout, interleave)
+    if options is None:
         return None
-    check_layout(stages, layout)
     if towers is None:
         raise ArgumentError(
             f"stages={stages} needs towers=, the microbatches that pass through the stages: say "
@@ -74,4 +27,4 @@ def check_stages(
             "stages= and shard_update=True exclude each other: with stages, every device keeps the "
             "optimizer state of its own stages alone. Leave shard_update out."
         )
-    return StageOptions(stages, tuple(layout) if layout else None, bool(interleave))
+    return options

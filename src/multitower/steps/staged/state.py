@@ -69,6 +69,28 @@ class Parts(NamedTuple):
     homes: Homes
     trees: Trees
 
+    def copies(self) -> list[Fields]:
+        """The state as each replica has it."""
+        return [self._replace(blocks=[own]).fields() for own in self.blocks]
+
+    def by_stage(self) -> list[list[dict[str, Any]]]:
+        """For each stage what each replica keeps, by its path in the state."""
+        paths = {
+            name: jax.tree_util.tree_flatten_with_path(
+                jax.tree.unflatten(treedef, range(treedef.num_leaves))
+            )[0]
+            for name, treedef in self.trees._asdict().items()
+        }
+
+        def named(block: Block) -> dict[str, Any]:
+            return {
+                f".{name}{jax.tree_util.keystr(paths[name][i][0])}": leaf
+                for name, leaves in block._asdict().items()
+                for i, leaf in leaves.items()
+            }
+
+        return [[named(block) for block in copies] for copies in zip(*self.blocks, strict=True)]
+
     def fields(self) -> Fields:
         """The state as it looks from outside, each leaf where it lives; pieces on the host."""
         own = Block(*(self._joined(n) for n in range(3)))

@@ -1,5 +1,6 @@
 """A cheap check that all devices still hold the same variables."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +31,10 @@ def check_replicas(state: TrainState) -> None:
         >>> step = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=4)
         >>> check_replicas(step.init(jnp.float32(0.0)))
     """
+    by_stage = getattr(state.parts(), "by_stage", None)
+    if by_stage is not None:
+        _check_stages(by_stage())
+        return
     # What is kept in blocks or by one tower, or is split over the devices, has no copies.
     whole = state.shared()._replace(local=None)
     every, _ = jax.tree_util.tree_flatten_with_path(whole)
@@ -53,17 +58,40 @@ def check_replicas(state: TrainState) -> None:
             mine = process == jax.process_index()
             device = _name(devices[i]) if mine else f"device {i}"
             name = f"{device} of process {process}" if several else device
-            advice = "Suspect the device; resume from a checkpoint."
+            advice = _SUSPECT
             if several:
                 advice = (
                     "Either the processes were given other parameters, keys or rows: make them "
                     "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
                 )
-            raise StateError(
-                f"{name} holds other bits in state{jax.tree_util.keystr(flat[leaf][0])} than "
-                f"{home}{_shown(on_host[i][leaf], first[leaf]) if mine else ''}: the "
-                f"devices no longer train the same model. {advice}"
-            )
+            shown = _shown(on_host[i][leaf], first[leaf]) if mine else ""
+            raise _other_bits(name, jax.tree_util.keystr(flat[leaf][0]), home + shown, advice)
+
+
+def _check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]]) -> None:
+    """The same of a model in stages: for each of them what every replica keeps, by name."""
+    several = [copies for copies in stages if len(copies) > 1 and copies[0]]
+    started = [[_checksums(list(one.values())) for one in copies] for copies in several]
+    for copies, sums in zip(several, started, strict=True):
+        on_host = np.stack([np.asarray(s) for s in sums])  # host-device sync
+        differs = np.argwhere(on_host != on_host[0])
+        if not len(differs):
+            continue
+        replica, leaf = differs[0]
+        path = list(copies[0])[leaf]
+        name, home = (_name(*copies[r][path].devices()) for r in (replica, 0))
+        shown = _shown(on_host[replica][leaf], on_host[0][leaf])
+        raise _other_bits(name, path, home + shown, _SUSPECT)
+
+
+_SUSPECT = "Suspect the device; resume from a checkpoint."
+
+
+def _other_bits(name: str, path: str, home: str, advice: str) -> StateError:
+    return StateError(
+        f"{name} holds other bits in state{path} than {home}: the devices no longer train the "
+        f"same model. {advice}"
+    )
 
 
 def _shown(mine: Any, first: Any) -> str:

@@ -1,0 +1,114 @@
+"""A function of towers whose program is cut over devices: forward alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines.collectives import first_collective, needs_axis, place_of
+from multitower.engines.executable import signature
+from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.tracing import trace
+from multitower.errors import ArgumentError, OutputError
+from multitower.functions.calls import Kind, TowerFunction, join_rows, ragged_of
+from multitower.hardware.devices import DeviceSpec
+from multitower.stages.forward import Forward, make_forward_chain
+from multitower.stages.layout import Layout
+from multitower.stages.options import StageOptions, refuse_meeting
+from multitower.stages.placed import Placed
+from multitower.towers.placement import Placement
+from multitower.towers.rows import Parts, Tower, device_dtype, is_traced
+from multitower.towers.split import TowerRows, ready_or_cut
+from multitower.towers.surroundings import refuse_disabled_jit
+
+
+class StagedFunction(TowerFunction):
+    """As `TowerFunction`; what every tower gets whole lies with the stages that use it."""
+
+    def __init__(
+        self, kind: Kind, devices: DeviceSpec | None, towers: int | None, stages: StageOptions
+    ) -> None:
+        self._stages = stages
+        self._layout: Layout | None = None
+        self._placed = Placed()
+        self._compiled: dict[Any, tuple[Forward, Any]] = {}
+        super().__init__(kind, devices, towers)
+
+    def placement(self) -> Placement:
+        """Which replica runs which towers, on the devices of the first stage."""
+        return self._found_layout().towers
+
+    def _found_layout(self) -> Layout:
+        if self._layout is None:
+            self._layout = self._stages.on(self._devices, self._towers)
+        return self._layout
+
+    def _call(self, parts: Parts, placement: Placement) -> Any:
+        refuse_disabled_jit()
+        if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
+            raise self._refuse_traced()
+        tower_rows = -(-parts.num_rows // placement.num_towers)
+        rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
+        forward, treedef = self._program(parts, rows)
+        found = {
+            tower: jax.tree.unflatten(treedef, leaves)
+            for tower, leaves in forward.run(parts.shared, rows).items()
+        }
+        layout = self._found_layout()
+        ends = Placement(tuple(layout.devices_of(layout.num_stages - 1)), placement.owners)
+        # Results without rows are tower 0's, and nothing is averaged.
+        whole = jax.device_put((found[0].means, found[0].sums), ends.shared)
+        by_tower = {tower: result.rows for tower, result in found.items()}
+        return self._kind.result(whole, join_rows(by_tower, ends, parts.num_rows))
+
+    def _program(self, parts: Parts, rows: Sequence[TowerRows]) -> tuple[Forward, Any]:
+        """What runs a call, and the structure of what one tower returns."""
+        ragged = ragged_of(parts.num_rows, rows[0].placement.num_towers)
+        tower_rows = rows[0].tower_rows
+        shared = [_shape(leaf) for leaf in parts.shared]
+        pieces = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), x.dtype) for x in rows]
+        key = (parts.split, ragged is None, signature((shared, pieces)))
+        if key not in self._compiled:
+            job = self._kind.job(parts.split, tower_rows, ragged)
+            self._compiled[key] = self._compile(job, shared, pieces)
+        return self._compiled[key]
+
+    def _compile(self, job: Job, shared: list[Any], rows: list[Any]) -> tuple[Forward, Any]:
+        def tower(shared: list[Any], rows: list[Any], here: Tower) -> TowerResult:
+            return job.tower(Shared((), shared), rows, here)
+
+        layout = self._found_layout()
+        scalar = jax.ShapeDtypeStruct((), np.int32)
+        traced = trace(tower, (shared, rows, Tower(scalar, scalar, scalar)), self._num_towers)
+        meets = first_collective(traced.program, needs_axis)
+        if meets is not None:
+            raise refuse_meeting(place_of(meets), "function")
+        if jax.tree.leaves(traced.shapes.means):
+            raise OutputError(
+                "the model changes its own state, such as BatchNorm's averages, and with stages= "
+                "nothing is averaged over towers. Call model.eval() before, or leave stages= out."
+            )
+        chain = make_forward_chain(traced.program, len(shared), layout.num_stages)
+        return Forward(chain, layout, self._placed), traced.treedef
+
+    @property
+    def _num_towers(self) -> int:
+        return self.placement().num_towers
+
+    def _refuse_traced(self) -> ArgumentError:
+        """The error for a call inside another transformation, which makes one program of all."""
+        return ArgumentError(
+            f"a function with stages={self._stages.num_stages} was called inside jax.jit, "
+            "jax.grad, jax.vmap or the like. Each stage is a program of its own on its own "
+            "device, and there all would be one program: call it outside, or leave stages= out. "
+            "For gradients use mt.train_step(stages=)."
+        )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf))
+    known = jax.typeof(leaf)
+    weak = getattr(known, "weak_type", False)  # a Python number adapts to the dtypes around it
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=weak)

@@ -1,0 +1,64 @@
+"""The pipeline of a run with stages, drawn: a row for each device, a box for each program."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from markupsafe import Markup
+
+_LEFT, _WIDTH, _ROW, _GAP = 76, 1000, 26, 4
+_MOST = 400  # programs; more would be too narrow to see
+
+
+def draw_pipeline(pipeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What the page shows of a pipeline.
+
+    Args:
+        pipeline: as in `result.json`; None for a run without stages.
+
+    Returns:
+        What the template names; None if there is nothing to show.
+
+    Example:
+        >>> from multitower.runs.report_page.pipeline import draw_pipeline
+        >>> found = {"bubble": 0.0, "least_bubble": 0.0, "timeline": [[0, 0, 0, "backward", 0, 3]]}
+        >>> draw_pipeline(found)["picture"].count("<rect")
+        2
+    """
+    if not pipeline:
+        return None
+    picture = _picture(pipeline["timeline"][:_MOST])
+    return {
+        "bubble": pipeline["bubble"],
+        "least_bubble": pipeline["least_bubble"],
+        "picture": picture,
+    }
+
+
+def _picture(slots: list[list[Any]]) -> Markup:
+    """An SVG; a tooltip says what each box is."""
+    num_devices = 1 + max(place for place, *_ in slots)
+    unit = (_WIDTH - _LEFT) / max(slot[-1] for slot in slots)
+    height = num_devices * (_ROW + _GAP)
+    shapes = [
+        Markup('<text x="0" y="{}">device {}</text><rect class="idle" x="{}" y="{}" width="{}" '
+               'height="{}"/>')
+        .format(_top(place) + 18, place, _LEFT, _top(place), _WIDTH - _LEFT, _ROW)
+        for place in range(num_devices)
+    ]  # fmt: skip
+    for place, stage, tower, kind, start, end in slots:
+        shapes.append(
+            Markup('<rect class="{}" x="{:.2f}" y="{}" width="{:.2f}" height="{}"><title>tower {}, '
+                   "stage {}, {}</title></rect>")
+            .format(kind, _LEFT + unit * start, _top(place), unit * (end - start), _ROW, tower,
+                    stage, kind)
+        )  # fmt: skip
+    words = "Programs of one step on each device"
+    return Markup(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{0}"><svg class="pipeline" '
+        'role="img" aria-label="{0}" viewBox="0 0 {1} {2}">{3}</svg></div>\n'
+        '<p class="note">Blue: forward. Orange: backward. A box says its tower and stage.</p>'
+    ).format(words, _WIDTH, height, Markup("").join(shapes))
+
+
+def _top(place: int) -> int:
+    return place * (_ROW + _GAP)

@@ -1,0 +1,65 @@
+"""What a user says of stages, and what stages do not go together with."""
+
+from typing import Any, NamedTuple
+
+from multitower.errors import ArgumentError, ConfigurationError
+from multitower.hardware.configuration import warn_if_bits_depend_on_threads
+from multitower.hardware.devices import DeviceSpec
+from multitower.hardware.devices import devices as find_devices
+from multitower.processes.together import are_several
+from multitower.stages.layout import Layout, check_layout, lay_out
+
+
+def refuse_meeting(meets: str, what: str = "loss") -> ArgumentError:
+    """The error for towers that exchange values, named by where they do so first."""
+    return ArgumentError(
+        f"the {what} exchanges values between towers ({meets}), and with stages= a tower's program "
+        "is cut into parts that cannot wait for other towers. Leave stages= out, or the exchange."
+    )
+
+
+class StageOptions(NamedTuple):
+    """How a model is cut over devices.
+
+    Attributes:
+        num_stages: into how many parts.
+        layout: (replicas, devices of each), or None.
+        interleave: whether neighbouring stages are on different devices.
+    """
+
+    num_stages: int
+    layout: tuple[int, int] | None
+    interleave: bool = False
+
+    def on(self, devices: DeviceSpec | None, towers: int | None) -> Layout:
+        """The stages on devices.
+
+        Raises:
+            ConfigurationError: several processes.
+            DeviceError: fewer devices or towers than the layout needs.
+        """
+        if are_several():
+            raise ConfigurationError(
+                "stages= runs in one process, which drives all devices of one machine, and this "
+                "run has several. Start one process, or leave stages= out."
+            )
+        found = find_devices(devices)
+        warn_if_bits_depend_on_threads(found)
+        return lay_out(found, towers, self.num_stages, self.layout, interleave=self.interleave)
+
+
+def stage_options(stages: Any, layout: Any, interleave: Any = False) -> StageOptions | None:
+    """What a user says of stages; None for a model that is not cut.
+
+    Raises:
+        ArgumentError: it makes no sense.
+    """
+    if stages is not None:
+        check_layout(stages, layout)
+        return StageOptions(stages, tuple(layout) if layout else None, bool(interleave))
+    if layout is not None or interleave:
+        raise ArgumentError(
+            "layout= and interleave= place the stages of a model on devices, and stages= is "
+            "missing: say how many, such as stages=4, or leave them out."
+        )
+    return None
