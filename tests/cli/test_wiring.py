@@ -57,6 +57,12 @@ FLAGS = {
     "--shard-params": {"shard_params": True},
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--clip-norm 0.5": {"clip_norm": 0.5},
+    "--asynchronous --max-staleness 1 --towers 4 --tower-batch 3": {
+        "asynchronous": True,
+        "max_staleness": 1,
+        "towers": 4,
+        "global_batch": 6,
+    },
 }
 
 

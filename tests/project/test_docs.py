@@ -268,6 +268,7 @@ PHRASES = [
     "gradient accumulation",
     "mixed precision",
     "gradient clipping",
+    "asynchronous training",
     "weight decay",
     "early stopping",
     "checkpointing",

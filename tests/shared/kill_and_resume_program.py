@@ -1,6 +1,6 @@
 """Trains with SIGKILL at random moments.
 
-python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED
+python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED [UPDATES]
 
 Every attempt is a fresh process on another number of simulated devices. The processes are forked
 from this one, which has imported everything and started nothing: an attempt then takes one second
@@ -43,7 +43,7 @@ def batches(first):
         yield {"x": x, "y": x.sum(1)}
 
 
-def train(directory, num_steps, num_devices, pace_s):
+def train(directory, num_steps, num_devices, pace_s, updates):
     """One attempt, on its own devices; writes where it is and, at the end, the result."""
     import jax
 
@@ -63,13 +63,14 @@ def train(directory, num_steps, num_devices, pace_s):
         ema_decay=0.9,
         checkpoint_every=5,
         hooks=[note],
+        updates=updates,
     )
     params = {"w": jnp.zeros(8)}
     state = trainer.fit(params, batches, steps=num_steps, rng=jax.random.key(0), resume=True)
     (directory / "fingerprint").write_text(mt.fingerprint(state))
 
 
-def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
+def attempt(directory, num_steps, num_devices, pace_s, updates, kill_after=None):
     """Forks one attempt and kills it; returns the step it began at, or None if it got to none.
 
     It is killed after so many steps, a moment later, or so many seconds if these come first.
@@ -80,7 +81,7 @@ def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
     if child == 0:
-        train(directory, num_steps, num_devices, pace_s)
+        train(directory, num_steps, num_devices, pace_s, updates)
         os._exit(0)
     if kill_after is not None:
         steps, moment_s, seconds = kill_after
@@ -96,8 +97,9 @@ def attempt(directory, num_steps, num_devices, pace_s, kill_after=None):
     return int(made[0]) if made else None
 
 
-def main(directory, num_steps, num_kills, seed):
-    draw = random.Random(seed)
+def main(directory, num_steps, num_kills, seed, updates="synchronous"):
+    num_steps, num_kills = int(num_steps), int(num_kills)
+    draw = random.Random(int(seed))
     directory = Path(directory)
     directory.mkdir()
     attempts = []
@@ -106,14 +108,14 @@ def main(directory, num_steps, num_kills, seed):
         # From before the first step is compiled to well after several checkpoints.
         seconds = draw.choice((draw.uniform(0.3, 1.5), 60, 60))
         kill_after = draw.randrange(MOST_STEPS), draw.uniform(0, PACE_S), seconds
-        began = attempt(directory, num_steps, num_devices, PACE_S, kill_after)
+        began = attempt(directory, num_steps, num_devices, PACE_S, updates, kill_after)
         attempts.append([num_devices, began])
         assert not (directory / "fingerprint").exists(), "too few steps for so many kills"
     num_devices = draw.choice(DEVICES)
-    attempts.append([num_devices, attempt(directory, num_steps, num_devices, pace_s=0)])
+    attempts.append([num_devices, attempt(directory, num_steps, num_devices, 0, updates)])
     fingerprint = (directory / "fingerprint").read_text()
     print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])

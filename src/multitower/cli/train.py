@@ -44,6 +44,7 @@ from multitower.runs.directory import (
 )
 from multitower.runs.options import RunOptions
 from multitower.runs.train import run
+from multitower.steps.rotation.options import RotationOptions
 from multitower.towers.placement import place
 
 
@@ -123,6 +124,15 @@ def train(
         str | None,
         flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
     ] = None,
+    asynchronous: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        switch("Make an update with the gradient of one tower at a time, in a fixed rotation."),
+    ] = False,
+    max_staleness: Annotated[
+        WholeNumber,
+        flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
+    ] = None,
     clip_norm: Annotated[
         float | None,
         flag("X", "Clip the mean gradient to this global norm.", "no clipping"),
@@ -166,6 +176,8 @@ def train(
         "clip_norm": clip_norm,
         "stages": stages,
         "layout": layout,
+        "asynchronous": asynchronous or None,
+        "max_staleness": max_staleness,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})
@@ -226,6 +238,8 @@ def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | N
             "the tower batch times the number of towers. Give one of them."
         )
     towers = options.towers or len(place(options.devices, None).devices)
+    if options.asynchronous:  # those of a group share the rows of an update
+        towers //= RotationOptions(options.max_staleness, None, None).num_groups(towers)
     return dataclasses.replace(options, global_batch=tower_batch * towers)
 
 

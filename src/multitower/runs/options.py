@@ -20,11 +20,14 @@ class RunOptions:
         towers: how many towers, for the same bits on any number of devices; by default one per
             device, which is faster.
         steps: updates to make; by default the recipe's number.
-        global_batch: rows of one step, over all towers; by default the recipe's number.
+        global_batch: rows of one step, over all towers that take part in it; by default the
+            recipe's number.
         shard_update: split the optimizer's state, as for `multitower.train_step`.
         shard_params: split the parameters too, as for `multitower.train_step`.
         stages: into how many parts the model is cut, as for `multitower.train_step`.
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
+        asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
+        max_staleness: likewise; one less than the number of groups.
         clip_norm: the global norm to clip gradients to, above 0; None for no clipping.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
@@ -51,6 +54,8 @@ class RunOptions:
     clip_norm: float | None = None
     stages: int | None = None
     layout: str | None = None
+    asynchronous: bool = False
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)

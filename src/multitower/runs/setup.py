@@ -57,6 +57,8 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
+            updates="asynchronous" if options.asynchronous else "synchronous",
+            max_staleness=options.max_staleness,
             clip_norm=options.clip_norm,
             best="min" if options.best == "min" else "max",
         )

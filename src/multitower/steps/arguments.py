@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, StateError
 from multitower.steps.parts import ShardOptions
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import Parts, is_traced
@@ -66,6 +66,21 @@ def check_shards(
     if towers is None and stages is None and (shard_params or shard_update):
         return ShardOptions(shard_params)
     return None
+
+
+def refuse_local(state: TrainState) -> None:
+    """Refuses a state of which towers keep something of their own, where they keep nothing.
+
+    Raises:
+        StateError: it has such a part.
+    """
+    if state.local is not None:
+        raise StateError(
+            "this state has parameters that towers keep of their own (state.local), and this step "
+            "keeps none: it would go on from state.params alone. To do that, pass "
+            "state.replace(local=None); else make the step with the options of the one that made "
+            "the state."
+        )
 
 
 def refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:

@@ -1,6 +1,6 @@
 """train_step: one update of a whole training state, on all devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ from multitower.steps.looped import check_loop
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.precision import check_compute_dtype
+from multitower.steps.rotation.options import StaleScale, Updates, check_rotation
 from multitower.steps.staged.options import check_stages
 from multitower.steps.step import TrainStep
 from multitower.towers.placement import check_towers
@@ -40,6 +41,10 @@ def train_step(
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
     steps_per_call: int | None = None,
+    updates: Updates = "synchronous",
+    max_staleness: int | None = None,
+    rotation: Sequence[int] | None = None,
+    stale_scale: StaleScale | None = None,
 ) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
 
@@ -110,6 +115,23 @@ def train_step(
             of as many batches, or one whose arrays have a first axis for the steps, and its metrics
             have that axis too. It saves the host's time, which decides where steps are short.
             Results are those of as many calls, up to rounding.
+        updates: `"asynchronous"` for updates in a fixed rotation, without a barrier and without an
+            average over all towers: a call is one update, with the gradient of one tower alone,
+            whose rows are all rows of the batch. The gradient is computed on the parameters that
+            this tower saw after its own last update, and the next tower does not wait for it. The
+            optimizer and the newest parameters are on the first device. Results have the same bits
+            on any number of devices, also without `towers`. The model state goes with the tower:
+            `state.model_state` is that of the last update's tower. `metrics` also has
+            `"staleness"`, int32: the updates between the parameters of the gradient and this one.
+        max_staleness: with `updates="asynchronous"`, let the towers take turns in
+            `max_staleness + 1` groups of neighbours, which must divide the towers. The rows of a
+            batch are split over the towers of one group, and their gradients averaged. 0 is
+            synchronous training; the default, towers - 1, is a group for every tower.
+        rotation: with `updates="asynchronous"`, the groups in the order of their turns, such as
+            `(0, 1, 0, 2)` to give group 0 more of them; by default one after the other. A group
+            that waits longer for its turn is staler than `max_staleness`.
+        stale_scale: with `updates="asynchronous"`, multiply every update by this function of its
+            staleness (int32, shape ()), such as `lambda staleness: 1 / (1 + staleness)`.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -147,6 +169,17 @@ def train_step(
         steps_per_call,
         {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},
     )
+    turns = check_rotation(
+        updates,
+        {"max_staleness": max_staleness, "rotation": rotation, "stale_scale": stale_scale},
+        towers,
+        {
+            "shard_update": shard_update,
+            "shard_params": shard_params,
+            "stages": stages,
+            "steps_per_call": steps_per_call,
+        },
+    )
     loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
         loss,
@@ -158,4 +191,5 @@ def train_step(
         clip_norm,
         reduction,
     )
-    return TrainStep(step, devices, towers, global_batch, cut or loop or shards or shard_update)
+    division = turns or cut or loop or shards or shard_update
+    return TrainStep(step, devices, towers, global_batch, division)

@@ -1,6 +1,6 @@
 """A way to keep a training state on devices: it makes states, and what runs a batch on them."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
@@ -18,6 +18,9 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts
+
+if TYPE_CHECKING:
+    from multitower.steps.rotation.turns import Turns
 
 
 class Runner(Protocol):
@@ -50,6 +53,17 @@ class Whole:
     def __init__(self, placement: Placement, *, same_bits: bool) -> None:
         self.placement = placement
         self._runner = SameBitsRunner if same_bits else FastRunner
+
+    # Whether states have `local`: what towers keep of their own from step to step.
+    keeps_local = False
+
+    # Which towers make which update, where they take turns.
+    turns: "Turns | None" = None
+
+    @property
+    def num_towers(self) -> int:
+        """How many towers share the rows of one step."""
+        return self.placement.num_towers
 
     @property
     def version(self) -> int:

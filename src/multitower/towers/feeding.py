@@ -4,7 +4,7 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,14 @@ def shard(
     return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
 
 
+def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
+    """As `shard` with `towers`, on a placement of this process."""
+    if isinstance(batch, LazyRows):
+        batch = batch.read(np.arange(batch.num_rows))
+    parts = take_apart(batch, 0, name="batch")
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
+
+
 def prefetch(
     batches: Iterable[Any],
     size: int = 2,
@@ -107,16 +115,37 @@ def prefetch(
     if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
+    return ahead(
+        batches,
+        size,
+        lambda batch, full: shard(batch, devices=devices, towers=towers, global_batch=full),
+        global_batch,
+    )
+
+
+def ahead(
+    batches: Iterable[Any],
+    size: int,
+    put: Callable[[Any, int | None], Any],
+    global_batch: int | None,
+) -> Generator[Any]:
+    """Puts batches on devices in a thread, ahead of need; as `prefetch`.
+
+    Args:
+        batches: as for `prefetch`.
+        size: likewise.
+        put: makes of a batch, and of the rows of a full one, what is yielded; in the thread.
+        global_batch: rows of a full batch; by default those of the first batch.
+    """
     # `with jax.enable_x64(True)` holds in the thread that says so, and rows are made in another.
     has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-    return _ahead(batches, size, devices, towers, global_batch, has_x64=has_x64)
+    return _ahead(batches, size, put, global_batch, has_x64=has_x64)
 
 
 def _ahead(
     batches: Iterable[Any],
     size: int,
-    devices: DeviceSpec | None,
-    towers: int | None,
+    put_rows: Callable[[Any, int | None], Any],
     global_batch: int | None,
     *,
     has_x64: bool,
@@ -138,10 +167,9 @@ def _ahead(
                 for batch in batches:
                     if closed.is_set():
                         return
-                    if full is None and towers is not None:
+                    if full is None:
                         full = _num_rows(batch)
-                    ready_made = shard(batch, devices=devices, towers=towers, global_batch=full)
-                    put((True, ready_made))
+                    put((True, put_rows(batch, full)))
             put((False, None))
         except BaseException as error:  # handed to the reader, whatever it is
             put((False, error))

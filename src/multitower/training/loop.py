@@ -1,6 +1,6 @@
 """The loop of a run: a step, what it reports, what is saved, tested and compared. Top to bottom."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -8,7 +8,6 @@ from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
-from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
@@ -20,8 +19,8 @@ class Loop(NamedTuple):
 
     Attributes:
         step: makes one update.
-        feeding: where batches go, as for `prefetch`.
-        reader: hears of every step, one step late.
+        ahead: copies batches to the devices ahead of need, as `prefetch` does.
+        reader: hears of every step, late.
         saver: saves when it is due.
         test: the test phase.
         vote: whether to stop, decided by all processes together.
@@ -30,7 +29,7 @@ class Loop(NamedTuple):
     """
 
     step: TrainStep
-    feeding: dict[str, Any]
+    ahead: Callable[[Iterator[Any]], Generator[Any]]
     reader: MetricsReader
     saver: Saver
     test: TestPhase
@@ -51,7 +50,7 @@ class Loop(NamedTuple):
             # The run may have ended after its save and before this test phase. Made again, it
             # comes to the same scores.
             self.test.run(state)
-        with closing(prefetch(batches, **self.feeding)) as ahead:
+        with closing(self.ahead(batches)) as ahead:
             for number in range(first + 1, last + 1):
                 batch = next(ahead, None)
                 if batch is None:
@@ -60,10 +59,11 @@ class Loop(NamedTuple):
                         "must return an iterator that does not end before the run."
                     )
                 state, metrics = self.step(state, batch)
-                # Metrics are read one step late: reading this step's would let the devices run
-                # dry, and reading none would let the host run ahead without bound.
-                reader.read_waiting()
+                # Metrics are read late, by one step or by the turns of a rotation: reading this
+                # step's would let the devices run dry, and reading none would let the host run
+                # ahead without bound.
                 reader.wait(number, metrics, batch)
+                reader.read_late()  # host-device sync
                 stop = self.vote.after_step()
                 is_saved = self.saver.is_due(number) or stop
                 # Also after the first step: it compiles, and then nothing else does later on.

@@ -1,7 +1,8 @@
-"""Progress: what a run reports after every step, read one step late, and judged."""
+"""Progress: what a run reports after every step, read late, and judged."""
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,32 +55,44 @@ def flush_hooks(hooks: Sequence[Hook]) -> None:
 
 
 class MetricsReader:
-    """Brings metrics to the host, one step late, and judges them."""
+    """Brings metrics to the host, some steps late, and judges them."""
 
-    def __init__(self, last: int, on_nonfinite: str, params: Any, tell: Hook) -> None:
+    def __init__(
+        self, last: int, on_nonfinite: str, params: Any, tell: Hook, *, steps_late: int = 1
+    ) -> None:
         self._last = last
+        self._steps_late = steps_late
         self._on_nonfinite = on_nonfinite
         self._tell = tell
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
-        self._waiting: tuple[int, Any, int] | None = None
+        self._waiting: deque[tuple[int, Any, int]] = deque()
         self._began: float | None = None
         self._examples = 0
 
     def wait(self, number: int, metrics: Any, batch: Any) -> None:
         """Notes the metrics of a step that has been started."""
-        self._waiting = (number, metrics, num_rows_of(batch))
+        self._waiting.append((number, metrics, num_rows_of(batch)))
 
-    def read_waiting(self) -> None:
-        """Reads what was noted, if anything.
+    def read_late(self) -> None:
+        """Reads what was noted so many steps ago.
 
         Raises:
             NonFiniteError: something is not finite, and the run is to stop then.
         """
-        if self._waiting is None:
-            return
-        number, metrics, num_rows = self._waiting
-        self._waiting = None
+        while len(self._waiting) > self._steps_late:
+            self._read(*self._waiting.popleft())
+
+    def read_waiting(self) -> None:
+        """Reads all that was noted.
+
+        Raises:
+            NonFiniteError: something is not finite, and the run is to stop then.
+        """
+        while self._waiting:
+            self._read(*self._waiting.popleft())
+
+    def _read(self, number: int, metrics: Any, num_rows: int) -> None:
         values = jax.device_get(metrics)  # host-device sync
         rate = self._rate(num_rows)
         tower_losses = [float(x) for x in values.pop("tower_losses")]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,9 +13,11 @@ from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.parts import EmaDecay
 from multitower.steps.precision import check_compute_dtype
+from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
+from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.beginning import Resume, begin_at
 from multitower.training.checkpoints.best import BestCheckpoint
@@ -68,6 +71,10 @@ class Trainer:
         shard_params: as for `multitower.train_step`: split the parameters too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
+        updates: as for `multitower.train_step`: `"asynchronous"` for updates in a fixed rotation.
+        max_staleness: as for `multitower.train_step`.
+        rotation: as for `multitower.train_step`.
+        stale_scale: as for `multitower.train_step`.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
@@ -113,6 +120,10 @@ class Trainer:
         shard_params: bool = False,
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
+        updates: Updates = "synchronous",
+        max_staleness: int | None = None,
+        rotation: Sequence[int] | None = None,
+        stale_scale: StaleScale | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -148,6 +159,14 @@ class Trainer:
             "reduction": reduction,
             **({} if stages is None else {"stages": stages}),
         }
+        asynchronous: dict[str, Any] = {
+            "updates": updates,
+            "max_staleness": max_staleness,
+            "rotation": None if rotation is None else list(rotation),
+            "stale_scale": stale_scale,
+        }
+        if updates != "synchronous":
+            self._settings.update(asynchronous)
         self._optimizer = optimizer
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
@@ -167,9 +186,11 @@ class Trainer:
             shard_params=shard_params,
             stages=stages,
             layout=layout,
+            **asynchronous,
         )
-        # A stage's leaves are on its own devices: there is no device that has all to compare.
-        self._check_replicas_every = check_replicas_every if stages is None else 0
+        # Stages and asynchronous updates have one copy of a leaf: there is nothing to compare.
+        has_copies = stages is None and updates == "synchronous"
+        self._check_replicas_every = check_replicas_every if has_copies else 0
         self._stages = stages
 
     def fit(
@@ -238,10 +259,12 @@ class Trainer:
             saver = Saver(checkpoints, self._checkpoint_every, steps, about or {}, run)
             if first == steps:
                 return state
+            # While a tower computes, the others take their turns.
+            late = 1 if self.step.turns is None else len(self.step.turns.rotation)
             loop = Loop(
                 self.step,
-                {"global_batch": self._global_batch, **self._where, **self._first_stages()},
-                MetricsReader(steps, self._on_nonfinite, state.params, self._tell),
+                self._ahead(first),
+                MetricsReader(steps, self._on_nonfinite, state.params, self._tell, steps_late=late),
                 saver,
                 test,
                 StopVote(caught, self.step.placement),
@@ -335,9 +358,15 @@ class Trainer:
             self._best.offer(number, state, scores)
         return scores
 
-    def _first_stages(self) -> dict[str, Any]:
-        """Where rows go that are copied ahead of need, if the model is cut into stages."""
-        return {} if self._stages is None else {"devices": list(self.step.placement.devices)}
+    def _ahead(self, first: int) -> Callable[[Iterator[Any]], Generator[Any]]:
+        """What copies batches ahead of need to where their rows are used."""
+        turns = self.step.turns
+        if turns is not None:
+            return partial(turns.prefetch, first=first, global_batch=self._global_batch)
+        where = {**self._where, "global_batch": self._global_batch}
+        if self._stages is not None:  # to the first stages
+            where["devices"] = list(self.step.placement.devices)
+        return partial(prefetch, **where)
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:

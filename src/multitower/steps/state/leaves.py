@@ -58,14 +58,21 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
         if name not in wanted or name not in written:
             holder = "the model" if name in wanted else "the checkpoint"
             raise CheckpointError(
-                f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
-                "optimizer. Resume with the ones that it was made with."
+                f"{where}: only {holder} has a leaf {name}: it was saved with "
+                f"{_maker_of(name)}. Resume with the ones that it was made with."
             )
         leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
         dtype, shape = written[name]
         if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
-                f"{leaf.dtype.name}{list(leaf.shape)} in the model. The checkpoint is of "
-                "another model."
+                f"{leaf.dtype.name}{list(leaf.shape)} in the model. It was saved with "
+                f"{_maker_of(name)}."
             )
+
+
+def _maker_of(name: str) -> str:
+    """What decides which leaves of this kind there are."""
+    if name.startswith(".local"):
+        return "other options of the step (updates='asynchronous', towers, max_staleness)"
+    return "another model or optimizer"
