@@ -24,21 +24,21 @@ def init(key):
 
 def batch_of(number, num_rows=64):
     x = np.random.default_rng(number).normal(size=(num_rows, 2)).astype(np.float32)
-    return {"x": x, "y": x[:, 0] * x[:, 1]}
+    return {"x": x, "y": np.sin(x[:, 0]) + x[:, 1]}
 
 
 def main(num_updates=400):
-    step = mt.train_step(losses, optax.sgd(0.05), towers=4, updates="asynchronous")
+    step = mt.train_step(losses, optax.sgd(0.01), towers=8, updates="asynchronous")
     state = step.init(init(jax.random.key(0)))
-    waiting = []  # metrics are read four updates late, so that four towers compute at a time
+    waiting = []  # metrics are read eight updates late, so that eight towers compute at a time
     for number in range(num_updates):
         state, metrics = step(state, batch_of(number))
         waiting.append(metrics)
-        if len(waiting) > 4:
+        if len(waiting) > 8:
             metrics = waiting.pop(0)
             if number % 100 == 0:
                 loss, staleness = float(metrics["loss"]), int(metrics["staleness"])
-                print(f"update {number - 3}: loss {loss:.3f}, staleness {staleness}")
+                print(f"update {number - 7}: loss {loss:.3f}, staleness {staleness}")
     loss = float(losses(state.params, batch_of(num_updates, 1000)).mean())
     print(f"loss on other rows {loss:.3f}, fingerprint {mt.fingerprint(state)[:12]}")
     return loss, state

@@ -100,8 +100,8 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
 def test_asynchronous_towers_learn():
     # The lie: a rotation that trains nothing, or a program that reads every update at once.
     every = runpy.run_path(str(EXAMPLES / "asynchronous" / "all_devices.py"))["main"]
-    (first, _), (last, state) = every(1), every(300)
-    assert last < 0.4 * first
+    loss, state = every(300)
+    assert loss < 0.2  # the labels have variance 1.4
     assert int(state.step) == 300
 
 

@@ -5,6 +5,7 @@ update has overwritten, an order that the clock decides, a resume that forgets w
 """
 
 import itertools
+import threading
 import time
 
 import jax
@@ -253,6 +254,53 @@ def test_groups_are_neighbours_on_their_own_devices():
     ]  # fmt: skip
     assert [one.owners for one in turns.groups] == [(0, 0), (0, 0), (0, 1), (0, 0)]
     assert [turns.group_at(count) for count in range(5)] == [0, 1, 2, 3, 0]
+
+
+def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
+    # The lie: "asynchronous" updates that are started one after the other has ended.
+    go, ran = threading.Event(), []
+
+    def wait(x):
+        assert go.wait(60)
+        return x
+
+    def held(x):
+        return x * jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), jnp.float32(1))
+
+    # On two devices: XLA's CPU client runs a callback on one device in the caller's thread.
+    hold = mt.make_parallel(held, devices=2)
+
+    def loss(w, x):
+        jax.debug.callback(lambda tag: ran.append(int(tag)), x[0, 0])
+        return x @ w
+
+    step = make(loss, optimizer=optax.adam(0.1), towers=2, global_batch=8, ema_decay=0.9)
+    tagged = lambda tag: np.full((8, 3), tag, np.float32)
+    go.set()
+    state = step.init(W)
+    for tag in (0, 1):
+        state, metrics = step(state, tagged(tag))
+    jax.block_until_ready([state.parts(), hold(np.ones((16, 3), np.float32)), metrics])
+    go.clear()
+    late = hold(np.full((16, 3), 2, np.float32)).addressable_shards[0].data  # of group 0
+    made, ended = [state], threading.Event()
+
+    def go_on():
+        for batch in (late, tagged(3)):
+            made[0], _ = step(made[0], batch)
+        ended.set()
+
+    threading.Thread(target=go_on, daemon=True).start()
+    is_started = ended.wait(20)
+    deadline = time.monotonic() + 5
+    while 3 not in ran and time.monotonic() < deadline:
+        time.sleep(0.01)
+    seen = list(ran)
+    go.set()
+    assert is_started  # the host has started both updates
+    assert 3 in seen  # the next tower has its gradient
+    assert 2 not in seen  # before the tower before it
+    assert np.isfinite(made[0].params).all()
 
 
 # ---------------------------------------------------------------- states

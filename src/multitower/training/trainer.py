@@ -162,11 +162,12 @@ class Trainer:
         asynchronous: dict[str, Any] = {
             "updates": updates,
             "max_staleness": max_staleness,
-            "rotation": None if rotation is None else list(rotation),
+            "rotation": rotation,
             "stale_scale": stale_scale,
         }
         if updates != "synchronous":
-            self._settings.update(asynchronous)
+            order = None if rotation is None else list(rotation)  # as JSON has it
+            self._settings.update({**asynchronous, "rotation": order})
         self._optimizer = optimizer
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(

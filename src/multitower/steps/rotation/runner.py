@@ -66,12 +66,12 @@ class RotationRunner:
     ) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         parts: Parts = state.parts()
-        group = self._turns.group_at(parts.count)
+        group = self._turns.group_at(parts.num_updates)
         place, version = self._turns.groups[group], parts.versions[group]
         rows = ready_or_cut(batch.rows, batch.num_rows, place, self._tower_rows)
-        shared = self._shared(version, parts.count, batch, rows, place)
+        shared = self._shared(version, parts.num_updates, batch, rows, place)
         total = jax.device_put(self._sums.run(place, shared, rows), self._turns.home)
-        staleness = self._sums.constant(self._turns.home, parts.count - version.made)
+        staleness = self._sums.constant(self._turns.home, parts.num_updates - version.made)
         scale = np.float64(rows[0].tower_rows / rows[0].num_rows)  # turns sums into means
         # Parameters are not donated: on the home device a version is the same array.
         used = (parts.home.opt_state, parts.home.ema_params)

@@ -7,6 +7,7 @@ is on the devices of its group's towers. Seen from outside, `local` has all vers
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
@@ -35,12 +36,12 @@ class Parts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        count: number of updates, on the host, which must know whose turn it is.
+        num_updates: made so far, on the host, which must know whose turn it is.
         home: the state without the versions, on the home device.
         versions: for each group.
     """
 
-    count: int
+    num_updates: int
     home: Fields
     versions: list[Version]
 
@@ -58,7 +59,7 @@ class Parts(NamedTuple):
 
     def after(self, group: int, new: Fields, turns: Turns) -> "Parts":
         """The parts after an update of a group, which goes on with the new parameters."""
-        count = self.count + 1
+        count = self.num_updates + 1
         old = self.versions[group].copies
         copies = [
             _seen(jax.device_put((new.params, new.model_state), device), copy.rng)
@@ -125,7 +126,7 @@ def _seen(pair: tuple[Any, Any], rng: Any) -> Fields:
 def _stacked(leaves: Any) -> Any:
     if is_key(leaves[0]):
         data = np.stack([np.asarray(jax.random.key_data(leaf)) for leaf in leaves])
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaves[0]))
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaves[0]))
     whole = np.stack([np.asarray(leaf) for leaf in leaves])  # host-device sync
     whole.flags.writeable = False  # nobody would read what is written into it
     return whole
