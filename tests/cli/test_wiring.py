@@ -60,6 +60,12 @@ FLAGS = {
     "--clip-norm 0.5": {"clip_norm": 0.5},
     "--sync-every 4 --towers 4": {"sync_every": 4, "towers": 4},
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
+    "--asynchronous --max-staleness 1 --towers 4 --tower-batch 3": {
+        "asynchronous": True,
+        "max_staleness": 1,
+        "towers": 4,
+        "global_batch": 6,
+    },
 }
 
 

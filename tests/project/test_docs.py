@@ -270,6 +270,7 @@ PHRASES = [
     "gradient accumulation",
     "mixed precision",
     "gradient clipping",
+    "asynchronous training",
     "weight decay",
     "early stopping",
     "checkpointing",

@@ -97,6 +97,14 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
         np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
 
 
+def test_asynchronous_towers_learn():
+    # The lie: a rotation that trains nothing, or a program that reads every update at once.
+    every = runpy.run_path(str(EXAMPLES / "asynchronous" / "all_devices.py"))["main"]
+    loss, state = every(300)
+    assert loss < 0.2  # the labels have variance 1.4
+    assert int(state.step) == 300
+
+
 @pytest.mark.slow
 def test_a_model_cut_over_devices_is_the_one_of_one_device():
     # The lies: "cut" that leaves the whole model on every device; another training.

@@ -1,10 +1,11 @@
 """Trains with SIGKILL at random moments.
 
-python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED [STAGES]
+python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED [OPTIONS]
 
 Every attempt is a fresh process on another number of simulated devices. The processes are forked
 from this one, which has imported everything and started nothing: an attempt then takes one second
-instead of four. Prints JSON: the fingerprint, and the step that each attempt began at.
+instead of four. OPTIONS are the trainer's, as JSON. Prints JSON: the fingerprint, and the step that
+each attempt began at.
 """
 
 import itertools
@@ -45,7 +46,7 @@ def batches(first):
         yield {"x": x, "y": x.sum(1)}
 
 
-def train(directory, num_steps, num_devices, pace_s, stages):
+def train(directory, num_steps, num_devices, pace_s, options):
     """One attempt, on its own devices; writes where it is and, at the end, the result."""
     import jax
 
@@ -64,16 +65,16 @@ def train(directory, num_steps, num_devices, pace_s, stages):
         global_batch=16,
         ema_decay=0.9,
         checkpoint_every=5,
-        stages=stages or None,
         hooks=[note],
+        **options,
     )
-    hidden = [jnp.eye(8) for _ in range(max(stages - 1, 0))]
+    hidden = [jnp.eye(8) for _ in range(options.get("stages", 1) - 1)]
     params = {"w": jnp.zeros(8), "hidden": hidden}
     state = trainer.fit(params, batches, steps=num_steps, rng=jax.random.key(0), resume=True)
     (directory / "fingerprint").write_text(mt.fingerprint(state))
 
 
-def attempt(directory, num_steps, num_devices, pace_s, stages, kill_after=None):
+def attempt(directory, num_steps, num_devices, pace_s, options, kill_after=None):
     """Forks one attempt and kills it; returns the step it began at, or None if it got to none.
 
     It is killed after so many steps, a moment later, or so many seconds if these come first.
@@ -84,7 +85,7 @@ def attempt(directory, num_steps, num_devices, pace_s, stages, kill_after=None):
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
     if child == 0:
-        train(directory, num_steps, num_devices, pace_s, stages)
+        train(directory, num_steps, num_devices, pace_s, options)
         os._exit(0)
     if kill_after is not None:
         steps, moment_s, seconds = kill_after
@@ -100,8 +101,9 @@ def attempt(directory, num_steps, num_devices, pace_s, stages, kill_after=None):
     return int(made[0]) if made else None
 
 
-def main(directory, num_steps, num_kills, seed, stages=0):
-    draw = random.Random(seed)
+def main(directory, num_steps, num_kills, seed, options="{}"):
+    num_steps, num_kills, options = int(num_steps), int(num_kills), json.loads(options)
+    draw = random.Random(int(seed))
     directory = Path(directory)
     directory.mkdir()
     attempts = []
@@ -110,15 +112,15 @@ def main(directory, num_steps, num_kills, seed, stages=0):
         # From before the first step is compiled to well after several checkpoints.
         seconds = draw.choice((draw.uniform(0.3, 1.5), 60, 60))
         kill_after = draw.randrange(MOST_STEPS), draw.uniform(0, PACE_S), seconds
-        began = attempt(directory, num_steps, num_devices, PACE_S, stages, kill_after)
+        began = attempt(directory, num_steps, num_devices, PACE_S, options, kill_after)
         attempts.append([num_devices, began])
         assert not (directory / "fingerprint").exists(), "too few steps for so many kills"
     num_devices = draw.choice(DEVICES)
-    began = attempt(directory, num_steps, num_devices, 0, stages)
+    began = attempt(directory, num_steps, num_devices, 0, options)
     attempts.append([num_devices, began])
     fingerprint = (directory / "fingerprint").read_text()
     print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])

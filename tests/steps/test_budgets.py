@@ -102,7 +102,11 @@ def test_a_sharded_update_sends_no_more(num_devices):
     assert sent_bytes(gathered, num_devices) == half_a_ring
 
 
-@pytest.mark.parametrize("way", [{}, {"shard_update": True}, {"stages": 2}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"shard_update": True}, {"stages": 2}, {"updates": "asynchronous"}],
+    ids=str,
+)
 def test_a_step_does_not_put_its_state_together(way, monkeypatch):
     """Lie: a look at the loss, made once, whose state is joined anew for every step."""
     joined = []

@@ -65,7 +65,11 @@ Data = Annotated[
 Steps = Annotated[WholeNumber, flag("N", "Make N updates.", "the recipe's number")]
 BatchSize = Annotated[
     WholeNumber,
-    flag("N", "Take N examples per step, over all towers.", "the recipe's number"),
+    flag(
+        "N",
+        "Take N examples per step, over all towers; with --asynchronous per update.",
+        "the recipe's number",
+    ),
 ]
 Seed = Annotated[
     WholeNumber,

@@ -46,6 +46,7 @@ from multitower.runs.directory import (
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
 from multitower.runs.train import run
+from multitower.steps.rotation.options import RotationOptions
 from multitower.towers.placement import place
 
 
@@ -135,6 +136,15 @@ def train(
             "all towers make every step together",
         ),
     ] = None,
+    asynchronous: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        switch("Make an update with the gradient of one tower at a time, in a fixed rotation."),
+    ] = False,
+    max_staleness: Annotated[
+        WholeNumber,
+        flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
+    ] = None,
     clip_norm: Annotated[
         float | None,
         flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
@@ -189,6 +199,8 @@ def train(
         "layout": layout,
         "steps_per_call": steps_per_call,
         "sync_every": sync_every,
+        "asynchronous": asynchronous or None,
+        "max_staleness": max_staleness,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})
@@ -249,6 +261,8 @@ def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | N
             "the tower batch times the number of towers. Give one of them."
         )
     towers = options.towers or len(place(options.devices, None).devices)
+    if options.asynchronous:  # those of a group share the rows of an update
+        towers //= RotationOptions(options.max_staleness, None, None).num_groups(towers)
     return dataclasses.replace(options, global_batch=tower_batch * towers)
 
 

@@ -20,7 +20,8 @@ class RunOptions:
         towers: how many towers, for the same bits on any number of devices; by default one per
             device, which is faster.
         steps: updates to make; by default the recipe's number.
-        global_batch: rows of one step, over all towers; by default the recipe's number.
+        global_batch: rows of one step, over all towers that take part in it; by default the
+            recipe's number.
         shard_update: split the optimizer's state, as for `multitower.train_step`.
         shard_params: split the parameters too, as for `multitower.train_step`.
         stages: into how many parts the model is cut, as for `multitower.train_step`.
@@ -31,6 +32,8 @@ class RunOptions:
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
         compute_dtype: `"bfloat16"` for mixed precision, as for `multitower.train_step`; None or
             `"float32"` for none.
+        asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
+        max_staleness: likewise; one less than the number of groups.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
@@ -59,6 +62,8 @@ class RunOptions:
     layout: str | None = None
     steps_per_call: int | None = None
     sync_every: int | None = None
+    asynchronous: bool = False
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)

@@ -61,6 +61,8 @@ class RecipeJob:
             sync_every=options.sync_every,
             clip_norm=_clip_norm(recipe, options),
             compute_dtype=options.compute_dtype,
+            updates="asynchronous" if options.asynchronous else "synchronous",
+            max_staleness=options.max_staleness,
             best="min" if options.best == "min" else "max",
         )
         return cls(recipe, options, trainer, data, global_batch)

@@ -1,7 +1,7 @@
 """TrainStep: what `train_step` makes. Compiles a step for each kind of batch, and runs it."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import LoopOptions, take_apart_each
 from multitower.steps.parts import StepParts
+from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
 from multitower.steps.seen import Seen, kind_of
 from multitower.steps.state.fields import Fields
@@ -33,6 +34,9 @@ from multitower.towers.surroundings import (
     refuse_disabled_jit,
     refuse_inside_a_tower,
 )
+
+if TYPE_CHECKING:
+    from multitower.steps.rotation.turns import Turns
 
 
 class TrainStep:
@@ -68,6 +72,11 @@ class TrainStep:
     def layout(self) -> Layout | None:
         """Which device runs which stages; None without `stages=`. Reading it starts JAX."""
         return self._find_way().layout
+
+    @property
+    def turns(self) -> "Turns | None":
+        """Which towers make which update, if updates are asynchronous. Reading it starts JAX."""
+        return self._find_way().turns
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the initial training state. Your arrays are copied and never overwritten.
@@ -117,7 +126,8 @@ class TrainStep:
         Args:
             state: from `init` or from the previous step; it is overwritten.
             batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
-                With `steps_per_call` a list of them, or one with a first axis for the steps.
+                With `steps_per_call` a list of them, or one with a first axis for the steps. With
+                `updates="asynchronous"` the rows of one update.
 
         Returns:
             The new state, and the metrics: `"loss"` and those of the loss function, each a mean
@@ -135,7 +145,7 @@ class TrainStep:
         """
         refuse_inside_a_tower("train_step")
         refuse_a_mesh()
-        if self._towers is not None:
+        if self._towers is not None or isinstance(self._division, RotationOptions):
             refuse_disabled_jit()
         if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise StateError(
@@ -221,7 +231,7 @@ class TrainStep:
     def _runner(self, state: TrainState, parts: Parts, global_batch: int) -> Runner:
         """What runs this batch: the same for every batch that fits the full one."""
         way = self._find_way()
-        num_towers = way.placement.num_towers
+        num_towers = way.num_towers
         tower_rows = -(-global_batch // num_towers)
         averaged, meets, num_weights = self._look(state, parts, tower_rows)
         way.check(meets)
@@ -252,7 +262,7 @@ class TrainStep:
                 parts,
                 self._find_way().seen_by_loss(state),  # dear: it may join what devices have
                 tower_rows,
-                num_towers=self.placement.num_towers,
+                num_towers=self._find_way().num_towers,
                 is_by_device=self._towers is None,
             )
         return self._looked[key]

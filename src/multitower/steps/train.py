@@ -1,6 +1,6 @@
 """train_step: one update of a whole training state, on all devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from multitower.steps.looped import check_loop
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.precision import check_compute_dtype
+from multitower.steps.rotation.options import StaleScale, Updates, check_rotation
 from multitower.steps.staged.options import check_stages
 from multitower.steps.step import TrainStep
 from multitower.towers.placement import check_towers
@@ -44,6 +45,10 @@ def train_step(
     sync_every: int | None = None,
     outer_optimizer: "optax.GradientTransformation | None" = None,
     local_state: LocalState = "keep",
+    updates: Updates = "synchronous",
+    max_staleness: int | None = None,
+    rotation: Sequence[int] | None = None,
+    stale_scale: StaleScale | None = None,
 ) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
 
@@ -137,6 +142,23 @@ def train_step(
             meet: every tower keeps its own (`"keep"`, DiLoCo's way, nothing more is sent), or their
             floats are averaged like the parameters (`"average"`: momenta then fit the parameters
             that all towers go on from, and as many more bytes are sent).
+        updates: `"asynchronous"` for updates in a fixed rotation, without a barrier and without an
+            average over all towers: a call is one update, with the gradient of one tower alone,
+            whose rows are all rows of the batch. The gradient is computed on the parameters that
+            this tower saw after its own last update, and the next tower does not wait for it. The
+            optimizer and the newest parameters are on the first device. Results have the same bits
+            on any number of devices, also without `towers`. The model state goes with the tower:
+            `state.model_state` is that of the last update's tower. `metrics` also has
+            `"staleness"`, int32: the updates between the parameters of the gradient and this one.
+        max_staleness: with `updates="asynchronous"`, let the towers take turns in
+            `max_staleness + 1` groups of neighbours, which must divide the towers. The rows of a
+            batch are split over the towers of one group, and their gradients averaged. 0 is
+            synchronous training; the default, towers - 1, is a group for every tower.
+        rotation: with `updates="asynchronous"`, the groups in the order of their turns, such as
+            `(0, 1, 0, 2)` to give group 0 more of them; by default one after the other. A group
+            that waits longer for its turn is staler than `max_staleness`.
+        stale_scale: with `updates="asynchronous"`, multiply every update by this function of its
+            staleness (int32, shape ()), such as `lambda staleness: 1 / (1 + staleness)`.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -174,16 +196,23 @@ def train_step(
         steps_per_call,
         {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},
     )
+    alone = {
+        "shard_update": shard_update,
+        "shard_params": shard_params,
+        "stages": stages,
+        "steps_per_call": steps_per_call,
+    }
     local = check_local(
         sync_every,
         outer_optimizer,
         local_state,
-        {
-            "shard_update": shard_update,
-            "shard_params": shard_params,
-            "stages": stages,
-            "steps_per_call": steps_per_call,
-        },
+        alone,
+    )
+    turns = check_rotation(
+        updates,
+        {"max_staleness": max_staleness, "rotation": rotation, "stale_scale": stale_scale},
+        towers,
+        {**alone, "sync_every": sync_every},
     )
     loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
@@ -196,5 +225,5 @@ def train_step(
         clip_norm,
         reduction,
     )
-    division = local or cut or loop or shards or shard_update
+    division = turns or local or cut or loop or shards or shard_update
     return TrainStep(step, devices, towers, global_batch, division)

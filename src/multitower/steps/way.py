@@ -1,6 +1,6 @@
 """A way to keep a training state on devices: it makes states, and what runs a batch on them."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
@@ -20,6 +20,9 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts
+
+if TYPE_CHECKING:
+    from multitower.steps.rotation.turns import Turns
 
 
 class Runner(Protocol):
@@ -61,6 +64,14 @@ class Whole:
         self.layout = layout
         self._runner = SameBitsRunner if same_bits else FastRunner
 
+    # Which towers make which update, where they take turns.
+    turns: "Turns | None" = None
+
+    @property
+    def num_towers(self) -> int:
+        """How many towers share the rows of one step."""
+        return self.placement.num_towers
+
     @property
     def version(self) -> int:
         """Changes when runners that were made before no longer fit."""
@@ -80,9 +91,10 @@ class Whole:
         """
         if fields.local is not None:
             raise StateError(
-                "the state holds what every tower has of its own (state.local), as a step with "
-                "sync_every= leaves it, and this step has no place for it. Go on with that step, "
-                "or start from the parameters: step.init(state.params)."
+                "the state holds what towers keep of their own (state.local), as a step with "
+                "sync_every= or updates='asynchronous' leaves it, and this step has no place for "
+                "it. Go on with that step, or from the parameters: step.init(state.params), or "
+                "after asynchronous updates state.replace(local=None)."
             )
         return fields
 

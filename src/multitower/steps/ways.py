@@ -5,6 +5,8 @@ from multitower.stages.options import StageOptions, refuse_meeting
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner
 from multitower.steps.parts import ShardOptions, StepParts
+from multitower.steps.rotation.options import RotationOptions
+from multitower.steps.rotation.options import refuse_meeting as refuse_meeting_in_rotation
 from multitower.steps.runner import on_all_devices
 from multitower.steps.sharded_state import ShardedState
 from multitower.steps.sharded_update import ShardedRunner
@@ -148,18 +150,67 @@ class InLoops(Whole):
         )
 
 
-Division = bool | StageOptions | ShardOptions | LoopOptions | LocalOptions
+class InRotation(Whole):
+    """One device has the newest state, and every group of towers a version of the parameters."""
+
+    def __init__(self, options: RotationOptions, placement: Placement) -> None:
+        super().__init__(placement, same_bits=True)
+        from multitower.steps.rotation.turns import Turns  # noqa: PLC0415 (importing stays quick)
+
+        self._options = options
+        self.turns = Turns.of(options, placement)
+        self._turns = self.turns
+
+    @property
+    def num_towers(self) -> int:
+        """As in `Whole`: those of a group."""
+        return self._turns.num_towers
+
+    def accepted(self, fields: Fields) -> Fields:
+        """As in `Whole`; `adopt` looks at the versions."""
+        return fields
+
+    def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`; without versions, all groups begin with these parameters."""
+        return self._apart(fields, maker)
+
+    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+        """As in `Whole`."""
+        return self._apart(with_changes(state.fields(), changes), maker)
+
+    def check(self, meets: str | None) -> None:
+        """Refuses every such loss."""
+        if meets:
+            raise refuse_meeting_in_rotation(meets)
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        from multitower.steps.rotation.runner import RotationRunner  # noqa: PLC0415 (importing stays quick)
+
+        given = (step, batches.first.split, batches.tower_rows, self._turns)
+        scale = self._options.stale_scale
+        return RotationRunner(*given, scale, has_weights=batches.has_weights)
+
+    def _apart(self, fields: Fields, maker: object) -> TrainState:
+        from multitower.steps.rotation.state import take_apart  # noqa: PLC0415 (importing stays quick)
+
+        return take_apart(fields, self._turns).state(maker)
+
+
+Division = bool | StageOptions | ShardOptions | LoopOptions | LocalOptions | RotationOptions
 
 
 def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
     """The way that a user has chosen, on these devices.
 
     Args:
-        division: True for blocks of towers; stages; shards; loops; local updates; or False.
+        division: True for blocks of towers; stages; shards; loops; local updates; a rotation; or
+            False.
         devices: as for `train_step`.
         towers: likewise.
 
     Raises:
+        ArgumentError: the towers do not divide into the groups of a rotation.
         DeviceError: the devices are not there, or are too few.
         ConfigurationError: stages over several processes.
     """
@@ -175,4 +226,6 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
         return InLoops(division, placement)
     if isinstance(division, ShardOptions):
         return InShards(division, placement)
+    if isinstance(division, RotationOptions):
+        return InRotation(division, placement)
     return InBlocks(placement) if division else Whole(placement, same_bits=towers is not None)

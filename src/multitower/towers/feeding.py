@@ -72,6 +72,14 @@ def shard(
     return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
 
 
+def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
+    """As `shard` with `towers`, on a placement of this process."""
+    if isinstance(batch, LazyRows):
+        batch = batch.read(np.arange(batch.num_rows))
+    parts = take_apart(batch, 0, name="batch")
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
+
+
 def prefetch(
     batches: Iterable[Any],
     size: int = 2,
@@ -107,13 +115,35 @@ def prefetch(
     if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
+    return ahead(
+        batches,
+        size,
+        lambda batch, full: shard(batch, devices=devices, towers=towers, global_batch=full),
+        global_batch,
+    )
+
+
+def ahead(
+    batches: Iterable[Any],
+    size: int,
+    put: Callable[[Any, int | None], Any],
+    global_batch: int | None,
+) -> Generator[Any]:
+    """Puts batches on devices in a thread, ahead of need; as `prefetch`.
+
+    Args:
+        batches: as for `prefetch`.
+        size: likewise.
+        put: makes of a batch, and of the rows of a full one, what is yielded; in the thread.
+        global_batch: rows of a full batch; by default those of the first batch.
+    """
     full = global_batch
 
     def make_ready(batch: Any) -> Any:
         nonlocal full
-        if full is None and towers is not None:
+        if full is None:
             full = _num_rows(batch)
-        return shard(batch, devices=devices, towers=towers, global_batch=full)
+        return put(batch, full)
 
     return run_ahead(batches, size, make_ready)
 

@@ -1,12 +1,12 @@
 """Calls: how many steps each call of a step makes, and its batches, ahead of need."""
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
 from multitower.steps.looped import stack_ahead
-from multitower.towers.feeding import prefetch, run_ahead
+from multitower.towers.feeding import run_ahead
 from multitower.towers.placement import Placement
 from multitower.training.progress import num_rows_of
 
@@ -25,10 +25,10 @@ class Call(NamedTuple):
     num_rows: list[int]
 
 
-def one_by_one(batches: Iterable[Any], feeding: Mapping[str, Any]) -> Generator[Call]:
-    """One step a call; `feeding` as for `prefetch`."""
-    with closing(prefetch(batches, _WAITING, **feeding)) as ahead:
-        for batch in ahead:
+def one_by_one(batches: Generator[Any]) -> Generator[Call]:
+    """One step a call."""
+    with closing(batches):
+        for batch in batches:
             yield Call(batch, [num_rows_of(batch)])
 
 

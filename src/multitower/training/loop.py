@@ -21,7 +21,7 @@ class Loop(NamedTuple):
     Attributes:
         step: makes one update.
         calls: makes of batches what the step is called with, from the first to the last step.
-        reader: hears of every step, one step late.
+        reader: hears of every step, late.
         saver: saves when it is due.
         test: the test phase.
         vote: whether to stop, decided by all processes together.
@@ -63,10 +63,11 @@ class Loop(NamedTuple):
                     )
                 state, metrics = self.step(state, call.batch)
                 is_first, number = number == first, number + len(call.num_rows)
-                # Metrics are read one step late: reading this step's would let the devices run
-                # dry, and reading none would let the host run ahead without bound.
-                reader.read_waiting()
+                # Metrics are read late, by one call or by the turns of a rotation: reading this
+                # call's would let the devices run dry, and reading none would let the host run
+                # ahead without bound.
                 reader.wait(number, metrics, call.num_rows)
+                reader.read_late()  # host-device sync
                 stop = self.vote.after_step()
                 is_saved = self.saver.is_due(number) or stop
                 # Also after the first call: it compiles, and then nothing else does later on.

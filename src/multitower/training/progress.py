@@ -1,7 +1,8 @@
-"""Progress: what a run reports after every step, read one step late, and judged."""
+"""Progress: what a run reports after every step, read late, and judged."""
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,15 +55,18 @@ def flush_hooks(hooks: Sequence[Hook]) -> None:
 
 
 class MetricsReader:
-    """Brings metrics to the host, one step late, and judges them."""
+    """Brings metrics to the host, some steps late, and judges them."""
 
-    def __init__(self, last: int, on_nonfinite: str, params: Any, tell: Hook) -> None:
+    def __init__(
+        self, last: int, on_nonfinite: str, params: Any, tell: Hook, *, calls_late: int = 1
+    ) -> None:
         self._last = last
+        self._calls_late = calls_late
         self._on_nonfinite = on_nonfinite
         self._tell = tell
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
-        self._waiting: tuple[int, Any, Sequence[int]] | None = None
+        self._waiting: deque[tuple[int, Any, Sequence[int]]] = deque()
         self._began: float | None = None
         self._examples = 0
 
@@ -74,18 +78,27 @@ class MetricsReader:
             metrics: of its steps; with a first axis for them if they have one.
             num_rows: the rows of each of them.
         """
-        self._waiting = (number, metrics, num_rows)
+        self._waiting.append((number, metrics, num_rows))
 
-    def read_waiting(self) -> None:
-        """Reads what was noted, if anything.
+    def read_late(self) -> None:
+        """Reads what was noted so many calls ago.
 
         Raises:
             NonFiniteError: something is not finite, and the run is to stop then.
         """
-        if self._waiting is None:
-            return
-        last, metrics, num_rows = self._waiting
-        self._waiting = None
+        while len(self._waiting) > self._calls_late:
+            self._read_call(*self._waiting.popleft())
+
+    def read_waiting(self) -> None:
+        """Reads all that was noted.
+
+        Raises:
+            NonFiniteError: something is not finite, and the run is to stop then.
+        """
+        while self._waiting:
+            self._read_call(*self._waiting.popleft())
+
+    def _read_call(self, last: int, metrics: Any, num_rows: Sequence[int]) -> None:
         values = jax.device_get(metrics)  # host-device sync
         rate = self._rate(sum(num_rows))
         is_stacked = np.ndim(values["loss"]) == 1

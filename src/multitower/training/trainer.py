@@ -13,9 +13,11 @@ from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.steps.local.options import LocalState, default_outer_optimizer
 from multitower.steps.parts import EmaDecay
 from multitower.steps.precision import check_compute_dtype
+from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
+from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.beginning import Resume, begin_at
 from multitower.training.calls import Call, one_by_one, sizes_of_calls, together
@@ -77,6 +79,10 @@ class Trainer:
             after every so many steps. What is scored are the parameters of the last meeting.
         outer_optimizer: as for `multitower.train_step`: makes the update at a meeting.
         local_state: as for `multitower.train_step`: `"keep"` or `"average"`.
+        updates: as for `multitower.train_step`: `"asynchronous"` for updates in a fixed rotation.
+        max_staleness: as for `multitower.train_step`.
+        rotation: as for `multitower.train_step`.
+        stale_scale: as for `multitower.train_step`.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
@@ -126,6 +132,10 @@ class Trainer:
         sync_every: int | None = None,
         outer_optimizer: "optax.GradientTransformation | None" = None,
         local_state: LocalState = "keep",
+        updates: Updates = "synchronous",
+        max_staleness: int | None = None,
+        rotation: Sequence[int] | None = None,
+        stale_scale: StaleScale | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -167,6 +177,15 @@ class Trainer:
                 "outer_optimizer": outer_optimizer or default_outer_optimizer(),
                 "local_state": local_state,
             }
+        asynchronous: dict[str, Any] = {
+            "updates": updates,
+            "max_staleness": max_staleness,
+            "rotation": rotation,
+            "stale_scale": stale_scale,
+        }
+        if updates != "synchronous":
+            order = None if rotation is None else list(rotation)  # as JSON has it
+            self._settings.update({**asynchronous, "rotation": order})
         self._optimizer = optimizer
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
@@ -190,9 +209,11 @@ class Trainer:
             sync_every=sync_every,
             outer_optimizer=outer_optimizer,
             local_state=local_state,
+            **asynchronous,
         )
         self._steps_per_call = steps_per_call
-        self._check_replicas_every = check_replicas_every
+        # Asynchronous updates have one copy of a leaf: there is nothing to compare.
+        self._check_replicas_every = check_replicas_every if updates == "synchronous" else 0
         self._stages = stages
         self._sync_every = sync_every
 
@@ -263,10 +284,12 @@ class Trainer:
             saver = Saver(checkpoints, self._checkpoint_every, steps, about or {}, run)
             if first == steps:
                 return state
+            # While a tower computes, the others take their turns.
+            late = 1 if self.step.turns is None else len(self.step.turns.rotation)
             loop = Loop(
                 self.step,
                 self._calls(evaluate_every),
-                MetricsReader(steps, self._on_nonfinite, state.params, self._tell),
+                MetricsReader(steps, self._on_nonfinite, state.params, self._tell, calls_late=late),
                 saver,
                 test,
                 StopVote(caught, self.step.placement),
@@ -364,8 +387,7 @@ class Trainer:
         """What makes calls of batches, from the first to the last step."""
         most = self._steps_per_call
         if most is None:
-            feeding = {"global_batch": self._global_batch, **self._where, **self._first_stages()}
-            return lambda batches, first, last: one_by_one(batches, feeding)
+            return lambda batches, first, last: one_by_one(self._ahead(batches, first))
         saves = 0 if self._directory is None else self._checkpoint_every
         borders = (saves, evaluate_every, self._check_replicas_every)
 
@@ -375,6 +397,16 @@ class Trainer:
 
         return calls
 
+    def _ahead(self, batches: Iterator[Any], first: int) -> Generator[Any]:
+        """Copies batches ahead of need to where their rows are used."""
+        turns = self.step.turns
+        if turns is not None:
+            return turns.prefetch(batches, first=first, global_batch=self._global_batch)
+        where = {**self._where, "global_batch": self._global_batch}
+        if self._stages is not None:  # to the first stages
+            where["devices"] = list(self.step.placement.devices)
+        return prefetch(batches, **where)
+
     def _warn_of_a_last_meeting(self, steps: int) -> None:
         every = self._sync_every
         if every is not None and (left := steps % every):
@@ -383,10 +415,6 @@ class Trainer:
                 f"every tower are not in state.params, which are those of the last meeting. Make "
                 f"{steps - left + every} steps."
             )
-
-    def _first_stages(self) -> dict[str, Any]:
-        """Where rows go that are copied ahead of need, if the model is cut into stages."""
-        return {} if self._stages is None else {"devices": list(self.step.placement.devices)}
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:

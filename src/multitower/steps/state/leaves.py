@@ -1,6 +1,6 @@
 """The leaves of a training state by name: to the host, and back into a state of the same kind."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -59,24 +59,24 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
         if name in missing:
             holder = "the model" if name in wanted else "the checkpoint"
             raise CheckpointError(
-                f"{where}: only {holder} has a leaf {name}: it was saved with another model or "
-                f"optimizer. Resume with the ones that it was made with.{_of_towers(missing)}"
+                f"{where}: only {holder} has a leaf {name}: it was saved with "
+                f"{_maker_of(name)}. Resume with the ones that it was made with."
             )
         leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
         dtype, shape = written[name]
         if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
-                f"{leaf.dtype.name}{list(leaf.shape)} in the model. The checkpoint is of "
-                f"another model.{_of_towers({name})}"
+                f"{leaf.dtype.name}{list(leaf.shape)} in the model. It was saved with "
+                f"{_maker_of(name)}."
             )
 
 
-def _of_towers(names: Set[str]) -> str:
-    """What else may be the reason, if some of these leaves are what every tower has of its own."""
-    if not any(name.startswith(".local") for name in names):
-        return ""
-    return (
-        " Or towers meet otherwise: state.local is there with sync_every=, and has a first axis "
-        "for towers. Resume with the same options, and as many towers."
-    )
+def _maker_of(name: str) -> str:
+    """What decides which leaves of this kind there are."""
+    if name.startswith(".local"):
+        return (
+            "other options of the step, which decide what towers keep of their own (towers, "
+            "sync_every, updates='asynchronous', max_staleness)"
+        )
+    return "another model or optimizer"

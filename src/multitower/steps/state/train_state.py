@@ -30,7 +30,9 @@ class TrainState:
             None.
         rng: the PRNG key from which the keys of all steps and towers are made, or None.
         local: what every tower keeps of its own between two meetings, arrays with a first axis for
-            towers; None where towers meet in every step.
+            towers; None where towers meet in every step. With `updates="asynchronous"` a dict of
+            the versions of the groups: `"params"`, `"model_state"`, and `"step"`, the number of
+            updates that each was made by.
 
     Raises:
         StateError: on reading a state that a step has overwritten.

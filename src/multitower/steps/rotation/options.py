@@ -1,0 +1,136 @@
+"""What a user says of asynchronous updates, and what they do not go together with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from multitower.errors import ArgumentError
+from multitower.processes.together import are_several
+
+Updates = Literal["synchronous", "asynchronous"]
+StaleScale = Callable[[Any], Any]
+
+
+class RotationOptions(NamedTuple):
+    """Who makes which update.
+
+    Attributes:
+        max_staleness: one less than the number of groups; None for a group for every tower.
+        rotation: the groups in the order of their turns; None for one after the other.
+        stale_scale: what to multiply an update by, as a function of its staleness; None for 1.
+    """
+
+    max_staleness: int | None
+    rotation: tuple[int, ...] | None
+    stale_scale: StaleScale | None
+
+    def num_groups(self, num_towers: int) -> int:
+        """How many groups this many towers make.
+
+        Raises:
+            ArgumentError: towers that do not divide into groups, or a rotation of other groups.
+        """
+        groups = num_towers if self.max_staleness is None else self.max_staleness + 1
+        if num_towers % groups:
+            counts = [count - 1 for count in range(1, num_towers + 1) if num_towers % count == 0]
+            raise ArgumentError(
+                f"max_staleness={self.max_staleness} makes {groups} groups of towers, and "
+                f"{num_towers} towers do not divide into {groups} groups of one size. Use "
+                f"max_staleness={_listed(counts)}, or another number of towers."
+            )
+        if self.rotation is not None and set(self.rotation) != set(range(groups)):
+            raise ArgumentError(
+                f"rotation={self.rotation} must name each of the {groups} groups, 0 to "
+                f"{groups - 1}, at least once, and no others; for example "
+                f"rotation={tuple(range(groups))}, the default."
+            )
+        return groups
+
+
+def check_rotation(
+    updates: Any, given: dict[str, Any], towers: int | None, others: dict[str, Any]
+) -> RotationOptions | None:
+    """What a user says of asynchronous updates; None for synchronous ones.
+
+    Args:
+        updates: `"synchronous"` or `"asynchronous"`.
+        given: `max_staleness`, `rotation` and `stale_scale`, as for `train_step`.
+        towers: likewise.
+        others: options that exclude asynchronous updates, by name; those that are set are true.
+
+    Raises:
+        ArgumentError: it makes no sense, or options exclude each other; or several processes.
+    """
+    if updates not in ("synchronous", "asynchronous"):
+        raise ArgumentError(f"updates={updates!r}: say 'synchronous' or 'asynchronous'.")
+    if updates == "synchronous":
+        for name, value in given.items():
+            if value is not None:
+                raise ArgumentError(
+                    f"{name}= is for asynchronous updates, and updates='synchronous': say "
+                    f"updates='asynchronous', or leave {name} out."
+                )
+        return None
+    for name, value in others.items():
+        if value:
+            raise ArgumentError(
+                f"updates='asynchronous' and {name}= exclude each other: the parameters, the "
+                "optimizer and its update are on one device. Leave one of them out."
+            )
+    if are_several():
+        raise ArgumentError(
+            "updates='asynchronous' runs in one process, which drives all devices of one machine, "
+            "and this run has several. Start one process, or leave updates= out."
+        )
+    stale_scale = given["stale_scale"]
+    if stale_scale is not None and not callable(stale_scale):
+        raise ArgumentError(
+            f"stale_scale={stale_scale!r}: it must be a function of the staleness, such as "
+            "lambda staleness: 1 / (1 + staleness)."
+        )
+    options = RotationOptions(
+        _checked_staleness(given["max_staleness"]),
+        _checked_rotation(given["rotation"]),
+        stale_scale,
+    )
+    if towers is not None:
+        options.num_groups(towers)
+    return options
+
+
+def refuse_meeting(meets: str) -> ArgumentError:
+    """The error for towers that exchange values, named by where they do so first."""
+    return ArgumentError(
+        f"the loss exchanges values between towers ({meets}), and with updates='asynchronous' a "
+        "tower does not wait for others. Leave updates= out, or the exchange."
+    )
+
+
+def _checked_staleness(value: Any) -> int | None:
+    if value is None:
+        return None
+    if not _is_whole(value) or value < 0:
+        raise ArgumentError(
+            f"max_staleness={value!r}: it must be a whole number, 0 or more: with S, the towers "
+            "take turns in S + 1 groups."
+        )
+    return value
+
+
+def _checked_rotation(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or not value or not all(map(_is_whole, value)):
+        raise ArgumentError(
+            f"rotation={value!r}: it must be the numbers of groups in the order of their turns, "
+            "such as (0, 1, 0, 2)."
+        )
+    return tuple(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,144 @@
+"""Asynchronous steps: one group of towers makes an update with the version that it has.
+
+1. each tower of the group: loss and gradients of its rows, on the version of its last update;
+2. the group's sums are added along the tree (`sums`) and move to the home device;
+3. *finish program*, on the home device alone: one update of the newest parameters;
+4. the new parameters move to the devices of the group, and nowhere else.
+
+The host starts these and waits for nothing. The next group's towers depend on none of them.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.job import Shared
+from multitower.engines.same_bits import finish_function, scale_shape
+from multitower.functions.calls import replicate
+from multitower.steps.job import make_job
+from multitower.steps.parts import StepParts
+from multitower.steps.rotation.options import StaleScale
+from multitower.steps.rotation.state import Parts, Version
+from multitower.steps.rotation.sums import GroupSums
+from multitower.steps.rotation.turns import Turns
+from multitower.steps.runner import Metrics, Weights
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.placement import Placement
+from multitower.towers.rows import Parts as BatchParts
+from multitower.towers.rows import Split
+from multitower.towers.split import TowerRows, copy_to, ready_or_cut
+
+if TYPE_CHECKING:
+    import optax
+
+
+class RotationRunner:
+    """Asynchronous steps with batches of one kind."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        turns: Turns,
+        stale_scale: StaleScale | None,
+        *,
+        has_weights: bool,
+    ) -> None:
+        given = (step, split, tower_rows)
+        self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
+        self._finish = _finish_function(*given, turns.num_towers, stale_scale)
+        self._finishes: dict[Any, jax.stages.Compiled] = {}
+        self._weights: dict[Placement, Weights] = {}
+        if has_weights:
+            self._weights = {place: Weights(*given, place) for place in set(turns.groups)}
+        self._tower_rows = tower_rows
+        self._turns = turns
+
+    def run(
+        self, state: TrainState, batch: BatchParts, maker: object
+    ) -> tuple[TrainState, Metrics]:
+        """Makes one update; the state is overwritten."""
+        parts: Parts = state.parts()
+        group = self._turns.group_at(parts.num_updates)
+        place, version = self._turns.groups[group], parts.versions[group]
+        rows = ready_or_cut(batch.rows, batch.num_rows, place, self._tower_rows)
+        shared = self._shared(version, parts.num_updates, batch, rows, place)
+        total = jax.device_put(self._sums.run(place, shared, rows), self._turns.home)
+        staleness = self._sums.constant(self._turns.home, parts.num_updates - version.made)
+        scale = np.float64(rows[0].tower_rows / rows[0].num_rows)  # turns sums into means
+        # Parameters are not donated: on the home device a version is the same array.
+        used = (parts.home.opt_state, parts.home.ema_params)
+        kept = parts.home._replace(opt_state=None, ema_params=None)
+        given = (kept, used, total, jax.device_put(scale, self._turns.home), staleness)
+        new, metrics = self._program(given)(*given)
+        state.spend()
+        return parts.after(group, new, self._turns).state(maker), metrics
+
+    def _shared(
+        self,
+        version: Version,
+        count: int,
+        batch: BatchParts,
+        rows: list[TowerRows],
+        place: Placement,
+    ) -> list[Shared]:
+        """What the towers get whole, for each device of the group."""
+        # From the host: to ask the home device would be to wait for the update before this one.
+        counts = copy_to([np.int32(count)] * len(place.devices), place.devices)
+        fields = [copy._replace(step=n) for copy, n in zip(version.copies, counts, strict=True)]
+        rest = replicate(batch.shared, place) if batch.shared else [[]] * len(fields)
+        if self._weights:
+            rest = self._weights[place].after(rest, fields, rows)
+        return [Shared(*pair) for pair in zip(fields, rest, strict=True)]
+
+    def _program(self, given: Any) -> jax.stages.Compiled:
+        kept, used, total, _, staleness = given
+        key = signature((kept, used, total))
+        if key not in self._finishes:
+            shapes = (kept, used, total, scale_shape(), staleness)
+            (made,) = compile_for_each(self._finish, shapes, [self._turns.home], donate=(1,))
+            self._finishes[key] = made
+        return self._finishes[key]
+
+
+def _finish_function(
+    step: StepParts, split: Split, tower_rows: int, num_towers: int, scale_of: StaleScale | None
+) -> Callable[..., tuple[Fields, Metrics]]:
+    """The finish program of an update: of the state in two halves, totals, scale, staleness."""
+
+    def finish(
+        kept: Fields, used: tuple[Any, Any], totals: Any, scale: Any, staleness: Any
+    ) -> tuple[Fields, Metrics]:
+        own = step
+        if scale_of is not None:
+            own = replace(step, optimizer=_scaled(step.optimizer, scale_of(staleness)))
+        job = make_job(own, split, tower_rows, num_towers)
+        fields = kept._replace(opt_state=used[0], ema_params=used[1])
+        new, metrics = finish_function(job)(fields, totals, scale)
+        return new, {**metrics, "staleness": staleness}
+
+    return finish
+
+
+def _scaled(
+    optimizer: "optax.GradientTransformation", factor: Any
+) -> "optax.GradientTransformation":
+    """An optimizer whose updates are multiplied by a factor."""
+    import optax  # noqa: PLC0415 (see call_update)
+
+    @functools.wraps(optimizer.update)
+    def update(*args: Any, **extras: Any) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(*args, **extras)
+        scaled = jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), updates)
+        return scaled, opt_state
+
+    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    kind = optax.GradientTransformationExtraArgs if takes_more else optax.GradientTransformation
+    return kind(optimizer.init, update)

@@ -1,0 +1,132 @@
+"""A training state of which every group of towers has a version of its own.
+
+The newest parameters, the optimizer's state and the average are on one device, the home. A version
+is on the devices of its group's towers. Seen from outside, `local` has all versions side by side.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.errors import StateError
+from multitower.functions.calls import replicate
+from multitower.steps.rotation.turns import Turns
+from multitower.steps.runner import own_copy
+from multitower.steps.state.fields import Fields
+from multitower.steps.state.train_state import TrainState
+from multitower.towers.placement import Placement
+from multitower.towers.rows import is_key
+
+
+class Version(NamedTuple):
+    """The parameters that a group of towers computes its next gradient with.
+
+    Attributes:
+        made: after how many updates they were made; the host knows it without asking a device.
+        copies: for each device of the group the parameters, the model state and the run's key.
+    """
+
+    made: int
+    copies: list[Fields]
+
+
+class Parts(NamedTuple):
+    """A state in parts.
+
+    Attributes:
+        num_updates: made so far, on the host, which must know whose turn it is.
+        home: the state without the versions, on the home device.
+        versions: for each group.
+    """
+
+    num_updates: int
+    home: Fields
+    versions: list[Version]
+
+    def state(self, maker: object) -> TrainState:
+        """What a user sees of these parts."""
+        return TrainState.of_parts(self, Parts.fields, maker, join_shared=lambda own: own.home)
+
+    def fields(self) -> Fields:
+        """The whole state, with the versions on the host: there may be no room on a device."""
+        each = [(one.copies[0].params, one.copies[0].model_state) for one in self.versions]
+        params, model_state = jax.tree.map(lambda *leaves: _stacked(leaves), *each)
+        made = np.array([one.made for one in self.versions], np.int32)
+        local = {"params": params, "model_state": model_state, "step": made}
+        return self.home._replace(local=local)
+
+    def after(self, group: int, new: Fields, turns: Turns) -> "Parts":
+        """The parts after an update of a group, which goes on with the new parameters."""
+        count = self.num_updates + 1
+        old = self.versions[group].copies
+        copies = [
+            _seen(jax.device_put((new.params, new.model_state), device), copy.rng)
+            for copy, device in zip(old, turns.groups[group].devices, strict=True)
+        ]
+        versions = [*self.versions]
+        versions[group] = Version(count, copies)
+        return Parts(count, new, versions)
+
+
+def take_apart(fields: Fields, turns: Turns) -> Parts:
+    """The parts of a state that is whole; the originals are never overwritten.
+
+    Without versions, as after `init`, all groups begin with the newest parameters.
+
+    Raises:
+        StateError: the versions are of other groups.
+    """
+    check_versions(fields, turns)
+    home = Placement((turns.home,), (0,))
+    (own,) = replicate(jax.tree.map(own_copy, fields._replace(local=None)), home)
+    count = int(fields.step)  # host-device sync
+    versions: list[Version] = []
+    for number, place in enumerate(turns.groups):
+        made, pair = count, (own.params, own.model_state)
+        if fields.local is not None:
+            made = int(fields.local["step"][number])
+            given = (fields.local["params"], fields.local["model_state"])
+            pair = jax.tree.map(lambda leaf, n=number: own_copy(leaf[n]), given)
+        copies = [_seen(*one) for one in replicate((pair, own.rng), place)]
+        versions.append(Version(made, copies))
+    return Parts(count, own, versions)
+
+
+def check_versions(fields: Fields, turns: Turns) -> None:
+    """Refuses versions that are not those of these groups.
+
+    Raises:
+        StateError: there are others.
+    """
+    if fields.local is None:
+        return
+    here = len(turns.groups)
+    wanted = jax.tree.structure((fields.params, fields.model_state, 0))
+    found = fields.local if isinstance(fields.local, dict) else {}
+    given = tuple(found.get(name) for name in ("params", "model_state", "step"))
+    there = np.shape(found.get("step", ()))
+    if jax.tree.structure(given) == wanted and there == (here,):
+        return
+    kept = f"versions of {there[0]} groups" if len(there) == 1 else "none of this kind"
+    raise StateError(
+        f"state.local has {kept}, and this step has {here} groups of towers with a version each. "
+        "To let all of them begin with state.params, pass state.replace(local=None); to go on "
+        "exactly, make the step with the same towers= and max_staleness=."
+    )
+
+
+def _seen(pair: tuple[Any, Any], rng: Any) -> Fields:
+    """What a tower sees of a state: not the optimizer's state, nor the average."""
+    params, model_state = pair
+    return Fields((), params, None, None, model_state, rng)
+
+
+def _stacked(leaves: Any) -> Any:
+    if is_key(leaves[0]):
+        data = np.stack([np.asarray(jax.random.key_data(leaf)) for leaf in leaves])
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaves[0]))
+    whole = np.stack([np.asarray(leaf) for leaf in leaves])  # host-device sync
+    whole.flags.writeable = False  # nobody would read what is written into it
+    return whole

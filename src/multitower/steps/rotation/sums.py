@@ -1,0 +1,103 @@
+"""What the towers of one group return, added up along the fixed tree on the group's devices.
+
+Moves from device to device and additions in the tree's order: nothing here waits, and nobody else
+takes part.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.job import Job, Shared
+from multitower.engines.packing import Packed
+from multitower.engines.reduction import add_buffers, evaluate, sum_tree
+from multitower.engines.same_bits import tower_function
+from multitower.engines.tracing import trace
+from multitower.towers.placement import Placement
+from multitower.towers.rows import Tower
+from multitower.towers.split import TowerRows
+
+# An executable for every device.
+Programs = dict[jax.Device, jax.stages.Compiled]
+
+
+class GroupSums:
+    """Runs the towers of a group; compiles each program once for every device of all groups."""
+
+    def __init__(self, job: Job, groups: Sequence[Placement]) -> None:
+        self._tower = tower_function(job)
+        self._num_towers = groups[0].num_towers
+        self._devices = list(dict.fromkeys(device for one in groups for device in one.devices))
+        self._compiled: dict[Any, tuple[Programs, Programs]] = {}
+        self._constants: dict[tuple[jax.Device, int], jax.Array] = {}
+
+    def run(self, place: Placement, shared: Sequence[Shared], rows: Sequence[TowerRows]) -> Packed:
+        """The total over a group.
+
+        Args:
+            place: the group.
+            shared: what its towers get whole, once for each of its devices.
+            rows: the split arrays.
+
+        Returns:
+            Means and sums, on the device of the group's first tower.
+        """
+        towers, adds = self._programs(shared[0], [leaf.pieces[0] for leaf in rows])
+
+        def run(tower: int) -> tuple[jax.Device, Packed]:
+            owner = place.owners[tower]
+            device = place.devices[owner]
+            pieces = [leaf.pieces[tower] for leaf in rows]
+            sums, _ = towers[device](shared[owner], pieces, self._here(device, tower, rows))
+            return device, sums.packed
+
+        def add(
+            left: tuple[jax.Device, Packed], right: tuple[jax.Device, Packed]
+        ) -> tuple[jax.Device, Packed]:
+            device, total = left
+            return device, adds[device](total, jax.device_put(right[1], device))
+
+        return evaluate(sum_tree(0, self._num_towers), run, add)[1]
+
+    def constant(self, device: jax.Device, value: int) -> jax.Array:
+        """A whole number on a device, copied there once."""
+        key = (device, value)
+        if key not in self._constants:
+            self._constants[key] = jax.device_put(np.int32(value), device)
+        return self._constants[key]
+
+    def _here(self, device: jax.Device, tower: int, rows: Sequence[TowerRows]) -> Tower:
+        tower_rows, num_rows = rows[0].tower_rows, rows[0].num_rows
+        num_real = min(max(num_rows - tower * tower_rows, 0), tower_rows)
+        return Tower(*(self.constant(device, value) for value in (tower, num_real, num_rows)))
+
+    def _programs(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
+        key = signature((shared, pieces))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(shared, pieces)
+        return self._compiled[key]
+
+    def _compile(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
+        scalar = jax.ShapeDtypeStruct((), np.int32)
+        arguments = (shared, pieces, Tower(scalar, scalar, scalar))
+        traced = trace(self._tower, arguments, self._num_towers)
+
+        def tower(*args: Any) -> Any:
+            return traced(*args)
+
+        towers = compile_for_each(tower, arguments, self._devices)
+        sums: Packed = towers[0].out_info[0].packed
+        adds: list[jax.stages.Compiled] = []
+        if self._num_towers > 1:
+            adds = compile_for_each(_add, (sums, sums), self._devices, donate=(0,))
+        return (
+            dict(zip(self._devices, towers, strict=True)),
+            dict(zip(self._devices[: len(adds)], adds, strict=True)),
+        )
+
+
+def _add(left: Packed, right: Packed) -> Packed:
+    return Packed(tuple(add_buffers(left.buffers, right.buffers)), left.layout)

@@ -1,0 +1,486 @@
+"""Asynchronous updates in a fixed rotation: who computes with what is fixed by the rotation.
+
+The lies to catch: a gradient on the newest parameters where a stale one is due, a version that an
+update has overwritten, an order that the clock decides, a resume that forgets who has seen what.
+"""
+
+import itertools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.errors import ArgumentError, CheckpointError, NonFiniteError, RunError, StateError
+from multitower.steps.rotation.options import RotationOptions
+from multitower.steps.rotation.turns import Turns
+from multitower.towers.placement import contiguous
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(12, 8, 3)).astype(np.float32)
+Y = RNG.normal(size=(12, 8)).astype(np.float32)
+W = RNG.normal(size=3).astype(np.float32)
+
+
+def losses(params, batch):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def batch_of(number):
+    return {"x": X[number], "y": Y[number]}
+
+
+def make(loss=losses, optimizer=None, towers=3, devices=2, **options):
+    return mt.train_step(
+        loss,
+        optimizer or optax.sgd(0.05, momentum=0.9),
+        towers=towers,
+        devices=devices,
+        updates="asynchronous",
+        **options,
+    )
+
+
+def train(step, state, numbers):
+    """Trains on these batches; returns the state and the metrics of every update."""
+    seen = []
+    for number in numbers:
+        state, metrics = step(state, batch_of(number))
+        seen.append(metrics)
+    return state, seen
+
+
+# ---------------------------------------------------------------- the mathematics
+
+
+def replayed(rotation, num_groups, scale=lambda staleness: 1.0):
+    """The rotation in float64, written down from the definition."""
+    newest, trace = W.astype(np.float64), np.zeros(3)
+    versions = [newest] * num_groups
+    made = [0] * num_groups
+    rows = []
+    for k in range(len(X)):
+        group = rotation[k % len(rotation)]
+        x, y, version = X[k].astype(np.float64), Y[k].astype(np.float64), versions[group]
+        error = x @ version - y
+        gradient = 2 * x.T @ error / len(y)
+        trace = gradient + 0.9 * trace
+        staleness = k - made[group]
+        newest = newest - scale(staleness) * 0.05 * trace
+        versions[group], made[group] = newest, k + 1
+        rows.append(((error**2).mean(), staleness))
+    return newest, versions, made, rows
+
+
+@pytest.mark.parametrize(
+    ("towers", "options"),
+    [
+        (3, {}),
+        (4, {"max_staleness": 1}),
+        (3, {"rotation": (0, 1, 0, 2)}),
+        (2, {"stale_scale": lambda staleness: 1 / (1 + staleness)}),
+    ],
+    ids=["each", "groups", "more turns for one", "scaled"],
+)
+def test_equals_a_numpy_replay_of_the_rotation(towers, options):
+    num_groups = options.get("max_staleness", towers - 1) + 1
+    rotation = options.get("rotation", range(num_groups))
+    scale = options.get("stale_scale", lambda staleness: 1.0)
+    newest, versions, made, rows = replayed(rotation, num_groups, scale)
+    step = make(towers=towers, **options)
+    state, seen = train(step, step.init({"w": W}), range(12))
+    np.testing.assert_allclose(state.params["w"], newest, rtol=2e-5)
+    np.testing.assert_allclose(state.local["params"]["w"], versions, rtol=2e-5)
+    assert list(state.local["step"]) == made
+    assert int(state.step) == 12
+    for metrics, (loss, staleness) in zip(seen, rows, strict=True):
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+        assert metrics["staleness"].dtype == np.int32
+        assert int(metrics["staleness"]) == staleness
+
+
+def test_no_staleness_is_synchronous_training():
+    step = make(towers=4, max_staleness=0, ema_decay=0.5)
+    state, seen = train(step, step.init({"w": W}), range(3))
+    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=4, devices=2, ema_decay=0.5)
+    expected, wanted = train(plain, plain.init({"w": W}), range(3))
+    assert mt.fingerprint(state.replace(local=None)) == mt.fingerprint(expected)
+    for metrics in seen:
+        assert int(metrics.pop("staleness")) == 0
+    assert mt.fingerprint(seen) == mt.fingerprint(wanted)
+
+
+def rich_loss(params, batch, *, rng, model_state):
+    """Dropout, statistics like BatchNorm's, a ratio and a mean among the metrics."""
+    kept = batch["x"] * jax.random.bernoulli(rng, 0.8, batch["x"].shape)
+    mean = kept.mean(0)
+    each = ((kept - model_state["mean"]) @ params["w"] - batch["y"]) ** 2
+    new = {"mean": 0.9 * model_state["mean"] + 0.1 * mean, "calls": model_state["calls"] + 1}
+    metrics = {"weighted": mt.ratio(each * batch["y"] ** 2, batch["y"] ** 2)}
+    return mt.ratio(each, jnp.ones_like(each)), metrics, new
+
+
+def rich_run(devices, towers, max_staleness):
+    step = make(
+        rich_loss,
+        optax.adam(0.1),
+        towers=towers,
+        max_staleness=max_staleness,
+        devices=devices,
+        ema_decay=0.9,
+        clip_norm=1.0,
+        global_batch=8,
+    )
+    first = {"mean": np.zeros(3, np.float32), "calls": np.int32(0)}
+    state = step.init({"w": W}, model_state=first, rng=jax.random.key(1))
+    state, seen = train(step, state, range(6))
+    state, metrics = step(state, jax.tree.map(lambda rows: rows[:5], batch_of(6)))  # ragged
+    return state, [*seen, metrics]
+
+
+@pytest.mark.parametrize(
+    ("towers", "max_staleness", "devices"),
+    [
+        (4, 1, (1, 3)),
+        pytest.param(8, 3, (1, 2, 3, 8), marks=pytest.mark.slow),
+        pytest.param(8, 7, (1, 2, 3, 8), marks=pytest.mark.slow),
+    ],
+)
+def test_same_bits_on_any_number_of_devices(towers, max_staleness, devices):
+    # On 3 devices a group spans two of them; on 8 groups of two towers all do.
+    found = {n: mt.fingerprint(rich_run(n, towers, max_staleness)) for n in devices}
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.slow
+def test_devices_that_slow_down_at_random_change_nothing():
+    """The lie: an order that the clock decides."""
+    devices = mt.devices(4)
+    busy = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x), x))
+    rows = [jax.device_put(np.ones(10_000, np.float32), device) for device in devices]
+    jax.block_until_ready([busy(x, 1) for x in rows])
+
+    def run(seed):
+        draw = np.random.default_rng(seed)
+        step = make(rich_loss, optax.adam(0.1), towers=8, devices=4, ema_decay=0.9)
+        first = {"mean": np.zeros(3, np.float32), "calls": np.int32(0)}
+        state = step.init({"w": W}, model_state=first, rng=jax.random.key(1))
+        began = time.perf_counter()
+        for number in range(100):
+            if seed:  # what a device has to do before the tower whose turn it is
+                busy(rows[draw.integers(4)], int(draw.integers(300)))
+            state, _ = step(state, batch_of(number % 12))
+        return mt.fingerprint(state), time.perf_counter() - began
+
+    run(0)  # compiles
+    (expected, quick_s), *others = [run(seed) for seed in (0, 1, 2)]
+    for found, slow_s in others:
+        assert found == expected
+        assert slow_s > quick_s  # they were slowed down
+
+
+def test_model_state_goes_with_the_group():
+    def loss(params, batch, *, model_state):
+        return losses(params, batch), {}, {"calls": model_state["calls"] + 1}
+
+    step = make(loss, towers=2)
+    state = step.init({"w": W}, model_state={"calls": np.int32(0)})
+    state, _ = train(step, state, range(3))
+    assert int(state.model_state["calls"]) == 2  # group 0's, which made updates 0 and 2
+    assert list(state.local["model_state"]["calls"]) == [2, 1]
+
+
+def test_every_update_draws_its_own_random_numbers():
+    def loss(w, x, *, rng):
+        return w * x.sum(1), {"drawn": jax.random.uniform(rng)}
+
+    step = make(loss, towers=2)
+    state, drawn = step.init(jnp.float32(1), rng=jax.random.key(0)), []
+    for number in range(4):
+        state, metrics = step(state, X[number])
+        drawn.append(float(metrics["drawn"]))
+    key = jax.random.key(0)
+    expected = [float(jax.random.uniform(jax.random.fold_in(key, k))) for k in range(4)]
+    np.testing.assert_allclose(drawn, expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- versions and memory
+
+
+def keeps_parameters():
+    """An optimizer whose state is parameters: those that it was given last."""
+
+    def update(gradients, state, params):
+        return jax.tree.map(lambda g, old: -0.1 * (g + old), gradients, state), params
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_no_update_overwrites_a_version(devices):
+    # Trap: on one device all versions, the newest parameters and an optimizer's copy of them may
+    # be one array, and a program that reuses its memory ends them all.
+    step = make(optimizer=keeps_parameters(), devices=devices)
+    state, _ = train(step, step.init({"w": W}), range(7))
+    newest, last, versions = W.astype(np.float64), W.astype(np.float64), [W.astype(np.float64)] * 3
+    for k in range(7):
+        x, y = X[k].astype(np.float64), Y[k].astype(np.float64)
+        gradient = 2 * x.T @ (x @ versions[k % 3] - y) / 8
+        newest, last = newest - 0.1 * (gradient + last), newest
+        versions[k % 3] = newest
+    np.testing.assert_allclose(state.params["w"], newest, rtol=1e-4)
+    np.testing.assert_allclose(state.local["params"]["w"], versions, rtol=1e-4)
+
+
+def test_the_optimizer_and_the_newest_parameters_are_on_one_device():
+    step = make(optimizer=optax.adam(0.1), towers=3, devices=3, ema_decay=0.9)
+    state, _ = train(step, step.init({"w": W}), range(4))
+    home, *others = mt.devices(3)
+    parts = state.parts()
+    assert {d for leaf in jax.tree.leaves(parts.home) for d in leaf.devices()} == {home}
+    for device, version in zip([home, *others], parts.versions, strict=True):
+        assert {d for leaf in jax.tree.leaves(version.copies) for d in leaf.devices()} == {device}
+
+
+def test_groups_are_neighbours_on_their_own_devices():
+    turns = Turns.of(RotationOptions(3, None, None), contiguous(mt.devices(3), 8))
+    devices = mt.devices(3)
+    assert [one.devices for one in turns.groups] == [
+        (devices[0],), (devices[1],), (devices[1], devices[2]), (devices[2],),
+    ]  # fmt: skip
+    assert [one.owners for one in turns.groups] == [(0, 0), (0, 0), (0, 1), (0, 0)]
+    assert [turns.group_at(count) for count in range(5)] == [0, 1, 2, 3, 0]
+
+
+def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
+    # The lie: "asynchronous" updates that are started one after the other has ended.
+    go, ran = threading.Event(), []
+
+    def wait(x):
+        assert go.wait(60)
+        return x
+
+    def held(x):
+        return x * jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), jnp.float32(1))
+
+    # On two devices: XLA's CPU client runs a callback on one device in the caller's thread.
+    hold = mt.make_parallel(held, devices=2)
+
+    def loss(w, x):
+        jax.debug.callback(lambda tag: ran.append(int(tag)), x[0, 0])
+        return x @ w
+
+    step = make(loss, optimizer=optax.adam(0.1), towers=2, global_batch=8, ema_decay=0.9)
+    tagged = lambda tag: np.full((8, 3), tag, np.float32)
+    go.set()
+    state = step.init(W)
+    for tag in (0, 1):
+        state, metrics = step(state, tagged(tag))
+    jax.block_until_ready([state.parts(), hold(np.ones((16, 3), np.float32)), metrics])
+    go.clear()
+    late = hold(np.full((16, 3), 2, np.float32)).addressable_shards[0].data  # of group 0
+    made, ended = [state], threading.Event()
+
+    def go_on():
+        for batch in (late, tagged(3)):
+            made[0], _ = step(made[0], batch)
+        ended.set()
+
+    threading.Thread(target=go_on, daemon=True).start()
+    is_started = ended.wait(20)
+    deadline = time.monotonic() + 5
+    while 3 not in ran and time.monotonic() < deadline:
+        time.sleep(0.01)
+    seen = list(ran)
+    go.set()
+    assert is_started  # the host has started both updates
+    assert 3 in seen  # the next tower has its gradient
+    assert 2 not in seen  # before the tower before it
+    assert np.isfinite(made[0].params).all()
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_a_state_goes_on_from_any_moment_on_other_devices():
+    # The lie (law L4): a version that is the newest after a resume, or another group's turn.
+    whole, expected = train(step := make(), step.init({"w": W}), range(8))
+    for moment in (1, 3, 5):
+        state, before = train(step, step.init({"w": W}), range(moment))
+        other = make(devices=1 + moment % 3)
+        copied = jax.tree.map(jnp.copy, state)
+        state, after = train(other, copied, range(moment, 8))
+        assert mt.fingerprint(state) == mt.fingerprint(whole)
+        assert mt.fingerprint([*before, *after]) == mt.fingerprint(expected)
+
+
+def test_what_is_written_into_a_state_is_used():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = make(optimizer=optimizer, towers=2)
+    state, _ = train(step, step.init({"w": W}), range(3))
+    before, versions = np.array(state.params["w"]), np.array(state.local["params"]["w"])
+    state.opt_state.hyperparams["learning_rate"] = 0.0
+    state, metrics = step(state, batch_of(3))
+    assert np.array_equal(state.params["w"], before)
+    assert np.array_equal(state.local["params"]["w"], [versions[0], before])
+    assert int(metrics["staleness"]) == 1
+
+
+def test_from_synchronous_to_asynchronous_and_back():
+    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=3, devices=2)
+    state, _ = train(plain, plain.init({"w": W}), range(2))
+    start = np.array(state.params["w"])
+    step = make()
+    state, seen = train(step, state, range(2, 4))
+    assert [int(metrics["staleness"]) for metrics in seen] == [0, 1]
+    # Updates 2 and 3 were those of groups 2 and 0.
+    assert np.array_equal(state.local["params"]["w"][1], start)
+    with pytest.raises(StateError, match=r"keep of their own \(state.local\).*replace\(local=None"):
+        plain(state, batch_of(4))
+    state, _ = plain(state.replace(local=None), batch_of(4))
+    assert state.local is None
+    with pytest.raises(StateError, match=r"versions of 3 groups, and this step has 2 groups"):
+        make(towers=2)(train(step, step.init({"w": W}), range(1))[0], batch_of(1))
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_step_that_is_not_finite_is_left_out(bad):
+    step = make(skip_nonfinite=True, diagnostics=True)
+    state, _ = train(step, step.init({"w": W}), range(bad))
+    before = np.array(state.params["w"])
+    broken = {"x": X[bad] * np.inf, "y": Y[bad]}
+    state, metrics = step(state, broken)
+    assert float(metrics["skipped"]) == 1
+    assert metrics["tower_losses"].shape == (1,)
+    assert np.array_equal(state.params["w"], before)
+    assert np.array_equal(state.local["params"]["w"][bad], before)  # it goes on with the newest
+    assert int(state.step) == bad + 1
+    state, metrics = step(state, batch_of(bad))
+    assert float(metrics["skipped"]) == 0
+
+
+def test_batches_from_prefetch_are_taken():
+    step = make()
+    state, _ = train(step, step.init({"w": W}), range(3))
+    expected = mt.fingerprint(state)
+    for options in ({}, {"devices": 1}, {"devices": 1, "towers": 1}, {"devices": 2, "towers": 2}):
+        state = step.init({"w": W})
+        for batch in mt.prefetch(map(batch_of, range(3)), **options):
+            state, _ = step(state, batch)
+        assert mt.fingerprint(state) == expected, options
+
+
+def test_without_towers_every_device_is_one():
+    step = make(towers=None, devices=2)
+    state, seen = train(step, step.init({"w": W}), range(3))
+    assert [int(metrics["staleness"]) for metrics in seen] == [0, 1, 1]
+    expected, _ = train(same := make(towers=2), same.init({"w": W}), range(3))
+    assert mt.fingerprint(state) == mt.fingerprint(expected)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"updates": "async"}, "say 'synchronous' or 'asynchronous'"),
+        ({"updates": "synchronous", "max_staleness": 1}, "max_staleness= is for asynchronous"),
+        ({"updates": "synchronous", "rotation": (0,)}, "rotation= is for asynchronous"),
+        ({"updates": "synchronous", "stale_scale": abs}, "stale_scale= is for asynchronous"),
+        ({"max_staleness": 2}, "4 towers do not divide into 3 groups.*=0, 1 or 3, or another"),
+        ({"max_staleness": -1}, "a whole number, 0 or more"),
+        ({"max_staleness": True}, "a whole number, 0 or more"),
+        ({"rotation": 3}, r"such as \(0, 1, 0, 2\)"),
+        ({"rotation": (0, 1)}, "name each of the 4 groups, 0 to 3, at least once"),
+        ({"rotation": (0, 1, 2, 3, 4)}, "name each of the 4 groups"),
+        ({"stale_scale": 0.5}, "a function of the staleness"),
+        ({"shard_update": True}, "shard_update= exclude each other"),
+        ({"stages": 2}, "stages= exclude each other"),
+        ({"towers": None, "shard_params": True}, "shard_params= exclude each other"),
+        ({"towers": None, "steps_per_call": 2}, "steps_per_call= exclude each other"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(options, message):
+    given = {"updates": "asynchronous", "towers": 4, **options}
+    with pytest.raises(ArgumentError, match=message):
+        mt.train_step(losses, optax.sgd(0.1), **given)
+
+
+def test_groups_of_devices_are_checked_where_the_devices_are_known():
+    with pytest.raises(ArgumentError, match="3 towers do not divide into 2 groups"):
+        make(towers=None, devices=3, max_staleness=1)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr("multitower.steps.rotation.options.are_several", lambda: True)
+    with pytest.raises(ArgumentError, match="runs in one process"):
+        make()
+
+
+def test_towers_that_meet_are_refused():
+    step = make(lambda w, x: (w * x - jax.lax.pmean(x.mean(), "towers")).sum(1), max_staleness=0)
+    with pytest.raises(ArgumentError, match="a tower does not wait for others"):
+        step(step.init(jnp.float32(1)), X[0][:6])
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def batches(first):
+    for number in itertools.count(first):
+        yield batch_of(number % 12)
+
+
+def trainer(directory=None, devices=2, **options):
+    given = {"towers": 3, "global_batch": 8, "updates": "asynchronous", **options}
+    return mt.Trainer(
+        losses,
+        optax.sgd(0.05, momentum=0.9),
+        run_dir=directory,
+        devices=devices,
+        **given,
+    )
+
+
+@pytest.mark.parametrize(
+    "moment", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4, 5))]
+)
+def test_a_run_resumes_between_any_two_updates_on_other_devices(tmp_path, moment):
+    # The lie (law L4): checkpoints that keep the newest parameters alone.
+    state, _ = train(step := make(), step.init({"w": W}), range(6))
+    trainer(tmp_path, devices=1 + moment % 2).fit({"w": W}, batches, steps=moment)
+    found = trainer(tmp_path, devices=3).fit({"w": W}, batches, steps=6, resume=True)
+    assert mt.fingerprint(found) == mt.fingerprint(state)
+
+
+def test_another_rotation_is_another_run(tmp_path):
+    trainer(tmp_path, rotation=(0, 1, 2)).fit({"w": W}, batches, steps=1)
+    other = trainer(tmp_path, rotation=(0, 2, 1))
+    with pytest.raises(RunError, match="another rotation"):
+        other.fit({"w": W}, batches, steps=2, resume=True)
+    plain = trainer(tmp_path, updates="synchronous")
+    with pytest.raises(CheckpointError, match=r"\.local.*updates='asynchronous'"):
+        plain.fit({"w": W}, batches, steps=2, resume=True)
+
+
+def test_a_run_hears_of_every_update_and_stops_at_a_nan():
+    seen = []
+    hooks = [lambda progress: seen.append((progress.step, progress.metrics["staleness"]))]
+    trainer(hooks=hooks, rotation=(0, 1, 0, 2)).fit({"w": W}, batches, steps=6)
+    assert seen == [(1, 0), (2, 1), (3, 1), (4, 3), (5, 1), (6, 3)]
+
+    def bad(first):
+        for number in itertools.count(first):
+            yield {"x": X[number] * (np.nan if number == 3 else 1), "y": Y[number]}
+
+    with pytest.raises(NonFiniteError, match="step 4 of 9"):
+        trainer().fit({"w": W}, bad, steps=9)
+    skipping = trainer(on_nonfinite="skip").fit({"w": W}, bad, steps=9)
+    assert np.isfinite(skipping.params["w"]).all()
+    assert int(skipping.step) == 9
