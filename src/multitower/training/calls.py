@@ -1,12 +1,13 @@
 """Calls: how many steps each call of a step makes, and its batches, ahead of need."""
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
 from multitower.steps.looped import stack_ahead
-from multitower.towers.feeding import run_ahead
+from multitower.steps.step import TrainStep
+from multitower.towers.feeding import prefetch, run_ahead
 from multitower.towers.placement import Placement
 from multitower.training.progress import num_rows_of
 
@@ -25,14 +26,49 @@ class Call(NamedTuple):
     num_rows: list[int]
 
 
-def one_by_one(batches: Generator[Any]) -> Generator[Call]:
-    """One step a call."""
+class Feeding(NamedTuple):
+    """How a run makes calls of its batches.
+
+    Attributes:
+        step: what is called.
+        where: devices and towers, as for `prefetch`.
+        global_batch: likewise.
+        stages: how many, if the model is cut.
+        most: at most so many steps a call; None for one.
+        borders: a call ends at every multiple of these numbers; 0 has none.
+    """
+
+    step: TrainStep
+    where: Mapping[str, Any]
+    global_batch: int | None
+    stages: int | None
+    most: int | None
+    borders: Sequence[int]
+
+    def calls(self, batches: Iterator[Any], first: int, last: int) -> Generator[Call]:
+        """Makes the calls of steps first + 1 to last, and copies their batches ahead of need."""
+        if self.most is None:
+            return _one_by_one(self._ahead(batches, first))
+        sizes = sizes_of_calls(self.most, self.borders, first=first, last=last)
+        return _together(batches, sizes, self.most, self.step.placement)
+
+    def _ahead(self, batches: Iterator[Any], first: int) -> Generator[Any]:
+        turns = self.step.turns
+        if turns is not None:
+            return turns.prefetch(batches, first=first, global_batch=self.global_batch)
+        where = dict(self.where)
+        if self.stages is not None:  # to the first stages
+            where["devices"] = list(self.step.placement.devices)
+        return prefetch(batches, _WAITING, global_batch=self.global_batch, **where)
+
+
+def _one_by_one(batches: Generator[Any]) -> Generator[Call]:
     with closing(batches):
         for batch in batches:
             yield Call(batch, [num_rows_of(batch)])
 
 
-def together(
+def _together(
     batches: Iterator[Any], sizes: Iterable[int], most: int, placement: Placement
 ) -> Generator[Call]:
     """Several steps a call: so many as `sizes` say, or fewer in the last one if batches run out."""

@@ -1,6 +1,6 @@
 """The loop of a run: a step, what it reports, what is saved, tested and compared. Top to bottom."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.training.agreement import StopVote
-from multitower.training.calls import Call
+from multitower.training.calls import Feeding
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
 from multitower.training.test_phase import TestPhase
@@ -20,7 +20,7 @@ class Loop(NamedTuple):
 
     Attributes:
         step: makes one update.
-        calls: makes of batches what the step is called with, from the first to the last step.
+        feeding: makes of batches what the step is called with.
         reader: hears of every step, late.
         saver: saves when it is due.
         test: the test phase.
@@ -30,7 +30,7 @@ class Loop(NamedTuple):
     """
 
     step: TrainStep
-    calls: Callable[[Iterator[Any], int, int], Generator[Call]]
+    feeding: Feeding
     reader: MetricsReader
     saver: Saver
     test: TestPhase
@@ -52,7 +52,7 @@ class Loop(NamedTuple):
             # comes to the same scores.
             self.test.run(state)
         number = first
-        with closing(self.calls(batches, first, last)) as ahead:
+        with closing(self.feeding.calls(batches, first, last)) as ahead:
             while number < last:
                 call = next(ahead, None)
                 if call is None:

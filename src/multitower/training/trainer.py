@@ -17,10 +17,9 @@ from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
-from multitower.towers.feeding import prefetch
 from multitower.training.agreement import StopVote
 from multitower.training.beginning import Resume, begin_at
-from multitower.training.calls import Call, one_by_one, sizes_of_calls, together
+from multitower.training.calls import Feeding
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
@@ -160,7 +159,7 @@ class Trainer:
             self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
         narrow = check_compute_dtype(compute_dtype)
         # What determines the bits of a run, apart from its data and its first state.
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "towers": towers,
             "global_batch": global_batch,
             "ema_decay": ema_decay,
@@ -185,7 +184,7 @@ class Trainer:
         }
         if updates != "synchronous":
             order = None if rotation is None else list(rotation)  # as JSON has it
-            self._settings.update({**asynchronous, "rotation": order})
+            self._settings |= {**asynchronous, "rotation": order}
         self._optimizer = optimizer
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
@@ -288,7 +287,7 @@ class Trainer:
             late = 1 if self.step.turns is None else len(self.step.turns.rotation)
             loop = Loop(
                 self.step,
-                self._calls(evaluate_every),
+                self._feeding(evaluate_every),
                 MetricsReader(steps, self._on_nonfinite, state.params, self._tell, calls_late=late),
                 saver,
                 test,
@@ -383,29 +382,13 @@ class Trainer:
             self._best.offer(number, state, scores)
         return scores
 
-    def _calls(self, evaluate_every: int) -> Callable[..., Generator[Call]]:
-        """What makes calls of batches, from the first to the last step."""
-        most = self._steps_per_call
-        if most is None:
-            return lambda batches, first, last: one_by_one(self._ahead(batches, first))
+    def _feeding(self, evaluate_every: int) -> Feeding:
+        """What makes calls of batches."""
         saves = 0 if self._directory is None else self._checkpoint_every
         borders = (saves, evaluate_every, self._check_replicas_every)
-
-        def calls(batches: Iterator[Any], first: int, last: int) -> Generator[Call]:
-            sizes = sizes_of_calls(most, borders, first=first, last=last)
-            return together(batches, sizes, most, self.step.placement)
-
-        return calls
-
-    def _ahead(self, batches: Iterator[Any], first: int) -> Generator[Any]:
-        """Copies batches ahead of need to where their rows are used."""
-        turns = self.step.turns
-        if turns is not None:
-            return turns.prefetch(batches, first=first, global_batch=self._global_batch)
-        where = {**self._where, "global_batch": self._global_batch}
-        if self._stages is not None:  # to the first stages
-            where["devices"] = list(self.step.placement.devices)
-        return prefetch(batches, **where)
+        return Feeding(
+            self.step, self._where, self._global_batch, self._stages, self._steps_per_call, borders
+        )
 
     def _warn_of_a_last_meeting(self, steps: int) -> None:
         every = self._sync_every

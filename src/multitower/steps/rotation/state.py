@@ -47,7 +47,9 @@ class Parts(NamedTuple):
 
     def state(self, maker: object) -> TrainState:
         """What a user sees of these parts."""
-        return TrainState.of_parts(self, Parts.fields, maker, join_shared=lambda own: own.home)
+        return TrainState.of_parts(
+            self, Parts.fields, maker, join_shared=lambda own: own.home, apart=("local",)
+        )
 
     def fields(self) -> Fields:
         """The whole state, with the versions on the host: there may be no room on a device."""
