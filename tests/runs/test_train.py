@@ -208,9 +208,11 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
         "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
         "layout": "1x2", "steps_per_call": 3, "compute_dtype": "bfloat16",
+        "sync_every": 4, "asynchronous": True, "max_staleness": 1,
     }  # fmt: skip
     RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
     wanted = {**chosen, "layout": (1, 2), "run_dir": tmp_path, "ema_decay": LINE.ema_decay}
+    wanted["updates"] = "asynchronous" if wanted.pop("asynchronous") else "synchronous"
     assert given == wanted
     names = {field.name for field in dataclasses.fields(RunOptions)}
     # These three are the loop's and the data's; they are looked at above.

@@ -334,7 +334,7 @@ def test_from_synchronous_steps_and_not_back():
     assert int(state.step) == 2
     assert state.local.opt_state[0].count.tolist() == [2, 2]
     assert not np.allclose(momentum["w"], state.local.opt_state[0].mu["w"][0])
-    with pytest.raises(mt.StateError, match=r"what every tower has of its own \(state.local\)"):
+    with pytest.raises(mt.StateError, match=r"what towers keep of their own \(state.local\)"):
         whole(state, batch(2))
     with pytest.raises(mt.StateError, match=r"each of 2 towers .* use towers=2"):
         make(optax.adam(0.1), towers=4)(state, batch(2))
@@ -370,7 +370,7 @@ def test_law_l4_a_run_goes_on_between_two_meetings(tmp_path):
         trainer(tmp_path, 1, sync_every=2).fit(PARAMS, batches, **again)
     with pytest.raises(mt.RunError, match=r"another outer_optimizer: .* 0.7, this one has 0.5"):
         trainer(tmp_path, 1, rate=0.5).fit(PARAMS, batches, **again)
-    with pytest.raises(mt.CheckpointError, match="with sync_every=, and has a first axis"):
+    with pytest.raises(mt.CheckpointError, match="what towers keep of their own"):
         trainer(tmp_path, 1, sync_every=None).fit(PARAMS, batches, **again)
     found = trainer(tmp_path, 1).fit(PARAMS, batches, **again)
     assert mt.fingerprint(found) == mt.fingerprint(wanted)

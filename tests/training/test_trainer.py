@@ -398,6 +398,7 @@ def test_every_option_of_a_step_arrives_there(monkeypatch):
         "clip_norm": 1.0, "reduction": "sum", "shard_update": True, "shard_params": True,
         "stages": 2, "layout": (1, 2), "compute_dtype": jnp.bfloat16, "steps_per_call": 3,
         "updates": "asynchronous", "max_staleness": 1, "rotation": (0, 1), "stale_scale": abs,
+        "sync_every": 2, "outer_optimizer": optax.sgd(1.0), "local_state": "average",
     }  # fmt: skip
     optimizer = optax.sgd(0.1)
     mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)
