@@ -18,6 +18,7 @@ def compile_for_each(
     devices: Sequence[jax.Device],
     *,
     donate: tuple[int, ...] = (),
+    compile: Callable[..., jax.stages.Compiled] = lambda traced, lowered, device: lowered.compile(),
 ) -> list[jax.stages.Compiled]:
     """Compiles `fn` once per device: one trace, the first device alone, the others side by side.
 
@@ -29,6 +30,7 @@ def compile_for_each(
         arguments: its arguments, as arrays or `jax.ShapeDtypeStruct`.
         devices: where it will run.
         donate: positions of the arguments whose memory the results may take.
+        compile: of a program that is traced and lowered for a device.
 
     Returns:
         One executable per device, in the same order.
@@ -39,20 +41,20 @@ def compile_for_each(
     """
     jitted = jax.jit(fn, donate_argnums=donate, compiler_options=_options(devices[0].platform))
 
-    def lower(device: jax.Device) -> jax.stages.Lowered:
+    def lower(device: jax.Device) -> tuple[jax.stages.Traced, jax.stages.Lowered, jax.Device]:
         there = SingleDeviceSharding(device)
         traced = jitted.trace(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments)))
         _refuse_order(traced.jaxpr.effects)
-        return traced.lower()
+        return traced, traced.lower(), device
 
     _refuse_packed(arguments)
     # In this thread: `with jax.enable_x64(True)` and the like hold in the thread that says so.
     lowered = [lower(device) for device in devices]
-    first = lowered[0].compile()
+    first = compile(*lowered[0])
     if len(devices) == 1:
         return [first]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return [first, *pool.map(lambda one: one.compile(), lowered[1:])]
+        return [first, *pool.map(lambda one: compile(*one), lowered[1:])]
 
 
 def _refuse_order(effects: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.engines.executable import compile_for_each
+from multitower.engines.equal_programs import EqualPrograms
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.chain import avals_of, shapes_of
 from multitower.stages.cutting import cut_program
@@ -93,8 +93,9 @@ class Forward:
         self.chain = chain
         self.layout = layout
         self.placed = placed
+        equal = EqualPrograms()
         self.programs = [
-            compile_for_each(
+            equal.compile_for_each(
                 stage.__call__, (shapes_of(chain.avals, stage.inputs),), layout.devices_of(s)
             )
             for s, stage in enumerate(chain.stages)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from multitower.engines import reduction
-from multitower.engines.executable import compile_for_each
+from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
@@ -44,6 +44,7 @@ class Programs:
     def __init__(self, chain: Chain, layout: Layout) -> None:
         self._chain = chain
         self._layout = layout
+        self._equal = EqualPrograms()
         self._numbers: dict[tuple[int, jax.Device], jax.Array] = {}
         stages = range(layout.num_stages)
         self.forward = [self._compile_forward(s) for s in stages]
@@ -59,14 +60,14 @@ class Programs:
     def _shapes(self, numbers: Sequence[int]) -> list[Any]:
         return shapes_of(self._chain.avals, numbers)
 
-    def _compile_forward(self, s: int) -> list[jax.stages.Compiled]:
+    def _compile_forward(self, s: int) -> list[Executable]:
         stage = self._chain.stages[s]
         if not stage.sent:
             return []
         devices = self._layout.devices_of(s)
-        return compile_for_each(stage.forward, (self._shapes(stage.inputs),), devices)
+        return self._equal.compile_for_each(stage.forward, (self._shapes(stage.inputs),), devices)
 
-    def _compile_backward(self, s: int) -> list[jax.stages.Compiled]:
+    def _compile_backward(self, s: int) -> list[Executable]:
         stage, chain = self._chain.stages[s], self._chain
         homes = chain.home_of
 
@@ -84,13 +85,15 @@ class Programs:
             for number, shape in zip(stage.answered, self._shapes(stage.answered), strict=True)
         ]
         arguments = (self._shapes(stage.inputs), cotangents)
-        return compile_for_each(backward, arguments, self._layout.devices_of(s))
+        return self._equal.compile_for_each(backward, arguments, self._layout.devices_of(s))
 
-    def _compile_add(self, s: int) -> list[jax.stages.Compiled]:
+    def _compile_add(self, s: int) -> list[Executable]:
         sums = self.backward[s][0].out_info[0]
         if self._layout.towers.num_towers == 1:
             return []
-        return compile_for_each(_add, (sums, sums), self._layout.devices_of(s), donate=(0,))
+        return self._equal.compile_for_each(
+            _add, (sums, sums), self._layout.devices_of(s), donate=(0,)
+        )
 
 
 def _add(left: StageSums, right: StageSums) -> StageSums:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.engines.executable import compile_for_each
+from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
 from multitower.stages.chain import Chain
@@ -46,7 +46,8 @@ class Updates:
             for i in range(len(homes.params))
         ]
         self._needs_finite = step.diagnostics or step.skip_nonfinite
-        self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
+        self._equal = EqualPrograms()
+        self._compiled: dict[Any, list[Executable]] = {}
 
     def run(
         self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]], loss: jax.Array
@@ -189,7 +190,7 @@ class Updates:
         replica, stage = where
         if key not in self._compiled:
             devices = self._layout.devices_of(stage)
-            self._compiled[key] = compile_for_each(fn, given, devices, donate=donate)
+            self._compiled[key] = self._equal.compile_for_each(fn, given, devices, donate=donate)
         return self._compiled[key][replica](*given)
 
 

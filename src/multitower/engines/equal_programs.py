@@ -1,0 +1,84 @@
+"""Programs that are equal but for the names of what they take and return: compiled once."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from multitower.engines.executable import compile_for_each
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled program of leaves, called with trees.
+
+    Attributes:
+        compiled: takes leaves, and returns a list of them.
+        treedef: of what the program returns.
+    """
+
+    compiled: jax.stages.Compiled
+    treedef: Any
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        return jax.tree.unflatten(self.treedef, self.compiled(*jax.tree.leaves(args)))
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of what it returns."""
+        return jax.tree.unflatten(self.treedef, self.compiled.out_info)
+
+    def memory_analysis(self) -> Any:
+        """As `jax.stages.Compiled.memory_analysis`."""
+        return self.compiled.memory_analysis()
+
+
+class EqualPrograms:
+    """Compiles programs for devices; for one that is equal to an earlier one it takes that one.
+
+    Stages of equal layers differ in the numbers of their values alone, which are in the structure
+    of arguments and results, and not in the program of their leaves.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, jax.stages.Compiled] = {}
+
+    def compile_for_each(
+        self,
+        fn: Callable[..., Any],
+        arguments: Sequence[Any],
+        devices: Sequence[jax.Device],
+        *,
+        donate: tuple[int, ...] = (),
+    ) -> list[Executable]:
+        """As `executable.compile_for_each`."""
+        leaves, in_tree = jax.tree.flatten(tuple(arguments))
+        numbers = jax.tree.leaves(
+            [jax.tree.map(lambda _, i=i: i, tree) for i, tree in enumerate(arguments)]
+        )
+        treedefs: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            found, treedef = jax.tree.flatten(fn(*jax.tree.unflatten(in_tree, leaves)))
+            treedefs.append(treedef)
+            return found
+
+        flat.__name__ = getattr(fn, "__name__", "program")  # as profiles show it
+        donated = tuple(place for place, i in enumerate(numbers) if i in donate)
+        compiled = compile_for_each(flat, leaves, devices, donate=donated, compile=self._compile)
+        return [Executable(one, treedefs[0]) for one in compiled]
+
+    def _compile(
+        self, traced: jax.stages.Traced, lowered: jax.stages.Lowered, device: jax.Device
+    ) -> jax.stages.Compiled:
+        avals = [*traced.jaxpr.in_avals, *traced.jaxpr.out_avals]
+        # Of a Python number the text does not tell that it adapts to the dtypes around it.
+        weak = tuple(getattr(aval, "weak_type", False) for aval in avals)
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        key = (text, weak, device)
+        if key not in self._known:
+            self._known[key] = lowered.compile()
+        return self._known[key]
