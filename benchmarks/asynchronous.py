@@ -5,18 +5,18 @@ of 64-64-10, trained with SGD on the same number of examples over towers and lea
 has 32 rows. An asynchronous update takes those of one tower; a synchronous step those of all, so
 that it makes fewer updates. One device: the bits are those of any.
 
-`slow`: one of two devices takes three times as long for a gradient. Synchronous towers wait for it
-in every step; asynchronous ones give the other device more turns. Simulated devices share the
-cores: this shows the order of dispatch, never a speed-up of training.
+`slow`: one of two simulated devices gets its rows 60 milliseconds late, every time. Synchronous
+towers wait for it in every step; asynchronous ones give the other device more turns. The slow
+device sleeps and the other one has next to nothing to do: this shows the order of dispatch, never a
+speed-up.
 
     python benchmarks/asynchronous.py losses [--epochs 20]
-    python benchmarks/asynchronous.py slow [--updates 60]
+    python benchmarks/asynchronous.py slow [--steps 40]
 """
 
 import argparse
 import itertools
 import time
-import warnings
 from collections import deque
 from typing import Any
 
@@ -25,7 +25,7 @@ import multitower as mt
 TOWERS = (1, 2, 4, 8)
 RATES = (0.05, 0.2)
 TOWER_ROWS = 32
-SLOW, FAST = 3000, 1000  # rounds of work for a gradient
+SLEEP_S = 0.06
 
 
 def make_model() -> tuple[Any, Any, Any]:
@@ -97,47 +97,68 @@ def compare_losses(epochs: int) -> None:
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def compare_speed(num_updates: int) -> None:
-    """Prints gradients of a tower a second, with one device slowed down on purpose."""
+def make_hold() -> Any:
+    """Rows of two devices, which the second one has only after it has slept.
+
+    In one program over both devices: XLA's CPU client runs the callbacks of a program for one
+    device in the caller's thread.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.sharding import Mesh, PartitionSpec
+
+    def sleep(device: Any) -> Any:
+        time.sleep(SLEEP_S * int(device))
+        return np.float32(0)
+
+    def held(x: Any) -> Any:
+        number = jax.lax.axis_index("devices")
+        return x + jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), number)
+
+    split = PartitionSpec("devices")
+    mesh = Mesh(np.array(mt.devices(2)), ("devices",))
+    mapped = jax.shard_map(held, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    return jax.jit(mapped)
+
+
+def compare_speed(num_steps: int) -> None:
+    """Prints gradients of a tower a second, with one device slowed down on purpose."""
+    import jax
+    import numpy as np
     import optax
 
-    def losses(w: Any, batch: Any) -> Any:
-        # Work that changes nothing, as much as the rows say.
-        busy = lambda _, x: jnp.sin(x) + x
-        worked = jax.lax.fori_loop(0, batch["work"].max(), busy, jnp.ones(4096))
-        return (batch["x"] @ w) ** 2 + 0 * jax.lax.stop_gradient(worked[0])
-
-    asynchronous = {"updates": "asynchronous", "global_batch": TOWER_ROWS}
-    ways: dict[str, dict[str, Any]] = {
-        "synchronous": {},
-        "asynchronous, rotation (0, 1)": asynchronous,
-        "asynchronous, rotation (0, 0, 0, 1)": {**asynchronous, "rotation": (0, 0, 0, 1)},
-    }
+    hold = make_hold()
     x = np.random.default_rng(0).normal(size=(2 * TOWER_ROWS, 64)).astype(np.float32)
-    work = np.repeat(np.array([FAST, SLOW], np.int32), TOWER_ROWS)
-    print("| updates | seconds for all | gradients a second |")
-    print("| --- | --- | --- |")
-    for name, options in ways.items():
-        step = mt.train_step(losses, optax.sgd(1e-3), devices=2, towers=2, **options)
-        rotation = options.get("rotation", (0, 1))
-        own = [slice(0, TOWER_ROWS), slice(TOWER_ROWS, None)] if options else [slice(None)] * 2
-        batches = [{"x": x[rows], "work": work[rows]} for rows in own]
+    print("| updates | slow gradients | all gradients | seconds | gradients a second |")
+    print("| --- | --- | --- | --- | --- |")
+    for rotation in (None, (0, 1), (0, 0, 0, 1), (0,) * 7 + (1,)):
+        options: dict[str, Any] = {}
+        if rotation is not None:
+            options = {"updates": "asynchronous", "rotation": rotation, "global_batch": TOWER_ROWS}
+        step = mt.train_step(
+            lambda w, x: (x @ w) ** 2, optax.sgd(1e-3), devices=2, towers=2, **options
+        )
+        turns = rotation or (None,)
         state, waiting, began = step.init(np.ones(64, np.float32)), deque[Any](), 0.0
-        for number in range(num_updates + 4):
-            if number == 4:  # all is compiled
+        for number in range((num_steps + 2) * len(turns)):
+            if number == 2 * len(turns):  # all is compiled
                 jax.block_until_ready(state.params)
                 began = time.perf_counter()
-            state, metrics = step(state, batches[rotation[number % len(rotation)]])
+            group = turns[number % len(turns)]
+            batch = x[:TOWER_ROWS] if group == 0 else hold(x)
+            if group == 1:
+                batch = batch.addressable_shards[1].data
+            state, metrics = step(state, batch)
             waiting.append(metrics["loss"])
-            if len(waiting) > len(rotation):
+            if len(waiting) > len(turns):
                 float(waiting.popleft())  # as Trainer does: the host is never far ahead
         jax.block_until_ready(state.params)
         seconds = time.perf_counter() - began
-        gradients = num_updates * (1 if options else 2)
-        print(f"| {name} | {seconds:.2f} | {gradients / seconds:.1f} |", flush=True)
+        gradients = num_steps * (2 if rotation is None else len(rotation))
+        name = "synchronous" if rotation is None else f"asynchronous, rotation {rotation}"
+        numbers = f"{num_steps} | {gradients} | {seconds:.2f} | {gradients / seconds:.0f}"
+        print(f"| {name} | {numbers} |", flush=True)
 
 
 def main() -> None:
@@ -145,14 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["losses", "slow"])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     chosen = parser.parse_args()
-    warnings.simplefilter("ignore", mt.MultitowerWarning)  # of rows that say how much work there is
     mt.configure(simulated_devices=2)
     if chosen.what == "losses":
         compare_losses(chosen.epochs)
     else:
-        compare_speed(chosen.updates)
+        compare_speed(chosen.steps)
 
 
 if __name__ == "__main__":
