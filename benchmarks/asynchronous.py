@@ -5,17 +5,19 @@ of 64-64-10, trained with SGD on the same number of examples over towers and lea
 has 32 rows. An asynchronous update takes those of one tower; a synchronous step those of all, so
 that it makes fewer updates. One device: the bits are those of any.
 
-`slow`: one of two devices takes three times as long for a gradient. Synchronous towers wait for it
-in every step; asynchronous ones give the other device more turns. The devices sleep instead of
-computing: this shows the order of dispatch, never a speed-up.
+`slow`: one of two simulated devices gets its rows 60 milliseconds late, every time. Synchronous
+towers wait for it in every step; asynchronous ones give the other device more turns. The slow
+device sleeps and the other one has next to nothing to do: this shows the order of dispatch, never a
+speed-up.
 
     python benchmarks/asynchronous.py losses [--epochs 20]
-    python benchmarks/asynchronous.py slow [--updates 60]
+    python benchmarks/asynchronous.py slow [--steps 40]
 """
 
 import argparse
 import itertools
 import time
+from collections import deque
 from typing import Any
 
 import multitower as mt
@@ -23,7 +25,7 @@ import multitower as mt
 TOWERS = (1, 2, 4, 8)
 RATES = (0.05, 0.2)
 TOWER_ROWS = 32
-SLOW_S, FAST_S = 0.06, 0.02
+SLEEP_S = 0.06
 
 
 def make_model() -> tuple[Any, Any, Any]:
@@ -95,53 +97,68 @@ def compare_losses(epochs: int) -> None:
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def compare_speed(num_updates: int) -> None:
-    """Prints tower batches a second, with one device slowed down on purpose."""
+def make_hold() -> Any:
+    """Rows of two devices, which the second one has only after it has slept.
+
+    In one program over both devices: XLA's CPU client runs the callbacks of a program for one
+    device in the caller's thread.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
-    import optax
+    from jax.sharding import Mesh, PartitionSpec
 
-    def sleep(place: Any) -> Any:
-        time.sleep(SLOW_S if place[0] else FAST_S)
+    def sleep(device: Any) -> Any:
+        time.sleep(SLEEP_S * int(device))
         return np.float32(0)
 
-    def losses(w: Any, batch: Any) -> Any:
-        slept = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), batch["slow"])
-        return (batch["x"] @ w) ** 2 + slept
+    def held(x: Any) -> Any:
+        number = jax.lax.axis_index("devices")
+        return x + jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), number)
 
-    ways: dict[str, dict[str, Any]] = {
-        "synchronous": {},
-        "asynchronous, rotation (0, 1)": {"updates": "asynchronous"},
-        "asynchronous, rotation (0, 0, 0, 1)": {
-            "updates": "asynchronous",
-            "rotation": (0, 0, 0, 1),
-        },
-    }
-    print("| updates | gradients a second | s |")
-    print("| --- | --- | --- |")
-    for name, options in ways.items():
-        step = mt.train_step(losses, optax.sgd(1e-3), devices=2, towers=2, **options)
-        state = step.init(np.ones(64, np.float32))
-        rotation = options.get("rotation", (0, 1))
-        rows = TOWER_ROWS * (1 if options else 2)
-        x = np.random.default_rng(0).normal(size=(rows, 64)).astype(np.float32)
-        waiting: list[Any] = []
-        began = 0.0
-        for number in range(num_updates + 4):
-            if number == 4:
+    split = PartitionSpec("devices")
+    mesh = Mesh(np.array(mt.devices(2)), ("devices",))
+    mapped = jax.shard_map(held, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    return jax.jit(mapped)
+
+
+def compare_speed(num_steps: int) -> None:
+    """Prints gradients of a tower a second, with one device slowed down on purpose."""
+    import jax
+    import numpy as np
+    import optax
+
+    hold = make_hold()
+    x = np.random.default_rng(0).normal(size=(2 * TOWER_ROWS, 64)).astype(np.float32)
+    print("| updates | slow gradients | all gradients | seconds | gradients a second |")
+    print("| --- | --- | --- | --- | --- |")
+    for rotation in (None, (0, 1), (0, 0, 0, 1), (0,) * 7 + (1,)):
+        options: dict[str, Any] = {}
+        if rotation is not None:
+            options = {"updates": "asynchronous", "rotation": rotation, "global_batch": TOWER_ROWS}
+        step = mt.train_step(
+            lambda w, x: (x @ w) ** 2, optax.sgd(1e-3), devices=2, towers=2, **options
+        )
+        turns = rotation or (None,)
+        state, waiting, began = step.init(np.ones(64, np.float32)), deque[Any](), 0.0
+        for number in range((num_steps + 2) * len(turns)):
+            if number == 2 * len(turns):  # all is compiled
                 jax.block_until_ready(state.params)
                 began = time.perf_counter()
-            group = rotation[number % len(rotation)]
-            slow = np.full(rows, group, bool) if options else np.arange(rows) >= TOWER_ROWS
-            state, metrics = step(state, {"x": x, "slow": slow})
+            group = turns[number % len(turns)]
+            batch = x[:TOWER_ROWS] if group == 0 else hold(x)
+            if group == 1:
+                batch = batch.addressable_shards[1].data
+            state, metrics = step(state, batch)
             waiting.append(metrics["loss"])
-            if len(waiting) > len(rotation):
-                float(waiting.pop(0))  # as Trainer does: the host is never far ahead
+            if len(waiting) > len(turns):
+                float(waiting.popleft())  # as Trainer does: the host is never far ahead
         jax.block_until_ready(state.params)
         seconds = time.perf_counter() - began
-        gradients = num_updates * (1 if options else 2)
-        print(f"| {name} | {gradients / seconds:.1f} | {seconds:.2f} |", flush=True)
+        gradients = num_steps * (2 if rotation is None else len(rotation))
+        name = "synchronous" if rotation is None else f"asynchronous, rotation {rotation}"
+        numbers = f"{num_steps} | {gradients} | {seconds:.2f} | {gradients / seconds:.0f}"
+        print(f"| {name} | {numbers} |", flush=True)
 
 
 def main() -> None:
@@ -149,13 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["losses", "slow"])
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     chosen = parser.parse_args()
     mt.configure(simulated_devices=2)
     if chosen.what == "losses":
         compare_losses(chosen.epochs)
     else:
-        compare_speed(chosen.updates)
+        compare_speed(chosen.steps)
 
 
 if __name__ == "__main__":

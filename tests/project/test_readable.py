@@ -133,6 +133,20 @@ def test_the_first_step_of_stages_was_measured():
     assert all(row in found for row in measured)
 
 
+def test_losses_of_asynchronous_training_were_measured():
+    """Lie: a table of losses from another run."""
+    measured = {
+        tuple(row[:4]): row[5]
+        for row in rows(section("asynchronous.md", "Losses"))
+        if len(row) == 7
+    }
+    ways = [("synchronous", "0.9"), ("asynchronous", "0.9"), ("asynchronous", "0.0")]
+    table = [row for row in rows(TEXTS["docs/guides/asynchronous.md"]) if len(row) == 5][2:]
+    assert len(table) == 6
+    for towers, rate, *losses in table:
+        assert losses == [measured[towers, *way, rate] for way in ways]
+
+
 # Figures that are not measurements: why they may stand in the text.
 NOT_MEASURED = {
     "170 MB": "the size of CIFAR-10's archive",

@@ -18,6 +18,7 @@ import multitower as mt
 from multitower.errors import ArgumentError, CheckpointError, NonFiniteError, RunError, StateError
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.turns import Turns
+from multitower.steps.step import TrainStep
 from multitower.towers.placement import contiguous
 
 RNG = np.random.default_rng(0)
@@ -270,14 +271,14 @@ def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
     # On two devices: XLA's CPU client runs a callback on one device in the caller's thread.
     hold = mt.make_parallel(held, devices=2)
 
-    def loss(w, x):
+    def loss(w, x, *, rng):  # the key depends on the number of updates, which the host knows
         jax.debug.callback(lambda tag: ran.append(int(tag)), x[0, 0])
-        return x @ w
+        return x @ w + jax.random.uniform(rng)
 
     step = make(loss, optimizer=optax.adam(0.1), towers=2, global_batch=8, ema_decay=0.9)
     tagged = lambda tag: np.full((8, 3), tag, np.float32)
     go.set()
-    state = step.init(W)
+    state = step.init(W, rng=jax.random.key(0))
     for tag in (0, 1):
         state, metrics = step(state, tagged(tag))
     jax.block_until_ready([state.parts(), hold(np.ones((16, 3), np.float32)), metrics])
@@ -484,3 +485,13 @@ def test_a_run_hears_of_every_update_and_stops_at_a_nan():
     skipping = trainer(on_nonfinite="skip").fit({"w": W}, bad, steps=9)
     assert np.isfinite(skipping.params["w"]).all()
     assert int(skipping.step) == 9
+
+
+def test_a_run_reads_what_it_hears_so_late_that_all_groups_compute(monkeypatch):
+    # The lie: a loop that waits for every update, so that one tower computes at a time.
+    started, heard = [], []
+    there = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: (started.append(1), there(*args))[1])
+    hooks = [lambda progress: heard.append((progress.step, len(started)))]
+    trainer(hooks=hooks, rotation=(0, 1, 0, 2)).fit({"w": W}, batches, steps=7)
+    assert heard == [(1, 5), (2, 6), (3, 7), (4, 7), (5, 7), (6, 7), (7, 7)]
