@@ -78,7 +78,7 @@ def test_blocks_of_another_model_are_not_those_of_the_first():
         assert state.params["w"].dtype == dtype
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 30), ({"towers": 2}, 110)], ids=str)
+@pytest.mark.parametrize(("options", "most"), [({}, 40), ({"towers": 2}, 120)], ids=str)
 def test_python_calls_of_a_step(options, most):
     """How much of this library's Python runs in a step of a kind that has been seen."""
     step, state = make(**options)
