@@ -16,6 +16,7 @@ import pytest
 
 import multitower as mt
 from multitower.steps.state.replicas import check_replicas
+from multitower.testing import assert_same_bits
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": DRAW.normal(size=3).astype(np.float32), "b": np.float32(0.5)}
@@ -213,6 +214,12 @@ def test_law_l3_the_same_bits_on_one_to_eight_devices(local_state, device_counts
     assert len(set(found)) == 1
 
 
+def test_it_can_be_verified_as_any_step():
+    assert_same_bits(
+        losses, optax.sgd(0.1), PARAMS, [batch(0), batch(1)], towers=2, devices=(1, 2), sync_every=2
+    )
+
+
 def test_metrics_are_added_along_the_tree():
     # The lie: another order of towers, which float32 tells: (1e8 + 1) - 1e8 is 0.
     step = make(loss=lambda w, x: x + 0 * w, towers=3)
@@ -323,6 +330,7 @@ def test_a_state_goes_on_elsewhere():
     for begun, step in ((copy, on_two), (state, on_one)):
         found, _ = train(step, begun, rows[4:])
         assert mt.fingerprint(found) == mt.fingerprint(wanted)
+        check_replicas(found)  # of a state that somebody has read
 
 
 def test_from_synchronous_steps_and_not_back():

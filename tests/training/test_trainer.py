@@ -397,6 +397,7 @@ def test_every_option_of_a_step_arrives_there(monkeypatch):
         "devices": 2, "towers": 4, "global_batch": 8, "ema_decay": 0.5, "model_state_from": "first",
         "clip_norm": 1.0, "reduction": "sum", "shard_update": True, "shard_params": True,
         "stages": 2, "layout": (1, 2), "compute_dtype": jnp.bfloat16,
+        "sync_every": 4, "outer_optimizer": optax.sgd(1.0), "local_state": "average",
     }  # fmt: skip
     optimizer = optax.sgd(0.1)
     mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)

@@ -32,7 +32,7 @@ _STAGES = (EXCHANGE, TOWER, REDUCTION, UPDATE)
 # What is a tower's own.
 _OF_TOWERS = (EXCHANGE, TOWER)
 
-_PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "metrics")
+_PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "local", "metrics")
 
 
 class Spot(NamedTuple):
