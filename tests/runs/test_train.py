@@ -137,7 +137,7 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     chosen = {
         "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
-        "layout": "1x2",
+        "layout": "1x2", "sync_every": 4,
     }  # fmt: skip
     RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
     wanted = {**chosen, "layout": (1, 2), "run_dir": tmp_path, "ema_decay": LINE.ema_decay}
