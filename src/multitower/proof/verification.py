@@ -36,7 +36,7 @@ _STAGES = (EXCHANGE, TOWER, FORWARD, BACKWARD, REDUCTION, UPDATE)
 _OF_TOWERS = (EXCHANGE, TOWER, FORWARD, BACKWARD)
 
 _OF_STAGE = "['stage "
-_PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "metrics")
+_PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "local", "metrics")
 
 
 class Spot(NamedTuple):

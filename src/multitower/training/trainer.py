@@ -338,8 +338,7 @@ class Trainer:
             the module with these weights, in training mode: call `model.eval()`, or
             `eqx.nn.inference_mode(model)`, before you use it for predictions.
         """
-        average = state.ema_params
-        return self.step.model(state if average is None else state.replace(params=average))
+        return self.step.model(_scored(state))
 
     def evaluate(
         self,
@@ -367,10 +366,9 @@ class Trainer:
         Raises:
             MultitowerError: as `multitower.evaluate`.
         """
-        average = state if state.ema_params is None else state.replace(params=state.ema_params)
         scores = evaluate(
             metrics,
-            self.step.model(average),
+            self.model(state),
             dataset,
             global_batch=global_batch,
             model_state=state.model_state,
@@ -422,6 +420,12 @@ class Trainer:
     def _tell(self, progress: Progress) -> None:
         for hook in self.hooks:
             hook(progress)
+
+
+def _scored(state: TrainState) -> TrainState:
+    """A state with what is scored as its parameters; what towers keep apart is not joined."""
+    average = state.ema_params
+    return state if average is None else TrainState(state.shared()._replace(params=average))
 
 
 def _counted(batches: Iterator[Any], rows: "BatchRows") -> Iterator[Any]:
