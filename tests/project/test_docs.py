@@ -33,6 +33,7 @@ PAGES |= {"../README.md": ROOT / "README.md"}
 # Models of these pages take long to compile.
 SLOW = {
     "frameworks.md",
+    "guides/language-model.md",
     "guides/large-models.md",
     "guides/mixed-precision.md",
     "guides/padding.md",

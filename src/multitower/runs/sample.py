@@ -3,12 +3,10 @@
 import math
 from pathlib import Path
 
-import jax
-
 from multitower.errors import RunError
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import LARGEST_SEED, RunOptions
-from multitower.runs.samples import params_to_score
+from multitower.runs.samples import params_on_host
 from multitower.runs.setup import RecipeJob
 
 
@@ -56,6 +54,5 @@ def sample(
         raise RunError(f"seed={seed} is out of range: use 0 to {LARGEST_SEED}.")
     job = RecipeJob.of(recipe, options, directory, keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)
-    params = jax.device_get(params_to_score(state))  # host-device sync
     how = {"num_bytes": num_bytes, "temperature": temperature, "seed": seed}
-    return recipe.generate(params, prompt, **how)
+    return recipe.generate(params_on_host(state), prompt, **how)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from multitower.data.augmentation import augment_batch
+from multitower.processes.together import whole_on_host
 from multitower.recipes.definition import Recipe, takes
 from multitower.steps.state.train_state import TrainState
 
@@ -69,6 +70,8 @@ def sample_inputs(
 def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sample]:
     """Test examples with the model's answers: the first ones, and the first that are wrong.
 
+    Call it on every process: the parameters may be split over all of them.
+
     Args:
         recipe: of the run.
         state: after it; the moving average answers, if there is one.
@@ -81,10 +84,9 @@ def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sam
     if recipe.predict is None or not _has_images(test) or "label" not in test:
         return []
     rows = jax.tree.map(lambda leaf: leaf[:_NUM_SCORED], test)
-    params = params_to_score(state)
     extras = {"model_state": state.model_state} if takes(recipe.predict, "model_state") else {}
     # On one device, from host copies: the state may be spread over all of them.
-    params, extras = jax.device_get((params, extras))
+    params, extras = jax.tree.map(whole_on_host, (_params_to_score(state), extras))
     logits = np.asarray(jax.jit(recipe.predict)(params, rows, **extras), np.float64)
     share = np.exp(logits - logits.max(-1, keepdims=True))
     share /= share.sum(-1, keepdims=True)
@@ -102,6 +104,8 @@ def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sam
 def sample_texts(recipe: Recipe, state: TrainState, test: Any) -> list[TextSample]:
     """Continuations of two test rows: the first one, and the one in the middle.
 
+    Call it on every process, like `sample_predictions`.
+
     Args:
         recipe: of the run.
         state: after it; the moving average answers, if there is one.
@@ -112,7 +116,7 @@ def sample_texts(recipe: Recipe, state: TrainState, test: Any) -> list[TextSampl
     """
     if recipe.generate is None or not isinstance(test, dict) or "tokens" not in test:
         return []
-    params = jax.device_get(params_to_score(state))
+    params = params_on_host(state)
     found: list[TextSample] = []
     for row in (test["tokens"][0], test["tokens"][len(test["tokens"]) // 2]):
         row = np.asarray(row)[: min(_PROMPT_BYTES, len(row) // 2)]
@@ -122,8 +126,12 @@ def sample_texts(recipe: Recipe, state: TrainState, test: Any) -> list[TextSampl
     return found
 
 
-def params_to_score(state: TrainState) -> Any:
-    """The moving average of the parameters, if there is one, else the parameters."""
+def params_on_host(state: TrainState) -> Any:
+    """The moving average or the parameters, in NumPy arrays; call it on every process."""
+    return jax.tree.map(whole_on_host, _params_to_score(state))
+
+
+def _params_to_score(state: TrainState) -> Any:
     return state.params if state.ema_params is None else state.ema_params
 
 

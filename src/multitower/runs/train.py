@@ -106,16 +106,23 @@ def run(
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
     }
-    if directory is not None and write_report is not None and is_first():
-        write_result(directory, result)
-        write_report(
-            directory,
-            config={"recipe": recipe.name, "settings": recipe.options, "options": asdict(options)},
-            result=result,
-            placement=list(job.placement().items()),
-            samples=sample_predictions(recipe, state, job.data.test),
-            texts=sample_texts(recipe, state, job.data.test),
-        )
+    if directory is not None and write_report is not None:
+        if is_first():
+            write_result(directory, result)
+        # On every process: the parameters may be split over all of them.
+        shown = {
+            "samples": sample_predictions(recipe, state, job.data.test),
+            "texts": sample_texts(recipe, state, job.data.test),
+        }
+        if is_first():
+            config = {"settings": recipe.options, "options": asdict(options)}
+            write_report(
+                directory,
+                config={"recipe": recipe.name, **config},
+                result=result,
+                placement=list(job.placement().items()),
+                **shown,
+            )
     of_first(0)  # nobody leaves, and is missed by the others, before all is written
     return result
 

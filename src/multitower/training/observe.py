@@ -108,6 +108,8 @@ class MetricsFile:
 class EventFiles:
     """A hook that writes TensorBoard event files: scalars per phase, weights at evaluations.
 
+    Weights that are split over several processes are left out.
+
     Args:
         directory: usually `RUN_DIR/events`; the phases get a directory each inside.
         texts: what to show as text, name to Markdown, such as the configuration.
@@ -156,6 +158,9 @@ class EventFiles:
             writer.add_scalar(f"tower_losses/{tower}", loss, progress.step)
         if progress.state is not None:
             for path, leaf in jax.tree_util.tree_flatten_with_path(progress.state.params)[0]:
+                whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+                if not (whole or leaf.is_fully_replicated):
+                    continue  # parts are with other processes, which take no part in this
                 values = np.asarray(leaf, np.float32)  # host-device sync
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 writer.add_histogram(f"params/{name}", values, progress.step)

@@ -100,7 +100,7 @@ def logits(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
         ...     jax.random.key(0), vocabulary=257, num_blocks=2, width=16, num_heads=2
         ... )
         >>> tokens = jnp.zeros((3, 5), jnp.int32)
-        >>> transformer.logits(params, tokens, segments=tokens).shape
+        >>> jax.eval_shape(transformer.logits, params, tokens, tokens).shape
         (3, 5, 257)
     """
     positions = jnp.arange(tokens.shape[1])

@@ -1,6 +1,6 @@
 """The leaves of a training state by name: to the host, and back into a state of the same kind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
             holder = "the model" if name in wanted else "the checkpoint"
             raise CheckpointError(
                 f"{where}: only {holder} has a leaf {name}: it was saved with "
-                f"{_maker_of(name)}. Resume with the ones that it was made with."
+                f"{_maker_of(missing)}. Resume with the ones that it was made with."
             )
         leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
         dtype, shape = written[name]
@@ -68,13 +68,13 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
                 f"{leaf.dtype.name}{list(leaf.shape)} in the model. It was saved with "
-                f"{_maker_of(name)}."
+                f"{_maker_of({name})}."
             )
 
 
-def _maker_of(name: str) -> str:
-    """What decides which leaves of this kind there are."""
-    if name.startswith(".local"):
+def _maker_of(names: Set[str]) -> str:
+    """What decides over these leaves, of which some are in one place alone."""
+    if any(name.startswith(".local") for name in names):
         return (
             "other options of the step, which decide what towers keep of their own (towers, "
             "sync_every, updates='asynchronous', max_staleness)"
