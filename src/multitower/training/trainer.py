@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from multitower.errors import ArgumentError, CheckpointError, RunError
+from multitower.errors import ArgumentError, CheckpointError, RunError, warn
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
@@ -170,6 +170,7 @@ class Trainer:
         )
         self._check_replicas_every = check_replicas_every
         self._stages = stages
+        self._layout = layout
 
     def fit(
         self,
@@ -320,19 +321,28 @@ class Trainer:
             MultitowerError: as `multitower.evaluate`.
         """
         average = state if state.ema_params is None else state.replace(params=state.ema_params)
-        scores = evaluate(
+        scores = self._scores(
             metrics,
             self.step.model(average),
             dataset,
             global_batch=global_batch,
             model_state=state.model_state,
-            **self._where,
         )
         number = int(state.step)  # host-device sync
         self._tell(Progress("test", number, number, scores, state=state))
         if self._best is not None:
             self._best.offer(number, state, scores)
         return scores
+
+    def _scores(self, *given: Any, **how: Any) -> dict[str, float]:
+        """As `evaluate`; in stages, if the metrics can be cut like the loss."""
+        if self._stages is not None:
+            try:
+                stages = {"stages": self._stages, "layout": self._layout}
+                return evaluate(*given, **how, **self._where, **stages)
+            except ArgumentError as error:
+                warn(f"the metrics: {error} As it is, every device gets the whole model.")
+        return evaluate(*given, **how, **self._where)
 
     def _first_stages(self) -> dict[str, Any]:
         """Where rows go that are copied ahead of need, if the model is cut into stages."""
