@@ -8,17 +8,20 @@ import re
 import sys
 from html.parser import HTMLParser
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 import multitower as mt
 from multitower.recipes.catalog import find_recipe
+from multitower.runs.pipeline import describe_pipeline
 from multitower.runs.report import Sample, TextSample, write_report
 from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves, thin
 from multitower.runs.report_page.scales import for_metric, for_steps, linear, logarithmic
 from multitower.runs.train import RunOptions, run
+from multitower.stages.layout import lay_out
 from processes import run_python
 
 CONFIG = {
@@ -222,6 +225,20 @@ def test_every_device_shows_its_towers(tmp_path):
     rows = re.findall(r'<th scope="row">(cpu:\d)</th><td><ol class="chips">(.*?)</ol>', page)
     found = {device: re.findall(r"<li>(\d+)</li>", chips) for device, chips in rows}
     assert found == {"cpu:0": ["0", "1", "2", "3"], "cpu:1": ["4", "5", "6", "7"]}
+
+
+def test_a_pipeline_has_a_box_for_every_program(tmp_path):
+    # The lie: a figure of some other order, or of one device alone.
+    layout = lay_out(jax.devices()[:4], 6, 3, (1, 3))
+    result = {**RESULT, "pipeline": describe_pipeline(layout)}
+    path = write_report(tmp_path, config=CONFIG, result=result, placement=PLACEMENT)
+    page = path.read_text(encoding="utf-8")
+    Outline(page)
+    assert page.count('<rect class="forward"') == 6 * 2
+    assert page.count('<rect class="backward"') == 6 * 3
+    assert page.count('<rect class="idle"') == 3
+    assert "tower 5, stage 2, backward" in page
+    assert "gives 25 %" in page  # 2 / (6 + 2)
 
 
 def test_trap_simulated_devices_taken_for_a_speed_up(tmp_path):

@@ -52,7 +52,7 @@ LINE = Recipe(
 )
 
 
-def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait(tmp_path):
+def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
     # The lies: two devices that are counted as one, a bubble of another number of towers.
     def deep(params, batch):
         return {"loss": (mt.cut(jnp.tanh(batch["x"] @ params["in"])) @ params["out"]) ** 2}
@@ -64,11 +64,11 @@ def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait(tmp_path):
         metrics=deep,
     )
     options = RunOptions(devices=2, towers=4, stages=2, steps=1)
-    result = run(recipe, options, directory=tmp_path)
+    result = run(recipe, options)
     assert (result["devices"], result["placement"]) == (
         2, {"cpu:0": [0, 1, 2, 3], "cpu:1": [0, 1, 2, 3]},
     )  # fmt: skip
-    pipeline = json.loads((tmp_path / "result.json").read_text())["pipeline"]
+    pipeline = json.loads(json.dumps(result["pipeline"]))
     assert pipeline == planned_pipeline(options)
     assert (pipeline["stages"], pipeline["layout"], pipeline["towers"]) == (2, [1, 2], 4)
     assert pipeline["least_bubble"] == pytest.approx(1 / 5)
@@ -76,10 +76,6 @@ def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait(tmp_path):
     assert pipeline["timeline"][0] == [0, 0, 0, "forward", 0, 1]
     assert pipeline["timeline"][-1] == [0, 0, 3, "backward", 15, 18]
     assert pipeline["bubble"] == pytest.approx(1 - (4 * 4 + 4 * 3) / (2 * 18), abs=1e-4)
-    page = (tmp_path / "report.html").read_text()
-    assert page.count('<rect class="forward"') == 4
-    assert page.count('<rect class="backward"') == 8
-    assert "tower 3, stage 1, backward" in page
     words = (
         "2 stages, 1 replica of 2 devices wait for 22 % of a step (4 towers pass; at least 20 %)"
     )

@@ -38,6 +38,8 @@ def evaluate(
     devices: DeviceSpec | None = None,
     towers: int | None = None,
     reduction: Reduction = "mean",
+    stages: int | None = None,
+    layout: tuple[int, int] | None = None,
 ) -> dict[str, float]:
     """Scores a data set on all devices: the mean of each metric over all examples.
 
@@ -60,6 +62,9 @@ def evaluate(
         devices: as for `multitower.devices`.
         towers: the number of towers; results then have the same bits on any number of devices.
         reduction: how the numbers of the rows are combined: `"mean"` or `"sum"`.
+        stages: cut the model over devices, as for `make_parallel`: `params` and `model_state` are
+            then with the stages that use them, and not whole on every device.
+        layout: likewise.
 
     Returns:
         For each name the mean (the sum, the ratio). The sums are exact before they are rounded to
@@ -69,6 +74,7 @@ def evaluate(
         BatchError: no examples, different row counts, or a batch without rows.
         OutputError: a metric that is not one number per row; or metrics that exchange values
             between towers, and a `global_batch` that does not divide the number of examples.
+        ArgumentError: `metrics` cannot be cut into so many stages.
 
     Example:
         >>> import numpy as np
@@ -85,13 +91,15 @@ def evaluate(
     global_batch = min(global_batch, num_rows)
     where = tuple(devices) if isinstance(devices, list) else devices
     try:
-        score = _scorer(metrics, where, towers)
+        score = _scorer(metrics, where, towers, stages, layout)
     except TypeError:  # an unhashable callable: nothing to remember it by
-        score = _scorer.__wrapped__(metrics, where, towers)
+        score = _scorer.__wrapped__(metrics, where, towers, stages, layout)
     shared = (
         in_evaluation_mode(params),
         model_state if LossFunction.of(metrics).takes_model_state else None,
     )
+    if stages is not None:
+        shared = jax.tree.map(_unchanging, shared)
     seen: dict[str, list[list[float]]] = {}
 
     def read(scores: Scores, num_real: int) -> None:
@@ -110,9 +118,12 @@ def evaluate(
         def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
             return jax.tree.map(lambda leaf: leaf[places[own]], dataset)
 
-        batch = LazyRows(global_batch, some)
+        if stages is None:
+            batch = shard(LazyRows(global_batch, some), devices=devices, towers=towers)
+        else:  # rows go to the devices of the first stage
+            batch = some(np.arange(global_batch))
         with some_rows_repeat() if num_rows % global_batch else nullcontext():
-            scores = score(shared, shard(batch, devices=devices, towers=towers))
+            scores = score(shared, batch)
         if waiting:
             read(*waiting)  # the batch before: the devices are busy with this one meanwhile
         waiting = (scores, min(global_batch, num_rows - start))
@@ -121,6 +132,13 @@ def evaluate(
     sums = {name: [math.fsum(part) for part in parts] for name, parts in seen.items()}
     divisor = num_rows if reduction == "mean" else 1
     return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}
+
+
+def _unchanging(leaf: Any) -> Any:
+    """A NumPy array as one of JAX in the host's memory: stages copy it once, not at every batch."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
 
 
 def _value(sums: list[float], num_rows: int, divisor: int) -> float:
@@ -169,7 +187,11 @@ def _parts(value: Any, num_rows: int) -> list[Any]:
 
 @functools.lru_cache(maxsize=16)  # an evaluation after every epoch compiles once
 def _scorer(
-    metrics: Callable[..., Any], devices: DeviceSpec | None, towers: int | None
+    metrics: Callable[..., Any],
+    devices: DeviceSpec | None,
+    towers: int | None,
+    stages: int | None,
+    layout: tuple[int, int] | None,
 ) -> Callable[..., Scores]:
     takes_state = LossFunction.of(metrics).takes_model_state
 
@@ -181,4 +203,5 @@ def _scorer(
         _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
-    return make_parallel(score_rows, in_axes=(None, 0), devices=devices, towers=towers)
+    where: dict[str, Any] = {"devices": devices, "towers": towers}
+    return make_parallel(score_rows, in_axes=(None, 0), stages=stages, layout=layout, **where)

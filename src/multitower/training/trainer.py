@@ -215,6 +215,7 @@ class Trainer:
         self._check_replicas_every = check_replicas_every if updates == "synchronous" else 0
         self._stages = stages
         self._sync_every = sync_every
+        self._layout = layout
 
     def fit(
         self,
@@ -366,13 +367,12 @@ class Trainer:
         Raises:
             MultitowerError: as `multitower.evaluate`.
         """
-        scores = evaluate(
+        scores = self._scores(
             metrics,
             self.model(state),
             dataset,
             global_batch=global_batch,
             model_state=state.model_state,
-            **self._where,
         )
         number = int(state.step)  # host-device sync
         self._tell(Progress("test", number, number, scores, state=state))
@@ -396,6 +396,16 @@ class Trainer:
                 f"every tower are not in state.params, which are those of the last meeting. Make "
                 f"{steps - left + every} steps."
             )
+
+    def _scores(self, *given: Any, **how: Any) -> dict[str, float]:
+        """As `evaluate`; in stages, if the metrics can be cut like the loss."""
+        if self._stages is not None:
+            try:
+                stages = {"stages": self._stages, "layout": self._layout}
+                return evaluate(*given, **how, **self._where, **stages)
+            except ArgumentError as error:
+                warn(f"the metrics: {error} As it is, every device gets the whole model.")
+        return evaluate(*given, **how, **self._where)
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:
