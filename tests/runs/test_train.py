@@ -137,10 +137,12 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     chosen = {
         "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
-        "layout": "1x2",
+        "layout": "1x2", "asynchronous": True, "max_staleness": 1,
     }  # fmt: skip
     RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
     wanted = {**chosen, "layout": (1, 2), "run_dir": tmp_path, "ema_decay": LINE.ema_decay}
+    del wanted["asynchronous"]
+    wanted["updates"] = "asynchronous"
     assert given == wanted
     names = {field.name for field in dataclasses.fields(RunOptions)}
     # These three are the loop's and the data's; they are looked at above.
@@ -157,6 +159,7 @@ def test_a_run_that_diverges_stops_and_says_where():
     ("wrong", "error", "message"),
     [
         ({"steps": 0}, mt.RunError, "steps=0"),
+        ({"max_staleness": 1}, mt.RunError, "max_staleness=1 is for asynchronous updates"),
         ({"global_batch": 0}, mt.RunError, "batch of 0 examples"),
         ({"seed": -1}, mt.RunError, "seed=-1"),
         ({"seed": 2**32}, mt.RunError, "use 0 to 4294967295"),
