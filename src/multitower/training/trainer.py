@@ -148,7 +148,7 @@ class Trainer:
             self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
         narrow = check_compute_dtype(compute_dtype)
         # What determines the bits of a run, apart from its data and its first state.
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "towers": towers,
             "global_batch": global_batch,
             "ema_decay": ema_decay,
