@@ -225,6 +225,7 @@ def test_a_run_that_diverges_stops_and_says_where():
     ("wrong", "error", "message"),
     [
         ({"steps": 0}, mt.RunError, "steps=0"),
+        ({"max_staleness": 1}, mt.RunError, "max_staleness=1 is for asynchronous updates"),
         ({"global_batch": 0}, mt.RunError, "batch of 0 examples"),
         ({"seed": -1}, mt.RunError, "seed=-1"),
         ({"seed": 2**32}, mt.RunError, "use 0 to 4294967295"),

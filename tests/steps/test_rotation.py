@@ -247,6 +247,27 @@ def test_the_optimizer_and_the_newest_parameters_are_on_one_device():
         assert {d for leaf in jax.tree.leaves(version.copies) for d in leaf.devices()} == {device}
 
 
+def test_an_update_sends_one_gradient_and_one_copy_of_the_parameters(monkeypatch):
+    # The lie: versions that are sent to everybody, or an optimizer's state that travels.
+    params = np.ones((3, 500), np.float32)
+    step = make(lambda w, x: (x @ w).sum(1), optax.adam(0.1), towers=2, ema_decay=0.9)
+    state = step.init(params)
+    for number in range(2):
+        state, _ = step(state, X[number])
+    sent, there = [], jax.device_put
+
+    def counted(tree, target=None, **more):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+        sent.extend(leaf.nbytes for leaf in leaves if leaf.devices() != {target})
+        return there(tree, target, **more)
+
+    monkeypatch.setattr(jax, "device_put", counted)
+    for expected in (0, 2 * params.nbytes):  # at home, and from the other device and back
+        state, _ = step(state, X[2])
+        assert 0 <= sum(sent) - expected <= 16
+        sent.clear()
+
+
 def test_groups_are_neighbours_on_their_own_devices():
     turns = Turns.of(RotationOptions(3, None, None), contiguous(mt.devices(3), 8))
     devices = mt.devices(3)

@@ -81,6 +81,11 @@ class RunOptions:
             raise RunError(f"clip_norm={self.clip_norm}: it must be a number above 0.")
         if self.compute_dtype not in (None, "float32", "bfloat16"):
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32 or bfloat16.")
+        if self.max_staleness is not None and not self.asynchronous:
+            raise RunError(
+                f"max_staleness={self.max_staleness} is for asynchronous updates: add asynchronous "
+                "(--asynchronous), or leave it out."
+            )
         self.layout_pair()
         if not 0 <= self.seed <= LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")

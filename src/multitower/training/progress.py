@@ -138,7 +138,7 @@ class MetricsReader:
             return
         facts = [f"the loss is {loss}"]
         towers = [t for t, value in enumerate(tower_losses) if not math.isfinite(value)]
-        if towers:
+        if towers and len(tower_losses) > 1:
             facts.append(f"the first tower with such a loss is {towers[0]} of {len(tower_losses)}")
         bad = [name for name, good in zip(self._names, finite, strict=True) if not good]
         if bad:

@@ -15,8 +15,9 @@ class TrainState:
     """The training state, a pytree made by `TrainStep.init`.
 
     Its arrays are whole on every device. With `shard_update` or `shard_params` large ones are split
-    over the devices, and you see each as one array. A step overwrites the state that you pass, so
-    continue with the state that it returns. To keep an older state, copy it
+    over the devices, and you see each as one array. With `updates="asynchronous"` they are on the
+    first device. A step overwrites the state that you pass, so continue with the state that it
+    returns. To keep an older state, copy it
     (`jax.tree.map(jnp.copy, state)`). You may change values before a step, as in
     `state.opt_state.hyperparams["learning_rate"] = 0.01`, but not shapes or the tree.
 
