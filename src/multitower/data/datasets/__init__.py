@@ -1,4 +1,4 @@
-"""Data sets of images: read from the files of their authors, downloaded when asked, or made up.
+"""Data sets of images and text: read from files, downloaded when asked, or made up.
 
-Knows NumPy only, nothing of devices, towers or steps. Read `images.py` first.
+Knows NumPy only, nothing of devices, towers or steps. Read `images.py` and `text.py` first.
 """
