@@ -14,14 +14,13 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.engines import executable, reduction, same_bits, totals
+from multitower.engines import equal_programs, executable, reduction, same_bits, totals
 from multitower.planning.layouts import Room, tower_layouts
 from multitower.planning.memory import Spread
 from multitower.planning.programs import Programs
 from multitower.planning.shapes import planned
-from multitower.stages import programs as stage_programs
 from multitower.steps import sharded_update
-from multitower.steps.staged import runner, updates
+from multitower.steps.staged import runner
 from multitower.towers.rows import take_apart
 
 TOLERANCE = 0.05
@@ -90,7 +89,7 @@ def most(monkeypatch):
 
         return run
 
-    for module in (same_bits, totals, sharded_update, stage_programs, runner, updates):
+    for module in (same_bits, totals, sharded_update, equal_programs, runner):
         monkeypatch.setattr(module, "compile_for_each", compile_for_each)
     monkeypatch.setattr(reduction, "_over_devices", over_devices)
     return found
