@@ -98,7 +98,7 @@ TESTS = {
     "stages/cutting": ["stages/test_chain"],
     "stages/layout": ["stages/test_layout"],
     "stages/order": ["stages/test_layout", "stages/test_chain"],
-    "steps/clipping": ["steps/test_clip_norm"],
+    "steps/optimizing/clipping": ["steps/test_clip_norm"],
     "steps/job": [
         "steps/test_train::test_equals_sgd_with_momentum_in_numpy",
         "steps/test_sharded_replay::test_one_step_for_two_models",
@@ -114,12 +114,12 @@ TESTS = {
         "checks/test_first_look::test_batch_norm_without_towers_is_told_once",
         "checks/test_first_look::test_each_entry_point_warns_once",
     ],
-    "steps/sharded_state": [
+    "steps/blocks/state": [
         "steps/test_sharded_replay",
         "steps/state/test_changed_state",
         "steps/test_sharded_update",
     ],
-    "steps/sharded_update": [
+    "steps/blocks/update": [
         "steps/test_sharded_replay",
         "steps/test_sharded_update",
         "steps/test_clip_norm",

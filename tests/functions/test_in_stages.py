@@ -12,7 +12,7 @@ from flax import nnx
 
 import multitower as mt
 from multitower.errors import ArgumentError, ConfigurationError, DeviceError, OutputError
-from multitower.stages import placed
+from multitower.stages.inference import placed
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 4)).astype(np.float32)

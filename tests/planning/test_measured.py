@@ -19,7 +19,7 @@ from multitower.planning.layouts import Room, tower_layouts
 from multitower.planning.memory import Spread
 from multitower.planning.programs import Programs
 from multitower.planning.shapes import planned
-from multitower.steps import sharded_update
+from multitower.steps.blocks import update as sharded_update
 from multitower.steps.staged import runner
 from multitower.towers.rows import take_apart
 

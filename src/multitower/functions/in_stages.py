@@ -13,10 +13,10 @@ from multitower.engines.tracing import trace
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.calls import Kind, TowerFunction, join_rows, ragged_of
 from multitower.hardware.devices import DeviceSpec
-from multitower.stages.forward import Forward, make_forward_chain
+from multitower.stages.inference.forward import Forward, make_forward_chain
+from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
 from multitower.stages.options import StageOptions, refuse_meeting
-from multitower.stages.placed import Placed
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Tower, device_dtype, is_traced
 from multitower.towers.split import TowerRows, ready_or_cut

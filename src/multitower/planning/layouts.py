@@ -9,7 +9,7 @@ from multitower.planning.memory import Memory, Spread
 from multitower.planning.programs import Programs
 from multitower.planning.shapes import Planned, StateBytes, num_bytes, row_shapes
 from multitower.planning.traffic import Traffic
-from multitower.steps.element_wise import is_element_wise
+from multitower.steps.optimizing.element_wise import is_element_wise
 
 _TOWERS_PER_DEVICE = (1, 2, 4, 8)
 

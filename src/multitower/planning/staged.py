@@ -20,7 +20,7 @@ from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.order import least_bubble
 from multitower.stages.programs import Programs as StagePrograms
-from multitower.steps.element_wise import is_element_wise
+from multitower.steps.optimizing.element_wise import is_element_wise
 from multitower.steps.staged.job import StagedJob
 from multitower.steps.staged.update import SHARED, Homes, Rows, WholeUpdate
 from multitower.towers.placement import contiguous

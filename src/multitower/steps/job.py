@@ -21,9 +21,9 @@ from multitower.functions.ratio import inside_tower, is_ratio, join_ratio, sums_
 from multitower.models.state import Changed, enter, join, sort_changes
 from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
+from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
-from multitower.steps.update import update_if_good
 from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
 from multitower.towers.surroundings import inside_a_tower

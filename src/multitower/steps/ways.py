@@ -2,14 +2,14 @@
 
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.options import StageOptions, refuse_meeting
+from multitower.steps.blocks.state import ShardedState
+from multitower.steps.blocks.update import ShardedRunner
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.options import refuse_meeting as refuse_meeting_in_rotation
 from multitower.steps.runner import on_all_devices
-from multitower.steps.sharded_state import ShardedState
-from multitower.steps.sharded_update import ShardedRunner
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState

@@ -18,7 +18,7 @@ from jax.extend import core
 from multitower.checks.equations import program_inside, small_constant
 from multitower.errors import RunError
 from multitower.hardware.provenance import versions
-from multitower.steps.optimizer import call_update
+from multitower.steps.optimizing.optimizer import call_update
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"

@@ -27,9 +27,9 @@ from multitower.steps.job import Means, Sums, TowerStep, own_mean
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.local.state import Own
 from multitower.steps.loss import LossOutput
+from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
-from multitower.steps.update import update_if_good
 from multitower.towers.rows import Split, Tower
 
 

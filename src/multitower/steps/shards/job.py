@@ -16,10 +16,10 @@ from multitower.engines import spmd
 from multitower.engines.gathering import Shard, on_shards, value_and_grad, whole_shapes
 from multitower.engines.job import Shared, TowerResult
 from multitower.steps.job import TowerStep, make_weights_job
+from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
 from multitower.steps.shards.state import StateShards
 from multitower.steps.state.fields import Fields
-from multitower.steps.update import update_if_good
 from multitower.towers.leaf_shards import shardings_of, spec_of, split_axis
 from multitower.towers.rows import Split, Tower
 

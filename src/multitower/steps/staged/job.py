@@ -11,9 +11,9 @@ from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
 from multitower.stages.chain import Chain, make_chain
 from multitower.steps.job import TowerStep
+from multitower.steps.optimizing.update import check_same_types
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
-from multitower.steps.update import check_same_types
 from multitower.towers.rows import Split, Tower, device_dtype
 
 

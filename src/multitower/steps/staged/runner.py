@@ -119,6 +119,6 @@ class StagedRunner:
 
 
 def _is_element_wise(step: StepParts, fields: Fields) -> bool:
-    from multitower.steps.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
+    from multitower.steps.optimizing.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
 
     return is_element_wise(step.optimizer, fields.params)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from multitower.engines.segments import Program, Segment, is_call, open_calls, slice_of
 from multitower.errors import ArgumentError
 from multitower.stages.chain import SPLIT
+from multitower.steps.optimizing.update import update
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
-from multitower.steps.update import update
 
 SHARED = -1
 

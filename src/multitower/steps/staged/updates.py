@@ -14,11 +14,11 @@ from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
-from multitower.steps.clipping import leaf_squares
+from multitower.steps.optimizing.clipping import leaf_squares
+from multitower.steps.optimizing.update import finite_leaves
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.state import Block, Parts
 from multitower.steps.staged.update import SHARED, WholeUpdate
-from multitower.steps.update import finite_leaves
 
 
 class Updates:

@@ -20,14 +20,14 @@ from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits
 from multitower.engines.totals import on_each_device, with_one_nan
 from multitower.functions.calls import replicate
-from multitower.steps.clipping import add_towers, leaf_squares
+from multitower.steps.blocks.state import Block, Parts, ShardedState
 from multitower.steps.job import make_job
+from multitower.steps.optimizing.clipping import add_towers, leaf_squares
+from multitower.steps.optimizing.update import finite_leaves, update
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import Weights
-from multitower.steps.sharded_state import Block, Parts, ShardedState
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.update import finite_leaves, update
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split

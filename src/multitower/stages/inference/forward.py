@@ -16,10 +16,10 @@ from multitower.engines.equal_programs import EqualPrograms
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.chain import avals_of, shapes_of
 from multitower.stages.cutting import cut_program
+from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
 from multitower.stages.order import forward_alone
 from multitower.stages.pieces import Pieces, split_params
-from multitower.stages.placed import Placed
 from multitower.towers.split import TowerRows
 
 

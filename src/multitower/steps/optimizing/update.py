@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import OutputError
-from multitower.steps.clipping import clipped, leaf_squares
-from multitower.steps.optimizer import call_update
+from multitower.steps.optimizing.clipping import clipped, leaf_squares
+from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
 

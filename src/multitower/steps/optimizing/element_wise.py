@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from multitower.checks.element_wise import Numbering, Value, read_elements
 from multitower.errors import ArgumentError
-from multitower.steps.optimizer import call_update
+from multitower.steps.optimizing.optimizer import call_update
 from multitower.towers.blocks import BlockLayout
 
 if TYPE_CHECKING:

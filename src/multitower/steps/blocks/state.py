@@ -62,7 +62,7 @@ class ShardedState:
             _is_cut(a, b, placement.num_towers)
             for a, b in zip(self._whole, jax.tree.leaves(block), strict=True)
         ]
-        from multitower.steps.element_wise import refuse_mixing  # noqa: PLC0415 (importing stays quick)
+        from multitower.steps.optimizing.element_wise import refuse_mixing  # noqa: PLC0415 (importing stays quick)
 
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
@@ -186,7 +186,7 @@ def _is_cut(whole: Any, block: Any, num_towers: int) -> bool:
         return True
     if whole.shape == block.shape and whole.dtype == block.dtype:
         return False
-    from multitower.steps.element_wise import mixes  # noqa: PLC0415 (importing stays quick)
+    from multitower.steps.optimizing.element_wise import mixes  # noqa: PLC0415 (importing stays quick)
 
     raise mixes(
         f"part of its state is {whole.dtype}{list(whole.shape)} for a whole parameter and "
