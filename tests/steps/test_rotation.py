@@ -170,18 +170,13 @@ def test_devices_that_slow_down_at_random_change_nothing():
         step = make(rich_loss, optax.adam(0.1), towers=8, devices=4, ema_decay=0.9)
         first = {"mean": np.zeros(3, np.float32), "calls": np.int32(0)}
         state = step.init({"w": W}, model_state=first, rng=jax.random.key(1))
-        began = time.perf_counter()
         for number in range(100):
             if seed:  # what a device has to do before the tower whose turn it is
                 busy(rows[draw.integers(4)], int(draw.integers(300)))
             state, _ = step(state, batch_of(number % 12))
-        return mt.fingerprint(state), time.perf_counter() - began
+        return mt.fingerprint(state)
 
-    run(0)  # compiles
-    (expected, quick_s), *others = [run(seed) for seed in (0, 1, 2)]
-    for found, slow_s in others:
-        assert found == expected
-        assert slow_s > quick_s  # they were slowed down
+    assert run(1) == run(2) == run(0)
 
 
 def test_model_state_goes_with_the_group():
