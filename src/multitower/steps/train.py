@@ -202,12 +202,7 @@ def train_step(
         "stages": stages,
         "steps_per_call": steps_per_call,
     }
-    local = check_local(
-        sync_every,
-        outer_optimizer,
-        local_state,
-        alone,
-    )
+    local = check_local(sync_every, outer_optimizer, local_state, alone)
     turns = check_rotation(
         updates,
         {"max_staleness": max_staleness, "rotation": rotation, "stale_scale": stale_scale},

@@ -109,9 +109,7 @@ class LocalRunner:
 
     def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
         """Who a tower is, on its device; copied there once."""
-        all_rows, size = rows[0].num_rows, rows[0].tower_rows
-        num_rows = min(max(all_rows - turn.tower * size, 0), size)
-        key = (turn.tower, num_rows, all_rows)
+        key = rows[0].counts(turn.tower)
         if key not in self._numbers:
             counts = Tower(*(np.int32(count) for count in key))
             self._numbers[key] = jax.device_put(counts, self._devices[turn.i])
@@ -127,7 +125,7 @@ class LocalRunner:
 
     def _programs(self, parts: Parts, given: Any, rows: Sequence[TowerRows]) -> _Programs:
         own = next(iter(parts.towers.values()))
-        pieces = [next(p for p in leaf.pieces if p is not None) for leaf in rows]
+        pieces = [leaf.piece for leaf in rows]
         key = signature((own, given, pieces))
         if key not in self._compiled:
             self._compiled[key] = self._compile(own, given, pieces)

@@ -45,7 +45,7 @@ class GroupSums:
         Returns:
             Means and sums, on the device of the group's first tower.
         """
-        towers, adds = self._programs(shared[0], [leaf.pieces[0] for leaf in rows])
+        towers, adds = self._programs(shared[0], [leaf.piece for leaf in rows])
 
         def run(tower: int) -> tuple[jax.Device, Packed]:
             owner = place.owners[tower]
@@ -70,9 +70,7 @@ class GroupSums:
         return self._constants[key]
 
     def _here(self, device: jax.Device, tower: int, rows: Sequence[TowerRows]) -> Tower:
-        tower_rows, num_rows = rows[0].tower_rows, rows[0].num_rows
-        num_real = min(max(num_rows - tower * tower_rows, 0), tower_rows)
-        return Tower(*(self.constant(device, value) for value in (tower, num_real, num_rows)))
+        return Tower(*(self.constant(device, value) for value in rows[0].counts(tower)))
 
     def _programs(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
         key = signature((shared, pieces))

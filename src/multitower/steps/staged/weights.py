@@ -83,8 +83,7 @@ class StagedWeights:
 
         def of_tower(tower: int) -> list[jax.Array]:
             replica = self._layout.towers.owners[tower]
-            real = min(max(rows[0].num_rows - tower * rows[0].tower_rows, 0), rows[0].tower_rows)
-            numbers = [np.int32(x) for x in (tower, real, rows[0].num_rows)]
+            numbers = [np.int32(count) for count in rows[0].counts(tower)]
             given = [*rest, *(leaf.pieces[tower] for leaf in rows), *numbers]
             values = [given[place] for place in self._places]
             device = self._layout.device(replica, self._layout.num_stages - 1)
