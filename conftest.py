@@ -19,6 +19,16 @@ OPTIMIZED = (
     "stages/test_same",
     "steps/test_budgets",
 )
+# Stops, resumes and launchers, also where the long tests run: processes of one test are compiled
+# alike, and their bits say who saved and sent what, not how it was compiled.
+LEFT_OUT_ANYWAY = (
+    "cli/test_faults",
+    "cli/test_processes",
+    "cluster/",
+    "project/test_gpu_script",
+    "project/test_peers",
+    "runs/test_kill",
+)
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
 
@@ -46,14 +56,19 @@ def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures of a test: how it is compiled."""
+    """Before the fixtures of a test: how it is compiled, here and in what it starts."""
     if is_in(item.nodeid, OPTIMIZED):
         jax.config.update("jax_disable_most_optimizations", False)
+    if is_in(item.nodeid, LEFT_OUT_ANYWAY):
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """After them: as the environment says."""
     jax.config.update("jax_disable_most_optimizations", LEFT_OUT)
+    if not LEFT_OUT:
+        os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
 
 
 class SomeFilesTogether(LoadScopeScheduling):
