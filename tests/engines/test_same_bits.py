@@ -61,6 +61,16 @@ def test_same_bits_in_processes_with_other_device_counts(towers, device_counts, 
     assert_same_bits(device_counts, towers, cases)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX has no such kernels")
+def test_with_kernels_of_onednn():
+    """Lie: threads take turns in another order there; or the setting does nothing."""
+    cases = ["lenet5/sgd/float32"]
+    with_onednn = [in_own_process(devices, 4, ["--onednn", *cases]) for devices in (1, 3, 1)]
+    assert with_onednn[0] == with_onednn[1] == with_onednn[2]
+    assert with_onednn[0] != in_own_process(1, 4, cases)
+
+
 def names(table):
     """The cases of a table, one list per row; a row's first word is its model."""
     return [[f"{row.split()[0]}/{case}" for case in cases] for row, cases in table.items()]

@@ -33,7 +33,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize(
-    "settings", ["simulated_devices=2", "memory_fraction=0.5", "visible_devices='0'"]
+    "settings", ["simulated_devices=2", "memory_fraction=0.5", "visible_devices='0'", "onednn=True"]
 )
 def test_trap_limits_set_too_late_are_an_error(settings):
     """Trap (jax#5555): JAX takes 75 % of every GPU although a limit was set, too late."""
@@ -54,6 +54,27 @@ def test_the_thread_pool_has_the_same_size_for_every_device_count():
     """Trap: the last bits of XLA's CPU kernels depend on NPROC."""
     found = {run_python("-c", CONFIGURED.format(count=count)) for count in (1, 8, 16)}
     assert found == {f"{CPU_THREADS} None\n"}
+
+
+ONEDNN = """
+import os, warnings
+import multitower as mt
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    mt.configure(simulated_devices=2, onednn=True)
+    mt.configure(onednn=True)
+from multitower.hardware.configuration import uses_onednn
+import jax
+assert len(said) == (jax.__version_info__ < (0, 12)), said
+assert uses_onednn() == (not said)
+assert os.environ["XLA_FLAGS"].count("--xla_cpu_use_onednn=true") == 1
+assert len(jax.devices()) == 2
+mt.configure(onednn=True)
+"""
+
+
+def test_onednn_is_asked_for_once_and_said_where_it_does_nothing():
+    run_python("-c", ONEDNN)
 
 
 def test_configure_wins_over_a_device_count_in_the_environment():

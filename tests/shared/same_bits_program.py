@@ -1,6 +1,6 @@
 """Trains small models on towers and prints a fingerprint of everything they leave behind.
 
-python same_bits_program.py DEVICES TOWERS CASE...      a case is MODEL/OPTIMIZER/DTYPE
+python same_bits_program.py DEVICES TOWERS [--onednn] CASE...      a case is MODEL/OPTIMIZER/DTYPE
 
 Every process simulates its own number of devices, as a user would, and runs all its cases, to
 share the start. Each run ends with a ragged batch that leaves towers empty.
@@ -204,7 +204,9 @@ def fingerprints(case, towers, devices=None, change_batch=None):
 
 
 def main(num_devices, towers, *cases):
-    mt.configure(simulated_devices=int(num_devices))
+    onednn = cases[:1] == ("--onednn",)
+    mt.configure(simulated_devices=int(num_devices), onednn=onednn)
+    cases = cases[onednn:]
     print(json.dumps({case: fingerprints(case, int(towers)) for case in cases}))
 
 

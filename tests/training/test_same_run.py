@@ -85,6 +85,13 @@ def test_the_number_of_stages_counts_where_there_are_any(tmp_path):
     assert fit(tmp_path).step == 2
 
 
+def test_kernels_of_onednn_count(tmp_path, monkeypatch):
+    fit(tmp_path)
+    monkeypatch.setattr("multitower.training.same_run.uses_onednn", lambda: True)
+    with pytest.raises(mt.RunError, match="another onednn: the run there has False"):
+        fit(tmp_path, steps=3)
+
+
 def test_a_schedule_counts_by_what_it_computes(tmp_path):
     make = lambda last: optax.sgd(optax.linear_schedule(0.1, last, 5))
     fit(tmp_path, make(0.0))

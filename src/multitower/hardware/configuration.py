@@ -18,6 +18,8 @@ from multitower.processes.joining import join_processes
 # One size for every run: bits of CPU kernels depend on it (see ARCHITECTURE.md, "Same bits").
 CPU_THREADS = 32
 _THREADS_PER_DEVICE = 2
+_ONEDNN_FLAGS = "--xla_cpu_use_onednn=true --xla_cpu_experimental_onednn_custom_call=true"
+_ONEDNN_SINCE = (0, 12)  # JAX 0.10 takes the flags, and compiles as without them
 _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S+\s*")
 
 
@@ -27,6 +29,7 @@ def configure(
     visible_devices: str | int | Sequence[int] | None = None,
     memory_fraction: float | None = None,
     preallocate: bool | None = None,
+    onednn: bool = False,
     distributed: bool = False,
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -47,6 +50,10 @@ def configure(
         visible_devices: the GPUs that JAX may see, as `"0,1"`, `0` or `[0, 1]`.
         memory_fraction: the share of each GPU's memory that JAX may take, in (0, 1].
         preallocate: take that share at the start (JAX's default), or grow as needed.
+        onednn: let XLA call oneDNN's kernels on CPUs, as TensorFlow and PyTorch do, which is faster
+            where convolutions are most of the work. The last bits are others than without it, and
+            as stable over runs, devices and processes. JAX 0.12 or newer, on x86; elsewhere it
+            changes nothing.
         distributed: this process is one of several, usually one per machine, that make one run:
             join them with `jax.distributed.initialize` and wait until all have started.
             `simulated_devices` and the other settings are those of each process. Towers then run
@@ -74,6 +81,7 @@ def configure(
         visible_devices=_visible_list(visible_devices),
         memory_fraction=memory_fraction,
         preallocate=preallocate,
+        onednn=onednn or None,
         distributed=distributed or None,
         coordinator=coordinator,
         num_processes=num_processes,
@@ -97,6 +105,8 @@ def configure(
         return
     if simulated_devices is not None:
         _simulate(simulated_devices)
+    if onednn:
+        _use_onednn()
     if distributed and not _applied.get("distributed"):
         join_processes(coordinator, num_processes, process_id)
     if visible_devices is not None:  # after joining: JAX then sets them too
@@ -134,6 +144,12 @@ def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
         "('may be stuck', then an abort). Set them up with "
         f"mt.configure(simulated_devices={num_cpu}), or start Python with NPROC={CPU_THREADS}.",
     )
+
+
+def uses_onednn() -> bool:
+    """Whether this process has CPU programs call oneDNN: their bits depend on it."""
+    is_effective = jax.__version_info__ >= _ONEDNN_SINCE
+    return is_effective and _ONEDNN_FLAGS in os.environ.get("XLA_FLAGS", "")
 
 
 def _warn_once(subject: str, text: str) -> None:
@@ -201,3 +217,11 @@ def _simulate(count: int) -> None:
     os.environ["NPROC"] = str(max(CPU_THREADS, _THREADS_PER_DEVICE * count))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def _use_onednn() -> None:
+    if jax.__version_info__ < _ONEDNN_SINCE:
+        _warn_once("onednn", f"JAX {jax.__version__} compiles for CPUs as without onednn=True.")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _ONEDNN_FLAGS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_ONEDNN_FLAGS}".strip()

@@ -17,6 +17,7 @@ from jax.extend import core
 
 from multitower.checks.equations import program_inside, small_constant
 from multitower.errors import RunError
+from multitower.hardware.configuration import uses_onednn
 from multitower.hardware.provenance import versions
 from multitower.steps.optimizing.optimizer import call_update
 
@@ -56,6 +57,7 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
 
     found = {name: described(value) for name, value in settings.items()}
     found[_OPTIMIZER] = update_of(optimizer)
+    found["onednn"] = uses_onednn()
     return {**found, "versions": {name: versions()[name] for name in ("jax", "optax")}}
 
 
