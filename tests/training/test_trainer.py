@@ -399,6 +399,7 @@ def test_every_option_of_a_step_arrives_there(monkeypatch):
         "stages": 2, "layout": (1, 2), "compute_dtype": jnp.bfloat16, "steps_per_call": 3,
         "updates": "asynchronous", "max_staleness": 1, "rotation": (0, 1), "stale_scale": abs,
         "sync_every": 2, "outer_optimizer": optax.sgd(1.0), "local_state": "average",
+        "extra_metrics": ["gradient_norm"],
     }  # fmt: skip
     optimizer = optax.sgd(0.1)
     mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)
@@ -429,6 +430,12 @@ def test_the_model_is_what_is_scored():
     state = trainer.fit(PARAMS, batches, steps=3)
     assert mt.fingerprint(trainer.model(state)) == mt.fingerprint(state.ema_params)
     assert mt.fingerprint(trainer.step.model(state)) == mt.fingerprint(state.params)
+    assert mt.fingerprint(trainer.model(state, ema=True)) == mt.fingerprint(state.ema_params)
+    assert mt.fingerprint(trainer.model(state, ema=False)) == mt.fingerprint(state.params)
     plain = mt.Trainer(losses, optax.sgd(0.5), devices=2)
     state = plain.fit(PARAMS, batches, steps=3)
     assert mt.fingerprint(plain.model(state)) == mt.fingerprint(state.params)
+    # The average and the parameters by name.
+    assert mt.fingerprint(plain.model(state, ema=False)) == mt.fingerprint(state.params)
+    with pytest.raises(mt.ArgumentError, match=r"ema=True\): this state has no moving average"):
+        plain.model(state, ema=True)
