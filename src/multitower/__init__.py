@@ -36,11 +36,11 @@ from multitower.towers.feeding import prefetch, shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows
 from multitower.training.checkpoints.checkpoint import Checkpoints
-from multitower.training.early_stopping import EarlyStopping
-from multitower.training.evaluation import evaluate
+from multitower.training.fitting.early_stopping import EarlyStopping
 from multitower.training.observe import EventFiles, MetricsFile
-from multitower.training.prediction import predict
 from multitower.training.progress import Progress
+from multitower.training.scoring.evaluation import evaluate
+from multitower.training.scoring.prediction import predict
 from multitower.training.trainer import Trainer
 from multitower.trials.check import check_parallel
 

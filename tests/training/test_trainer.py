@@ -81,6 +81,16 @@ def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
     assert told == []  # nothing is left to do, and nothing is done
 
 
+def test_a_finished_run_is_extended(tmp_path, undisturbed):
+    # The lie: a longer run that begins anew, or that is not the run of so many steps.
+    make_trainer(2, run_dir=tmp_path, hooks=[]).fit(PARAMS, batches, steps=33)
+    told = []
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[lambda progress: told.append(progress.step)])
+    state = trainer.fit(PARAMS, batches, steps=60, resume=True)
+    assert told == list(range(34, 61))
+    assert mt.fingerprint(state) == undisturbed
+
+
 def poisoned(first):
     """The batches with an infinite number in row 9, tower 1, of step 7."""
     for number, batch in enumerate(batches(first), start=first + 1):
@@ -370,7 +380,7 @@ def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undistu
 
 def test_the_devices_are_compared_when_it_is_due(monkeypatch, tmp_path):
     # The lie: check_replicas is never called, or not before a save.
-    from multitower.training import loop
+    from multitower.training.fitting import loop
 
     seen = []
     monkeypatch.setattr(loop, "check_replicas", lambda state: seen.append(int(state.step)))

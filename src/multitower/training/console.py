@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from multitower.training.chunks import num_rows_of_all
 from multitower.training.progress import Hook, Progress
+from multitower.training.scoring.chunks import num_rows_of_all
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,17 +19,17 @@ from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
-from multitower.training.chunks import repeatable
-from multitower.training.early_stopping import RULE, EarlyStopping, Patience
-from multitower.training.evaluation import evaluate
-from multitower.training.prediction import predict
+from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
 from multitower.training.progress import Hook, Progress, epoch_of
+from multitower.training.scoring.chunks import repeatable
+from multitower.training.scoring.evaluation import evaluate
+from multitower.training.scoring.prediction import predict
 
 if TYPE_CHECKING:
     import optax
 
     from multitower.training.console import Display
-    from multitower.training.fitting import Around
+    from multitower.training.fitting.fit import Around
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -173,7 +173,7 @@ class Trainer:
             "stale_scale": stale_scale,
             "extra_metrics": extra_metrics,
         }
-        from multitower.training.settings import settings_that_decide  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.settings import settings_that_decide  # noqa: PLC0415 (importing stays quick)
 
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
@@ -263,9 +263,9 @@ class Trainer:
                 "returns an iterator of the batches of step first, first + 1, ...: a resumed run "
                 "does not begin at 0."
             )
-        from multitower.training.beginning import Resume  # noqa: PLC0415 (importing stays quick)
-        from multitower.training.epochs import steps_of_run  # noqa: PLC0415 (likewise)
-        from multitower.training.fitting import FitCall  # noqa: PLC0415 (likewise)
+        from multitower.training.fitting.beginning import Resume  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
+        from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
         from multitower.training.same_run import describe_run  # noqa: PLC0415 (likewise)
 
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
@@ -409,7 +409,7 @@ class Trainer:
             )
 
     def _around(self) -> "Around":
-        from multitower.training.fitting import Around  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.fit import Around  # noqa: PLC0415 (importing stays quick)
 
         return Around(
             self.step,

@@ -17,7 +17,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import LossFunction
-from multitower.training.chunks import chunks, for_each_chunk, place_on, unchanging
+from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
 # For each metric the numbers of its rows, and those of its totals and weights.
 Scores = dict[str, list[jax.Array]]

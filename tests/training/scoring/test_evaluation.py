@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.training.evaluation import evaluate
+from multitower.training.scoring.evaluation import evaluate
 
 VALUES = np.random.default_rng(0).normal(size=100).astype(np.float32)
 EXACT = math.fsum(VALUES.tolist()) / len(VALUES)

@@ -8,11 +8,11 @@ from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
-from multitower.training.agreement import StopVote
-from multitower.training.calls import Feeding
 from multitower.training.checkpoints.saving import Saver
+from multitower.training.fitting.agreement import StopVote
+from multitower.training.fitting.calls import Feeding
+from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
-from multitower.training.test_phase import TestPhase
 
 
 class Loop(NamedTuple):

@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 
+import early_stopping_program
 import multitower as mt
-from multitower.training.early_stopping import Patience
+from multitower.training.fitting.early_stopping import Patience
+from processes import run_processes
 
 X = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
 PARAMS = jnp.zeros(2)
@@ -128,6 +130,15 @@ def test_patience_in_numbers():
     assert last_step([3, 2, 2, 2], patience=2, best="min") == 4
     assert last_step([float("nan")] * 3, patience=3) == 3
     assert last_step([float("inf"), 1.0, 2.0], patience=2) is None
+
+
+@pytest.mark.slow
+def test_law_l9_process_0_decides_for_all(tmp_path):
+    # The lie: each process decides alone, and one waits for the other without end.
+    alone = early_stopping_program.run(tmp_path / "alone", devices=2)
+    assert alone.startswith("early stopping after step 6: loss has not improved in the last 2 test")
+    program = early_stopping_program.__file__
+    assert run_processes(program, 2, str(tmp_path / "both")).strip() == alone
 
 
 def test_what_early_stopping_needs_is_said():

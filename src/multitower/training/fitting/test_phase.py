@@ -5,7 +5,7 @@ from typing import Any
 
 from multitower.errors import ArgumentError
 from multitower.steps.state.train_state import TrainState
-from multitower.training.early_stopping import Patience
+from multitower.training.fitting.early_stopping import Patience
 
 
 class TestPhase:

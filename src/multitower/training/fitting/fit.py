@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
-from multitower.training.agreement import StopVote
-from multitower.training.beginning import Resume, begin_at
-from multitower.training.calls import Feeding
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
-from multitower.training.early_stopping import EarlyStopping, Patience
-from multitower.training.epochs import steps_of_epoch
-from multitower.training.interruption import noted_signals
-from multitower.training.loop import Loop
+from multitower.training.fitting.agreement import StopVote
+from multitower.training.fitting.beginning import Resume, begin_at
+from multitower.training.fitting.calls import Feeding
+from multitower.training.fitting.early_stopping import EarlyStopping, Patience
+from multitower.training.fitting.epochs import steps_of_epoch
+from multitower.training.fitting.interruption import noted_signals
+from multitower.training.fitting.loop import Loop
+from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.progress import Hook, MetricsReader, num_rows_of
 from multitower.training.same_run import BatchRows
-from multitower.training.test_phase import TestPhase
 
 
 class FitCall(NamedTuple):
