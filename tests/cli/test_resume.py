@@ -186,11 +186,12 @@ recipe = replace(circle, optimizer=lambda steps: optax.sgd(optax.cosine_decay_sc
 
 def test_a_schedule_that_depends_on_the_steps_is_not_extended(tmp_path, capsys):
     """Lie: a run that no number of steps from the start would have made."""
-    recipe, run_dir = tmp_path / "scheduled.py", tmp_path / "run"
+    recipe = tmp_path / "scheduled.py"
     recipe.write_text(SCHEDULED.format(circle=CIRCLE))
-    command = ["train", str(recipe), "--batch-size", "12", "--towers", "2", "--devices", "1"]
-    assert main([*command, "--steps", "1", "--run-dir", str(run_dir)]) == 0
-    capsys.readouterr()
-    assert main(["resume", str(run_dir), "--devices", "1", "--steps", "2"]) == 2
+    config = json.dumps({"recipe": str(recipe), "options": {"steps": 1, "towers": 2}})
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "result.json").write_text("{}")
+    assert main(["resume", str(tmp_path), "--devices", "1", "--steps", "2"]) == 2
     assert "depends on the number of steps" in capsys.readouterr().err
-    assert result_of(run_dir)["steps"] == 1
+    assert (tmp_path / "config.json").read_text() == config
+    assert (tmp_path / "result.json").exists()

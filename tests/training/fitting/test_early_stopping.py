@@ -60,7 +60,7 @@ REASON = (
     "early stopping after step 10: far has not improved in the last 3 test phases; the best is 0 "
     "after step 4"
 )
-SOME = [("train", 5, True), ("train", 6, False), ("test", 10, True)]
+SOME = [("train", 6, False), ("test", 10, True)]
 ALL = [(phase, at, kill) for phase in ("train", "test") for at in FAR for kill in (True, False)]
 
 
