@@ -57,7 +57,7 @@ def test_lines_say_how_long_it_takes():
         if step == 150:
             break
     assert len(said) == 1
-    assert said[0].endswith("step  100/4000  epoch 1.00  loss 0.5000  10 examples/s  1:05:00 left")
+    assert said[0].endswith("step  100/4000  loss 0.5000  epoch 1.00  10 examples/s  1:05:00 left")
 
 
 def test_a_terminal_has_a_live_line():
@@ -68,5 +68,5 @@ def test_a_terminal_has_a_live_line():
         display.show(mt.Progress("test", 3, 3, {"loss": 0.25}))
     shown = written.getvalue()
     assert "3/4" in shown
-    assert "epoch 1.50  loss 0.5000  acc 1.0000  10 examples/s" in shown
+    assert "loss 0.5000  acc 1.0000  epoch 1.50  10 examples/s" in shown
     assert "test after step 3  loss 0.2500" in shown

@@ -151,7 +151,7 @@ def _numbers(now: Progress) -> str:
     names = sorted(now.metrics, key=lambda name: (name != "loss", name))
     words = [f"{name} {now.metrics[name]:.4f}" for name in names]
     if now.epoch is not None and now.phase == "train":
-        words.insert(0, f"epoch {now.epoch:.2f}")
+        words.append(f"epoch {now.epoch:.2f}")
     if now.examples_per_s is not None:
         words.append(f"{now.examples_per_s:,.0f} examples/s")
     return "  ".join(words)
