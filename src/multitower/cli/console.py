@@ -1,16 +1,21 @@
 """What the command line shows: a progress bar on a terminal, plain lines elsewhere."""
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.text import Text
 
 from multitower.errors import MultitowerWarning
-from multitower.training.console import live_line, plain_lines
 from multitower.training.progress import Progress
+
+_LINE_EVERY = 100
+
 
 # Of several processes only the first one says what is the same in all.
 _quiet: list[bool] = []
@@ -71,8 +76,46 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     console = Console()
     if _quiet:
         yield lambda _: None
-    elif not console.is_terminal:
-        yield plain_lines(say)
-    else:
-        with live_line(num_steps, console) as display:
-            yield display.show
+        return
+    if not console.is_terminal:
+        yield _print_lines
+        return
+    bar = Bar(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=5,  # drawing takes time from the CPU devices
+    )
+    with bar:
+        task = bar.add_task("", total=num_steps, shown="compiling")
+
+        def show(now: Progress) -> None:
+            if now.phase == "test":
+                console.print(Text(_line(now)), soft_wrap=True)  # above the bar
+            else:
+                bar.update(task, completed=now.step, shown=_numbers(now))
+
+        yield show
+
+
+def _print_lines(now: Progress) -> None:
+    if now.phase == "test" or now.step % _LINE_EVERY == 0 or now.step == now.num_steps:
+        say(_line(now))
+
+
+def _line(now: Progress) -> str:
+    clock = time.strftime("%H:%M:%S")
+    if now.phase == "test":
+        return f"{clock}  test after step {now.step}  {_numbers(now)}"
+    width = len(str(now.num_steps))
+    return f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}"
+
+
+def _numbers(now: Progress) -> str:
+    names = sorted(now.metrics, key=lambda name: (name != "loss", name))
+    words = [f"{name} {now.metrics[name]:.4f}" for name in names]
+    if now.examples_per_s is not None:
+        words.append(f"{now.examples_per_s:,.0f} examples/s")
+    return "  ".join(words)
