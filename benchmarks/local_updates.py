@@ -25,7 +25,7 @@ def train(recipe: Any, steps: int, options: dict[str, Any]) -> tuple[dict[str, f
     rows = recipe.global_batch
     num_examples = len(data.train["label"])
     optimizer = recipe.make_optimizer(steps, steps_per_epoch=num_examples / rows)
-    trainer = mt.Trainer(loss, optimizer, global_batch=rows, **options)
+    trainer = mt.Trainer(loss, optimizer, global_batch=rows, hooks=[], **options)
     keyed = recipe.augment is not None
 
     def batches(first: int) -> Any:

@@ -36,9 +36,11 @@ from multitower.towers.feeding import prefetch, shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows
 from multitower.training.checkpoints.checkpoint import Checkpoints
-from multitower.training.evaluation import evaluate
+from multitower.training.fitting.early_stopping import EarlyStopping
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Progress
+from multitower.training.scoring.evaluation import evaluate
+from multitower.training.scoring.prediction import predict
 from multitower.training.trainer import Trainer
 from multitower.trials.check import check_parallel
 
@@ -50,6 +52,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "DeviceError",
+    "EarlyStopping",
     "EventFiles",
     "GradientError",
     "Interrupted",
@@ -83,6 +86,7 @@ __all__ = [
     "make_batches",
     "make_parallel",
     "plan",
+    "predict",
     "prefetch",
     "ratio",
     "row_index",

@@ -96,7 +96,7 @@ def test_the_same_bits_with_dropout_on_any_number_of_devices(tmp_path):
 @pytest.mark.parametrize("global_batch", [64, 999, 10_000])
 def test_ten_thousand_images_count_once_whatever_the_batch(params, global_batch):
     # The lie: 10 167 of 10 000 test images (accelerate#226).
-    from multitower.training.evaluation import evaluate
+    from multitower.training.scoring.evaluation import evaluate
 
     def metrics(params, batch):
         return {"one": jnp.ones(len(batch["label"])), "label": batch["label"]}

@@ -18,7 +18,7 @@ import multitower as mt
 from multitower.processes.together import whole_on_host
 from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
-from multitower.training.evaluation import evaluate
+from multitower.training.scoring.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_disable_most_optimizations", False)

@@ -81,6 +81,16 @@ def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
     assert told == []  # nothing is left to do, and nothing is done
 
 
+def test_a_finished_run_is_extended(tmp_path, undisturbed):
+    # The lie: a longer run that begins anew, or that is not the run of so many steps.
+    make_trainer(2, run_dir=tmp_path, hooks=[]).fit(PARAMS, batches, steps=33)
+    told = []
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[lambda progress: told.append(progress.step)])
+    state = trainer.fit(PARAMS, batches, steps=60, resume=True)
+    assert told == list(range(34, 61))
+    assert mt.fingerprint(state) == undisturbed
+
+
 def poisoned(first):
     """The batches with an infinite number in row 9, tower 1, of step 7."""
     for number, batch in enumerate(batches(first), start=first + 1):
@@ -370,7 +380,7 @@ def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undistu
 
 def test_the_devices_are_compared_when_it_is_due(monkeypatch, tmp_path):
     # The lie: check_replicas is never called, or not before a save.
-    from multitower.training import loop
+    from multitower.training.fitting import loop
 
     seen = []
     monkeypatch.setattr(loop, "check_replicas", lambda state: seen.append(int(state.step)))
@@ -399,6 +409,7 @@ def test_every_option_of_a_step_arrives_there(monkeypatch):
         "stages": 2, "layout": (1, 2), "compute_dtype": jnp.bfloat16, "steps_per_call": 3,
         "updates": "asynchronous", "max_staleness": 1, "rotation": (0, 1), "stale_scale": abs,
         "sync_every": 2, "outer_optimizer": optax.sgd(1.0), "local_state": "average",
+        "extra_metrics": ["gradient_norm"],
     }  # fmt: skip
     optimizer = optax.sgd(0.1)
     mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)
@@ -429,6 +440,12 @@ def test_the_model_is_what_is_scored():
     state = trainer.fit(PARAMS, batches, steps=3)
     assert mt.fingerprint(trainer.model(state)) == mt.fingerprint(state.ema_params)
     assert mt.fingerprint(trainer.step.model(state)) == mt.fingerprint(state.params)
+    assert mt.fingerprint(trainer.model(state, ema=True)) == mt.fingerprint(state.ema_params)
+    assert mt.fingerprint(trainer.model(state, ema=False)) == mt.fingerprint(state.params)
     plain = mt.Trainer(losses, optax.sgd(0.5), devices=2)
     state = plain.fit(PARAMS, batches, steps=3)
     assert mt.fingerprint(plain.model(state)) == mt.fingerprint(state.params)
+    # The average and the parameters by name.
+    assert mt.fingerprint(plain.model(state, ema=False)) == mt.fingerprint(state.params)
+    with pytest.raises(mt.ArgumentError, match=r"ema=True\): this state has no moving average"):
+        plain.model(state, ema=True)

@@ -8,17 +8,18 @@ from typing import Annotated
 import tyro
 
 from multitower.cli.console import say
-from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, switch
+from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, WholeNumber, flag, switch
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.cli.train import finish
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_for_all
-from multitower.processes.together import is_first
+from multitower.processes.together import by_first, is_first
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import RESULT, read_config
+from multitower.runs.extension import extend_run
 from multitower.runs.options import RunOptions
 from multitower.runs.train import score
 
@@ -28,6 +29,10 @@ def resume(
     *,
     devices: Devices = None,
     simulate: Simulate = None,
+    steps: Annotated[
+        WholeNumber,
+        flag("N", "Make N updates in all; more extend the run, also if it is done.", "as begun"),
+    ] = None,
     allow_previous: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
@@ -40,11 +45,18 @@ def resume(
     With --towers, the result has the same bits as an uninterrupted run.
     """
     recipe, options = read_run(directory, devices)
-    if (directory / RESULT).exists():
-        raise RunError(f"{directory} is finished: {directory / RESULT} holds its result.")
+    before = options.steps or recipe.steps
+    if (directory / RESULT).exists() and steps in (None, before):
+        raise RunError(
+            f"{directory} is finished: {directory / RESULT} holds its result. To extend it, pass "
+            f"--steps with more than its {before} steps."
+        )
     where = start_devices(devices, simulate, options.towers, together=together)
     say(f"resuming {recipe.name} from {directory} on {where}")
     with held_for_all(directory):
+        if steps is not None:
+            options = dataclasses.replace(options, steps=steps)
+            by_first(lambda: extend_run(directory, recipe, options, before))
         finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
 
 

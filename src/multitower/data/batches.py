@@ -9,6 +9,7 @@ step s asks for batch s and goes on as if it had never stopped.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -70,8 +71,7 @@ def make_batch(
         [5 4 5 3]
         [2 1 5 4]
     """
-    if global_batch < 1:
-        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    _check_global_batch(global_batch)
     if step < 0:
         raise BatchError(f"step={step}: the first batch is number 0.")
     num_rows = take_apart(dataset, 0, name="data").num_rows
@@ -112,6 +112,9 @@ def make_batches(
 ) -> Iterator[Any]:
     """Makes the batches of all steps, without end.
 
+    The iterator has the attribute `steps_per_epoch`, a `fractions.Fraction`: the examples divided
+    by the rows of a batch. `Trainer.fit(epochs=...)` asks for it.
+
     Args:
         dataset: as for `make_batch`.
         global_batch: as for `make_batch`.
@@ -121,11 +124,11 @@ def make_batches(
         keyed: as for `make_batch`.
         lazy: make `multitower.LazyRows`, of which each process reads only the rows of its towers.
 
-    Yields:
-        `make_batch(..., step=s)` for s = first, first + 1, ...
+    Returns:
+        An iterator of `make_batch(..., step=s)` for s = first, first + 1, ...
 
     Raises:
-        BatchError: as `make_batch`.
+        BatchError: as `make_batch`; the first batch raises what is wrong with the data set.
 
     Example:
         >>> import numpy as np
@@ -135,22 +138,46 @@ def make_batches(
         >>> np.sort(np.concatenate(epoch))
         array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
     """
-    dataset = jax.tree.map(on_one_device, dataset)  # once: what lies there is not copied again
-    for step in itertools.count(first):
-        make = functools.partial(
-            make_batch,
-            dataset,
-            global_batch=global_batch,
-            seed=seed,
-            step=step,
-            distort=distort,
-            keyed=keyed,
-        )
-        yield (
-            LazyRows(global_batch, lambda places, make=make: make(places=places))
-            if lazy
-            else make()
-        )
+    options: dict[str, Any] = {"global_batch": global_batch, "seed": seed}
+    options |= {"distort": distort, "keyed": keyed}
+
+    def batches() -> Iterator[Any]:
+        here = jax.tree.map(on_one_device, dataset)  # once: what lies there is not copied again
+        for step in itertools.count(first):
+            make = functools.partial(make_batch, here, **options, step=step)
+            yield (
+                LazyRows(global_batch, lambda places, make=make: make(places=places))
+                if lazy
+                else make()
+            )
+
+    return _Batches(batches(), dataset, global_batch)
+
+
+class _Batches:
+    """An iterator of batches that knows how many steps an epoch has."""
+
+    def __init__(self, batches: Iterator[Any], dataset: Any, global_batch: int) -> None:
+        self._batches = batches
+        self._dataset = dataset
+        self._global_batch = global_batch
+
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        """The examples divided by the rows of a batch.
+
+        Raises:
+            BatchError: no examples, different row counts, or a wrong `global_batch`.
+        """
+        _check_global_batch(self._global_batch)
+        num_rows = take_apart(self._dataset, 0, name="data").num_rows
+        return Fraction(num_rows, self._global_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 @functools.lru_cache(maxsize=4)  # one batch after another asks for the same epoch
@@ -171,6 +198,11 @@ def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     keys = np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
     keys.setflags(write=False)
     return keys
+
+
+def _check_global_batch(global_batch: int) -> None:
+    if global_batch < 1:
+        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
 
 
 def _check_has_room_for_keys(dataset: Any) -> None:

@@ -101,9 +101,9 @@ def refuse_filled(meets: str | None, num_rows: int, tower_rows: int, placement: 
         return
     if _repeats.value:
         raise OutputError(
-            f'the metrics exchange values between towers over the axis "{AXIS}" ({meets}), and the '
-            "last batch of this evaluation is filled up with examples of the first one. Use a "
-            "global_batch that divides the number of examples, or metrics of each row alone."
+            f'the function exchanges values between towers over the axis "{AXIS}" ({meets}), and '
+            "the last batch is filled up with examples that were there before. Use a global_batch "
+            "that divides the number of examples, or a function of each row alone."
         )
     if num_rows != tower_rows * placement.num_towers:
         raise uneven(meets, num_rows, placement.num_towers)

@@ -42,10 +42,9 @@ class RecipeJob:
         steps = options.steps or recipe.steps
         global_batch = options.global_batch or recipe.global_batch
         data = recipe.data()
-        num_examples = take_apart(data.train, 0, name="data").num_rows
         trainer = Trainer(
             recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
-            recipe.make_optimizer(steps, steps_per_epoch=num_examples / global_batch),
+            recipe.make_optimizer(steps, steps_per_epoch=_steps_per_epoch(data, global_batch)),
             run_dir=directory,
             devices=options.devices,
             towers=options.towers,
@@ -64,8 +63,13 @@ class RecipeJob:
             updates="asynchronous" if options.asynchronous else "synchronous",
             max_staleness=options.max_staleness,
             best="min" if options.best == "min" else "max",
+            hooks=[],  # those who run it say what is shown
         )
         return cls(recipe, options, trainer, data, global_batch)
+
+    def steps_per_epoch(self) -> float:
+        """In how many steps every example is seen once."""
+        return _steps_per_epoch(self.data, self.global_batch)
 
     def batches(self, first: int) -> Iterator[Any]:
         """The training batches from number `first` on."""
@@ -165,6 +169,10 @@ class RecipeJob:
             step, scores = best
             facts["best"] = {"step": step, **scores}
         return facts
+
+
+def _steps_per_epoch(data: DataSets, global_batch: int) -> float:
+    return take_apart(data.train, 0, name="data").num_rows / global_batch
 
 
 def _clip_norm(recipe: Recipe, options: RunOptions) -> float | None:

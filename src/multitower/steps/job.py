@@ -21,6 +21,7 @@ from multitower.functions.ratio import inside_tower, is_ratio, join_ratio, sums_
 from multitower.models.state import Changed, enter, join, sort_changes
 from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
+from multitower.steps.optimizing.extra_metrics import refuse_taken_names
 from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
@@ -78,6 +79,7 @@ def make_job(
     def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
         metrics, model_state = one.finish(fields.model_state, means, sums)
         if cut:
+            refuse_taken_names(step, metrics)
             if step.diagnostics:
                 metrics["tower_losses"] = sums.tower_losses
             return fields._replace(step=fields.step + 1, model_state=model_state), metrics

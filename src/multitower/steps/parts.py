@@ -37,3 +37,4 @@ class StepParts:
     skip_nonfinite: bool
     clip_norm: float | None
     reduction: Reduction
+    extra_metrics: tuple[str, ...] = ()

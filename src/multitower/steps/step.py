@@ -16,6 +16,7 @@ from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import LoopOptions, take_apart_each
+from multitower.steps.optimizing.extra_metrics import check_learning_rate
 from multitower.steps.parts import StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
@@ -94,7 +95,8 @@ class TrainStep:
 
         Raises:
             GradientError: a parameter that is no float; the message names its path.
-            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key; or the
+                learning rate is wanted in the metrics, and the optimizer does not tell it.
             ConfigurationError: `jax.set_mesh` is active.
         """
         refuse_a_mesh()
@@ -102,6 +104,7 @@ class TrainStep:
         if is_model(params):
             params, model_state = self._take(params, model_state)
         check_differentiable(params, lambda: "params")
+        check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
         return self._find_way().first(self._step, fields, self)
 

@@ -11,6 +11,7 @@ from multitower.steps.arguments import check_numbers, check_shards
 from multitower.steps.local.options import LocalState, check_local
 from multitower.steps.looped import check_loop
 from multitower.steps.loss import LossFunction
+from multitower.steps.optimizing.extra_metrics import check_extra_metrics
 from multitower.steps.parts import EmaDecay, StepParts
 from multitower.steps.precision import check_compute_dtype
 from multitower.steps.rotation.options import StaleScale, Updates, check_rotation
@@ -49,6 +50,7 @@ def train_step(
     max_staleness: int | None = None,
     rotation: Sequence[int] | None = None,
     stale_scale: StaleScale | None = None,
+    extra_metrics: Sequence[str] = (),
 ) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
 
@@ -159,6 +161,11 @@ def train_step(
             that waits longer for its turn is staler than `max_staleness`.
         stale_scale: with `updates="asynchronous"`, multiply every update by this function of its
             staleness (int32, shape ()), such as `lambda staleness: 1 / (1 + staleness)`.
+        extra_metrics: what `metrics` also has, float32, shape (): `"gradient_norm"`, the global
+            norm of the mean gradient before clipping, and `"learning_rate"`, which this update was
+            made with. Optax knows it where the optimizer was made by `optax.inject_hyperparams`,
+            such as `optax.inject_hyperparams(optax.adam)(learning_rate=schedule)`. Not with
+            `sync_every`, where each tower has a gradient of its own.
 
     Returns:
         A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -209,6 +216,7 @@ def train_step(
         towers,
         {**alone, "sync_every": sync_every},
     )
+    extras = check_extra_metrics(extra_metrics, sync_every)
     loss = replace(LossFunction.of(loss_fn), compute_dtype=check_compute_dtype(compute_dtype))
     step = StepParts(
         loss,
@@ -219,6 +227,7 @@ def train_step(
         skip_nonfinite,
         clip_norm,
         reduction,
+        extras,
     )
     division = turns or local or cut or loop or shards or shard_update
     return TrainStep(step, devices, towers, global_batch, division)

@@ -29,6 +29,8 @@ class Progress:
             the first step, which compiles.
         tower_losses: the mean loss of each tower's rows, in the order of towers.
         state: the state that was evaluated, in the phase `"test"`; None in the phase `"train"`.
+        epoch: passes over the data made so far, such as 2.5; None where the steps of an epoch are
+            not known (see `steps_per_epoch` of `Trainer.fit`).
     """
 
     phase: Literal["train", "test"]
@@ -38,6 +40,7 @@ class Progress:
     examples_per_s: float | None = None
     tower_losses: Sequence[float] = ()
     state: TrainState | None = None
+    epoch: float | None = None
 
 
 Hook = Callable[[Progress], None]
@@ -58,12 +61,20 @@ class MetricsReader:
     """Brings metrics to the host, some steps late, and judges them."""
 
     def __init__(
-        self, last: int, on_nonfinite: str, params: Any, tell: Hook, *, calls_late: int = 1
+        self,
+        last: int,
+        on_nonfinite: str,
+        params: Any,
+        tell: Hook,
+        *,
+        calls_late: int = 1,
+        steps_per_epoch: Any = None,
     ) -> None:
         self._last = last
         self._calls_late = calls_late
         self._on_nonfinite = on_nonfinite
         self._tell = tell
+        self._steps_per_epoch = steps_per_epoch
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
         self._waiting: deque[tuple[int, Any, Sequence[int]]] = deque()
@@ -113,7 +124,9 @@ class MetricsReader:
         numbers = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
         if self._on_nonfinite == "stop":
             self._refuse_nonfinite(number, numbers["loss"], tower_losses, finite)
-        self._tell(Progress("train", number, self._last, numbers, rate, tower_losses))
+        epoch = epoch_of(number, self._steps_per_epoch)
+        told = Progress("train", number, self._last, numbers, rate, tower_losses, epoch=epoch)
+        self._tell(told)
 
     @contextmanager
     def uncounted(self) -> Generator[None]:
@@ -148,6 +161,11 @@ class MetricsReader:
             "good. Lower the learning rate or look at that batch; on_nonfinite='skip' leaves such "
             "steps out."
         )
+
+
+def epoch_of(step: int, steps_per_epoch: Any) -> float | None:
+    """The passes over the data that have been made; None if the size of one is not known."""
+    return None if steps_per_epoch is None else float(step / steps_per_epoch)
 
 
 def num_rows_of(batch: Any) -> int:

@@ -5,39 +5,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from multitower.errors import ArgumentError, CheckpointError, RunError, warn
+from multitower.errors import ArgumentError, CheckpointError, warn
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
-from multitower.steps.local.options import LocalState, default_outer_optimizer
+from multitower.processes.together import is_first
+from multitower.steps.local.options import LocalState
 from multitower.steps.parts import EmaDecay
-from multitower.steps.precision import check_compute_dtype
 from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
-from multitower.training.agreement import StopVote
-from multitower.training.beginning import Resume, begin_at
-from multitower.training.calls import Feeding
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
-from multitower.training.checkpoints.saving import Saver
-from multitower.training.evaluation import evaluate
-from multitower.training.interruption import noted_signals
-from multitower.training.loop import Loop
-from multitower.training.progress import (
-    Hook,
-    MetricsReader,
-    Progress,
-    num_rows_of,
-)
-from multitower.training.test_phase import TestPhase
+from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
+from multitower.training.progress import Hook, Progress, epoch_of
+from multitower.training.scoring.chunks import repeatable
+from multitower.training.scoring.evaluation import evaluate
+from multitower.training.scoring.prediction import predict
 
 if TYPE_CHECKING:
     import optax
 
-    from multitower.training.same_run import BatchRows
+    from multitower.training.console import Display
+    from multitower.training.fitting.fit import Around
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -82,8 +74,16 @@ class Trainer:
         max_staleness: as for `multitower.train_step`.
         rotation: as for `multitower.train_step`.
         stale_scale: as for `multitower.train_step`.
+        extra_metrics: as for `multitower.train_step`: `"gradient_norm"` and `"learning_rate"`.
+        early_stopping: a `multitower.EarlyStopping`: end the run when a score of its test phases no
+            longer improves. None for never.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
-            has a method `flush`, it is called before a checkpoint is saved.
+            has a method `flush`, it is called before a checkpoint is saved. By default, `fit` shows
+            its progress on stderr, in process 0; `hooks=[]` shows nothing.
+
+    Attributes:
+        hooks: the list of hooks.
+        stopped: why the last `fit` ended early, in words; None if it did not.
 
     Raises:
         ArgumentError: an option has a wrong value.
@@ -135,7 +135,9 @@ class Trainer:
         max_staleness: int | None = None,
         rotation: Sequence[int] | None = None,
         stale_scale: StaleScale | None = None,
-        hooks: Sequence[Hook] = (),
+        extra_metrics: Sequence[str] = (),
+        early_stopping: EarlyStopping | None = None,
+        hooks: Sequence[Hook] | None = None,
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
         _check_one_of("best", best, ("max", "min"))
@@ -148,8 +150,48 @@ class Trainer:
             )
         if callable(hooks):
             raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
+        options: dict[str, Any] = {
+            "devices": devices,
+            "towers": towers,
+            "global_batch": global_batch,
+            "ema_decay": ema_decay,
+            "model_state_from": model_state_from,
+            "clip_norm": clip_norm,
+            "compute_dtype": compute_dtype,
+            "reduction": reduction,
+            "shard_update": shard_update,
+            "shard_params": shard_params,
+            "stages": stages,
+            "layout": layout,
+            "steps_per_call": steps_per_call,
+            "sync_every": sync_every,
+            "outer_optimizer": outer_optimizer,
+            "local_state": local_state,
+            "updates": updates,
+            "max_staleness": max_staleness,
+            "rotation": rotation,
+            "stale_scale": stale_scale,
+            "extra_metrics": extra_metrics,
+        }
+        from multitower.training.fitting.settings import settings_that_decide  # noqa: PLC0415 (importing stays quick)
+
+        self._settings = settings_that_decide(options, on_nonfinite)
+        if early_stopping is not None:
+            self._settings[RULE] = early_stopping.in_words()
+        skip = on_nonfinite == "skip"
+        self.step: TrainStep = train_step(
+            loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
+        )
+        self.hooks = list(hooks or ())
+        self.stopped: str | None = None
+        self._is_shown = hooks is None
+        self._display: Display | None = None
+        self._early_stopping = early_stopping
+        self._patience: Patience | None = None
+        self._steps_per_epoch: Any = None
         self._where: dict[str, Any] = {"devices": devices, "towers": towers}
-        self._global_batch = global_batch
+        self._options = options
+        self._optimizer = optimizer
         self._checkpoint_every = checkpoint_every
         self._on_nonfinite = on_nonfinite
         self._keep_last = keep_last
@@ -157,72 +199,17 @@ class Trainer:
         self._best = None
         if run_dir is not None and keep_best is not None:
             self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
-        narrow = check_compute_dtype(compute_dtype)
-        # What determines the bits of a run, apart from its data and its first state.
-        self._settings: dict[str, Any] = {
-            "towers": towers,
-            "global_batch": global_batch,
-            "ema_decay": ema_decay,
-            "model_state_from": model_state_from,
-            "on_nonfinite": on_nonfinite,
-            "clip_norm": clip_norm,
-            "compute_dtype": None if narrow is None else str(narrow),
-            "reduction": reduction,
-            **({} if stages is None else {"stages": stages}),
-        }
-        if sync_every is not None:
-            self._settings |= {
-                "sync_every": sync_every,
-                "outer_optimizer": outer_optimizer or default_outer_optimizer(),
-                "local_state": local_state,
-            }
-        asynchronous: dict[str, Any] = {
-            "updates": updates,
-            "max_staleness": max_staleness,
-            "rotation": rotation,
-            "stale_scale": stale_scale,
-        }
-        if updates != "synchronous":
-            order = None if rotation is None else list(rotation)  # as JSON has it
-            self._settings |= {**asynchronous, "rotation": order}
-        self._optimizer = optimizer
-        self.hooks = list(hooks)
-        self.step: TrainStep = train_step(
-            loss_fn,
-            optimizer,
-            devices=devices,
-            towers=towers,
-            global_batch=global_batch,
-            ema_decay=ema_decay,
-            model_state_from=model_state_from,
-            diagnostics=True,
-            skip_nonfinite=on_nonfinite == "skip",
-            clip_norm=clip_norm,
-            compute_dtype=compute_dtype,
-            reduction=reduction,
-            shard_update=shard_update,
-            shard_params=shard_params,
-            stages=stages,
-            layout=layout,
-            steps_per_call=steps_per_call,
-            sync_every=sync_every,
-            outer_optimizer=outer_optimizer,
-            local_state=local_state,
-            **asynchronous,
-        )
-        self._steps_per_call = steps_per_call
         # Asynchronous updates have one copy of a leaf: there is nothing to compare.
         self._check_replicas_every = check_replicas_every if updates == "synchronous" else 0
-        self._stages = stages
-        self._sync_every = sync_every
-        self._layout = layout
 
     def fit(
         self,
         params: Any,
         batches: Batches,
         *,
-        steps: int,
+        steps: int | None = None,
+        epochs: float | None = None,
+        steps_per_epoch: float | None = None,
         model_state: Any = None,
         rng: Any = None,
         resume: bool = False,
@@ -232,13 +219,20 @@ class Trainer:
         evaluate: Callable[[TrainState], Any] | None = None,
         evaluate_every: int = 0,
     ) -> TrainState:
-        """Trains until `steps` updates have been made, from the start or from a checkpoint.
+        """Trains until so many updates have been made, from the start or from a checkpoint.
 
         Args:
             params: the initial parameters; on a resume their values are not used.
             batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
                 ... A batch must depend on its number alone, so that a resume gets the same ones.
-            steps: updates in all, over the first run and all resumes.
+            steps: updates in all, over the first run and all resumes. More than a finished run has
+                made extend it, with `resume=True`.
+            epochs: passes over the data in all, instead of `steps`: the run makes
+                `ceil(epochs * steps_per_epoch)` updates.
+            steps_per_epoch: for `epochs`, and for `Progress.epoch`: the examples divided by the
+                rows of a batch, which need not be whole. By default what `batches`, or the iterator
+                that it returns, has as attribute `steps_per_epoch`, like those of
+                `multitower.make_batches`.
             model_state: as for `TrainStep.init`.
             rng: as for `TrainStep.init`.
             resume: continue from the newest checkpoint, if there is one.
@@ -251,53 +245,41 @@ class Trainer:
                 from the step of a test phase begins with it: it may not have been made.
 
         Returns:
-            The state after the last step.
+            The state after the last step, also if the run ended early; `restore(best=True)` reads
+            the best one. `trainer.stopped` says why it ended early.
 
         Raises:
+            ArgumentError: not exactly one of `steps` and `epochs` is given, or an epoch's size is
+                not known; `early_stopping` without a test phase.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
             CheckpointError: a checkpoint cannot be written or read.
             RunError: there are checkpoints and `resume` is false, or the checkpoints are of a run
                 with other settings; another run uses `run_dir`; or the batches ran out.
         """
-        if steps < 1:
-            raise RunError(f"steps={steps}: a run makes at least one step.")
         if not callable(batches):  # pyright: ignore[reportUnnecessaryComparison]
             raise ArgumentError(
                 f"batches is {type(batches).__name__}: give a function, batches(first), that "
                 "returns an iterator of the batches of step first, first + 1, ...: a resumed run "
                 "does not begin at 0."
             )
+        from multitower.training.fitting.beginning import Resume  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
+        from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
+        from multitower.training.same_run import describe_run  # noqa: PLC0415 (likewise)
+
+        steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
+        self._check_test_phase(evaluate_every)
         self._warn_of_a_last_meeting(steps)
         if self.step.placement.spans_processes:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
-        test = TestPhase(evaluate, evaluate_every)
+        self.stopped = None
+        how = Resume(steps, resume, allow_previous, allow_changes)
+        call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
-        from multitower.training.same_run import BatchRows, describe_run  # noqa: PLC0415 (importing stays quick)
-
         run = describe_run(self._optimizer, state.params, self._settings)
-        with self._checkpoints() as checkpoints, noted_signals() as caught:
-            first, saved = 0, {}
-            if checkpoints is not None and checkpoints.steps():
-                how = Resume(steps, resume, allow_previous, allow_changes)
-                first, state, saved = begin_at(checkpoints, state, run, how, self._directory)
-            saver = Saver(checkpoints, self._checkpoint_every, steps, about or {}, run)
-            if first == steps:
-                return state
-            # While a tower computes, the others take their turns.
-            late = 1 if self.step.turns is None else len(self.step.turns.rotation)
-            loop = Loop(
-                self.step,
-                self._feeding(evaluate_every),
-                MetricsReader(steps, self._on_nonfinite, state.params, self._tell, calls_late=late),
-                saver,
-                test,
-                StopVote(caught, self.step.placement),
-                self._check_replicas_every,
-                self.hooks,
-            )
-            ahead = _counted(batches(first), BatchRows(run, saved))
-            return loop.run(state, ahead, first=first, last=steps)
+        with self._checkpoints() as checkpoints:
+            return self._around().run(state, run, checkpoints, call)
 
     def restore(
         self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
@@ -328,18 +310,28 @@ class Trainer:
             like = self.step.init(params, model_state=model_state, rng=rng)
             return checkpoints.restore(like=like).state
 
-    def model(self, state: TrainState) -> Any:
+    def model(self, state: TrainState, *, ema: bool | None = None) -> Any:
         """Returns what `evaluate` scores: the moving average or the parameters, or their module.
 
         Args:
             state: of `fit` or `restore` of this trainer.
+            ema: True for the moving average, False for the parameters; by default the moving
+                average, if there is one.
 
         Returns:
-            With `ema_decay` the moving average, else the parameters. For an NNX or Equinox module
-            the module with these weights, in training mode: call `model.eval()`, or
-            `eqx.nn.inference_mode(model)`, before you use it for predictions.
+            The average or the parameters. For an NNX or Equinox module the module with these
+            weights, in training mode: call `model.eval()`, or `eqx.nn.inference_mode(model)`,
+            before you call it yourself. `evaluate` and `predict` do so.
+
+        Raises:
+            ArgumentError: `ema=True`, and there is no moving average.
         """
-        return self.step.model(_scored(state))
+        if ema and state.ema_params is None:
+            raise ArgumentError(
+                "model(state, ema=True): this state has no moving average. Make the trainer with "
+                "ema_decay=, such as ema_decay=0.999, or leave ema out."
+            )
+        return self.step.model(state if ema is False else _scored(state))
 
     def evaluate(
         self,
@@ -356,7 +348,8 @@ class Trainer:
                 or `mt.ratio` of such; it may take keyword-only `model_state`. Where the loss gets a
                 module it gets one too, in evaluation mode (see `multitower.evaluate`).
             state: what to score.
-            dataset: a pytree of NumPy arrays with one example per row.
+            dataset: a pytree of NumPy arrays with one example per row, or an iterator of such
+                batches (see `multitower.evaluate`).
             global_batch: rows to score at a time.
 
         Returns:
@@ -367,29 +360,102 @@ class Trainer:
         Raises:
             MultitowerError: as `multitower.evaluate`.
         """
-        scores = self._scores(
-            metrics,
-            self.model(state),
+        scores = self._in_stages(
+            evaluate,
+            (metrics, self.model(state)),
             dataset,
             global_batch=global_batch,
             model_state=state.model_state,
         )
         number = int(state.step)  # host-device sync
-        self._tell(Progress("test", number, number, scores, state=state))
+        epoch = epoch_of(number, self._steps_per_epoch)
+        self._tell(Progress("test", number, number, scores, state=state, epoch=epoch))
+        if self._patience is not None:
+            self._patience.see(number, scores)
         if self._best is not None:
             self._best.offer(number, state, scores)
         return scores
 
-    def _feeding(self, evaluate_every: int) -> Feeding:
-        """What makes calls of batches."""
-        saves = 0 if self._directory is None else self._checkpoint_every
-        borders = (saves, evaluate_every, self._check_replicas_every)
-        return Feeding(
-            self.step, self._where, self._global_batch, self._stages, self._steps_per_call, borders
+    def predict(
+        self, fn: Callable[..., Any], state: TrainState, data: Any, *, global_batch: int
+    ) -> Any:
+        """Returns the outputs for every row, of the moving average or of the parameters.
+
+        By default, a terminal shows how far it is; `hooks=[]` shows nothing.
+
+        Args:
+            fn: `fn(params, batch)` returns a pytree of arrays with one entry per row. Where the
+                loss gets a module it gets one too, in evaluation mode.
+            state: of `fit` or `restore` of this trainer.
+            data: a pytree of arrays with one example per row, or an iterator of such batches.
+            global_batch: rows to compute at a time.
+
+        Returns:
+            As `multitower.predict`: NumPy arrays with one entry per row, in the order of the rows.
+
+        Raises:
+            MultitowerError: as `multitower.predict`.
+        """
+        from multitower.training.console import shown_rows  # noqa: PLC0415 (importing stays quick)
+
+        with shown_rows(data, self._is_shown and is_first()) as progress:
+            return self._in_stages(
+                predict,
+                (fn, self.model(state)),
+                data,
+                global_batch=global_batch,
+                model_state=state.model_state,
+                progress=progress,
+            )
+
+    def _around(self) -> "Around":
+        from multitower.training.fitting.fit import Around  # noqa: PLC0415 (importing stays quick)
+
+        return Around(
+            self.step,
+            self._options,
+            self._checkpoint_every,
+            self._on_nonfinite,
+            self._check_replicas_every,
+            self._early_stopping,
+            self.hooks,
+            self._tell,
+            self._end,
+            self._while_it_runs,
         )
 
+    def _check_test_phase(self, evaluate_every: int) -> None:
+        if self._early_stopping is not None and not evaluate_every:
+            raise ArgumentError(
+                f"early_stopping={self._early_stopping.score!r} needs a test phase: pass "
+                "fit(evaluate=..., evaluate_every=...), with a function that calls "
+                "trainer.evaluate."
+            )
+
+    def _end(self, reason: str) -> None:
+        self.stopped = reason
+        if self._display is not None:
+            self._display.say(reason)
+
+    @contextmanager
+    def _while_it_runs(
+        self, patience: Patience | None, steps_per_epoch: Any, steps: int
+    ) -> Generator[None]:
+        """Has test phases counted, and shows the progress unless the user has hooks."""
+        self._patience, self._steps_per_epoch = patience, steps_per_epoch
+        try:
+            if not self._is_shown or not is_first():
+                yield
+                return
+            from multitower.training.console import shown_on_stderr  # noqa: PLC0415 (importing stays quick)
+
+            with shown_on_stderr(steps) as self._display:
+                yield
+        finally:
+            self._patience = self._display = None
+
     def _warn_of_a_last_meeting(self, steps: int) -> None:
-        every = self._sync_every
+        every = self._options["sync_every"]
         if every is not None and (left := steps % every):
             warn(
                 f"steps={steps} is no multiple of sync_every={every}: the last {left} steps of "
@@ -397,15 +463,19 @@ class Trainer:
                 f"{steps - left + every} steps."
             )
 
-    def _scores(self, *given: Any, **how: Any) -> dict[str, float]:
-        """As `evaluate`; in stages, if the metrics can be cut like the loss."""
-        if self._stages is not None:
+    def _in_stages(
+        self, run: Callable[..., Any], given: tuple[Any, Any], data: Any, **how: Any
+    ) -> Any:
+        """As `evaluate` or `predict`; in stages, if the function can be cut like the loss."""
+        again = repeatable(data)
+        if self._options["stages"] is not None:
+            stages = {name: self._options[name] for name in ("stages", "layout")}
             try:
-                stages = {"stages": self._stages, "layout": self._layout}
-                return evaluate(*given, **how, **self._where, **stages)
+                return run(*given, again(), **how, **self._where, **stages)
             except ArgumentError as error:
-                warn(f"the metrics: {error} As it is, every device gets the whole model.")
-        return evaluate(*given, **how, **self._where)
+                what = "the metrics" if run is evaluate else "the function"
+                warn(f"{what}: {error} As it is, every device gets the whole model.")
+        return run(*given, again(), **how, **self._where)
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:
@@ -430,18 +500,14 @@ class Trainer:
     def _tell(self, progress: Progress) -> None:
         for hook in self.hooks:
             hook(progress)
+        if self._display is not None:
+            self._display.show(progress)
 
 
 def _scored(state: TrainState) -> TrainState:
     """A state with what is scored as its parameters; what towers keep apart is not joined."""
     average = state.ema_params
     return state if average is None else TrainState(state.shared()._replace(params=average))
-
-
-def _counted(batches: Iterator[Any], rows: "BatchRows") -> Iterator[Any]:
-    for batch in batches:
-        rows.see(num_rows_of(batch))
-        yield batch
 
 
 def _check_one_of(name: str, value: str, words: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from multitower.functions.calls import replicate
 from multitower.steps.blocks.state import Block, Parts, ShardedState
 from multitower.steps.job import make_job
 from multitower.steps.optimizing.clipping import add_towers, leaf_squares
+from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves, update
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import Weights
@@ -76,24 +77,29 @@ class ShardedRunner:
         replicas = [Shared(*pair) for pair in zip(parts.replicas, rest, strict=True)]
         finished = self._engine.run(replicas, rows)
         state.spend()
-        new_rows, blocks = self._update(finished, parts.blocks)
+        new_rows, blocks, told = self._update(finished, parts.blocks)
         params = self._gathered(self._gather, new_rows)
         new = [
             fields._replace(params=own)
             for (fields, _), own in zip(finished.results, params, strict=True)
         ]
-        metrics = finished.results[0][1]
+        metrics = {**finished.results[0][1], **told}
         if self._step.diagnostics:
             metrics["finite_params"] = self._finite(params[0])
         return self._sharded.state(Parts(new, blocks), maker), metrics
 
     def _update(
         self, finished: Finished, blocks: dict[int, Block]
-    ) -> tuple[dict[int, list[jax.Array]], dict[int, Block]]:
-        """Updates the blocks of all local towers: their new rows, and what they keep."""
+    ) -> tuple[dict[int, list[jax.Array]], dict[int, Block], dict[str, jax.Array]]:
+        """Updates the blocks of all local towers.
+
+        Returns:
+            Their new rows, what they keep, and what the first one tells: the same as all others.
+        """
         new_rows: dict[int, list[jax.Array]] = {}
         new_blocks: dict[int, Block] = {}
         squares = self._squares_of_all(finished)
+        told: dict[str, jax.Array] = {}
         key = None  # the same for every tower
         for i, d in enumerate(self._placement.local):
             fields, metrics = finished.results[i]
@@ -106,10 +112,12 @@ class ShardedRunner:
                     self._updates[key] = compile_for_each(
                         self._update_block, arguments, self._devices, donate=(0,)
                     )
-                new_rows[tower], new_blocks[tower] = self._updates[key][i](*arguments)
-        return new_rows, new_blocks
+                found = self._updates[key][i](*arguments)
+                new_rows[tower], new_blocks[tower], own = found
+                told = told or own
+        return new_rows, new_blocks, told
 
-    def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block]:
+    def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block, Any]:
         """The update program: the same for every tower."""
         params, step_after, loss, tower, squares = given
         layout = self._sharded.layout
@@ -119,7 +127,8 @@ class ShardedRunner:
         if squares is not None:
             squares = add_towers(squares)
         new = update(self._step, fields, gradients, loss, (), squares=squares)
-        return layout.to_rows(new.params), Block(new.opt_state, new.ema_params)
+        told = extra_metrics(self._step, new.opt_state, squares)
+        return layout.to_rows(new.params), Block(new.opt_state, new.ema_params), told
 
     def _gradients(self, rows: Any) -> Any:
         """A tower's block of the gradients, from its rows of the totals."""
@@ -132,7 +141,7 @@ class ShardedRunner:
 
     def _squares_of_all(self, finished: Finished) -> list[Any]:
         """The sums of squares of all towers' blocks, once per local device; None without need."""
-        if self._step.clip_norm is None:
+        if self._step.clip_norm is None and NORM not in self._step.extra_metrics:
             return [None] * len(self._devices)
         found: dict[int, list[jax.Array]] = {}
         key = None  # the same for every tower

@@ -31,6 +31,12 @@ def add_towers(squares: jax.Array) -> jax.Array:
     return evaluate(sum_tree(0, len(squares)), lambda tower: squares[tower], lambda a, b: a + b)
 
 
+def global_norm(squares: jax.Array) -> jax.Array:
+    """The root of the sum of squares of shape (leaves,), added in the order of the leaves."""
+    total = functools.reduce(operator.add, [squares[leaf] for leaf in range(len(squares))])
+    return jnp.sqrt(total)
+
+
 def clipped(gradients: Any, squares: jax.Array, limit: float) -> Any:
     """Gradients of a global norm of at most `limit`.
 
@@ -39,9 +45,8 @@ def clipped(gradients: Any, squares: jax.Array, limit: float) -> Any:
         squares: of the whole leaves, shape (leaves,).
         limit: above 0.
     """
-    total = functools.reduce(operator.add, [squares[leaf] for leaf in range(len(squares))])
     # A norm that is not finite makes what is not finite NaN, and the step is seen to be bad.
-    factor = jnp.minimum(1, limit / jnp.sqrt(total))
+    factor = jnp.minimum(1, limit / global_norm(squares))
     return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
 
 

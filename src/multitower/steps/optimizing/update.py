@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from multitower.errors import OutputError
 from multitower.steps.optimizing.clipping import clipped, leaf_squares
+from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics, refuse_taken_names
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields
@@ -36,9 +37,11 @@ def update_if_good(
         model_state: what the state gets.
         tower_losses: the mean loss of each tower.
     """
-    new = update(step, fields, gradients, metrics["loss"], model_state)
+    refuse_taken_names(step, metrics)
+    squares = leaf_squares(gradients) if NORM in step.extra_metrics else None
+    new = update(step, fields, gradients, metrics["loss"], model_state, squares=squares)
     if not (step.diagnostics or step.skip_nonfinite):
-        return new, metrics
+        return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
     finite = finite_leaves(new.params)
     good = finite.all() & jnp.isfinite(metrics["loss"])
     if step.skip_nonfinite:
@@ -47,7 +50,7 @@ def update_if_good(
         new = kept._replace(step=new.step)  # the batch is used up; the update is not made
     if step.diagnostics:
         metrics.update(tower_losses=tower_losses, finite_params=finite)
-    return new, metrics
+    return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
 
 
 def update(

@@ -15,6 +15,7 @@ from multitower.engines.same_bits import with_one_nan
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.steps.optimizing.clipping import leaf_squares
+from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.state import Block, Parts
@@ -58,8 +59,11 @@ class Updates:
             The new blocks, the new leaves of the optimizer's state that are shared, and metrics.
         """
         scalars = {"loss": loss, "step": parts.head.step}
+        squares = None
+        if self._step.clip_norm is not None or NORM in self._step.extra_metrics:
+            squares = self._squares(parts, gradients)
         if self._step.clip_norm is not None:
-            scalars["squares"] = self._squares(parts, gradients)
+            scalars["squares"] = squares
         rest = (parts.head.opt_state, scalars)
         new = [list(replica) for replica in parts.blocks]
         finite: dict[int, Any] = {}
@@ -73,9 +77,11 @@ class Updates:
                 new[r][s], found = self._call(("update", s), program, given, (r, s), donate)
                 finite.setdefault(s, found)
         shared = self._shared(rest)
-        if not self._needs_finite:
-            return new, shared, {}
-        return self._checked(parts, new, shared, [finite[s] for s in self._with_params], loss)
+        metrics: dict[str, Any] = {}
+        if self._needs_finite:
+            every = [finite[s] for s in self._with_params]
+            new, shared, metrics = self._checked(parts, new, shared, every, loss)
+        return new, shared, {**metrics, **self._told(parts, new, shared, squares)}
 
     def kept(self, good: jax.Array, new: Any, old: Any) -> Any:
         """What is on the head's device: the new values after a good step, else the old ones."""
@@ -84,6 +90,26 @@ class Updates:
         key = ("kept", jax.tree.structure(new))
         last = self._layout.num_stages - 1
         return self._call(key, _keep, (good, new, old), (0, last))
+
+    def _told(self, parts: Parts, new: Any, shared: dict[int, Any], squares: Any) -> dict[str, Any]:
+        """The metrics of the update that a user wants; on the head's device."""
+        if not self._step.extra_metrics:
+            return {}
+        tree = parts.trees.opt_state
+        kept = {i: leaf for block in new[0] for i, leaf in block.opt_state.items()}
+        state = jax.device_put(
+            {**{i: leaf for i, leaf in kept.items() if not leaf.ndim}, **shared}, self._layout.head
+        )
+        squares = jax.device_put(squares, self._layout.head)
+
+        def program(state: dict[int, Any], squares: Any) -> dict[str, Any]:
+            numbers = [state.get(i) for i in range(tree.num_leaves)]
+            if squares is not None:
+                squares = self._by_leaf(squares, operator.add)
+            return extra_metrics(self._step, jax.tree.unflatten(tree, numbers), squares)
+
+        where = (0, self._layout.num_stages - 1)
+        return self._call("told", program, (state, squares), where)
 
     def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
         """The update program of a stage; and which of its parameters are finite."""

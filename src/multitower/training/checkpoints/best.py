@@ -77,14 +77,19 @@ class BestCheckpoint(NamedTuple):
         return new > old if self.mode == "max" else new < old
 
 
-def check_score(metric: str, scores: Iterable[str]) -> None:
+def check_score(metric: str, scores: Iterable[str], option: str = "keep_best") -> None:
     """Refuses a score that decides and that the test phase does not have.
+
+    Args:
+        metric: its name.
+        scores: the names of those that there are.
+        option: of `Trainer`, which names it.
 
     Raises:
         RunError: `metric` is not among `scores`.
     """
     if metric not in scores:
         raise RunError(
-            f"keep_best={metric!r}: the test phase has no such score. It has: "
+            f"{option}={metric!r}: the test phase has no such score. It has: "
             f"{', '.join(sorted(scores)) or 'none'}."
         )

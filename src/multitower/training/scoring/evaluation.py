@@ -3,15 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.engines.tracing import some_rows_repeat
-from multitower.errors import BatchError, OutputError
+from multitower.errors import OutputError
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import Ratio, by_row, inside_tower
@@ -19,10 +17,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import LossFunction
-from multitower.towers.feeding import shard
-from multitower.towers.lazy_rows import LazyRows
-from multitower.towers.rows import take_apart
-from multitower.towers.split import on_one_device
+from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
 # For each metric the numbers of its rows, and those of its totals and weights.
 Scores = dict[str, list[jax.Array]]
@@ -56,8 +51,11 @@ def evaluate(
             `eqx.nn.inference_mode`: without dropout, with BatchNorm's running statistics. Models
             that are functions of arrays (plain JAX, Flax Linen, Haiku, Keras) have no mode:
             `metrics` calls them with `training=False` or the like.
-        dataset: a pytree of NumPy arrays with one example per row on axis 0.
-        global_batch: rows to score at a time, 1 or more.
+        dataset: a pytree of NumPy arrays with one example per row on axis 0; or an iterator of such
+            batches, such as a loader of another library, for data that do not fit into memory.
+            Batches may differ in size. Every process must get the same batches.
+        global_batch: rows to score at a time, 1 or more. Larger batches of an iterator are scored
+            in parts, smaller ones are filled up.
         model_state: passed to `metrics`, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
         towers: the number of towers; results then have the same bits on any number of devices.
@@ -71,7 +69,8 @@ def evaluate(
         float64, so that they do not depend on the order of the examples.
 
     Raises:
-        BatchError: no examples, different row counts, or a batch without rows.
+        BatchError: no examples, different row counts, a batch without rows, or an iterator
+            without batches.
         OutputError: a metric that is not one number per row; or metrics that exchange values
             between towers, and a `global_batch` that does not divide the number of examples.
         ArgumentError: `metrics` cannot be cut into so many stages.
@@ -84,11 +83,6 @@ def evaluate(
         {'above': 0.2}
     """
     check_reduction(reduction)
-    if global_batch < 1:
-        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
-    num_rows = take_apart(dataset, 0, name="data").num_rows
-    dataset = jax.tree.map(on_one_device, dataset)
-    global_batch = min(global_batch, num_rows)
     where = tuple(devices) if isinstance(devices, list) else devices
     try:
         score = _scorer(metrics, where, towers, stages, layout)
@@ -99,7 +93,7 @@ def evaluate(
         model_state if LossFunction.of(metrics).takes_model_state else None,
     )
     if stages is not None:
-        shared = jax.tree.map(_unchanging, shared)
+        shared = jax.tree.map(unchanging, shared)
     seen: dict[str, list[list[float]]] = {}
 
     def read(scores: Scores, num_real: int) -> None:
@@ -109,36 +103,14 @@ def evaluate(
                 on_host = whole_on_host(values).astype(np.float64)  # host-device sync
                 part.extend(on_host[:num_real].tolist())
 
-    waiting: tuple[Scores, int] | None = None
-    for start in range(0, num_rows, global_batch):
-        # The last batch is filled up with examples that were scored already, so that it fits the
-        # compiled program; `read` cuts them off.
-        places = np.arange(start, start + global_batch) % num_rows
-
-        def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
-            return jax.tree.map(lambda leaf: leaf[places[own]], dataset)
-
-        if stages is None:
-            batch = shard(LazyRows(global_batch, some), devices=devices, towers=towers)
-        else:  # rows go to the devices of the first stage
-            batch = some(np.arange(global_batch))
-        with some_rows_repeat() if num_rows % global_batch else nullcontext():
-            scores = score(shared, batch)
-        if waiting:
-            read(*waiting)  # the batch before: the devices are busy with this one meanwhile
-        waiting = (scores, min(global_batch, num_rows - start))
-    assert waiting
-    read(*waiting)
+    num_rows = for_each_chunk(
+        lambda rows: score(shared, rows),
+        read,
+        chunks(dataset, global_batch, None if stages else place_on(devices, towers)),
+    )
     sums = {name: [math.fsum(part) for part in parts] for name, parts in seen.items()}
     divisor = num_rows if reduction == "mean" else 1
     return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}
-
-
-def _unchanging(leaf: Any) -> Any:
-    """A NumPy array as one of JAX in the host's memory: stages copy it once, not at every batch."""
-    if not isinstance(leaf, np.ndarray):
-        return leaf
-    return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
 
 
 def _value(sums: list[float], num_rows: int, divisor: int) -> float:

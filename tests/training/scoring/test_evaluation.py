@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.training.evaluation import evaluate
+from multitower.training.scoring.evaluation import evaluate
 
 VALUES = np.random.default_rng(0).normal(size=100).astype(np.float32)
 EXACT = math.fsum(VALUES.tolist()) / len(VALUES)
@@ -82,6 +82,49 @@ def test_sums_and_ratios():
     x = np.arange(1, 11, dtype=np.float32)
     scores = evaluate(metrics, 0.0, x, global_batch=4, devices=2, reduction="sum")
     assert scores == {"ratios": 5.5 + 1 + 0.5 + 3, "row": 55.0}
+
+
+@pytest.mark.parametrize("towers", [None, 3])
+def test_law_l7_of_an_iterator_of_batches(towers):
+    # The lie: a last smaller batch that is dropped, filled up, or as heavy as the others.
+    sizes = [8, 8, 3, 20, 1, 60]
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(VALUES)
+    batches = ({"x": VALUES[end - size : end]} for size, end in zip(sizes, ends, strict=True))
+    options = {"global_batch": 64, "towers": towers, "devices": 3}
+    assert evaluate(metrics, 2.0, batches, **options) == {"value": 2 * EXACT, "one": 1.0}
+
+
+class Loader:
+    """As loaders of other libraries are: an iterable that is neither a list nor an iterator."""
+
+    def __iter__(self):
+        return iter([{"x": VALUES[:70]}, {"x": VALUES[70:]}])
+
+
+def test_a_loader_is_read_by_a_trainer_too():
+    trainer = mt.Trainer(lambda w, x: w * x, optax.sgd(0.1), devices=2, hooks=[])
+    state = trainer.step.init(np.float32(2))
+    for data in (Loader(), iter(Loader())):
+        scores = trainer.evaluate(metrics, state, data, global_batch=16)
+        assert scores == {"value": 2 * EXACT, "one": 1.0}
+    # The lie: the first batch is lost where the metrics cannot be cut into stages.
+    trainer = mt.Trainer(
+        lambda w, x: mt.cut(x * 2) * w, optax.sgd(0.1), devices=2, towers=2, stages=2
+    )
+    state = trainer.step.init(np.float32(2))
+    with pytest.warns(mt.MultitowerWarning, match="the metrics: .* every device gets the whole"):
+        scores = trainer.evaluate(
+            lambda _, batch: {"value": 2 * batch["x"]}, state, iter(Loader()), global_batch=16
+        )
+    assert scores == {"value": 2 * EXACT}
+
+
+def test_an_iterator_without_batches_is_an_error():
+    with pytest.raises(mt.BatchError, match="the iterator of batches is empty"):
+        evaluate(metrics, 1.0, iter([]), global_batch=4)
+    with pytest.raises(mt.BatchError, match="zero rows"):
+        evaluate(metrics, 1.0, iter([{"x": VALUES}, {"x": VALUES[:0]}]), global_batch=4)
 
 
 def test_no_examples_are_an_error():

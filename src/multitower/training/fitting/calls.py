@@ -95,7 +95,7 @@ def sizes_of_calls(most: int, borders: Sequence[int], *, first: int, last: int) 
         last: steps to make in all.
 
     Example:
-        >>> from multitower.training.calls import sizes_of_calls
+        >>> from multitower.training.fitting.calls import sizes_of_calls
         >>> list(sizes_of_calls(4, [10, 0], first=0, last=13))
         [4, 4, 2, 3]
     """

@@ -1,6 +1,6 @@
 """The loop of a run: a step, what it reports, what is saved, tested and compared. Top to bottom."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -8,11 +8,11 @@ from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
-from multitower.training.agreement import StopVote
-from multitower.training.calls import Feeding
 from multitower.training.checkpoints.saving import Saver
+from multitower.training.fitting.agreement import StopVote
+from multitower.training.fitting.calls import Feeding
+from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
-from multitower.training.test_phase import TestPhase
 
 
 class Loop(NamedTuple):
@@ -27,6 +27,7 @@ class Loop(NamedTuple):
         vote: whether to stop, decided by all processes together.
         check_replicas_every: steps from one comparison of the devices' variables to the next.
         hooks: what is told of progress.
+        end: is told why the run ends early, if it does.
     """
 
     step: TrainStep
@@ -37,6 +38,7 @@ class Loop(NamedTuple):
     vote: StopVote
     check_replicas_every: int
     hooks: Sequence[Hook]
+    end: Callable[[str], None]
 
     def run(
         self, state: TrainState, batches: Iterator[Any], *, first: int, last: int
@@ -50,7 +52,10 @@ class Loop(NamedTuple):
         if first and self.test.is_due(first):
             # The run may have ended after its save and before this test phase. Made again, it
             # comes to the same scores.
-            self.test.run(state)
+            reason = self.test.run(state)
+            if reason is not None:
+                self.end(reason)
+                return state
         number = first
         with closing(self.feeding.calls(batches, first, last)) as ahead:
             while number < last:
@@ -74,14 +79,23 @@ class Loop(NamedTuple):
                 if every and (number % every == 0 or is_first or is_saved):
                     check_replicas(state)  # host-device sync
                 if is_saved:
-                    reader.read_waiting()  # host-device sync: only a good state is saved
-                    flush_hooks(self.hooks)
-                    self.saver.save(number, state)
+                    self._save(number, state)
                 if self.test.is_due(number) and not stop:
                     reader.read_waiting()  # host-device sync: hooks hear of the steps in order
                     with reader.uncounted():
-                        self.test.run(state)
+                        reason = self.test.run(state)
+                    if reason is not None:
+                        if every and not is_saved:
+                            check_replicas(state)  # host-device sync
+                        self._save(number, state)  # does nothing if it has just been saved
+                        self.end(reason)
+                        break
                 if stop:
                     raise self.saver.interrupted(stop, number)
         reader.read_waiting()
         return state
+
+    def _save(self, number: int, state: TrainState) -> None:
+        self.reader.read_waiting()  # host-device sync: only a good state is saved
+        flush_hooks(self.hooks)
+        self.saver.save(number, state)

@@ -12,7 +12,7 @@ import pytest
 
 import multitower as mt
 from multitower.data.batches import make_batches
-from multitower.training.calls import sizes_of_calls
+from multitower.training.fitting.calls import sizes_of_calls
 
 RNG = np.random.default_rng(0)
 DATA = {

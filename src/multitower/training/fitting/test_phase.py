@@ -5,6 +5,7 @@ from typing import Any
 
 from multitower.errors import ArgumentError
 from multitower.steps.state.train_state import TrainState
+from multitower.training.fitting.early_stopping import Patience
 
 
 class TestPhase:
@@ -13,6 +14,7 @@ class TestPhase:
     Args:
         evaluate: a function of the state; None for none.
         every: steps from one call to the next; 0 for never.
+        patience: what decides after a call whether the run ends; None if it never does.
 
     Raises:
         ArgumentError: `every` is negative, or there is nothing to call.
@@ -20,7 +22,12 @@ class TestPhase:
 
     __test__ = False  # pytest takes classes of such names for its own
 
-    def __init__(self, evaluate: Callable[[TrainState], Any] | None, every: int) -> None:
+    def __init__(
+        self,
+        evaluate: Callable[[TrainState], Any] | None,
+        every: int,
+        patience: Patience | None = None,
+    ) -> None:
         if every < 0 or (every and evaluate is None):
             raise ArgumentError(
                 f"evaluate_every={every}: 0 for never; else pass evaluate=, a function of the "
@@ -28,12 +35,14 @@ class TestPhase:
             )
         self._evaluate = evaluate
         self._every = every
+        self._patience = patience
 
     def is_due(self, number: int) -> bool:
         """Whether to call it after this step."""
         return self._every > 0 and number % self._every == 0
 
-    def run(self, state: TrainState) -> None:
-        """Calls it."""
+    def run(self, state: TrainState) -> str | None:
+        """Calls it; returns why the run ends early, if it does."""
         assert self._evaluate is not None
         self._evaluate(state)
+        return None if self._patience is None else self._patience.reason()

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from multitower.towers.placement import Placement, place
-from multitower.training.agreement import VOTE_EVERY_S, StopVote
+from multitower.training.fitting.agreement import VOTE_EVERY_S, StopVote
 
 
 @pytest.fixture

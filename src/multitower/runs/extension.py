@@ -1,0 +1,59 @@
+"""A run that gets more steps than it was begun with, also if it is finished."""
+
+from pathlib import Path
+
+from multitower.errors import RunError
+from multitower.recipes.definition import Recipe
+from multitower.runs.directory import RESULT, read_config, write_config
+from multitower.runs.options import RunOptions
+from multitower.runs.setup import RecipeJob
+
+
+def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int) -> str:
+    """Writes the new number of steps into a run's configuration; its old result is deleted.
+
+    Args:
+        directory: of the run.
+        recipe: of the run.
+        options: of the run, with the new number of steps.
+        before: the number of steps it was begun with.
+
+    Returns:
+        The directory.
+
+    Raises:
+        RunError: these are fewer steps, or the run would have made other updates if it had been
+            begun with so many.
+    """
+    steps = options.steps or recipe.steps
+    if steps < before:
+        raise RunError(
+            f"--steps {steps}: the run in {directory} makes {before} steps. Pass more to extend it."
+        )
+    _refuse_another_optimizer(recipe, options, before)
+    config = read_config(directory)
+    # In this order: a run without a result is resumed, whatever its number of steps.
+    (directory / RESULT).unlink(missing_ok=True)
+    write_config(directory, {**config, "options": {**config["options"], "steps": steps}})
+    return str(directory)
+
+
+def _refuse_another_optimizer(recipe: Recipe, options: RunOptions, before: int) -> None:
+    """Refuses a recipe whose optimizer, such as its schedule, depends on the number of steps."""
+    from multitower.training.same_run import describe_run  # noqa: PLC0415 (importing stays quick)
+
+    job = RecipeJob.of(recipe, options, None, keep_best=False)
+    steps = options.steps or recipe.steps
+    params = job.trainer.step.init(**job.first_state()).params
+    epoch = job.steps_per_epoch()
+    two = [
+        describe_run(recipe.make_optimizer(number, steps_per_epoch=epoch), params, {})["optimizer"]
+        for number in (before, steps)
+    ]
+    if two[0] != two[1]:
+        raise RunError(
+            f"--steps {steps}: the optimizer of {recipe.name} depends on the number of steps, as "
+            f"the learning rate of most schedules does. The {before} updates so far are not those "
+            f"of a run of {steps} steps, which has to begin anew: multitower train --config "
+            f"config.json --steps {steps}, with the config.json of this run."
+        )

@@ -1,0 +1,157 @@
+"""What a run shows while it trains: a live line on a terminal, plain lines elsewhere."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from multitower.training.progress import Hook, Progress
+from multitower.training.scoring.chunks import num_rows_of_all
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LINE_EVERY = 100
+
+
+class Display(NamedTuple):
+    """Where a run is shown.
+
+    Attributes:
+        show: a hook.
+        say: shows one more line.
+    """
+
+    show: Hook
+    say: Callable[[str], None]
+
+
+@contextlib.contextmanager
+def shown_on_stderr(num_steps: int) -> Generator[Display]:
+    """Shows the progress of a run on stderr.
+
+    Args:
+        num_steps: updates that the run makes.
+
+    Yields:
+        What shows it: a live line on a terminal, if `rich` is installed, else plain lines.
+    """
+    console = _terminal()
+    if console is None:
+        say = lambda line: print(line, file=sys.stderr, flush=True)
+        yield Display(plain_lines(say), say)
+        return
+    with live_line(num_steps, console) as display:
+        yield display
+
+
+def _terminal() -> "Console | None":
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from rich.console import Console  # noqa: PLC0415 (slow, and optional)
+    except ImportError:
+        return None
+    console = Console(stderr=True)
+    return console if console.is_terminal else None
+
+
+@contextlib.contextmanager
+def live_line(num_steps: int, console: "Console") -> Generator[Display]:
+    """Draws a bar that moves with the run, and test phases as lines above it.
+
+    Args:
+        num_steps: updates that the run makes.
+        console: of a terminal.
+
+    Yields:
+        What shows it.
+    """
+    from rich import progress  # noqa: PLC0415 (slow, and optional)
+    from rich.text import Text  # noqa: PLC0415 (likewise)
+
+    bar = progress.Progress(
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[shown]}"),
+        progress.TimeRemainingColumn(),
+        console=console,
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file is not drawn above the bar
+        refresh_per_second=5,  # drawing takes time from the CPU devices
+    )
+    say = lambda line: console.print(Text(line), soft_wrap=True)
+    with bar:
+        task = bar.add_task("", total=num_steps or None, shown="compiling")
+
+        def show(now: Progress) -> None:
+            if now.phase == "test":
+                say(_line(now))
+            else:
+                bar.update(task, completed=now.step, shown=_numbers(now))
+
+        yield Display(show, say)
+
+
+@contextlib.contextmanager
+def shown_rows(data: Any, is_wanted: bool) -> Generator[Callable[[int], None] | None]:
+    """Shows on a terminal how many rows of some data are done.
+
+    Args:
+        data: as for `predict`.
+        is_wanted: whether to show it.
+
+    Yields:
+        What is to be called with that number; None if nothing is shown.
+    """
+    console = _terminal() if is_wanted else None
+    if console is None:
+        yield None
+        return
+    with live_line(num_rows_of_all(data) or 0, console) as display:
+        yield lambda done: display.show(Progress("train", done, done, {}))
+
+
+def plain_lines(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Hook:
+    """Makes a hook that says a line every 100 steps, after the last one, and after test phases.
+
+    Args:
+        say: shows a line.
+        clock: tells the time in seconds.
+    """
+    began: tuple[int, float] | None = None
+
+    def show(now: Progress) -> None:
+        nonlocal began
+        began = began or (now.step, clock())  # after the first step, which compiles
+        if now.phase == "test" or now.step == now.num_steps:
+            say(_line(now))
+        elif now.step % _LINE_EVERY == 0:
+            say(f"{_line(now)}{_remaining(now, clock() - began[1], now.step - began[0])}")
+
+    return show
+
+
+def _remaining(now: Progress, passed_s: float, steps: int) -> str:
+    if not steps:
+        return ""
+    left_s = int(passed_s / steps * (now.num_steps - now.step))
+    return f"  {left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left"
+
+
+def _line(now: Progress) -> str:
+    clock = time.strftime("%H:%M:%S")
+    if now.phase == "test":
+        return f"{clock}  test after step {now.step}  {_numbers(now)}"
+    width = len(str(now.num_steps))
+    return f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}"
+
+
+def _numbers(now: Progress) -> str:
+    names = sorted(now.metrics, key=lambda name: (name != "loss", name))
+    words = [f"{name} {now.metrics[name]:.4f}" for name in names]
+    if now.epoch is not None and now.phase == "train":
+        words.append(f"epoch {now.epoch:.2f}")
+    if now.examples_per_s is not None:
+        words.append(f"{now.examples_per_s:,.0f} examples/s")
+    return "  ".join(words)

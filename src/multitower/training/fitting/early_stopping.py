@@ -1,0 +1,114 @@
+"""Early stopping: a run ends when a score of the test phase no longer improves.
+
+What has been counted is saved with every checkpoint, so that a run that is stopped and resumed ends
+after the same step.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from multitower.errors import ArgumentError
+from multitower.processes.together import of_first
+from multitower.training.checkpoints.best import check_score
+
+RULE = "early_stopping"
+_COUNTED = "early_stopping_counted"
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When to end a run early: for `Trainer(early_stopping=...)`.
+
+    Args:
+        score: name of the score of `Trainer.evaluate` that decides.
+        patience: end the run after so many test phases in a row without an improvement, 1 or more.
+        min_delta: how much better than the best score so far an improvement must be, 0 or more.
+        best: `"max"` if a higher score is better, `"min"` if a lower one is.
+
+    Raises:
+        ArgumentError: an argument has a wrong value.
+
+    Example:
+        >>> import multitower as mt
+        >>> mt.EarlyStopping("accuracy", patience=5)
+        EarlyStopping(score='accuracy', patience=5, min_delta=0.0, best='max')
+    """
+
+    score: str
+    patience: int = 3
+    min_delta: float = 0.0
+    best: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"patience={self.patience!r}: it must be a whole number.")
+        if self.patience < 1 or not 0 <= self.min_delta < math.inf:
+            raise ArgumentError(
+                f"patience={self.patience} must be 1 or more, min_delta={self.min_delta} 0 or more."
+            )
+        if self.best not in ("max", "min"):
+            raise ArgumentError(f"best={self.best!r}: say 'max' or 'min'.")
+
+    def in_words(self) -> str:
+        """What decides what is counted; not the patience, which a resume may change."""
+        return f"{self.score}, best {self.best}, min_delta {float(self.min_delta):g}"
+
+
+class Patience:
+    """Counts the test phases without an improvement.
+
+    Args:
+        rule: when to stop.
+        run: what is saved with every checkpoint; what has been counted is kept there.
+        saved: what was saved with the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, rule: EarlyStopping, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        self._rule = rule
+        self._run = run
+        nothing = {"step": 0, "best": None, "best_step": 0, "waited": 0}
+        is_of_this_rule = saved.get(RULE) == rule.in_words()
+        run[_COUNTED] = saved.get(_COUNTED, nothing) if is_of_this_rule else nothing
+
+    def see(self, step: int, scores: Mapping[str, float]) -> None:
+        """Counts a test phase; one that is made again after a resume counts once.
+
+        Raises:
+            RunError: the scores lack the one that decides.
+        """
+        rule, counted = self._rule, self._run[_COUNTED]
+        check_score(rule.score, scores, "early_stopping")
+        if step <= counted["step"]:
+            return
+        score = scores[rule.score]
+        if self._is_better(score, counted["best"]):
+            counted = {"step": step, "best": score, "best_step": step, "waited": 0}
+        else:
+            counted = {**counted, "step": step, "waited": counted["waited"] + 1}
+        self._run[_COUNTED] = counted
+
+    def reason(self) -> str | None:
+        """Why the run ends now, decided by process 0; None if it goes on."""
+        counted = self._run[_COUNTED]
+        if not of_first(int(counted["waited"] >= self._rule.patience)):
+            return None
+        best, waited = counted["best"], counted["waited"]
+        phases = "test phase" if waited == 1 else f"{waited} test phases"
+        than = f" by more than {self._rule.min_delta:g}" if self._rule.min_delta else ""
+        known = "it was never finite"
+        if best is not None:
+            known = f"the best is {best:g} after step {counted['best_step']}"
+        return (
+            f"early stopping after step {counted['step']}: {self._rule.score} has not improved"
+            f"{than} in the last {phases}; {known}"
+        )
+
+    def _is_better(self, score: float, best: float | None) -> bool:
+        if not math.isfinite(score):
+            return False
+        if best is None:
+            return True
+        gain = score - best if self._rule.best == "max" else best - score
+        return gain > self._rule.min_delta

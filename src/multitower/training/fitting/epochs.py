@@ -1,0 +1,61 @@
+"""Epochs: how many steps they take, where the size of the data is known."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from multitower.errors import ArgumentError, RunError
+
+
+def steps_of_epoch(batches: Any, said: Any) -> Any:
+    """The steps of one epoch, as a number that need not be whole; None if nobody knows.
+
+    Args:
+        batches: the function that makes batches, or the iterator of `make_batches`.
+        said: what the user says, or None.
+
+    Raises:
+        ArgumentError: it is no number above 0.
+    """
+    size = getattr(batches, "steps_per_epoch", None) if said is None else said
+    if size is not None and not 0 < size < math.inf:
+        raise ArgumentError(f"steps_per_epoch={size}: it must be a number above 0.")
+    return size
+
+
+def steps_of_run(
+    steps: int | None, epochs: float | None, said: Any, batches: Callable[[int], Iterator[Any]]
+) -> int:
+    """How many steps a run makes: `steps`, or those of so many epochs, the last one made whole.
+
+    Raises:
+        ArgumentError: not exactly one of steps and epochs is given, or the size of an epoch is
+            not known.
+        RunError: fewer than one step.
+    """
+    if (steps is None) == (epochs is None):
+        raise ArgumentError(
+            f"fit(steps={steps}, epochs={epochs}): give one of them: the updates to make in all, "
+            "or the passes over the data."
+        )
+    if epochs is None:
+        assert steps is not None
+        if steps < 1:
+            raise RunError(f"steps={steps}: a run makes at least one step.")
+        return steps
+    if not 0 < epochs < math.inf:
+        raise RunError(f"epochs={epochs}: a run makes more than 0 epochs.")
+    size = steps_of_epoch(batches, said)
+    if size is None:
+        first = batches(0)
+        size = steps_of_epoch(first, None)
+        close = getattr(first, "close", None)
+        if close is not None:
+            close()
+    if size is None:
+        raise ArgumentError(
+            f"epochs={epochs}, and the size of an epoch is not known: batches(first) does not "
+            "return an iterator of mt.make_batches. Pass steps_per_epoch=, the number of examples "
+            "divided by the rows of a batch, or steps=."
+        )
+    return math.ceil(epochs * size)

@@ -1,0 +1,147 @@
+"""What `Trainer.fit` does once its arguments are checked: begin or go on, then the loop."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from multitower.steps.state.train_state import TrainState
+from multitower.steps.step import TrainStep
+from multitower.training.checkpoints.checkpoint import Checkpoints
+from multitower.training.checkpoints.saving import Saver
+from multitower.training.fitting.agreement import StopVote
+from multitower.training.fitting.beginning import Resume, begin_at
+from multitower.training.fitting.calls import Feeding
+from multitower.training.fitting.early_stopping import EarlyStopping, Patience
+from multitower.training.fitting.epochs import steps_of_epoch
+from multitower.training.fitting.interruption import noted_signals
+from multitower.training.fitting.loop import Loop
+from multitower.training.fitting.test_phase import TestPhase
+from multitower.training.progress import Hook, MetricsReader, num_rows_of
+from multitower.training.same_run import BatchRows
+
+
+class FitCall(NamedTuple):
+    """What a user says of one call of `Trainer.fit`.
+
+    Attributes:
+        batches: as for `fit`.
+        steps_per_epoch: likewise.
+        how: where to begin, and how many steps to make.
+        about: as for `fit`.
+        evaluate: likewise.
+        evaluate_every: likewise.
+    """
+
+    batches: Callable[[int], Iterator[Any]]
+    steps_per_epoch: float | None
+    how: Resume
+    about: Mapping[str, Any]
+    evaluate: Callable[[TrainState], Any] | None
+    evaluate_every: int
+
+
+class Around(NamedTuple):
+    """What a trainer has around its step.
+
+    Attributes:
+        step: makes one update.
+        options: of the step, by name.
+        checkpoint_every: as for `Trainer`; 0 if none are kept.
+        on_nonfinite: as for `Trainer`.
+        check_replicas_every: likewise.
+        early_stopping: likewise.
+        hooks: what is flushed before a save.
+        tell: tells the hooks.
+        end: is told why a run ends early.
+        while_it_runs: is entered around the loop with what counts test phases, the steps of an
+            epoch and the steps of the run.
+    """
+
+    step: TrainStep
+    options: Mapping[str, Any]
+    checkpoint_every: int
+    on_nonfinite: str
+    check_replicas_every: int
+    early_stopping: EarlyStopping | None
+    hooks: list[Hook]
+    tell: Hook
+    end: Callable[[str], None]
+    while_it_runs: Callable[[Patience | None, Any, int], AbstractContextManager[None]]
+
+    def run(
+        self,
+        state: TrainState,
+        run: dict[str, Any],
+        checkpoints: Checkpoints | None,
+        call: FitCall,
+    ) -> TrainState:
+        """Trains, from a first state or from a checkpoint.
+
+        Args:
+            state: the first one.
+            run: the settings of the run, which are saved with every checkpoint.
+            checkpoints: where to; None for nowhere.
+            call: what the user says.
+
+        Raises:
+            MultitowerError: as `Trainer.fit`.
+        """
+        steps = call.how.steps
+        with noted_signals() as caught:
+            first, saved, counted = 0, {}, {}
+            if checkpoints is not None and checkpoints.steps():
+                given = (checkpoints, state, run, call.how, checkpoints.directory)
+                first, state, saved = begin_at(*given)
+                counted = checkpoints.run_of(first)
+            patience = None
+            if self.early_stopping is not None:
+                patience = Patience(self.early_stopping, run, counted)
+            test = TestPhase(call.evaluate, call.evaluate_every, patience)
+            saver = Saver(checkpoints, self.checkpoint_every, steps, call.about, run)
+            if first == steps:
+                return state
+            batches = call.batches(first)
+            epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
+            epoch = steps_of_epoch(batches, None) if epoch is None else epoch
+            loop = Loop(
+                self.step,
+                self._feeding(0 if checkpoints is None else self.checkpoint_every, call),
+                self._reader(steps, state, epoch),
+                saver,
+                test,
+                StopVote(caught, self.step.placement),
+                self.check_replicas_every,
+                self.hooks,
+                self.end,
+            )
+            with self.while_it_runs(patience, epoch, steps):
+                ahead = _counted(batches, BatchRows(run, saved))
+                return loop.run(state, ahead, first=first, last=steps)
+
+    def _feeding(self, saves: int, call: FitCall) -> Feeding:
+        """What makes calls of batches."""
+        return Feeding(
+            self.step,
+            {name: self.options[name] for name in ("devices", "towers")},
+            self.options["global_batch"],
+            self.options["stages"],
+            self.options["steps_per_call"],
+            (saves, call.evaluate_every, self.check_replicas_every),
+        )
+
+    def _reader(self, steps: int, state: TrainState, steps_per_epoch: Any) -> MetricsReader:
+        return MetricsReader(
+            steps,
+            self.on_nonfinite,
+            state.params,
+            self.tell,
+            # While a tower computes, the others take their turns.
+            calls_late=1 if self.step.turns is None else len(self.step.turns.rotation),
+            steps_per_epoch=steps_per_epoch,
+        )
+
+
+def _counted(batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
+    for batch in batches:
+        rows.see(num_rows_of(batch))
+        yield batch

@@ -1,0 +1,42 @@
+"""The settings of a run that determine its bits, apart from its data and its first state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from multitower.steps.local.options import default_outer_optimizer
+from multitower.steps.precision import check_compute_dtype
+
+_ALWAYS = (
+    "towers",
+    "global_batch",
+    "ema_decay",
+    "model_state_from",
+    "clip_norm",
+    "reduction",
+)
+_ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale")
+
+
+def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[str, Any]:
+    """What is saved with checkpoints, and compared at a resume.
+
+    Args:
+        options: of the step, by the names of `train_step`'s arguments.
+        on_nonfinite: as for `Trainer`.
+    """
+    narrow = check_compute_dtype(options["compute_dtype"])
+    settings: dict[str, Any] = {
+        **{name: options[name] for name in _ALWAYS},
+        "on_nonfinite": on_nonfinite,
+        "compute_dtype": None if narrow is None else str(narrow),
+    }
+    if options["stages"] is not None:
+        settings["stages"] = options["stages"]
+    if options["sync_every"] is not None:
+        settings |= {name: options[name] for name in ("sync_every", "local_state")}
+        settings["outer_optimizer"] = options["outer_optimizer"] or default_outer_optimizer()
+    if options["updates"] != "synchronous":
+        order = options["rotation"]
+        settings |= {name: options[name] for name in _ASYNCHRONOUS}
+        settings["rotation"] = None if order is None else list(order)  # as JSON has it
+    return settings

@@ -1,0 +1,135 @@
+"""Chunks: the rows of a data set, or of an iterator of batches, so many at a time."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from multitower.engines.tracing import some_rows_repeat
+from multitower.errors import BatchError
+from multitower.towers.feeding import shard
+from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.rows import take_apart
+from multitower.towers.split import on_one_device
+
+
+class Chunk(NamedTuple):
+    """Some rows, filled up to the size of the compiled program with copies of others.
+
+    Attributes:
+        rows: a batch for `make_parallel`.
+        num_real: how many come first and count; the rest are copies.
+        may_repeat: whether there are copies in this chunk, or in the last one of its batch.
+    """
+
+    rows: Any
+    num_real: int
+    may_repeat: bool
+
+    def told(self) -> AbstractContextManager[None]:
+        """Where a function of it is called: towers must not meet there if rows repeat."""
+        return some_rows_repeat() if self.may_repeat else nullcontext()
+
+
+def is_iterator(data: Any) -> bool:
+    """Whether data come batch by batch: an iterator, or a loader of another library."""
+    if isinstance(data, Iterator):
+        return True
+    is_leaf = jax.tree.structure(data) == jax.tree.structure(0)
+    return is_leaf and isinstance(data, Iterable) and not hasattr(data, "shape")
+
+
+def chunks(
+    data: Any, global_batch: int, place: Callable[[LazyRows], Any] | None
+) -> Iterator[Chunk]:
+    """The rows in their order, each once.
+
+    Args:
+        data: a pytree of arrays with one example per row, or an iterator of such batches.
+        global_batch: rows of a chunk, 1 or more; fewer if the data, or the first batch, have fewer.
+        place: brings rows to the devices; None to leave them on the host.
+
+    Raises:
+        BatchError: no rows, different row counts, a wrong `global_batch`, or an iterator without
+            batches.
+    """
+    if global_batch < 1:
+        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    size: int | None = None
+    for batch in data if is_iterator(data) else [data]:
+        num_rows = take_apart(batch, 0, name="data").num_rows
+        size = size or min(global_batch, num_rows)
+        yield from _of_batch(jax.tree.map(on_one_device, batch), num_rows, size, place)
+    if size is None:
+        raise BatchError("the iterator of batches is empty: there is no example to look at.")
+
+
+def repeatable(data: Any) -> Callable[[], Any]:
+    """Makes a function that returns the data, again after the first batch has been looked at."""
+    if not is_iterator(data):
+        return lambda: data
+    rest = iter(data)
+    first = list(itertools.islice(rest, 1))
+    return lambda: itertools.chain(first, rest)
+
+
+def num_rows_of_all(data: Any) -> int | None:
+    """The rows of all data; None for an iterator, whose end nobody knows."""
+    return None if is_iterator(data) else take_apart(data, 0, name="data").num_rows
+
+
+def place_on(devices: Any, towers: int | None) -> Callable[[LazyRows], Any]:
+    """Brings each tower's rows to its device."""
+    return lambda rows: shard(rows, devices=devices, towers=towers)
+
+
+def _of_batch(
+    batch: Any, num_rows: int, size: int, place: Callable[[LazyRows], Any] | None
+) -> Iterator[Chunk]:
+    for start in range(0, num_rows, size):
+        # The last chunk is filled up with rows of the same batch, so that it fits the compiled
+        # program; who reads the results cuts them off.
+        places = np.arange(start, start + size) % num_rows
+
+        def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
+            return jax.tree.map(lambda leaf: leaf[places[own]], batch)
+
+        rows = some(np.arange(size)) if place is None else place(LazyRows(size, some))
+        yield Chunk(rows, min(size, num_rows - start), num_rows % size != 0)
+
+
+def for_each_chunk(
+    run: Callable[[Any], Any], read: Callable[[Any, int], None], each: Iterable[Chunk]
+) -> int:
+    """Runs a function on chunks, and reads each result while the devices have the next chunk.
+
+    Args:
+        run: a function of a chunk's rows.
+        read: is called with each result and how many of its rows are real, in their order.
+        each: the chunks.
+
+    Returns:
+        How many rows are real.
+    """
+    num_rows = 0
+    waiting: tuple[Any, int] | None = None
+    for chunk in each:
+        with chunk.told():
+            result = run(chunk.rows)
+        if waiting:
+            read(*waiting)
+        waiting = (result, chunk.num_real)
+        num_rows += chunk.num_real
+    assert waiting
+    read(*waiting)
+    return num_rows
+
+
+def unchanging(leaf: Any) -> Any:
+    """A NumPy array as one of JAX in the host's memory: stages copy it once, not at every batch."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])

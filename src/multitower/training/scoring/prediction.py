@@ -1,0 +1,110 @@
+"""Prediction: the outputs for every row of a data set, chunk by chunk."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.functions.parallel import make_parallel
+from multitower.hardware.devices import DeviceSpec
+from multitower.models.modules import in_evaluation_mode
+from multitower.processes.together import whole_on_host
+from multitower.steps.loss import LossFunction
+from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
+
+
+def predict(
+    fn: Callable[..., Any],
+    params: Any,
+    data: Any,
+    *,
+    global_batch: int,
+    model_state: Any = None,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    stages: int | None = None,
+    layout: tuple[int, int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Any:
+    """Returns the outputs of a model for every row of a data set, computed on all devices.
+
+    The result equals `fn(params, data)`. The devices hold two chunks of `global_batch` rows at a
+    time, and one program is compiled for all chunks.
+
+    Args:
+        fn: `fn(params, batch)` returns a pytree of arrays with one entry per row on axis 0. It may
+            also take keyword-only `model_state`, like a loss.
+        params: the first argument of `fn`, whole on every device. NNX and Equinox modules are
+            copied and run in evaluation mode, as by `multitower.evaluate`.
+        data: a pytree of arrays with one example per row on axis 0; or an iterator of such batches,
+            which may differ in size. Every process must give the same data.
+        global_batch: rows of a chunk, 1 or more.
+        model_state: passed to `fn`, if it takes it; whole on every device.
+        devices: as for `multitower.devices`.
+        towers: the number of towers; results then have the same bits on any number of devices.
+        stages: as for `multitower.make_parallel`.
+        layout: likewise.
+        progress: is called with the number of rows done so far, after every chunk.
+
+    Returns:
+        The tree that `fn` returns, of NumPy arrays with exactly one entry per row, in the order of
+        the rows. With several processes, every process gets all of it.
+
+    Raises:
+        BatchError: no rows, different row counts, or an iterator without batches.
+        OutputError: an output without an axis of rows; or a function that exchanges values between
+            towers, and a `global_batch` that does not divide the number of rows.
+        ArgumentError: `fn` cannot be cut into so many stages.
+
+    Example:
+        >>> import numpy as np
+        >>> import multitower as mt
+        >>> mt.predict(lambda w, x: w * x, 2.0, np.arange(5.0), global_batch=2)
+        array([0., 2., 4., 6., 8.], dtype=float32)
+    """
+    where = tuple(devices) if isinstance(devices, list) else devices
+    try:
+        run = _runner(fn, where, towers, stages, layout)
+    except TypeError:  # an unhashable callable: nothing to remember it by
+        run = _runner.__wrapped__(fn, where, towers, stages, layout)
+    state = model_state if LossFunction.of(fn).takes_model_state else None
+    shared = (in_evaluation_mode(params), state)
+    if stages is not None:
+        shared = jax.tree.map(unchanging, shared)
+    found: list[list[np.ndarray[Any, Any]]] = []
+    treedef: Any = None
+    done = 0
+
+    def read(result: Any, num_real: int) -> None:
+        nonlocal treedef, done
+        leaves, treedef = jax.tree.flatten(result)
+        found.append([whole_on_host(leaf)[:num_real] for leaf in leaves])  # host-device sync
+        done += num_real
+        if progress is not None:
+            progress(done)
+
+    place = None if stages else place_on(devices, towers)
+    for_each_chunk(lambda rows: run(shared, rows), read, chunks(data, global_batch, place))
+    return jax.tree.unflatten(
+        treedef, [np.concatenate(parts) for parts in zip(*found, strict=True)]
+    )
+
+
+@functools.lru_cache(maxsize=16)  # one call after another compiles once
+def _runner(
+    fn: Callable[..., Any],
+    devices: DeviceSpec | None,
+    towers: int | None,
+    stages: int | None,
+    layout: tuple[int, int] | None,
+) -> Callable[..., Any]:
+    takes_state = LossFunction.of(fn).takes_model_state
+
+    def run(shared: tuple[Any, Any], batch: Any) -> Any:
+        params, model_state = shared
+        return fn(params, batch, **({"model_state": model_state} if takes_state else {}))
+
+    where: dict[str, Any] = {"devices": devices, "towers": towers}
+    return make_parallel(run, in_axes=(None, 0), stages=stages, layout=layout, **where)

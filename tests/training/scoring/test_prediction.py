@@ -1,0 +1,80 @@
+"""predict: the outputs for every row, in order, each once, with one program and little memory."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+X = np.random.default_rng(0).normal(size=(29, 3)).astype(np.float32)
+W = np.eye(3, 2, dtype=np.float32)
+
+
+def outputs(params, x):
+    # Selecting columns is exact, whatever the compiler makes of it.
+    return {"first": x @ params, "second": (x[:, 0] > 0, x)}
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("global_batch", [1, 8, 29, 100])
+def test_it_equals_the_function_of_all_rows(global_batch, towers):
+    # The lie: rows of the filling, rows left out at the end, or chunks in another order.
+    where = {"devices": 3, "towers": towers}
+    found = mt.predict(outputs, W, X, global_batch=global_batch, **where)
+    np.testing.assert_array_equal(found["first"], X[:, :2])
+    np.testing.assert_array_equal(found["second"][0], X[:, 0] > 0)
+    np.testing.assert_array_equal(found["second"][1], X)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
+
+
+def test_an_iterator_of_batches_and_progress():
+    done = []
+    sizes = [8, 3, 10, 8]
+    batches = (X[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True))
+    found = mt.predict(outputs, W, batches, global_batch=64, devices=2, progress=done.append)
+    np.testing.assert_array_equal(found["first"], X[:, :2])
+    assert done == [8, 11, 19, 21, 29]
+    with pytest.raises(mt.BatchError, match="the iterator of batches is empty"):
+        mt.predict(outputs, W, iter([]), global_batch=4)
+
+
+def test_all_chunks_share_one_program():
+    # The lie: seconds of compilation for the last chunk of a run of minutes.
+    traced = []
+
+    def square(_, x):
+        traced.append(x.shape)
+        return x * x
+
+    mt.predict(square, 0.0, X, global_batch=8, devices=2)
+    # A tower's rows, one more to tell rows from classes, and 211 for the first look.
+    assert {shape[0] for shape in traced} == {4, 5, 211}
+    count = len(traced)
+    mt.predict(square, 0.0, X[:20], global_batch=8, devices=2)
+    assert len(traced) == count
+
+
+def test_a_trainer_predicts_with_what_it_scores():
+    trainer = mt.Trainer(lambda w, x: (w * x) ** 2, optax.sgd(0.5), devices=2, ema_decay=0.5)
+    rows = X[:4, 0]
+    state = trainer.fit(np.float32(3), lambda first: iter([rows] * 9), steps=2)
+    found = trainer.predict(lambda w, x: w + 0 * x, state, X[:, 0], global_batch=8)
+    np.testing.assert_array_equal(found, np.full(29, state.ema_params))
+    assert float(state.ema_params) != float(state.params)
+
+
+def test_dropout_is_off_and_the_module_keeps_its_mode():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    found = mt.predict(lambda model, x: model(x), model, X, global_batch=16, devices=2)
+    np.testing.assert_array_equal(found, X)
+    assert not model.deterministic
+
+
+def test_what_is_no_output_per_row_is_refused():
+    with pytest.raises(mt.OutputError, match="does not hold one entry per row"):
+        mt.predict(lambda w, x: x.sum(), 0.0, X, global_batch=8, devices=2)
+    meets = lambda w, x: x - jax.lax.pmean(x.mean(0), "towers")
+    with pytest.raises(mt.OutputError, match="the last batch is filled up"):
+        mt.predict(meets, 0.0, X, global_batch=8, devices=2)
