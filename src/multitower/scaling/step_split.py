@@ -14,7 +14,7 @@ import jax
 
 from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
-from multitower.proof.verification import EXCHANGE, TOWER
+from multitower.proof.record import EXCHANGE, TOWER
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.towers.feeding import shard
