@@ -217,6 +217,7 @@ OF_BOTH = {
         *(("verify", *pair) for pair in OF_BOTH.items()),
         *(("scale", *pair) for pair in OF_BOTH.items()),
         ("verify", "--steps 7", {"steps": 7}),
+        ("verify", "--sync-every 4 --towers 4", {"sync_every": 4, "towers": 4}),
         ("scale", "--shard-params", {"shard_params": True}),
     ],
 )

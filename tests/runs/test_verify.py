@@ -102,14 +102,16 @@ def test_law_l3_in_layouts_of_processes():
 
 
 @pytest.mark.slow
-def test_a_process_that_computes_something_else_is_named(tmp_path):
+def test_a_process_that_computes_something_else_is_named(tmp_path, capsys):
     """Lie: fingerprints of process 0, whichever process is wrong."""
-    recipe = tmp_path / "recipe.py"
+    assert main(["verify", RECIPE, *FLAGS[:-1], "2", "--steps", "1", "--json"]) == 0
+    right, recipe = tmp_path / "right.json", tmp_path / "recipe.py"
+    right.write_text(capsys.readouterr().out)
     recipe.write_text(OF_PROCESSES.format(circle=RECIPE, fault="losses = losses * 1.001"))
-    found = in_layouts(str(recipe), "1x2,2x1")
+    found = in_layouts(str(recipe), "2x1", "--steps", "1", "--against", str(right))
     assert found.returncode == 1, found.stderr
-    assert "part in the tower program (tower 1 in process 1): gradients" in found.stderr
-    assert "multitower: step 1: 1 x 2 and 2 x 1 part" in found.stderr
+    assert f"step 1: {right} (2 devices) and 2 x 1 part in the tower program" in found.stderr
+    assert "(tower 1 in process 1): gradients" in found.stderr
     assert "params       DIFFERENT" in found.stdout
 
 

@@ -184,12 +184,14 @@ def test_what_cannot_be_added_to_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_layouts_of_processes_are_measured(tmp_path):
+def test_a_layout_of_processes_is_added(tmp_path):
+    """Lies: memory and towers of process 0 alone; simulated processes that show a speed-up."""
+    words = ["scale", FILE, "--towers", "2", "--batch-size", "12", "--steps", "1", "--rounds", "2"]
+    words += ["--run-dir", str(tmp_path), "--add"]
+    assert main([*words, "--devices", "1"]) == 0
     program = "import sys; from multitower.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", program, "scale", FILE, "--towers", "2", "--batch-size", "12"]
-    words += ["--steps", "1", "--rounds", "2", "--run-dir", str(tmp_path)]
     done = subprocess.run(
-        [*words, "--layouts", "2x1,1x1"],
+        [sys.executable, "-c", program, *words, "--layouts", "2x1"],
         env=clean_environment(),
         capture_output=True,
         text=True,
@@ -202,7 +204,7 @@ def test_layouts_of_processes_are_measured(tmp_path):
     assert found["losses"]["same"] is True
     assert found["losses"]["rule"] == "the same bits"
     assert found["simulated"] is True
-    assert "--layouts 2x1,1x1" in found["command"]
+    assert "--layouts 2x1" in found["command"]
     two = found["strong"][1]
     assert (two["processes"], two["hosts"], two["recompilations"]) == (2, 1, 0)
     assert len(two["memory"]["per_device_bytes"]) == 2
