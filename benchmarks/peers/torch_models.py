@@ -214,8 +214,8 @@ class GPT(nn.Module):
         half = GPT_WIDTH // GPT_HEADS // 2
         frequencies = GPT_LONGEST_WAVE ** (-torch.arange(half, dtype=torch.float32) / half)
         angles = torch.arange(GPT_LENGTH)[:, None] * frequencies
-        self.register_buffer("cosine", torch.cos(angles), persistent=False)
-        self.register_buffer("sine", torch.sin(angles), persistent=False)
+        # No buffers: DDP would send those from rank 0 in every step.
+        self.cosine, self.sine = torch.cos(angles), torch.sin(angles)
 
     def forward(self, x: Any) -> Any:
         x = functional.embedding(x, self.embedding)
