@@ -8,6 +8,7 @@ import optax
 from works import LAYER_NORM_EPSILON, NUM_HEADS, NUM_LAYERS, Arrays
 
 from multitower.recipes.networks import lenet5, resnet20
+from multitower.recipes.networks import transformer as gpt_network
 
 
 def unflatten(flat: Arrays) -> Any:
@@ -80,4 +81,16 @@ def layer_norm(params: Any, x: Any) -> Any:
     return x * factor * params["scale"] + params["shift"]
 
 
-LOSSES = {"Polynomial": polynomial, "MLP-1024": mlp, "LeNet-5": lenet, "Transformer": transformer}
+def gpt(params: Any, batch: Any) -> Any:
+    """The network of the recipe gpt, on rows of one document each."""
+    logits = gpt_network.logits(params, batch["x"], jnp.zeros_like(batch["x"]))
+    return cross_entropy(logits, batch["y"]).mean(axis=1)
+
+
+LOSSES = {
+    "Polynomial": polynomial,
+    "MLP-1024": mlp,
+    "LeNet-5": lenet,
+    "Transformer": transformer,
+    "GPT": gpt,
+}

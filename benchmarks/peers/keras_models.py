@@ -8,10 +8,18 @@ from works import (
     BATCH_NORM_EPSILON,
     BATCH_NORM_KEEPS,
     DIM,
+    GPT_BLOCKS,
+    GPT_HEADS,
+    GPT_HIDDEN,
+    GPT_LENGTH,
+    GPT_LONGEST_WAVE,
+    GPT_VOCABULARY,
+    GPT_WIDTH,
     LAYER_NORM_EPSILON,
     NUM_HEADS,
     NUM_LAYERS,
     NUM_TOKENS,
+    RMS_NORM_EPSILON,
     VOCABULARY,
     Arrays,
     resnet20_convolutions,
@@ -57,6 +65,36 @@ class Attention(layers.Layer):
         return ops.reshape(
             ops.dot_product_attention(q, k, v, is_causal=True), (-1, NUM_TOKENS, DIM)
         )
+
+
+class RotaryAttention(layers.Layer):
+    """Heads, rotary positions, causal softmax, values."""
+
+    def call(self, given: Any) -> Any:
+        shape = (-1, GPT_LENGTH, GPT_HEADS, GPT_WIDTH // GPT_HEADS)
+        q, k, v = (ops.reshape(x, shape) for x in given)
+        y = ops.dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        return ops.reshape(y, (-1, GPT_LENGTH, GPT_WIDTH))
+
+    def turned(self, x: Any) -> Any:
+        half = x.shape[-1] // 2
+        frequencies = GPT_LONGEST_WAVE ** (-ops.arange(half, dtype="float32") / half)
+        angles = ops.arange(GPT_LENGTH, dtype="float32")[:, None, None] * frequencies
+        cosine, sine = ops.cos(angles), ops.sin(angles)
+        first, second = x[..., :half], x[..., half:]
+        pair = (first * cosine - second * sine, second * cosine + first * sine)
+        return ops.concatenate(pair, axis=-1)
+
+
+class Scores(layers.Layer):
+    """The embedding once more."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def call(self, x: Any) -> Any:
+        return ops.matmul(x, ops.transpose(self.embedding.embeddings))
 
 
 def polynomial(weights: Arrays) -> Any:
@@ -135,6 +173,32 @@ def transformer(weights: Arrays) -> Any:
     return given(keras.Model(tokens, x), weights)
 
 
+def gpt(weights: Arrays) -> Any:
+    def norm(name: str) -> Any:
+        return layers.RMSNormalization(epsilon=RMS_NORM_EPSILON, name=name)
+
+    def plain(name: str, units: int) -> Any:
+        return dense(name, units, use_bias=False)
+
+    tokens = keras.Input((GPT_LENGTH,), dtype="int32")
+    embedding = layers.Embedding(GPT_VOCABULARY, GPT_WIDTH, name="embedding")
+    x = embedding(tokens)
+    for number in range(GPT_BLOCKS):
+        name = f"blocks.{number}"
+        y = norm(f"{name}.attention_norm")(x)
+        heads = [plain(f"{name}.{part}", GPT_WIDTH)(y) for part in ("query", "key", "value")]
+        x = x + plain(f"{name}.out", GPT_WIDTH)(RotaryAttention()(heads))
+        y = norm(f"{name}.mlp_norm")(x)
+        gate, up = (plain(f"{name}.{part}", GPT_HIDDEN)(y) for part in ("gate", "up"))
+        x = x + plain(f"{name}.down", GPT_WIDTH)(ops.silu(gate) * up)
+    model = keras.Model(tokens, Scores(embedding)(norm("norm")(x)))
+    for layer in model.layers:
+        if layer.name in weights:
+            (own,) = layer.get_weights()
+            layer.set_weights([weights[layer.name].reshape(own.shape)])
+    return model
+
+
 def given(model: Any, weights: Arrays) -> Any:
     """Sets first weights: layers are named like them, and hold them in this order."""
     for layer in model.layers:
@@ -152,4 +216,5 @@ MODELS = {
     "LeNet-5": lenet5,
     "ResNet-20": resnet20,
     "Transformer": transformer,
+    "GPT": gpt,
 }

@@ -58,10 +58,12 @@ def rows_of(measured: dict[str, Measurement]) -> dict[str, dict[str, Any]]:
 
 def table(work: Work, rows: dict[str, dict[str, Any]]) -> str:
     """One work's table, with what its numbers need to be read."""
-    lines = [f"## {work.name}", "", markdown(HEAD), markdown(["---"] * len(HEAD))]
+    head = (*HEAD, "tokens/s") if work.tokens_per_step else HEAD
+    lines = [f"## {work.name}", "", markdown(head), markdown(["---"] * len(head))]
     for row in rows.values():
         mark = " (1)" if work.has_batch_norm and row["batch_norm"] == "global" else ""
         low, high = row["ratio_quartiles"]
+        speed = (f"{1e3 * work.tokens_per_step / row['median_ms']:,.0f}",)
         lines.append(
             markdown(
                 (
@@ -73,6 +75,7 @@ def table(work: Work, rows: dict[str, dict[str, Any]]) -> str:
                     f"{row['first_step_s']:.1f}",
                     number(row["peak_memory_mb"], ".0f"),
                     str(row["changed_lines"]),
+                    *(speed if work.tokens_per_step else ()),
                 )
             )
         )

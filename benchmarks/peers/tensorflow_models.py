@@ -8,10 +8,14 @@ from works import (
     BATCH_NORM_EPSILON,
     BATCH_NORM_KEEPS,
     DIM,
+    GPT_BLOCKS,
+    GPT_LENGTH,
+    GPT_LONGEST_WAVE,
     LAYER_NORM_EPSILON,
     NUM_HEADS,
     NUM_LAYERS,
     NUM_TOKENS,
+    RMS_NORM_EPSILON,
     Work,
     resnet20_convolutions,
 )
@@ -112,6 +116,42 @@ def attention(v: Variables, name: str, x: Any) -> Any:
     return tf.reshape(tf.transpose(y, (0, 2, 1, 3)), tf.shape(x)) @ v[f"{name}.out.w"]
 
 
+def gpt(v: Variables, statistics: Variables, x: Any, y: Any) -> Any:
+    x = tf.gather(v["embedding"], x)
+    for number in range(GPT_BLOCKS):
+        name = f"blocks.{number}"
+        x = x + rotary_attention(v, name, rms_norm(x, v[f"{name}.attention_norm"]))
+        z = rms_norm(x, v[f"{name}.mlp_norm"])
+        x = x + (tf.nn.silu(z @ v[f"{name}.gate"]) * (z @ v[f"{name}.up"])) @ v[f"{name}.down"]
+    scores = tf.matmul(rms_norm(x, v["norm"]), v["embedding"], transpose_b=True)
+    return cross_entropy(scores, y)
+
+
+def rotary_attention(v: Variables, name: str, x: Any) -> Any:
+    parts = ("query", "key", "value")
+    q, k, values = (tf.einsum("rtw,whd->rhtd", x, v[f"{name}.{part}"]) for part in parts)
+    half = q.shape[-1] // 2
+    frequencies = GPT_LONGEST_WAVE ** (-tf.range(half, dtype=tf.float32) / half)
+    angles = tf.range(GPT_LENGTH, dtype=tf.float32)[:, None] * frequencies
+    cosine, sine = tf.cos(angles), tf.sin(angles)
+
+    def turned(z: Any) -> Any:
+        first, second = z[..., :half], z[..., half:]
+        pair = (first * cosine - second * sine, second * cosine + first * sine)
+        return tf.concat(pair, axis=-1)
+
+    scores = tf.matmul(turned(q), turned(k), transpose_b=True) / (2 * half) ** 0.5
+    is_past = tf.linalg.band_part(tf.ones((GPT_LENGTH, GPT_LENGTH), tf.bool), -1, 0)
+    y = tf.nn.softmax(tf.where(is_past, scores, scores.dtype.min)) @ values
+    return tf.einsum("rhtd,hdw->rtw", y, v[f"{name}.out"])
+
+
+def rms_norm(x: Any, scale: Any) -> Any:
+    return (
+        x * tf.math.rsqrt(tf.reduce_mean(x**2, axis=-1, keepdims=True) + RMS_NORM_EPSILON) * scale
+    )
+
+
 def layer_norm(v: Variables, name: str, x: Any) -> Any:
     mean, variance = tf.nn.moments(x, axes=[-1], keepdims=True)
     scale, shift = v[f"{name}.scale"], v[f"{name}.shift"]
@@ -124,4 +164,5 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "LeNet-5": lenet5,
     "ResNet-20": resnet20,
     "Transformer": transformer,
+    "GPT": gpt,
 }

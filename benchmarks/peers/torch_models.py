@@ -14,11 +14,17 @@ from works import (
     BATCH_NORM_EPSILON,
     BATCH_NORM_KEEPS,
     DIM,
+    GPT_BLOCKS,
+    GPT_HEADS,
+    GPT_LENGTH,
+    GPT_LONGEST_WAVE,
+    GPT_WIDTH,
     LAYER_NORM_EPSILON,
     NUM_HEADS,
     NUM_LAYERS,
     RESNET_BLOCKS,
     RESNET_STAGES,
+    RMS_NORM_EPSILON,
     Arrays,
 )
 
@@ -172,12 +178,69 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.layers(x))).flatten(0, 1)
 
 
+class GPTBlock(nn.Module):
+    def __init__(self, weights: Arrays, name: str) -> None:
+        super().__init__()
+        start = f"{name}."
+        own = {key.removeprefix(start): w for key, w in weights.items() if key.startswith(start)}
+        self.attention_norm, self.mlp_norm = (given(own[n]) for n in ("attention_norm", "mlp_norm"))
+        flat = {f"{n}.w": own[n].reshape(GPT_WIDTH, -1) for n in ("query", "key", "value")}
+        flat |= {f"{n}.w": own[n] for n in ("gate", "up", "down")}
+        flat["out.w"] = own["out"].reshape(-1, GPT_WIDTH)
+        self.query, self.key, self.value, self.out, self.gate, self.up, self.down = (
+            linear(flat, n) for n in ("query", "key", "value", "out", "gate", "up", "down")
+        )
+
+    def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+        rows, tokens, width = x.shape
+        y = rms_norm(x, self.attention_norm)
+        q, k, v = (
+            layer(y).view(rows, tokens, GPT_HEADS, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        q, k = turned(q, cosine, sine), turned(k, cosine, sine)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, tokens, width))
+        y = rms_norm(x, self.mlp_norm)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class GPT(nn.Module):
+    def __init__(self, weights: Arrays) -> None:
+        super().__init__()
+        self.embedding, self.norm = given(weights["embedding"]), given(weights["norm"])
+        blocks = (GPTBlock(weights, f"blocks.{number}") for number in range(GPT_BLOCKS))
+        self.blocks = nn.ModuleList(blocks)
+        half = GPT_WIDTH // GPT_HEADS // 2
+        frequencies = GPT_LONGEST_WAVE ** (-torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.arange(GPT_LENGTH)[:, None] * frequencies
+        # No buffers: DDP would send those from rank 0 in every step.
+        self.cosine, self.sine = torch.cos(angles), torch.sin(angles)
+
+    def forward(self, x: Any) -> Any:
+        x = functional.embedding(x, self.embedding)
+        for block in self.blocks:
+            x = block(x, self.cosine, self.sine)
+        return (rms_norm(x, self.norm) @ self.embedding.T).flatten(0, 1)
+
+
+def turned(x: Any, cosine: Any, sine: Any) -> Any:
+    """Rotary positions: pairs of numbers, one from each half."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def rms_norm(x: Any, scale: Any) -> Any:
+    return functional.rms_norm(x, (GPT_WIDTH,), scale, RMS_NORM_EPSILON)
+
+
 MODELS = {
     "Polynomial": Polynomial,
     "MLP-1024": MLP,
     "LeNet-5": LeNet5,
     "ResNet-20": ResNet20,
     "Transformer": Transformer,
+    "GPT": GPT,
 }
 
 

@@ -24,6 +24,11 @@ BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
 # The transformer's sizes.
 VOCABULARY, NUM_TOKENS, DIM, NUM_HEADS, NUM_LAYERS = 256, 64, 128, 4, 2
 
+# Those of the recipe gpt, in its size "tiny": rotary positions, RMSNorm, SwiGLU, a tied embedding.
+GPT_VOCABULARY, GPT_LENGTH, GPT_WIDTH, GPT_HEADS, GPT_BLOCKS = 257, 128, 96, 4, 4
+GPT_HIDDEN = 8 * round(GPT_WIDTH / 3)
+GPT_LONGEST_WAVE, RMS_NORM_EPSILON = 10_000.0, 1e-6
+
 LAYER_NORM_EPSILON = 1e-5
 BATCH_NORM_EPSILON = 1e-5
 BATCH_NORM_KEEPS = 0.9
@@ -43,6 +48,7 @@ class Work:
         has_batch_norm: its losses depend on whether statistics are a tower's or the whole batch's.
         make_weights: first weights.
         make_batch: one global batch, "x" and "y".
+        tokens_per_step: of a language model, over both devices; 0 for other models.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Work:
     has_batch_norm: bool
     make_weights: Callable[[np.random.Generator], Arrays]
     make_batch: Callable[[np.random.Generator], Arrays]
+    tokens_per_step: int = 0
 
 
 def draw(work: Work) -> Arrays:
@@ -140,6 +147,32 @@ def transformer_weights(rng: np.random.Generator) -> Arrays:
     return weights | layer_norm("norm") | {"head.w": normal(DIM, VOCABULARY)}
 
 
+def gpt_weights(rng: np.random.Generator) -> Arrays:
+    """As `multitower.recipes.networks.transformer.init` draws them."""
+
+    def normal(shape: tuple[int, ...], inputs: int, share: float = 1.0) -> Any:
+        return (rng.normal(size=shape) * share / math.sqrt(inputs)).astype("f")
+
+    width, head = GPT_WIDTH, (GPT_HEADS, GPT_WIDTH // GPT_HEADS)
+    share = 1 / math.sqrt(2 * GPT_BLOCKS)
+    embedding = 0.02 * rng.normal(size=(GPT_VOCABULARY, width))
+    weights: Arrays = {"embedding": embedding.astype("f")}
+    for number in range(GPT_BLOCKS):
+        block = {
+            "attention_norm": np.ones(width, "f"),
+            "query": normal((width, *head), width),
+            "key": normal((width, *head), width),
+            "value": normal((width, *head), width),
+            "out": normal((*head, width), width, share),
+            "mlp_norm": np.ones(width, "f"),
+            "gate": normal((width, GPT_HIDDEN), width),
+            "up": normal((width, GPT_HIDDEN), width),
+            "down": normal((GPT_HIDDEN, width), GPT_HIDDEN, share),
+        }
+        weights |= {f"blocks.{number}.{name}": array for name, array in block.items()}
+    return weights | {"norm": np.ones(width, "f")}
+
+
 def image_batch(*shape: int) -> Callable[[np.random.Generator], Arrays]:
     rows = 64 * NUM_DEVICES
 
@@ -150,9 +183,16 @@ def image_batch(*shape: int) -> Callable[[np.random.Generator], Arrays]:
     return make
 
 
-def token_batch(rng: np.random.Generator) -> Arrays:
-    tokens = rng.integers(0, VOCABULARY, (8 * NUM_DEVICES, NUM_TOKENS + 1)).astype("i")
-    return {"x": tokens[:, :-1].copy(), "y": tokens[:, 1:].copy()}
+def token_batch(
+    vocabulary: int, tokens_per_row: int, rows_per_device: int
+) -> Callable[[np.random.Generator], Arrays]:
+    shape = (rows_per_device * NUM_DEVICES, tokens_per_row + 1)
+
+    def make(rng: np.random.Generator) -> Arrays:
+        tokens = rng.integers(0, vocabulary, shape).astype("i")
+        return {"x": tokens[:, :-1].copy(), "y": tokens[:, 1:].copy()}
+
+    return make
 
 
 WORKS = {
@@ -162,6 +202,22 @@ WORKS = {
         Work("MLP-1024", 1e-3, 10, False, mlp_weights, image_batch(784)),
         Work("LeNet-5", 1e-3, 10, False, lenet5_weights, image_batch(28, 28, 1)),
         Work("ResNet-20", 1e-3, 2, True, resnet20_weights, image_batch(28, 28, 3)),
-        Work("Transformer", 1e-3, 10, False, transformer_weights, token_batch),
+        Work(
+            "Transformer",
+            1e-3,
+            10,
+            False,
+            transformer_weights,
+            token_batch(VOCABULARY, NUM_TOKENS, 8),
+        ),
+        Work(
+            "GPT",
+            1e-3,
+            4,
+            False,
+            gpt_weights,
+            token_batch(GPT_VOCABULARY, GPT_LENGTH, 4),
+            4 * NUM_DEVICES * GPT_LENGTH,
+        ),
     )
 }

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import shlex
 
 import pytest
 
@@ -217,6 +218,7 @@ OF_BOTH = {
         *(("verify", *pair) for pair in OF_BOTH.items()),
         *(("scale", *pair) for pair in OF_BOTH.items()),
         ("verify", "--steps 7", {"steps": 7}),
+        ("verify", "--sync-every 4 --towers 4", {"sync_every": 4, "towers": 4}),
         ("scale", "--shard-params", {"shard_params": True}),
     ],
 )
@@ -226,6 +228,38 @@ def test_a_flag_of_verify_or_scale_arrives(command, flags, expected, asked, tmp_
     ((recipe, options, counts, *_),) = asked
     assert (recipe.name, list(counts)) == ("circle", [1, 2])
     assert options == RunOptions(**expected)
+
+
+IN_LAYOUTS = "--towers 4|--steps 7|--batch-size 24|--seed 5|--stages 2|--set lr_base=0.25"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("verify", f"{IN_LAYOUTS}|--shard-update|--sync-every 4|--set synthetic=true"),
+        ("scale", f"{IN_LAYOUTS}|--shard-update|--strong|--rounds 2|--set synthetic=true"),
+        ("scale", "--shard-params|--weak|--steps 3"),
+    ],
+)
+def test_flags_reach_the_processes_of_layouts(command, flags, monkeypatch, tmp_path):
+    """Lie: layouts that are compared in another training than the one that was asked for."""
+    started = []
+
+    def look(layout, words):
+        started.append((layout, shlex.join(words)))
+        raise mt.RunError("this is all that is looked at")
+
+    module = verify_command if command == "verify" else scale_command
+    monkeypatch.setattr(module, "run_in_layout", look)
+    where = ["--run-dir", str(tmp_path)] if command == "scale" else []
+    words = [command, "cifar10", *flags.replace("|", " ").split(), *where]
+    assert main([*words, "--layouts", "1x2"]) == 2
+    ((layout, said),) = started
+    assert layout == (1, 2)
+    assert said.startswith(f"{command} cifar10 ")
+    for flag in [*flags.split("|"), "--json", *([f"--run-dir {tmp_path}"] if where else [])]:
+        assert f" {flag}" in said
+    assert (" --add" in said) is (command == "scale")
 
 
 def test_flags_of_plan_arrive(monkeypatch, capsys):

@@ -31,17 +31,10 @@ from processes import clean_environment, free_port
 GRACE_S = 5
 
 
-@contextlib.contextmanager
-def started(run_dir, ranks, train=TRAIN):
-    """mpirun, whose children are the ranks; what it writes goes to `output` beside the run."""
-    if shutil.which("mpirun") is None:
-        pytest.fail("no mpirun here: apt-get install openmpi-bin", pytrace=False)
+def environment(**settings):
+    """For one run by mpirun."""
     port = str(free_port())
-    env = clean_environment(
-        HOSTS=f"localhost:{ranks}",
-        RUN_DIR=str(run_dir),
-        TRAIN=train,
-        GRACE_S=str(GRACE_S),
+    return clean_environment(
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         # Open MPI refuses root unless it is told twice; and nothing may be heard outside.
         OMPI_ALLOW_RUN_AS_ROOT="1",
@@ -49,6 +42,20 @@ def started(run_dir, ranks, train=TRAIN):
         OMPI_MCA_oob_tcp_if_include="lo",
         JAX_COORDINATOR_PORT=port,
         JAX_COORDINATOR_BIND_ADDRESS=f"127.0.0.1:{port}",
+        **settings,
+    )
+
+
+@contextlib.contextmanager
+def started(run_dir, ranks, train=TRAIN):
+    """mpirun, whose children are the ranks; what it writes goes to `output` beside the run."""
+    if shutil.which("mpirun") is None:
+        pytest.fail("no mpirun here: apt-get install openmpi-bin", pytrace=False)
+    env = environment(
+        HOSTS=f"localhost:{ranks}",
+        RUN_DIR=str(run_dir),
+        TRAIN=train,
+        GRACE_S=str(GRACE_S),
     )
     with (run_dir.parent / "output").open("w") as output:
         process = subprocess.Popen(
@@ -134,3 +141,38 @@ def test_sigterm_to_mpirun_leaves_time_for_a_checkpoint(tmp_path):
     saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
     last = (run_dir / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["step"] == saved, output
+
+
+def test_verify_compares_two_ranks_with_one_process(tmp_path):
+    """Lies: ranks that each verify alone; bits of rank 0 alone."""
+    command = [sys.executable, "-m", "multitower", "verify", str(EXAMPLES / "own_recipe/recipe.py")]
+
+    def said(*words, ranks=None):
+        launcher = [] if ranks is None else ["mpirun", "--host", f"localhost:{ranks}"]
+        launcher += [] if ranks is None else ["--bind-to", "none"]
+        return subprocess.run(
+            [*launcher, *command, "--simulate", "1", *words],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    one = said("--towers", "2", "--steps", "2", "--batch-size", "13", "--json")
+    assert one.returncode == 0, one.stderr
+    file = tmp_path / "one.json"
+    file.write_text(one.stdout)
+    two = said("--distributed", "--against", str(file), "--json", ranks=2)
+    assert two.returncode == 0, two.stderr
+    found = json.loads(two.stdout)
+    assert found["runs"] == [f"{file} (1 device)", "2 x 1"]
+    assert found["fingerprints"][0] == found["fingerprints"][1]
+    facts = json.loads(one.stdout)
+    facts["first_run"][1]["digests"][0]["tower program"]["1"] = {}
+    file.write_text(json.dumps(facts))
+    wrong = said("--distributed", "--against", str(file), ranks=2)
+    assert wrong.returncode == 1, wrong.stderr
+    assert "step 2: " in wrong.stderr
+    assert "part in the tower program (tower 1 in process 1)" in wrong.stderr

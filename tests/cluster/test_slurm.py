@@ -164,6 +164,22 @@ def test_a_job_that_comes_no_further_ends(slurm, tmp_path):
     assert slurm.restarts(job.number) == 1
 
 
+def test_a_loop_over_srun_makes_one_table(slurm, tmp_path):
+    """Lies: tasks that each measure alone; a second job that forgets the first."""
+    words = ["-m", "multitower", "scale", CIRCLE, "--towers", "2", "--batch-size", "12"]
+    words += ["--steps", "1", "--rounds", "1", "--simulate", "1", "--distributed", "--add"]
+    for nodes in (1, 2):
+        flags = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+        said = slurm.call("srun", *flags, sys.executable, *words, "--run-dir", str(tmp_path))
+    assert said.count("measuring circle on") == 1
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert found["layouts"] == ["1 x 1", "2 x 1"]
+    assert [entry["hosts"] for entry in found["strong"]] == [1, 2]
+    assert found["losses"]["same"] is True
+    assert found["losses"]["rule"] == "the same bits"
+    assert found["simulated"] is False  # as far as the command can see: two hosts
+
+
 SHOW_GPUS = """
 import os
 from multitower.processes.gpu_share import gpus_of_process

@@ -117,6 +117,11 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
     assert found["alike"] == ""
 
 
+def test_texts_of_other_lengths_arrive_whole(on_two_processes):
+    degree = "\N{DEGREE SIGN}"
+    assert on_two_processes["texts"] == [degree, degree * 5001]
+
+
 @pytest.fixture(scope="module")
 def on_eight_devices():
     whats = ("same_bits", "sharded", "meeting", "local")

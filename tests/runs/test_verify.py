@@ -1,12 +1,17 @@
 """multitower verify: a table for equal runs; a code and a line for those that are not."""
 
+import contextlib
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import places
 from faults import change_results, divide_parameters
 from multitower.cli.main import main
+from processes import clean_environment
 
 RECIPE = str(places.CIRCLE)
 FLAGS = ["--towers", "2", "--steps", "2", "--batch-size", "14", "--devices", "1,2"]
@@ -45,6 +50,114 @@ def test_a_difference_is_code_1_and_one_line(monkeypatch, capsys):
 def test_a_model_in_stages_has_the_same_bits(capsys):
     assert main(["verify", RECIPE, *FLAGS, "--stages", "2"]) == 0
     assert "params       same bits" in capsys.readouterr().out.splitlines()
+
+
+OF_PROCESSES = """
+import os
+import jax
+from multitower.recipes.catalog import find_recipe
+from dataclasses import replace
+
+circle = find_recipe({circle!r}, {{}})
+
+def loss(params, batch):
+    losses, metrics = circle.loss(params, batch)
+    if jax.process_index() == 1:
+        {fault}
+    return losses, metrics
+
+recipe = replace(circle, loss=loss)
+"""
+
+
+def verified(recipe, *flags):
+    """What the command leaves in a fresh process: this one may compile otherwise (conftest.py)."""
+    program = "import sys; from multitower.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run(
+        [sys.executable, "-c", program, "verify", recipe, *FLAGS[:-2], *flags],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def commands():
+    """What every process of this machine was started with."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield file.read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_law_l3_in_layouts_of_processes():
+    found = verified(RECIPE, "--layouts", "1x2,2x1", "--shard-update", "--json")
+    assert found.returncode == 0, found.stderr
+    facts = json.loads(found.stdout)
+    assert facts["runs"] == ["1 x 2", "2 x 1"]
+    assert facts["fingerprints"][0] == facts["fingerprints"][1]
+    assert len(set(facts["fingerprints"][0])) == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_computes_something_else_is_named(tmp_path):
+    """Lie: fingerprints of process 0, whichever process is wrong."""
+    right, recipe = tmp_path / "right.json", tmp_path / "recipe.py"
+    right.write_text(verified(RECIPE, "--simulate", "2", "--steps", "1", "--json").stdout)
+    recipe.write_text(OF_PROCESSES.format(circle=RECIPE, fault="losses = losses * 1.001"))
+    found = verified(str(recipe), "--layouts", "2x1", "--steps", "1", "--against", str(right))
+    assert found.returncode == 1, found.stderr
+    assert f"step 1: {right} (2 devices) and 2 x 1 part in the tower program" in found.stderr
+    assert "(tower 1 in process 1): gradients" in found.stderr
+    assert "params       DIFFERENT" in found.stdout
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    fault = "print('out of luck', file=__import__('sys').stderr); os._exit(9)"
+    recipe.write_text(OF_PROCESSES.format(circle=RECIPE, fault=fault))
+    found = verified(str(recipe), "--layouts", "2x1")
+    assert found.returncode == 2
+    assert "out of luck" in found.stderr
+    assert "the layout 2 x 1 failed with exit code 9" in found.stderr
+    assert not [words for words in commands() if str(recipe) in words]
+
+
+@pytest.mark.slow
+def test_a_run_is_compared_with_a_file(tmp_path, monkeypatch, capsys):
+    """Lies: a file whose settings are not looked at; a comparison that cannot fail."""
+    file = tmp_path / "one.json"
+    assert main(["verify", RECIPE, *FLAGS[:-1], "1", "--steps", "1", "--json"]) == 0
+    file.write_text(capsys.readouterr().out)
+    against = ["verify", RECIPE, "--devices", "2", "--against", str(file)]
+    assert main(against) == 0
+    assert f"step  {file} (1 device)  2 devices" in capsys.readouterr().out
+    assert main([*against, "--towers", "4"]) == 2
+    assert "holds a run with towers 2, and this command has --towers 4" in capsys.readouterr().err
+    assert main(["verify", "digits", "--against", str(file)]) == 2
+    assert "holds a run of circle, and this is digits" in capsys.readouterr().err
+    change_results(monkeypatch, divide_parameters)
+    assert main(against) == 1
+    assert f"{file} (1 device) and 2 devices part in the update" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--layouts", "2x"], "--layouts 2x: '2x' is no layout. Give processes x devices of each"),
+        (["--layouts", "1x4,2x2", "--towers", "2"], "the layout 1 x 4 has 4 devices, and 2 towers"),
+        (["--layouts", "1x2", "--devices", "1"], "leave --devices out. For processes on acc"),
+        (["--layouts", "1x2", "--simulate", "1"], "leave --simulate out"),
+        (["--simulate", "1,2", "--distributed"], "several processes make one run in one layout"),
+        (["--against", "nothing.json"], "--against nothing.json: cannot be read (No such file"),
+        (["--against", RECIPE], "it holds something else"),
+    ],
+)
+def test_mistakes_in_layouts_are_named(flags, said, capsys):
+    assert main(["verify", RECIPE, *flags]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_mistakes_are_named(capsys):

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import multitower as mt
-from multitower.processes.together import whole_on_host
+from multitower.processes.together import texts_of_all, whole_on_host
 from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
 from multitower.training.scoring.evaluation import evaluate
@@ -283,6 +283,11 @@ def unlike(devices=None):
     return found | {"an argument": "".join(str(one.message) for one in told)}
 
 
+def texts(devices=None):
+    """One text is short, and the other longer than a line may be."""
+    return texts_of_all("\N{DEGREE SIGN}" * (1 + 5000 * jax.process_index()))
+
+
 def meeting(devices=None):
     """Towers that meet, forward and backward: sums, all rows, and who is who."""
 
@@ -313,6 +318,7 @@ WHATS = {
     "global_arrays": global_arrays,
     "negative_zeros": negative_zeros,
     "unlike": unlike,
+    "texts": texts,
 }
 
 

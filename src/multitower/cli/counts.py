@@ -5,6 +5,7 @@ from typing import Annotated
 import multitower as mt
 from multitower.cli.flags import WHERE, flag
 from multitower.cli.start import start_devices
+from multitower.cli.together import ALONE, Together
 from multitower.errors import RunError
 
 _SIMULATED_BY_DEFAULT = 8
@@ -25,21 +26,26 @@ SimulatedCounts = Annotated[
 ]
 
 
-def start_counts(devices: str | None, simulate: str | None) -> tuple[list[int], str]:
+def start_counts(
+    devices: str | None, simulate: str | None, together: Together = ALONE
+) -> tuple[list[int], str]:
     """Starts JAX with as many devices as the largest of some numbers.
 
     Args:
         devices: what `--devices` says.
         simulate: what `--simulate` says.
+        together: other processes of the run; the number is then a single one, of each process.
 
     Returns:
         The numbers; and which devices there are, in words.
 
     Raises:
-        RunError: something that is no list of numbers.
+        RunError: something that is no list of numbers; several numbers for several processes.
         DeviceError: fewer devices are there than asked for.
         ConfigurationError: JAX has started with another number of simulated devices.
     """
+    if together.settings():
+        return _start_together(devices, simulate, together)
     if devices is not None:
         counts = _read(devices, "--devices")
         return counts, start_devices(max(counts), None, None)
@@ -50,6 +56,23 @@ def start_counts(devices: str | None, simulate: str | None) -> tuple[list[int], 
     there = len(mt.devices())
     counts = [n for n in (1, 2, 3, 4, 8, 16, 32) if n < there]
     return [*counts, there] if there > 1 else [1, 1], where  # a single one is compared with itself
+
+
+def _start_together(
+    devices: str | None, simulate: str | None, together: Together
+) -> tuple[list[int], str]:
+    given = {"--devices": devices, "--simulate": simulate}
+    each = {name: None if text is None else _read(text, name) for name, text in given.items()}
+    for name, counts in each.items():
+        if counts is not None and len(counts) > 1:
+            raise RunError(
+                f"{name} {given[name]}: several processes make one run in one layout. Give one "
+                f"number, the devices of each process, such as {name} {counts[0]}, and start the "
+                "command once for each layout."
+            )
+    own, simulated = (counts[0] if counts else None for counts in each.values())
+    where = start_devices(own, simulated, None, together=together)
+    return [own or simulated or len(mt.devices())], where
 
 
 def _read(text: str, flag_name: str) -> list[int]:

@@ -47,12 +47,13 @@ def split_off_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
     return int(value), rest
 
 
-def run_local_processes(count: int, words: Sequence[str]) -> int:
+def run_local_processes(count: int, words: Sequence[str], *, stdout: IO[str] | None = None) -> int:
     """Runs a command as several processes and waits for all of them.
 
     Args:
         count: how many.
         words: of the command, after `multitower`.
+        stdout: the file that process 0 writes to; None for this process's standard output.
 
     Returns:
         0, or the exit code of the first one that fails (128 + n where signal n ended it); the
@@ -67,7 +68,7 @@ def run_local_processes(count: int, words: Sequence[str]) -> int:
         subprocess.Popen(
             [*command, str(number)],
             stdin=None if number == 0 else subprocess.DEVNULL,
-            stdout=None if number == 0 else subprocess.DEVNULL,
+            stdout=stdout if number == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",

@@ -3,9 +3,11 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import tyro
 
 from multitower.cli.console import say, show_error
@@ -25,14 +27,27 @@ from multitower.cli.flags import (
     flag,
     switch,
 )
+from multitower.cli.layouts import (
+    Layouts,
+    check_layouts,
+    read_layouts,
+    refuse_with_layouts,
+    run_in_layout,
+    started_words,
+)
 from multitower.cli.settings import collect_settings
+from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.errors import RunError
+from multitower.processes.together import by_first, is_first, of_first
 from multitower.recipes.catalog import find_recipe
+from multitower.recipes.definition import Recipe
 from multitower.runs.directory import fresh_run_directory
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
-from multitower.scaling.directory import make_scaling_directory
-from multitower.scaling.measure import STRONG, WEAK, ScalingOptions
+from multitower.scaling.directory import make_scaling_directory, read_measurement
+from multitower.scaling.measure import ScalingOptions
 from multitower.scaling.measure import scale as measure
+from multitower.scaling.summary import STRONG, WEAK, check_same, joined, not_comparable
 from multitower.scaling.words import (
     Table,
     caution,
@@ -41,9 +56,11 @@ from multitower.scaling.words import (
     speed_tables,
     split_in_words,
     split_tables,
+    turns_in_words,
 )
 
 _DEFAULTS = ScalingOptions()
+_OF_OPTIONS = ("seed", "towers", "shard_update", "shard_params", "stages")
 
 
 def scale(
@@ -51,6 +68,7 @@ def scale(
     *,
     devices: DeviceCounts = None,
     simulate: SimulatedCounts = None,
+    layouts: Layouts = None,
     towers: Annotated[
         WholeNumber,
         flag(
@@ -94,7 +112,13 @@ def scale(
         tyro.conf.FlagCreatePairsOff,
         switch("Replace another measurement in --run-dir."),
     ] = False,
+    add: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        switch("Add to the measurement in --run-dir, if there is one, such as in another layout."),
+    ] = False,
     as_json: AsJson = False,
+    together: Annotated[Together, TOGETHER] = ALONE,
 ) -> int:
     """Measure a recipe's speed on 1, 2, ... devices; writes DIR/scale.json, scale.png, scale.html.
 
@@ -114,28 +138,37 @@ def scale(
     how = ScalingOptions(kinds=kinds, steps=steps, rounds=rounds, predict=predict)
     with drawing_libraries("multitower scale"):
         from multitower.scaling.report import write_scaling
-    counts, where = start_counts(devices, simulate)
-    how.kinds_on(counts, towers)  # mistakes are said before anything is made
-    directory = (
-        fresh_run_directory(Path("runs"), f"{chosen.name}-scale")
-        if run_dir is None
-        else make_scaling_directory(run_dir, overwrite=force)
-    )
-    if not as_json:
-        say(f"measuring {chosen.name} on {', '.join(map(str, sorted(set(counts))))} of {where}")
-    result = measure(chosen, options, counts, how)
-    where_flag = {"devices": devices, "simulate": simulate, "towers": towers, "steps": steps}
-    more = {
+    flags: dict[str, Any] = {
+        "towers": towers,
+        "steps": steps,
         "rounds": rounds,
         "predict": predict,
-        "batch-size": batch_size,
+        "batch_size": batch_size,
         "seed": seed,
         "stages": stages,
+        **dict.fromkeys(kinds, True),
+        "shard_update": shard_update,
+        "shard_params": shard_params,
     }
-    more["stages"] = stages
-    shards = {"shard-update": shard_update, "shard-params": shard_params}
-    switches = (*kinds, *(name for name, asked in shards.items() if asked))
-    result["command"] = _command(recipe, switches, {**where_flag, **more}, settings)
+    where_flags = {"devices": devices, "simulate": simulate, "layouts": layouts}
+    command = ["multitower", *started_words("scale", recipe, settings, **where_flags, **flags)]
+    if add and (run_dir is None or force):
+        raise RunError(
+            "--add goes on with the measurement in --run-dir DIR, which must be named, and "
+            "--force throws it away: leave --force out."
+        )
+    plan = _Plan(chosen, options, how, run_dir, force=force, add=add)
+    if layouts is not None:
+        refuse_with_layouts(together, devices=devices, simulate=simulate)
+        words = started_words("scale", recipe, settings, **flags, add=True, json=True)
+        directory, result = _measure_layouts(plan, layouts, words, quiet=as_json)
+    else:
+        counts, where = start_counts(devices, simulate, together)
+        on = where if together.settings() else f"{_listed(counts)} of {where}"
+        directory, result = plan.measure(counts, "" if as_json else on)
+    if layouts is None and not is_first():
+        return 0
+    result["command"] = shlex.join(command)
     written = write_scaling(directory, result)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -147,16 +180,86 @@ def scale(
     return 1 if result["losses"]["differences"] else 0
 
 
-def _command(
-    recipe: str, switches: Sequence[str], flags: Mapping[str, Any], settings: Mapping[str, str]
-) -> str:
-    words = ["multitower", "scale", recipe, *(f"--{name}" for name in switches)]
-    for name, value in flags.items():
-        if value is not None:
-            words += [f"--{name}", str(value)]
-    for name, value in settings.items():
-        words += ["--set", f"{name}={value}"]
-    return shlex.join(words)
+@dataclass(frozen=True)
+class _Plan:
+    """What is measured, and where it is written."""
+
+    recipe: Recipe
+    options: RunOptions
+    how: ScalingOptions
+    run_dir: Path | None
+    force: bool
+    add: bool
+
+    def directory(self, kinds: Sequence[str]) -> str:
+        """Makes the directory, and refuses a measurement that does not fit to what is there."""
+        if self.run_dir is None:
+            return str(fresh_run_directory(Path("runs"), f"{self.recipe.name}-scale"))
+        directory = make_scaling_directory(self.run_dir, overwrite=self.force, add=self.add)
+        if self.add and (earlier := read_measurement(directory)) is not None:
+            planned = {
+                "recipe": self.recipe.name,
+                **{name: getattr(self.options, name) for name in _OF_OPTIONS},
+                "batch_size": self.options.global_batch or self.recipe.global_batch,
+                "steps": self.how.steps,
+                "rounds": self.how.rounds,
+                **{kind: kind in kinds for kind in (STRONG, WEAK)},
+            }
+            check_same(earlier, {**earlier, **planned})
+        return str(directory)
+
+    def measure(self, counts: Sequence[int], where: str) -> tuple[Path, dict[str, Any]]:
+        """Measures in this process, or with others; the first one has the result."""
+        how = replace(self.how, predict=None) if self.add else self.how
+        all_counts = [jax.process_count() * count for count in counts]
+        # Mistakes are said before anything is made.
+        kinds = how.kinds_on(all_counts, self.options.towers)
+        directory = Path(by_first(lambda: self.directory(kinds)))
+        if where:
+            say(f"measuring {self.recipe.name} on {where}")
+        if self.add and WEAK in kinds:
+            how = replace(how, rows_per_device=of_first(self._rows_per_device(directory)) or None)
+        result = measure(self.recipe, self.options, counts, how)
+        if self.add and is_first() and (earlier := read_measurement(directory)) is not None:
+            reason = not_comparable(self.recipe, self.options)
+            result = joined(earlier, result, reason, self.how.predict)
+        return directory, result
+
+    def _rows_per_device(self, directory: Path) -> int:
+        """Of weak scaling so far; 0 if there is none, or in another process than the first."""
+        earlier = read_measurement(directory) if is_first() else None
+        if earlier is None:
+            return 0
+        base = earlier[WEAK][0]
+        return -(-base["batch_size"] // base["devices"])
+
+
+def _measure_layouts(
+    plan: _Plan, text: str, words: Sequence[str], *, quiet: bool
+) -> tuple[Path, dict[str, Any]]:
+    """Has the processes of every layout add their measurement to the directory."""
+    layouts = sorted(set(read_layouts(text)), key=lambda one: (one.total, one.processes))
+    check_layouts(layouts, plan.options.towers)
+    counts = [layout.total for layout in layouts]
+    kinds = plan.how.kinds_on(counts, plan.options.towers)
+    if plan.how.predict is not None and len(set(counts)) < len(counts):
+        raise RunError(
+            "--predict takes one step time for each number of devices, and several of these "
+            "layouts have equally many: leave it out, or some of them."
+        )
+    directory = Path(plan.directory(kinds))
+    if not quiet:
+        named = ", ".join(map(str, layouts))
+        say(f"measuring {plan.recipe.name} on {named} (processes x simulated devices of each)")
+    for layout in layouts:
+        run_in_layout(layout, [*words, "--run-dir", str(directory)])
+    result = read_measurement(directory)
+    assert result is not None
+    return directory, result
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(set(counts))))
 
 
 def _say_result(result: Mapping[str, Any]) -> None:
@@ -167,7 +270,12 @@ def _say_result(result: Mapping[str, Any]) -> None:
     say(split_in_words(result))
     if result["towers"] is not None:
         say("Weak scaling is not measured with --towers: the program is the same on any devices.")
-    said = (losses_in_words(result), prediction_in_words(result), caution(result))
+    said = (
+        turns_in_words(result),
+        losses_in_words(result),
+        prediction_in_words(result),
+        caution(result),
+    )
     for line in said:
         if line is not None:
             say(line)

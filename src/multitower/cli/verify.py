@@ -1,7 +1,11 @@
 """`multitower verify RECIPE`."""
 
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
+
+import jax
 
 from multitower.cli.console import say, show_error
 from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
@@ -18,11 +22,25 @@ from multitower.cli.flags import (
     WholeNumber,
     flag,
 )
+from multitower.cli.layouts import (
+    Layout,
+    Layouts,
+    check_layouts,
+    read_layouts,
+    refuse_with_layouts,
+    run_in_layout,
+    started_words,
+)
 from multitower.cli.settings import collect_settings
-from multitower.proof.verification import Verification
+from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.errors import RunError
+from multitower.processes.together import is_first
+from multitower.proof.verification import Verification, compare_records
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
+from multitower.runs.verified import read_verified, verified_facts, verified_from
 from multitower.runs.verify import verify as compare_runs
+from multitower.runs.verify import with_defaults
 
 _SHOWN = 12  # digits of a fingerprint
 
@@ -32,6 +50,7 @@ def verify(
     *,
     devices: DeviceCounts = None,
     simulate: SimulatedCounts = None,
+    layouts: Layouts = None,
     towers: Annotated[
         WholeNumber, flag("T", "Split every batch into T towers.", "8, or the most devices")
     ] = None,
@@ -43,13 +62,27 @@ def verify(
     seed: Seed = None,
     shard_update: ShardUpdate = False,
     stages: Stages = None,
+    sync_every: Annotated[
+        WholeNumber,
+        flag("H", "Local updates: the towers meet every H steps.", "they meet in every step"),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        flag(
+            "FILE",
+            "Compare with the run that `verify --json > FILE` has printed, perhaps in another "
+            "layout; its settings are taken over.",
+            "none",
+        ),
+    ] = None,
     as_json: AsJson = False,
+    together: Annotated[Together, TOGETHER] = ALONE,
 ) -> int:
-    """Check that a recipe's steps give the same bits on 1, 2, ... devices.
+    """Check that a recipe's steps give the same bits on 1, 2, ... devices and processes.
 
     Exit code 0 if all of them agree, 1 if not.
     """
-    chosen = find_recipe(recipe, collect_settings(set_options, data, synthetic))
+    settings = collect_settings(set_options, data, synthetic)
     options = RunOptions(
         towers=towers,
         steps=steps,
@@ -57,26 +90,75 @@ def verify(
         seed=seed or 0,
         shard_update=shard_update,
         stages=stages,
+        sync_every=sync_every,
     )
-    counts, where = start_counts(devices, simulate)
-    if not as_json:
-        say(f"verifying {chosen.name} on {', '.join(map(str, counts))} of {where}")
-    found = compare_runs(chosen, options, counts)
-    if as_json:
-        print(json.dumps(_facts(found), indent=2))
+    before = None
+    if against is not None:
+        before = read_verified(against)
+        settings = before.settings_for(settings, against)
+        options = before.options_for(options, against)
+    chosen = find_recipe(recipe, settings)
+    if before is not None and before.recipe != chosen.name:
+        raise RunError(f"{against} holds a run of {before.recipe}, and this is {chosen.name}.")
+    if layouts is not None:
+        refuse_with_layouts(together, devices=devices, simulate=simulate)
+        there = read_layouts(layouts)
+        check_layouts(there, options.towers)
+        options = with_defaults(options, max(layout.total for layout in there))
+        named = ", ".join(map(str, there))
+        if not as_json:
+            say(f"verifying {chosen.name} on {named} (processes x simulated devices of each)")
+        found = _in_layouts(recipe, settings, options, there)
     else:
-        _say_table(found)
-    for difference in found.differences:
-        show_error(str(difference))
+        counts, where = start_counts(devices, simulate, together)
+        if not as_json:
+            on = where if together.settings() else f"{', '.join(map(str, counts))} of {where}"
+            say(f"verifying {chosen.name} on {on}")
+        found = compare_runs(chosen, options, counts)
+        options = with_defaults(options, jax.process_count() * max(counts))
+    if before is not None:
+        runs = (f"{against} ({before.run})", *found.runs)
+        found = compare_records(runs, (before.steps, *found.records))
+    if layouts is not None or is_first():
+        if as_json:
+            print(json.dumps(verified_facts(found, chosen.name, settings, options), indent=2))
+        else:
+            _say_table(found)
+        for difference in found.differences:
+            show_error(str(difference))
     return 1 if found.differences else 0
 
 
+def _in_layouts(
+    recipe: str, settings: Mapping[str, str], options: RunOptions, layouts: Sequence[Layout]
+) -> Verification:
+    """Runs this command in every layout, and compares what comes out."""
+    words = started_words(
+        "verify",
+        recipe,
+        settings,
+        towers=options.towers,
+        steps=options.steps,
+        batch_size=options.global_batch,
+        seed=options.seed,
+        shard_update=options.shard_update,
+        stages=options.stages,
+        sync_every=options.sync_every,
+        json=True,
+    )
+    records = [verified_from(run_in_layout(layout, words)).steps for layout in layouts]
+    return compare_records([str(layout) for layout in layouts], records)
+
+
 def _say_table(found: Verification) -> None:
-    headings = [f"{count} device{'' if count == 1 else 's'}" for count in found.devices]
-    say("  ".join(["step", *(heading.ljust(_SHOWN) for heading in headings)]).rstrip())
+    width = max(_SHOWN, *map(len, found.runs))
+    say("  ".join(["step", *(run.ljust(width) for run in found.runs)]).rstrip())
     for number, prints in enumerate(zip(*found.fingerprints, strict=True), start=1):
-        cells = [one[:_SHOWN].ljust(_SHOWN) for one in prints]
+        cells = [one[:_SHOWN].ljust(width) for one in prints]
         say("  ".join([f"{number:4}", *cells]).rstrip())
+    if len(found.runs) == 1:
+        say("one run: compare another layout with it, by --json > FILE and --against FILE")
+        return
     for name in found.parts[0][-1]:
         agree = all(
             step[name] == first[name]
@@ -84,13 +166,3 @@ def _say_table(found: Verification) -> None:
             for step, first in zip(run, found.parts[0], strict=True)
         )
         say(f"{name:12} {'same bits' if agree else 'DIFFERENT'}")
-
-
-def _facts(found: Verification) -> dict[str, object]:
-    return {
-        "devices": list(found.devices),
-        "same_bits": not found.differences,
-        "fingerprints": [list(run) for run in found.fingerprints],
-        "parts": [[dict(step) for step in run] for run in found.parts],
-        "differences": [str(one) for one in found.differences],
-    }

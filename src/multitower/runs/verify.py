@@ -1,18 +1,43 @@
 """verify: the same few steps of a recipe on several numbers of devices; are all bits the same?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+
+import jax
 
 from multitower.errors import DeviceError
+from multitower.proof.record import Run
 from multitower.proof.verification import Verification, compare
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import RecipeJob
+from multitower.towers.feeding import prefetch
 
 _STEPS = 5
 _TOWERS = 8
+
+
+def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
+    """The options of runs to be compared.
+
+    Args:
+        options: without `towers` there are 8, or as many as the most devices; without `steps` 5
+            are made, or as many as it takes until the towers have met once.
+        most_devices: of one run, over all its processes.
+
+    Raises:
+        DeviceError: fewer towers than devices.
+    """
+    towers = options.towers or max(_TOWERS, most_devices)
+    if towers < most_devices:
+        raise DeviceError(
+            f"{towers} towers cannot fill {most_devices} devices: use at most {towers} devices, or "
+            f"--towers {most_devices}."
+        )
+    steps = options.steps or max(_STEPS, (options.sync_every or 0) + 1)
+    return replace(options, towers=towers, steps=steps)
 
 
 def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verification:
@@ -20,31 +45,28 @@ def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verif
 
     Args:
         recipe: what to train.
-        options: of the runs; without `towers` there are 8, or as many as the most devices; without
-            `steps` 5 are made. Nothing is written anywhere.
-        devices: numbers of devices; one that comes twice checks that a run repeats itself.
+        options: of the runs, with defaults from `with_defaults`. Nothing is written anywhere.
+        devices: numbers of devices; one that comes twice checks that a run repeats itself. Where
+            several processes make one run, a single one, of each process.
 
     Returns:
-        The fingerprints after every step, and where runs that differ part from the first.
+        The records of all runs, and where those that differ part from the first one.
 
     Raises:
         DeviceError: fewer towers than devices.
         MultitowerError: what the recipe's steps raise.
     """
-    towers = options.towers or max(_TOWERS, *devices)
-    if towers < max(devices):
-        raise DeviceError(
-            f"{towers} towers cannot fill {max(devices)} devices: use at most {towers} devices, or "
-            f"--towers {max(devices)}."
-        )
-    options = replace(options, towers=towers, steps=options.steps or _STEPS)
+    options = with_defaults(options, jax.process_count() * max(devices))
 
-    def run(count: int) -> Iterator[Any]:
+    def run(count: int) -> Run:
         job = RecipeJob.of(recipe, replace(options, devices=count), None)
         step = job.trainer.step
         state = step.init(**job.first_state())
-        for batch in islice(job.batches(0), options.steps):
-            state, metrics = step(state, batch)
-            yield state, metrics
+        batches = islice(job.batches(0), options.steps)
+        # Fed as in training: over several processes, each one reads the rows of its own towers.
+        with closing(prefetch(batches, **job.feeding())) as ahead:
+            for batch in ahead:
+                state, metrics = step(state, batch)
+                yield state, metrics
 
     return compare(devices, run)

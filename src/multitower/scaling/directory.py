@@ -1,6 +1,8 @@
 """The directory of a scaling measurement, and what it leaves there."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from multitower.errors import RunError
 from multitower.runs.directory import write_whole
@@ -10,12 +12,13 @@ PICTURE = "scale.png"
 PAGE = "scale.html"
 
 
-def make_scaling_directory(path: Path, *, overwrite: bool = False) -> Path:
+def make_scaling_directory(path: Path, *, overwrite: bool = False, add: bool = False) -> Path:
     """Makes the directory of a measurement, before it begins; a run may be there already.
 
     Args:
         path: where; it may exist.
         overwrite: whether a measurement that is there already may be thrown away.
+        add: whether this one is added to it.
 
     Returns:
         The path.
@@ -32,10 +35,12 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False) -> Path:
         'first'
     """
     old = path / NUMBERS
+    if add and read_measurement(path) is not None:
+        return path
     if old.exists() and not overwrite:
         raise RunError(
             f"{old} holds another measurement. Name another directory, or say --force to replace "
-            "it."
+            "it, or --add to add this one."
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -48,3 +53,25 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False) -> Path:
         ) from error
     write_whole(old, "{}\n").unlink()  # a directory that cannot be written is an error now
     return path
+
+
+def read_measurement(path: Path) -> dict[str, Any] | None:
+    """What the `scale.json` of a directory holds; None if there is none.
+
+    Raises:
+        RunError: it is no measurement, or one of an earlier version.
+    """
+    file = path / NUMBERS
+    try:
+        found = json.loads(file.read_text())
+        measured = [*(found["strong"] or []), *(found["weak"] or [])]
+        if all("job" in entry and "losses" in entry for entry in measured):
+            return found
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise RunError(
+        f"--add: {file} holds no measurement that another one can be added to. Name another "
+        "--run-dir, or say --force instead of --add to replace it."
+    )

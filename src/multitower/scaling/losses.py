@@ -28,11 +28,11 @@ class LossCheck:
     differences: tuple[str, ...]
 
 
-def compare_losses(curves: Mapping[int, Sequence[float]], *, exact: bool) -> LossCheck:
-    """Compares the losses of the same steps on several numbers of devices with those on the fewest.
+def compare_losses(curves: Mapping[int | str, Sequence[float]], *, exact: bool) -> LossCheck:
+    """Compares the losses of the same steps on several numbers of devices with those on the first.
 
     Args:
-        curves: for each number of devices, the loss of every step.
+        curves: for each number of devices, or layout of processes, the loss of every step.
         exact: whether all bits must agree; otherwise the first 10 steps, to 0.1 percent.
 
     Returns:
@@ -45,8 +45,8 @@ def compare_losses(curves: Mapping[int, Sequence[float]], *, exact: bool) -> Los
         step 2: the loss is 0.6 on 1 device and 0.5 on 2 devices
     """
     if len(curves) < 2:
-        return LossCheck(None, "one number of devices: there is nothing to compare", 0, None, ())
-    fewest = min(curves)
+        return LossCheck(None, "one measurement: there is nothing to compare", 0, None, ())
+    fewest = next(iter(curves))
     steps = len(curves[fewest]) if exact else min(_FEW_STEPS, len(curves[fewest]))
     largest = 0.0
     differences: list[str] = []
@@ -72,5 +72,7 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
 
 
-def _devices(count: int) -> str:
+def _devices(count: int | str) -> str:
+    if isinstance(count, str):
+        return count
     return f"{count} device{'' if count == 1 else 's'}"

@@ -5,20 +5,23 @@ machine drifts. What is compared are ratios within one round of turns.
 """
 
 import functools
+import itertools
+import json
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
+import jax
 
 from multitower.errors import DeviceError, RunError
-from multitower.recipes.definition import Recipe, takes
+from multitower.hardware.memory import PeakMemory
+from multitower.processes.together import lines_of_all, texts_of_all
+from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
-from multitower.scaling.fit import check_enough, fit_step_times, held_out
-from multitower.scaling.losses import LossCheck, compare_losses
+from multitower.scaling.fit import check_enough
 from multitower.scaling.run import LEAD_STEPS, ScalingRun
-
-STRONG, WEAK = "strong", "weak"
+from multitower.scaling.summary import STRONG, WEAK, not_comparable, quartiles, with_summary
 
 _Key = tuple[int, int]  # devices, rows of a step
 
@@ -33,6 +36,7 @@ class ScalingOptions:
         steps: measured steps of one turn.
         rounds: turns of each number of devices, after one that compiles.
         predict: predict the step time on so many devices; None for none.
+        rows_per_device: in weak scaling; by default the share of the fewest devices in the batch.
 
     Raises:
         RunError: a number below 1.
@@ -42,6 +46,7 @@ class ScalingOptions:
     steps: int = 10
     rounds: int = 7
     predict: int | None = None
+    rows_per_device: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "rounds", "predict"):
@@ -50,7 +55,7 @@ class ScalingOptions:
                 raise RunError(f"{name}={value}: it must be 1 or more.")
 
     def kinds_on(self, devices: Sequence[int], towers: int | None) -> tuple[str, ...]:
-        """What is to be measured on these numbers of devices.
+        """What is to be measured on these numbers of devices, over all processes.
 
         Raises:
             DeviceError: fewer towers than devices.
@@ -85,7 +90,8 @@ def scale(
         recipe: what to train.
         options: of the runs; with `towers` the mode that gives the same bits is measured, and else
             the fast one. `global_batch` is that of strong scaling, and of the fewest devices.
-        devices: how many, for each run.
+        devices: how many, for each run; where several processes make one run, a single number, of
+            each process.
         how: what is measured, and how often.
 
     Returns:
@@ -93,15 +99,17 @@ def scale(
         or None; `losses`, whether the loss curve is the same on all of them; `prediction` or None;
         `simulated`, whether the devices share the cores of one machine, so that no speed-up can be
         read off; and what was measured, with which software, on which machine. An entry has
-        `devices`, `batch_size` (rows of a step), `step_s` (median and quartiles over the rounds,
-        and `turns`), `examples_per_s`; `speedup` of the examples per second against the fewest
-        devices and `efficiency`, its share of the ideal (medians and quartiles of the ratios within
-        a round); `recompilations` in measured turns; `memory` and `split`, as `PeakMemory` and
-        `measure_split`. What is not known is None.
+        `devices` (of all processes), `processes`, `hosts`, `layout` ("2 x 4", or None in one
+        process), `batch_size` (rows of a step), `losses`, `step_s` (median and quartiles over the
+        rounds, and `turns`), `examples_per_s`; `speedup` of the examples per second against the
+        fewest devices and `efficiency`, its share of the ideal (medians and quartiles of the ratios
+        within a round); `recompilations` in measured turns; `memory` and `split`, as `PeakMemory`
+        and `measure_split`. What is not known is None.
 
     Raises:
         DeviceError: fewer towers than devices.
-        RunError: weak scaling with a fixed number of towers, or too few points for a prediction.
+        RunError: weak scaling with a fixed number of towers, too few points for a prediction, or
+            several numbers of devices for several processes.
         MultitowerError: what the recipe's steps raise.
 
     Example:
@@ -115,22 +123,25 @@ def scale(
     """
     how = how or ScalingOptions()
     counts = sorted(set(devices))
-    kinds = how.kinds_on(counts, options.towers)
+    num_processes = jax.process_count()
+    if num_processes > 1 and len(counts) > 1:
+        raise RunError("several processes make one run, and are measured in one layout at a time.")
+    kinds = how.kinds_on([num_processes * count for count in counts], options.towers)
     batch = options.global_batch or recipe.global_batch
     keys = {
-        kind: [(count, _rows(kind, batch, count, counts[0])) for count in counts] for kind in kinds
+        kind: [
+            (count, _rows(kind, batch, num_processes * count, num_processes * counts[0], how))
+            for count in counts
+        ]
+        for kind in kinds
     }
     runs = _measure(recipe, options, sorted({key for many in keys.values() for key in many}), how)
     splits = {key: run.split(how.steps) for key, run in runs.items()}
-    tables = {
-        kind: [_entry(runs, key, many[0], splits[key]) for key in many]
-        for kind, many in keys.items()
-    }
-    curves = {key[0]: runs[key].losses for key in keys.get(STRONG, [])}
+    entries = {key: _entry(run, key, splits[key]) for key, run in runs.items()}
+    tables = {kind: [dict(entries[key]) for key in many] for kind, many in keys.items()}
     facts = next(iter(runs.values())).facts()
-    return {
+    found = {
         **{name: facts[name] for name in ("recipe", "options", "seed", "versions", "host")},
-        "devices": counts,
         "towers": options.towers,
         "shard_update": options.shard_update,
         "shard_params": options.shard_params,
@@ -139,17 +150,17 @@ def scale(
         "steps": how.steps,
         "lead_steps": LEAD_STEPS,
         "rounds": how.rounds,
-        "simulated": facts["host"]["platform"] == "cpu" and counts[-1] > 1,
         STRONG: tables.get(STRONG),
         WEAK: tables.get(WEAK),
-        "losses": asdict(_check_losses(recipe, options, curves)),
-        "prediction": _predict(tables.get(STRONG, []), how.predict),
     }
+    return with_summary(found, not_comparable(recipe, options), how.predict)
 
 
-def _rows(kind: str, batch: int, count: int, fewest: int) -> int:
+def _rows(kind: str, batch: int, count: int, fewest: int, how: ScalingOptions) -> int:
     """Rows of a step: in weak scaling as many more as there are more devices."""
-    return batch if kind == STRONG or count == fewest else -(-batch // fewest) * count
+    if kind == STRONG or (count == fewest and how.rows_per_device is None):
+        return batch
+    return (how.rows_per_device or -(-batch // fewest)) * count
 
 
 def _measure(
@@ -173,63 +184,28 @@ def _measure(
     return runs
 
 
-def _entry(
-    runs: Mapping[_Key, ScalingRun], key: _Key, base: _Key, split: Mapping[str, Any]
-) -> dict[str, Any]:
-    """One line of a table, against the run on the fewest devices."""
-    run = runs[key]
+def _entry(run: ScalingRun, key: _Key, split: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured of one run; what it is worth is seen beside the others."""
     assert run.peak is not None
-    times = _quartiles(run.turns_s)
-    rate, base_rate = (one[1] / np.array(runs[one].turns_s) for one in (key, base))
-    speedups = rate / base_rate
+    times = quartiles(run.turns_s)
+    hosts = lines_of_all(socket.gethostname())
+    per_device = [json.loads(text) for text in texts_of_all(json.dumps(run.peak.per_device_bytes))]
+    peak = PeakMemory(tuple(itertools.chain(*per_device)), run.peak.source)
     return {
-        "devices": key[0],
+        "devices": len(hosts) * key[0],
+        "processes": len(hosts),
+        "hosts": len(set(hosts)),
+        "layout": f"{len(hosts)} x {key[0]}" if len(hosts) > 1 else None,
+        "job": 0,
         "batch_size": key[1],
         "step_s": {**times, "turns": run.turns_s},
         "examples_per_s": key[1] / times["median"],
-        "speedup": _quartiles(speedups),
-        "efficiency": _quartiles(speedups * base[0] / key[0]),
         "recompilations": run.num_recompilations,
         "memory": {
-            "peak_bytes": run.peak.largest_bytes(),
-            "per_device_bytes": list(run.peak.per_device_bytes),
-            "source": run.peak.source,
+            "peak_bytes": peak.largest_bytes(),
+            "per_device_bytes": list(peak.per_device_bytes),
+            "source": peak.source,
         },
         "split": dict(split),
-    }
-
-
-def _quartiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
-    low, middle, high = (float(one) for one in np.percentile(values, [25, 50, 75]))
-    return {"median": middle, "lower_quartile": low, "upper_quartile": high}
-
-
-def _check_losses(
-    recipe: Recipe, options: RunOptions, curves: Mapping[int, Sequence[float]]
-) -> LossCheck:
-    reason = None
-    if not curves:
-        reason = "weak scaling trains on other batches with every number of devices"
-    elif options.towers is None and takes(recipe.loss, "rng"):
-        reason = "the loss draws random numbers, which differ by device; --towers T fixes them"
-    elif options.towers is None and recipe.model_state is not None:
-        reason = "the model state depends on the rows of each tower; --towers T fixes them"
-    if reason is not None:
-        return LossCheck(None, reason, 0, None, ())
-    return compare_losses(curves, exact=options.towers is not None)
-
-
-def _predict(strong: Sequence[Mapping[str, Any]], count: int | None) -> dict[str, Any] | None:
-    """What the measured points say of another number of devices."""
-    if count is None:
-        return None
-    measured = {entry["devices"]: entry["step_s"]["median"] for entry in strong}
-    fit = fit_step_times(measured)
-    fewest = min(measured)
-    return {
-        "devices": count,
-        "step_s": fit.step_s(count),
-        "speedup": measured[fewest] / fit.step_s(count),
-        "fit": fit._asdict(),
-        "held_out": [one._asdict() for one in held_out(measured)],
+        "losses": run.losses,
     }

@@ -35,19 +35,23 @@ def plot_scaling(result: Mapping[str, Any]) -> bytes:
     canvas = FigureCanvasAgg(figure)  # no display, and no state outside of this function
     left, right = figure.subplots(1, 2)
     counts: list[int] = result["devices"]
+    # Layouts stand side by side: several may have the same number of devices.
+    places = list(range(len(counts))) if result["layouts"] else counts
     for kind, style in _STYLES.items():
         if result[kind]:
-            _draw(left, result[kind], "speedup", style)
-            _draw(right, result[kind], "efficiency", style)
+            _draw(left, places, result[kind], "speedup", style)
+            _draw(right, places, result[kind], "efficiency", style)
     ideal = {"color": "#6b7078", "linestyle": "--", "linewidth": 1.2, "zorder": 1}
-    left.plot(counts, [count / counts[0] for count in counts], label="ideal", **ideal)
-    right.plot(counts, [1.0 for _ in counts], label="ideal", **ideal)
+    left.plot(places, [count / counts[0] for count in counts], label="ideal", **ideal)
+    right.plot(places, [1.0 for _ in counts], label="ideal", **ideal)
     against = f"{counts[0]} device{'' if counts[0] == 1 else 's'}"
+    if result["layouts"]:
+        against = result["layouts"][0]
     left.set_title(f"examples/s, against {against}", fontsize=12)
     right.set_title("efficiency, share of the ideal", fontsize=12)
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     for axes in (left, right):
-        _dress(axes, counts)
+        _dress(axes, places, result["layouts"])
     left.set_yscale("log", base=2)  # so that the ideal is a straight line
     left.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     right.set_ylim(bottom=0)
@@ -59,13 +63,17 @@ def plot_scaling(result: Mapping[str, Any]) -> bytes:
 
 
 def _draw(
-    axes: Axes, entries: Sequence[Mapping[str, Any]], name: str, style: Mapping[str, Any]
+    axes: Axes,
+    places: Sequence[int],
+    entries: Sequence[Mapping[str, Any]],
+    name: str,
+    style: Mapping[str, Any],
 ) -> None:
     middle = [entry[name]["median"] for entry in entries]
     below = [entry[name]["median"] - entry[name]["lower_quartile"] for entry in entries]
     above = [entry[name]["upper_quartile"] - entry[name]["median"] for entry in entries]
     axes.errorbar(
-        [entry["devices"] for entry in entries],
+        places,
         middle,
         yerr=(below, above),
         linewidth=2,
@@ -75,12 +83,16 @@ def _draw(
     )
 
 
-def _dress(axes: Axes, counts: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(counts)))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("devices", fontsize=12)
+def _dress(axes: Axes, places: Sequence[int], layouts: Sequence[str] | None) -> None:
+    if layouts:
+        axes.set_xticks(places, labels=layouts)
+        axes.set_xlabel("processes x devices of each", fontsize=12)
+    else:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(list(places)))
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("devices", fontsize=12)
     axes.tick_params(labelsize=11)
     axes.grid(axis="y", color="#e0e0db")
     axes.set_axisbelow(True)

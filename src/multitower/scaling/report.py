@@ -17,6 +17,8 @@ from multitower.scaling.words import (
     speed_tables,
     split_in_words,
     split_tables,
+    turns_in_words,
+    where_in_words,
 )
 
 
@@ -48,7 +50,9 @@ def _page(result: Mapping[str, Any], picture: bytes) -> str:
         result=result,
         picture=base64.b64encode(picture).decode("ascii"),
         caution=caution(result),
+        where=where_in_words(result),
         speed=speed_tables(result),
+        turns=turns_in_words(result),
         losses=[losses_in_words(result), *result["losses"]["differences"]],
         split=split_in_words(result),
         parts=split_tables(result),
@@ -61,7 +65,9 @@ def _page(result: Mapping[str, Any], picture: bytes) -> str:
 def _settings(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     named = {
         "command": result.get("command"),
-        "turns of every number of devices": result["rounds"],
+        (
+            "turns in every layout" if result["layouts"] else "turns of every number of devices"
+        ): result["rounds"],
         "measured steps of a turn": result["steps"],
         "steps before them": result["lead_steps"],
         "seed": result["seed"],

@@ -14,7 +14,7 @@ import jax
 
 from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
-from multitower.proof.verification import EXCHANGE, TOWER
+from multitower.proof.record import EXCHANGE, TOWER
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.towers.feeding import shard
@@ -60,7 +60,8 @@ def measure_split(
     staged: list[dict[str, float]] = []
     if where["towers"] is not None and step.layout is None:
         for batch, _ in islice(_fed(batches, where), num_steps + 1):
-            stages = _Stages(step.placement.num_towers)
+            on = step.placement
+            stages = _Stages(sum(len(on.towers_on[device]) for device in on.local))
             began = time.perf_counter()
             with tapped(stages.tap):
                 state, metrics = step(state, batch)
@@ -85,7 +86,11 @@ def _wait(state: TrainState, metrics: dict[str, jax.Array]) -> None:
 
 
 class _Stages:
-    """When the stages of one step are over; its `tap` is called after each."""
+    """When the stages of one step are over; its `tap` is called after each.
+
+    Args:
+        num_towers: of this process.
+    """
 
     def __init__(self, num_towers: int) -> None:
         self._num_towers = num_towers

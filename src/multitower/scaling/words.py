@@ -8,7 +8,6 @@ from multitower.runs.report_page.wording import ABSENT, counted, number
 
 _TITLES = {"strong": "Strong scaling", "weak": "Weak scaling"}
 _SPEED_HEADS = (
-    "devices",
     "examples per step",
     "ms per step",
     "examples/s",
@@ -52,7 +51,7 @@ def speed_tables(result: Mapping[str, Any]) -> list[Table]:
     return [
         Table(
             _title(kind, result),
-            (*_SPEED_HEADS, _memory_head(result[kind])),
+            (_where_head(result), *_SPEED_HEADS, _memory_head(result[kind])),
             [_speed_row(entry) for entry in result[kind]],
         )
         for kind in _TITLES
@@ -62,13 +61,13 @@ def speed_tables(result: Mapping[str, Any]) -> list[Table]:
 
 def split_tables(result: Mapping[str, Any]) -> list[Table]:
     """Shows where the time of a step goes, in milliseconds; as `speed_tables`."""
-    heads = ("devices", *_PARTS.values())
+    heads = (_where_head(result), *_PARTS.values())
     return [
         Table(
             f"{_TITLES[kind]}: ms in each part of a step",
             heads,
             [
-                (str(entry["devices"]), *(_ms(entry["split"][part]) for part in _PARTS))
+                (_where(entry), *(_ms(entry["split"][part]) for part in _PARTS))
                 for entry in result[kind]
             ],
         )
@@ -96,14 +95,43 @@ def caution(result: Mapping[str, Any]) -> str | None:
 
     Example:
         >>> from multitower.scaling.words import caution
-        >>> print(caution({"simulated": True, "host": {"cpu_cores": 2}}))
+        >>> print(caution({"simulated": True, "layouts": None, "host": {"cpu_cores": 2}}))
         Simulated devices share the 2 cores of one machine, so they cannot show a speed-up.
     """
     if not result["simulated"]:
         return None
     cores = result["host"].get("cpu_cores")
     shared = f"the {counted(int(cores), 'core')}" if cores else "the cores"
-    return f"Simulated devices share {shared} of one machine, so they cannot show a speed-up."
+    what = "devices and processes" if result["layouts"] else "devices"
+    return f"Simulated {what} share {shared} of one machine, so they cannot show a speed-up."
+
+
+def where_in_words(result: Mapping[str, Any]) -> str:
+    """Says on which devices, or in which layouts of processes, the steps were measured.
+
+    Example:
+        >>> from multitower.scaling.words import where_in_words
+        >>> where_in_words({"devices": [1, 2], "layouts": None, "simulated": True})
+        '1, 2 simulated devices'
+        >>> where_in_words({"devices": [1, 2], "layouts": ["1 x 1", "2 x 1"], "simulated": False})
+        '1 x 1, 2 x 1 (processes x devices of each)'
+    """
+    devices = "simulated devices" if result["simulated"] else "devices"
+    if result["layouts"]:
+        return f"{', '.join(result['layouts'])} (processes x {devices} of each)"
+    return f"{', '.join(map(str, result['devices']))} {devices}"
+
+
+def turns_in_words(result: Mapping[str, Any]) -> str | None:
+    """Says that layouts of processes took no turns; None where all runs did."""
+    entries = [*(result["strong"] or []), *(result["weak"] or [])]
+    if len({entry["job"] for entry in entries}) < 2:
+        return None
+    return (
+        "The layouts were measured one after the other, and not in turns: a change in the speed of "
+        "the machine between them looks like a speed-up. The quartiles of a speed-up have the "
+        "spread of both measurements."
+    )
 
 
 def losses_in_words(result: Mapping[str, Any]) -> str:
@@ -113,11 +141,10 @@ def losses_in_words(result: Mapping[str, Any]) -> str:
         return f"Loss curves were not compared: {check['rule']}."
     if not check["same"]:
         return f"Loss curves DIFFER, and should be equal, {check['rule']}."
-    counts = ", ".join(map(str, result["devices"]))
     largest = check["largest_difference"]
     seen = f" (the largest difference is {largest:.1e})" if largest else ""
     return (
-        f"The loss curve is the same on {counts} devices, {check['rule']}, over "
+        f"The loss curve is the same on {where_in_words(result)}, {check['rule']}, over "
         f"{counted(check['steps'], 'step')}{seen}."
     )
 
@@ -146,6 +173,14 @@ def _held_out(one: Mapping[str, Any]) -> str:
     )
 
 
+def _where_head(result: Mapping[str, Any]) -> str:
+    return "processes x devices" if result["layouts"] else "devices"
+
+
+def _where(entry: Mapping[str, Any]) -> str:
+    return entry["layout"] or str(entry["devices"])
+
+
 def _title(kind: str, result: Mapping[str, Any]) -> str:
     entries: Sequence[Mapping[str, Any]] = result[kind]
     if kind == "weak":
@@ -163,7 +198,7 @@ def _title(kind: str, result: Mapping[str, Any]) -> str:
 
 def _speed_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        str(entry["devices"]),
+        _where(entry),
         f"{entry['batch_size']:,}",
         _spread({name: 1e3 * entry["step_s"][name] for name in entry["speedup"]}, "{:.4g}"),
         number(round(entry["examples_per_s"], 1)),

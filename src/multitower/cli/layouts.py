@@ -1,0 +1,152 @@
+"""`--layouts 1x4,2x2`: a command in several layouts of simulated processes, one after the other."""
+
+import re
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+from multitower.cli.flags import flag
+from multitower.cli.local_processes import run_local_processes
+from multitower.cli.together import Together
+from multitower.errors import DeviceError, RunError
+
+Layouts = Annotated[
+    str | None,
+    flag(
+        "PxD,PxD",
+        "Start P processes on this machine with D simulated devices each, for each of these "
+        "layouts.",
+        "one process",
+    ),
+]
+
+
+class Layout(NamedTuple):
+    """How many processes a run has, and how many devices each of them drives."""
+
+    processes: int
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.processes} x {self.devices}"
+
+    @property
+    def total(self) -> int:
+        """The devices of all processes."""
+        return self.processes * self.devices
+
+
+def read_layouts(text: str) -> list[Layout]:
+    """The layouts that `--layouts` names.
+
+    Raises:
+        RunError: it names none.
+
+    Example:
+        >>> from multitower.cli.layouts import read_layouts
+        >>> [str(layout) for layout in read_layouts("1x4,2x2")]
+        ['1 x 4', '2 x 2']
+    """
+    words = text.replace(",", " ").split()
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word) for word in words]
+    if not words or None in found:
+        wrong = next((word for word, one in zip(words, found, strict=True) if one is None), "")
+        raise RunError(
+            f"--layouts {text}: {wrong!r} is no layout. Give processes x devices of each, such as "
+            "--layouts 1x4,2x2 for one process with four devices and two with two each."
+        )
+    return [Layout(int(one[1]), int(one[2])) for one in found if one is not None]
+
+
+def check_layouts(layouts: Sequence[Layout], towers: int | None) -> None:
+    """Refuses a layout in which devices would have no tower.
+
+    Raises:
+        DeviceError: it has more devices than there are towers.
+    """
+    for layout in layouts:
+        if towers is not None and layout.total > towers:
+            raise DeviceError(
+                f"the layout {layout} has {layout.total} devices, and {towers} towers cannot fill "
+                f"them: use --towers {layout.total}, or layouts of at most {towers} devices."
+            )
+
+
+def refuse_with_layouts(together: Together, **others: object) -> None:
+    """Refuses flags that say in another way where to run.
+
+    Args:
+        together: the processes that the command line names.
+        **others: other flags by name, None or False if they are not there.
+
+    Raises:
+        RunError: one of them is there.
+    """
+    given = [f"--{name.replace('_', '-')}" for name, value in others.items() if value]
+    if together.settings():
+        given.append("--distributed")
+    if "--devices" in given:
+        raise RunError(
+            "--layouts simulates its processes and their devices: leave --devices out. For "
+            "processes on accelerators, let your cluster's launcher start them with --distributed, "
+            "once for each layout."
+        )
+    if given:
+        raise RunError(f"--layouts says which processes and devices to use: leave {given[0]} out.")
+
+
+def run_in_layout(layout: Layout, words: Sequence[str]) -> str:
+    """Runs a command as the processes of a layout, and waits for them.
+
+    Args:
+        layout: of simulated processes and devices.
+        words: of the command, after `multitower`; with `--json`.
+
+    Returns:
+        What process 0 has printed. The exit code was 0, or 1 for a difference.
+
+    Raises:
+        RunError: a process has failed; what it said was shown, and the others are ended.
+        KeyboardInterrupt: they were stopped with Ctrl-C.
+    """
+    with tempfile.TemporaryFile("w+") as out:
+        words = [*words, "--simulate", str(layout.devices)]
+        code = run_local_processes(layout.processes, words, stdout=out)
+        out.seek(0)
+        text = out.read()
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code not in (0, 1) or not text.strip():
+        raise RunError(
+            f"the layout {layout} failed with exit code {code}: the lines above say why. No "
+            "process of it is left."
+        )
+    return text
+
+
+def started_words(
+    command: str, recipe: str, settings: Mapping[str, str], **flags: object
+) -> list[str]:
+    """The words of a command that other processes run.
+
+    Args:
+        command: its name.
+        recipe: its recipe.
+        settings: of the recipe.
+        **flags: its flags; None and False for those that are not there.
+
+    Example:
+        >>> from multitower.cli.layouts import started_words
+        >>> started_words("scale", "digits", {"lr": "1"}, batch_size=8, strong=True, seed=None)
+        ['scale', 'digits', '--batch-size', '8', '--strong', '--set', 'lr=1']
+    """
+    words = [command, recipe]
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        word = f"--{name.replace('_', '-')}"
+        words += [word] if value is True else [word, str(value)]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={value}"]
+    return words

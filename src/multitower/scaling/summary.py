@@ -1,0 +1,196 @@
+"""summary: what measured runs say beside each other: speed-ups, equal losses, a prediction.
+
+Runs of one measurement took turns, and their speed-ups are ratios within a round. Runs of different
+measurements, which `--add` puts into one file, have no rounds in common.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from multitower.errors import RunError
+from multitower.recipes.definition import Recipe, takes
+from multitower.runs.options import RunOptions
+from multitower.scaling.fit import check_enough, fit_step_times, held_out
+from multitower.scaling.losses import LossCheck, compare_losses
+
+STRONG, WEAK = "strong", "weak"
+
+Entry = dict[str, Any]
+
+# What measurements must have in common to stand in one table.
+_SAME = (
+    "recipe",
+    "seed",
+    "towers",
+    "shard_update",
+    "shard_params",
+    "stages",
+    "batch_size",
+    "steps",
+    "rounds",
+    "versions",
+)
+_PATH = "data"  # the same files may lie elsewhere
+
+
+def with_summary(
+    found: Mapping[str, Any], reason: str | None, predict: int | None
+) -> dict[str, Any]:
+    """Adds to measured runs what they say beside each other.
+
+    Args:
+        found: what was measured, with one list of entries for each kind of scaling.
+        reason: why loss curves cannot be compared, or None.
+        predict: a number of devices, to predict the step time on; None for none.
+
+    Returns:
+        What goes to `scale.json`.
+    """
+    tables = {kind: _ordered(found[kind]) for kind in (STRONG, WEAK) if found[kind]}
+    measured = [entry for table in tables.values() for entry in table]
+    first = next(iter(tables.values()))
+    on_layouts = any(entry["layout"] for entry in measured)
+    for entry in measured if on_layouts else []:
+        entry["layout"] = entry["layout"] or f"1 x {entry['devices']}"
+    for table in tables.values():
+        for entry in table:
+            entry.update(_against(entry, table[0]))
+    curves = {
+        entry["layout"] or entry["devices"]: entry["losses"] for entry in tables.get(STRONG, [])
+    }
+    return {
+        **found,
+        "devices": [entry["devices"] for entry in first],
+        "layouts": [entry["layout"] for entry in first] if on_layouts else None,
+        "simulated": found["host"]["platform"] == "cpu"
+        and any(entry["devices"] > entry["hosts"] for entry in measured),
+        STRONG: tables.get(STRONG),
+        WEAK: tables.get(WEAK),
+        "losses": asdict(_check_losses(curves, reason, exact=found["towers"] is not None)),
+        "prediction": _predict(tables.get(STRONG, []), predict),
+    }
+
+
+def joined(
+    earlier: Mapping[str, Any], found: Mapping[str, Any], reason: str | None, predict: int | None
+) -> dict[str, Any]:
+    """One measurement out of two, of the same training in other layouts.
+
+    Args:
+        earlier: what `scale.json` holds.
+        found: what was measured now; an entry in a layout that is there already takes its place.
+        reason: as for `with_summary`.
+        predict: as for `with_summary`; nothing is predicted before there are enough points.
+
+    Raises:
+        RunError: it is not the same training, or the machines are not alike.
+    """
+    check_same(earlier, found)
+    tables: dict[str, list[Entry] | None] = {}
+    job = 1 + max(entry["job"] for kind in (STRONG, WEAK) for entry in earlier[kind] or [])
+    for kind in (STRONG, WEAK):
+        by_layout = {_layout(entry): dict(entry) for entry in earlier[kind] or []}
+        for entry in found[kind] or []:
+            by_layout[_layout(entry)] = {**entry, "job": job}
+        tables[kind] = list(by_layout.values()) or None
+    for entry in tables[STRONG] or tables[WEAK] or []:
+        entry["layout"] = "{} x {}".format(*_layout(entry))
+    counts = [entry["devices"] for entry in tables[STRONG] or []]
+    enough = len(set(counts)) == len(counts) and len(counts) > 2
+    return with_summary({**found, **tables}, reason, predict if enough else None)
+
+
+def check_same(earlier: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuses measurements that do not belong into one table.
+
+    Raises:
+        RunError: they differ in more than the layout.
+    """
+    kinds = lambda one: " and ".join(kind for kind in (STRONG, WEAK) if one[kind])
+    options = lambda one: {name: v for name, v in one["options"].items() if name != _PATH}
+    pairs = {name: (earlier[name], found[name]) for name in _SAME}
+    pairs["options of the recipe"] = (options(earlier), options(found))
+    pairs["kind of scaling"] = (kinds(earlier), kinds(found))
+    pairs["device"] = tuple(one["host"]["device_kind"] for one in (earlier, found))
+    for name, (before, now) in pairs.items():
+        if before != now:
+            raise RunError(
+                f"--add: the measurements in the directory have {name} {before!r}, and this one "
+                f"has {now!r}. Measure in the same way, or name another --run-dir."
+            )
+
+
+def not_comparable(recipe: Recipe, options: RunOptions) -> str | None:
+    """Why loss curves may differ between numbers of devices, or None."""
+    if options.towers is None and takes(recipe.loss, "rng"):
+        return "the loss draws random numbers, which differ by device; --towers T fixes them"
+    if options.towers is None and recipe.model_state is not None:
+        return "the model state depends on the rows of each tower; --towers T fixes them"
+    return None
+
+
+def quartiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
+    """The median and the quartiles."""
+    low, middle, high = (float(one) for one in np.percentile(values, [25, 50, 75]))
+    return {"median": middle, "lower_quartile": low, "upper_quartile": high}
+
+
+def _ordered(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted(
+        (dict(entry) for entry in entries), key=lambda one: (one["devices"], one["processes"])
+    )
+
+
+def _layout(entry: Mapping[str, Any]) -> tuple[int, int]:
+    return entry["processes"], entry["devices"] // entry["processes"]
+
+
+def _against(entry: Mapping[str, Any], base: Mapping[str, Any]) -> Entry:
+    """The speed-up of the examples per second against another run, and its share of the ideal."""
+    rate, base_rate = (
+        one["batch_size"] / np.array(one["step_s"]["turns"]) for one in (entry, base)
+    )
+    if entry["job"] == base["job"]:
+        speedup = quartiles(rate / base_rate)
+    else:  # no turns in common: the spread of both
+        own, other = quartiles(rate), quartiles(base_rate)
+        speedup = {
+            "median": own["median"] / other["median"],
+            "lower_quartile": own["lower_quartile"] / other["upper_quartile"],
+            "upper_quartile": own["upper_quartile"] / other["lower_quartile"],
+        }
+    share = base["devices"] / entry["devices"]
+    return {
+        "speedup": speedup,
+        "efficiency": {name: value * share for name, value in speedup.items()},
+    }
+
+
+def _check_losses(
+    curves: Mapping[int | str, Sequence[float]], reason: str | None, *, exact: bool
+) -> LossCheck:
+    if not curves:
+        reason = "weak scaling trains on other batches with every number of devices"
+    if reason is not None:
+        return LossCheck(None, reason, 0, None, ())
+    return compare_losses(curves, exact=exact)
+
+
+def _predict(strong: Sequence[Mapping[str, Any]], count: int | None) -> Entry | None:
+    """What the measured points say of another number of devices."""
+    if count is None:
+        return None
+    measured = {entry["devices"]: entry["step_s"]["median"] for entry in strong}
+    check_enough(len(measured))
+    fit = fit_step_times(measured)
+    fewest = min(measured)
+    return {
+        "devices": count,
+        "step_s": fit.step_s(count),
+        "speedup": measured[fewest] / fit.step_s(count),
+        "fit": fit._asdict(),
+        "held_out": [one._asdict() for one in held_out(measured)],
+    }

@@ -1,0 +1,215 @@
+"""Scaling over processes: measurements of several jobs in one table, told as they are."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import multitower as mt
+import places
+from multitower.cli.main import main
+from multitower.scaling.measure import ScalingOptions, _rows
+from multitower.scaling.plot import plot_scaling
+from multitower.scaling.summary import joined, with_summary
+from multitower.scaling.words import (
+    caution,
+    losses_in_words,
+    speed_tables,
+    turns_in_words,
+    where_in_words,
+)
+from processes import clean_environment
+
+FILE = str(places.CIRCLE)
+
+
+def measurement(processes, each, *turns, batch=12, losses=(0.7, 0.6), **facts):
+    """What one job measures; every host has one process."""
+    times = np.percentile(turns, [50, 25, 75])
+    entry = {
+        "devices": processes * each,
+        "processes": processes,
+        "hosts": processes,
+        "layout": f"{processes} x {each}" if processes > 1 else None,
+        "job": 0,
+        "batch_size": batch,
+        "step_s": {
+            **dict(zip(("median", "lower_quartile", "upper_quartile"), times, strict=True)),
+            "turns": list(turns),
+        },
+        "examples_per_s": batch / times[0],
+        "recompilations": 0,
+        "memory": {"peak_bytes": 4, "per_device_bytes": [4] * each, "source": "live arrays"},
+        "split": {},
+        "losses": list(losses),
+    }
+    found = {
+        "recipe": "circle",
+        "options": {"data": "here"},
+        "seed": 0,
+        "versions": {"jax": "1"},
+        "host": {"platform": "gpu", "device_kind": "H100", "cpu_cores": 2},
+        "towers": None,
+        "shard_update": False,
+        "shard_params": False,
+        "stages": None,
+        "batch_size": 12,
+        "steps": 1,
+        "lead_steps": 3,
+        "rounds": len(turns),
+        "strong": [entry],
+        "weak": None,
+        **facts,
+    }
+    return with_summary(found, None, None)
+
+
+def test_a_job_is_added_to_the_table():
+    """Lies: a speed-up by pairs of turns that had no time in common; layouts that cover each other
+    because they have as many devices.
+    """
+    found = measurement(1, 4, 0.4, 0.5, 0.6)
+    for other in (measurement(2, 2, 0.2, 0.3, 0.4), measurement(1, 1, 1.0, 2.0, 3.0)):
+        found = joined(found, other, None, None)
+    assert found["layouts"] == ["1 x 1", "1 x 4", "2 x 2"]
+    assert found["devices"] == [1, 4, 4]
+    two = found["strong"][2]
+    assert two["speedup"]["median"] == pytest.approx(2.0 / 0.3)
+    rates = np.percentile(12 / np.array([0.2, 0.3, 0.4]), [25, 75])
+    base = np.percentile(12 / np.array([1.0, 2.0, 3.0]), [25, 75])
+    assert two["speedup"]["lower_quartile"] == pytest.approx(rates[0] / base[1])
+    assert two["speedup"]["upper_quartile"] == pytest.approx(rates[1] / base[0])
+    assert two["efficiency"]["median"] == pytest.approx(2.0 / 0.3 / 4)
+    assert [row[0] for row in speed_tables(found)[0].rows] == found["layouts"]
+    assert speed_tables(found)[0].heads[0] == "processes x devices"
+    assert "one after the other, and not in turns" in turns_in_words(found)
+    assert turns_in_words(measurement(2, 2, 0.2)) is None
+    assert where_in_words(found) == "1 x 1, 1 x 4, 2 x 2 (processes x devices of each)"
+    assert "The loss curve is the same on 1 x 1, 1 x 4" in losses_in_words(found)
+    assert plot_scaling(found).startswith(b"\x89PNG")
+
+
+def test_a_layout_that_is_measured_again_takes_the_place_of_the_first():
+    found = joined(measurement(2, 2, 0.2), measurement(2, 2, 0.4), None, None)
+    assert [entry["step_s"]["median"] for entry in found["strong"]] == [0.4]
+
+
+def test_another_loss_curve_of_another_job_is_named():
+    """Lie: curves that are compared within a job alone, where there is one."""
+    found = joined(measurement(1, 1, 1.0), measurement(2, 1, 1.0, losses=(0.7, 0.5)), None, None)
+    assert found["losses"]["same"] is False
+    (said,) = found["losses"]["differences"]
+    assert said == "step 2: the loss is 0.6 on 1 x 1 and 0.5 on 2 x 1"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"batch_size": 24}, "have batch_size 12, and this one has 24"),
+        ({"options": {"lr": 1}}, "options of the recipe"),
+        ({"host": {"platform": "gpu", "device_kind": "A100"}}, "have device 'H100'"),
+        ({"versions": {"jax": "2"}}, "versions"),
+    ],
+)
+def test_another_training_is_not_added(facts, said):
+    with pytest.raises(mt.RunError, match=said):
+        joined(measurement(1, 1, 1.0), measurement(2, 1, 1.0, **facts), None, None)
+    elsewhere = measurement(2, 1, 1.0, options={"data": "there"})
+    assert joined(measurement(1, 1, 1.0), elsewhere, None, None)["layouts"] == ["1 x 1", "2 x 1"]
+
+
+def test_processes_that_share_cores_are_simulated():
+    """Lie: a speed-up of simulated processes, which have one device each."""
+    cpu = {"platform": "cpu", "device_kind": "cpu", "cpu_cores": 2}
+    together = measurement(2, 1, 1.0, host=cpu)
+    assert not together["simulated"]  # one device on each of two machines
+    together["strong"][0]["hosts"] = 1
+    found = joined(measurement(1, 1, 1.0, host=cpu), together, None, None)
+    assert found["simulated"]
+    assert caution(found).startswith("Simulated devices and processes share the 2 cores of one")
+
+
+def test_a_prediction_waits_for_three_numbers_of_devices():
+    found = measurement(1, 1, 1.0)
+    for processes, each in ((2, 1), (4, 1)):
+        assert found["prediction"] is None
+        found = joined(found, measurement(processes, each, 1 / processes), None, 8)
+    assert found["prediction"]["step_s"] == pytest.approx(1 / 8)
+    again = joined(found, measurement(1, 4, 0.3), None, 8)
+    assert again["prediction"] is None  # two step times for four devices
+
+
+def test_weak_scaling_of_a_later_job_has_the_rows_of_the_first():
+    """Lie: as many rows as the batch has, in every job that measures one layout."""
+    assert _rows("weak", 12, 4, 4, ScalingOptions()) == 12
+    assert _rows("weak", 12, 4, 4, ScalingOptions(rows_per_device=12)) == 48
+    assert _rows("strong", 12, 4, 4, ScalingOptions(rows_per_device=12)) == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--layouts", "1x1,2"], "--layouts 1x1,2: '2' is no layout"),
+        (["--layouts", "1x4", "--towers", "2"], "the layout 1 x 4 has 4 devices"),
+        (["--layouts", "1x2,2x1,1x1,4x1", "--predict", "8"], "have equally many"),
+        (["--layouts", "1x1,2x1", "--predict", "8"], "at least 3 different numbers of devices"),
+        (["--layouts", "1x1", "--devices", "1"], "leave --devices out"),
+        (["--devices", "1", "--add", "--force"], "leave --force out"),
+        (["--distributed", "--simulate", "1,2"], "several processes make one run in one layout"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_made(flags, said, tmp_path, capsys):
+    directory = tmp_path / "new"
+    assert main(["scale", FILE, *flags, "--run-dir", str(directory)]) == 2
+    assert said in capsys.readouterr().err
+    assert not directory.exists()
+
+
+def test_what_cannot_be_added_to_is_refused(tmp_path, capsys):
+    words = ["scale", FILE, "--devices", "1", "--add"]
+    assert main(words) == 2
+    assert "--run-dir DIR, which must be named" in capsys.readouterr().err
+    (tmp_path / "scale.json").write_text("{}")
+    assert main([*words, "--run-dir", str(tmp_path)]) == 2
+    assert "holds no measurement that another one can be added to" in capsys.readouterr().err
+    before = measurement(1, 1, 1.0)
+    (tmp_path / "scale.json").write_text(json.dumps(copy.deepcopy(before)))
+    flags = ["--steps", "1", "--rounds", "1", "--batch-size", "24", "--strong"]
+    assert main([*words, *flags, "--run-dir", str(tmp_path)]) == 2
+    assert "have batch_size 12, and this one has 24" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_layout_of_processes_is_added(tmp_path):
+    """Lies: memory and towers of process 0 alone; simulated processes that show a speed-up."""
+    program = "import sys; from multitower.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = ["scale", FILE, "--towers", "2", "--batch-size", "12", "--steps", "1", "--rounds", "2"]
+    for where in (["--simulate", "1"], ["--layouts", "2x1"]):
+        # In a fresh process: this one may compile otherwise (conftest.py).
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words, *where, "--run-dir", str(tmp_path), "--add"],
+            env=clean_environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert found["layouts"] == ["1 x 1", "2 x 1"]
+    assert found["losses"]["same"] is True
+    assert found["losses"]["rule"] == "the same bits"
+    assert found["simulated"] is True
+    assert "--layouts 2x1" in found["command"]
+    two = found["strong"][1]
+    assert (two["processes"], two["hosts"], two["recompilations"]) == (2, 1, 0)
+    assert len(two["memory"]["per_device_bytes"]) == 2
+    assert all(value >= 0 for value in two["split"].values())
+    assert two["split"]["tower_programs_s"] > 0
+    for shown in (done.stdout, (tmp_path / "scale.html").read_text()):
+        assert "so they cannot show a speed-up" in shown
+        assert re.search(r"2 x 1", shown)
