@@ -284,6 +284,13 @@ def test_flags_of_plan_arrive(monkeypatch, capsys):
     assert "the table" in capsys.readouterr().out
     expected = RunOptions(devices=8, towers=64, global_batch=24)
     assert asked == [("circle", expected, {"machines": 4, "memory": "24GiB"})]
+    for flags, wanted in (
+        ("--sync-every 16", {"sync_every": 16}),
+        ("--asynchronous --max-staleness 3", {"asynchronous": True, "max_staleness": 3}),
+    ):
+        assert main(["plan", CIRCLE, *flags.split()]) == 1
+        assert asked[-1][1] == RunOptions(**wanted)
+    capsys.readouterr()
     assert main(["plan", CIRCLE, "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"advice": "none"}
 

@@ -20,8 +20,15 @@ from multitower.planning.memory import Spread
 from multitower.planning.programs import Programs
 from multitower.planning.shapes import planned
 from multitower.steps.blocks import update as sharded_update
+from multitower.steps.local import meeting
+from multitower.steps.local import runner as local_runner
+from multitower.steps.rotation import runner as rotation_runner
+from multitower.steps.rotation import sums as rotation_sums
 from multitower.steps.staged import runner
 from multitower.towers.rows import take_apart
+
+# Where local and asynchronous updates compile their programs.
+APART = (local_runner, meeting, rotation_runner, rotation_sums)
 
 TOLERANCE = 0.05
 # Blocks from devices that send several parts (here: three devices): the memory of that exchange
@@ -89,7 +96,7 @@ def most(monkeypatch):
 
         return run
 
-    for module in (same_bits, totals, sharded_update, equal_programs, runner):
+    for module in (same_bits, totals, sharded_update, equal_programs, runner, *APART):
         monkeypatch.setattr(module, "compile_for_each", compile_for_each)
     monkeypatch.setattr(reduction, "_over_devices", over_devices)
     return found
@@ -110,6 +117,20 @@ def measured(program, options, most):
     parts = take_apart(batch, 0, name="batch")
     compiled = run.program.lower(state.fields(), *run._feeder.feed(parts)).compile()
     return max(needed_bytes(compiled, device) for device in step.placement.devices)
+
+
+def measured_apart(program, options, most):
+    """The most bytes that a device needs once all versions of the parameters are different."""
+    loss, params, batch, optimizer, more = program
+    step = mt.train_step(loss, optimizer, **options, **more)
+    state = step.init(params)
+    for _ in range(options["towers"] if "updates" in options else options["sync_every"]):
+        state, _ = step(state, batch)
+    most.clear()
+    gc.collect()
+    for _ in range(options["towers"] if "updates" in options else options["sync_every"]):
+        state, _ = step(state, batch)
+    return max(most.values())
 
 
 def mlp(width, depth, rows, dtype=np.float32):
@@ -197,3 +218,49 @@ def test_all_layouts_are_what_is_measured(name, num_devices, most):
         off[str(layout.options)] = layout.total_bytes / found - 1
     tolerances = {str(layout.options): tolerance_of(layout) for layout in tried}
     assert {name: share for name, share in off.items() if abs(share) > tolerances[name]} == {}
+
+
+APART_OPTIONS = {
+    "local": {"sync_every": 2},
+    "local, averaged states": {"sync_every": 2, "local_state": "average"},
+    "asynchronous": {"updates": "asynchronous"},
+    "asynchronous, two groups": {"updates": "asynchronous", "max_staleness": 1},
+}
+
+
+def off_apart(program, num_devices, options, most, towers=None):
+    """How far plans are from what is measured, for every number of towers."""
+    losses, params, batch, optimizer, more = program
+    where = {"devices": num_devices, "towers": towers}
+    plan = mt.plan(losses, optimizer, params, batch, **where, **options, **more)
+    off = {}
+    for layout in plan.layouts:
+        found = measured_apart(program, {**options, **layout.options}, most)
+        off[str(layout.options)] = layout.total_bytes / found - 1
+    assert off
+    return off
+
+
+@pytest.mark.parametrize("name", ["local", "asynchronous"])
+def test_towers_apart_are_what_is_measured(name, most):
+    """Lie: one optimizer state for all towers, or one version of the parameters."""
+    losses, params, batch = mlp(64, 1, 16)
+    program = (losses, params, batch, optax.sgd(1e-2, momentum=0.9), {})
+    off = off_apart(program, 2, APART_OPTIONS[name], most, towers=4)
+    assert {which: share for which, share in off.items() if abs(share) > TOLERANCE} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "num_devices", "name"),
+    [
+        ("small leaves, adam", 2, "local"),
+        ("small leaves, adam", 2, "asynchronous"),
+        ("bfloat16, adamw, average", 3, "local, averaged states"),
+        ("bfloat16, adamw, average", 3, "asynchronous, two groups"),
+        ("sizes that do not divide", 4, "local"),
+    ],
+)
+def test_all_layouts_of_towers_apart_are_what_is_measured(program, num_devices, name, most):
+    off = off_apart(PROGRAMS[program], num_devices, APART_OPTIONS[name], most)
+    assert {which: share for which, share in off.items() if abs(share) > TOLERANCE} == {}

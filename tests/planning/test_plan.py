@@ -239,3 +239,76 @@ def test_a_ratio_and_towers_that_meet():
     notes = []
     assert list(tower_layouts(meet, Programs(meet), Room(2, 1, 4), notes)) == []
     assert "exchange values" in notes[0]
+
+
+def apart(**options):
+    """A plan of towers apart on two devices, of a model that is worked out by hand."""
+    width = 1000
+    params = {"in": shape(width, width), "out": shape(width, 1)}
+    batch = shape(16, width)
+    return mt.plan(losses, optax.adam(1e-3), params, batch, **{"devices": 2, **options})
+
+
+def test_local_updates_by_hand():
+    """Lie: one inner optimizer state a device, or a meeting's bytes in every step."""
+    size = 4 * (1000**2 + 1000)
+    plan = apart(towers=4, sync_every=8)
+    (found,) = plan.layouts
+    assert found.options == {"devices": 2, "towers": 4, "sync_every": 8}
+    assert found.memory["parameters"] == size + 2 * size  # of the last meeting, and two towers'
+    assert found.memory["optimizer_state"] == size + 2 * (2 * size + 4)  # one momentum outside
+    # A ring sends every byte once on two devices; besides a few bytes of metrics.
+    assert size / 8 < found.sent_bytes < size / 8 + 100
+    (many,) = plan.on(machines=4).layouts
+    assert (many.devices, many.memory) == (8, {**found.memory, "update": many.memory["update"]})
+    assert "shard_params" not in str(plan)
+
+
+def test_asynchronous_updates_by_hand():
+    """Lie: the versions of all groups on the first device, or those of none."""
+    size = 4 * (1000**2 + 1000)
+    plan = apart(updates="asynchronous", max_staleness=1)
+    counts = [one.options["towers"] for one in plan.layouts]
+    assert counts == [2, 4, 8, 16]
+    for found in plan.layouts:
+        # That of the first group, and the newest, which the other group has made.
+        assert found.memory["parameters"] == 2 * size
+        assert found.memory["optimizer_state"] == 2 * size + 4
+        # The gradient there and the parameters back.
+        assert 2 * size < found.sent_bytes < 2 * size + 100
+    alone = apart(updates="asynchronous", towers=4, devices=1).layouts[0]
+    assert (alone.memory["parameters"], alone.sent_bytes) == (4 * size, 0)
+    many = apart(updates="asynchronous", towers=16).layouts[0]
+    assert many.memory["parameters"] == (8 + 1) * size
+    assert "updates='asynchronous'" in str(plan)
+
+
+def test_what_towers_apart_cannot_be_planned_for():
+    for options, said in (
+        ({"updates": "asynchronous", "machines": 2}, "the devices of one machine"),
+        ({"updates": "asynchronous", "sync_every": 2}, "exclude each other"),
+        ({"updates": "asynchronous", "towers": 4, "max_staleness": 2}, "do not divide"),
+        ({"max_staleness": 2}, "say updates='asynchronous'"),
+        ({"sync_every": 0}, "whole number"),
+        ({"outer_optimizer": optax.sgd(1.0)}, "sync_every= is missing"),
+        ({"clip_norm": 0}, "clip_norm=0"),
+        ({"reduction": "median"}, "reduction="),
+    ):
+        with pytest.raises(mt.ArgumentError, match=said):
+            apart(**options)
+    meet = lambda w, x: (mt.all_rows(x @ w).sum() - x @ w) ** 2
+    for options in ({"sync_every": 2}, {"updates": "asynchronous"}):
+        with pytest.raises(mt.ArgumentError, match="exchanges values between towers"):
+            mt.plan(meet, optax.sgd(0.1), shape(5), shape(8, 5), devices=2, towers=2, **options)
+
+
+def test_mixed_precision_is_planned_for():
+    """Lie: a program in float32. (CPUs cast to it again, so that there activations are more.)"""
+    deep = lambda params, x: jnp.tanh(jnp.tanh(x @ params) @ params).astype(jnp.float32).sum(1)
+    given = (deep, optax.sgd(0.1), shape(64, 64), shape(4096, 64))
+    found = [
+        mt.plan(*given, devices=1, towers=1, compute_dtype=dtype, clip_norm=1.0).layouts[0].memory
+        for dtype in (None, jnp.bfloat16)
+    ]
+    assert found[1]["activations"] != found[0]["activations"]
+    assert found[1]["parameters"] == found[0]["parameters"]

@@ -473,6 +473,12 @@ def test_a_loss_that_falls_far_is_drawn_as_ratios_and_a_zero_is_not():
     assert for_metric("examples_per_s", 900, 1000).low == 0
 
 
+@pytest.mark.parametrize(("high", "labels"), [(0, "0 1"), (1, "0 1"), (3, "0 1 2 3")])
+def test_staleness_is_a_whole_number_of_updates(high, labels):
+    """Lie: marks at 0.2 updates, or an axis that begins at the staleness of a resumed run."""
+    assert [label for _, label in for_metric("staleness", high, high).ticks] == labels.split()
+
+
 @pytest.mark.parametrize("last", [0, 1, 2, 7, 12, 200, 23_450, 10_000_000])
 def test_steps_are_whole_numbers(last):
     labels = [label for _, label in for_steps(last).ticks]

@@ -414,7 +414,7 @@ def test_a_run_stops_where_a_meeting_is_not_finite(tmp_path):
         ({"shard_update": True}, "sync_every= and shard_update= exclude each other"),
         ({"shard_params": True, "towers": None}, "sync_every= and shard_params="),
         ({"stages": 2}, "sync_every= and stages="),
-        ({"steps_per_call": 2, "towers": None}, "sync_every= and steps_per_call="),
+        ({"steps_per_call": 2}, "steps_per_call= and towers= exclude each other"),
     ],
 )
 def test_options_that_exclude_each_other(options, said):

@@ -15,6 +15,7 @@ from multitower.errors import MultitowerWarning
 from multitower.training.progress import Progress
 
 _LINE_EVERY = 100
+_FORMATS = {"staleness": ".0f"}  # a number of updates; other metrics have four digits
 
 
 # Of several processes only the first one says what is the same in all.
@@ -115,7 +116,7 @@ def _line(now: Progress) -> str:
 
 def _numbers(now: Progress) -> str:
     names = sorted(now.metrics, key=lambda name: (name != "loss", name))
-    words = [f"{name} {now.metrics[name]:.4f}" for name in names]
+    words = [f"{name} {now.metrics[name]:{_FORMATS.get(name, '.4f')}}" for name in names]
     if now.examples_per_s is not None:
         words.append(f"{now.examples_per_s:,.0f} examples/s")
     return "  ".join(words)

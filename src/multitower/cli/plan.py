@@ -3,6 +3,8 @@
 import json
 from typing import Annotated
 
+import tyro
+
 from multitower.cli.console import say
 from multitower.cli.flags import (
     AsJson,
@@ -13,6 +15,7 @@ from multitower.cli.flags import (
     Synthetic,
     WholeNumber,
     flag,
+    switch,
 )
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
@@ -36,6 +39,17 @@ def plan(
     memory: Annotated[
         str | None, flag("SIZE", "Memory of one device, such as 24GiB.", "show all layouts")
     ] = None,
+    sync_every: Annotated[
+        WholeNumber,
+        flag("H", "Plan for local updates, with a meeting of towers every H steps.", "synchronous"),
+    ] = None,
+    asynchronous: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, switch("Plan for asynchronous updates.")
+    ] = False,
+    max_staleness: Annotated[
+        WholeNumber,
+        flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
+    ] = None,
     batch_size: BatchSize = None,
     data: Data = None,
     synthetic: Synthetic = False,
@@ -48,7 +62,14 @@ def plan(
     """
     chosen = find_recipe(recipe, collect_settings(set_options, data, synthetic))
     start_devices(None, None, None)
-    options = RunOptions(devices=devices, towers=towers, global_batch=batch_size)
+    options = RunOptions(
+        devices=devices,
+        towers=towers,
+        global_batch=batch_size,
+        sync_every=sync_every,
+        asynchronous=asynchronous,
+        max_staleness=max_staleness,
+    )
     found = plan_recipe(chosen, options, machines=machines, memory=memory)
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))

@@ -58,7 +58,7 @@ def run(
 
         some = rows if slots == 1 else [leaf[:tower_rows] for leaf in rows]
         whole = shared if not axes else _whole_shapes(shared, axes)
-        traced = _without_mesh(job.tower, (whole, some, tower(first)), num_towers)
+        traced = trace_in_mesh(job.tower, (whole, some, tower(first)), num_towers)
         refuse_filled(traced.meets, num_given, tower_rows, placement)
         rounds = traced.rounds(final=slots == 1)
         if axes:
@@ -147,7 +147,7 @@ def run_on_shards(
     def on_device(values: Any, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any, Any]:
         index = lax.axis_index(AXIS)
         here = Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
-        traced = _without_mesh(tower, (values, rows, here), num_towers)
+        traced = trace_in_mesh(tower, (values, rows, here), num_towers)
         result = traced(values, rows, here)
         return *_over_towers(result, tower_rows, num_rows), result.blocks
 
@@ -162,13 +162,13 @@ def run_on_shards(
 
 def _over_towers(result: TowerResult, tower_rows: int, num_rows: jax.Array) -> tuple[Any, Any]:
     """Means and sums over towers."""
-    means, sums = _totals((result.means, result.sums))
+    means, sums = sum_over_devices((result.means, result.sums))
     # A product with a number is fused into whatever uses it; a division would be stored first.
     scale = tower_rows / num_rows.astype(float)
     return jax.tree.map(lambda x: (x * scale).astype(x.dtype), means), sums
 
 
-def _without_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
+def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
     """A function that knows of the axis of towers, and of nothing else of the mesh.
 
     Inside `shard_map` the type of a traced value names the mesh, and that of a constant does not.
@@ -179,7 +179,7 @@ def _without_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
         return trace(fn, args, num_towers)
 
 
-def _totals(tree: Any) -> Any:
+def sum_over_devices(tree: Any) -> Any:
     """The sums over devices. Small leaves travel together: not all compilers join exchanges."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))  # Python numbers too
     small = {i: leaf for i, leaf in enumerate(leaves) if leaf.size <= SMALL}

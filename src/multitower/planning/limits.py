@@ -9,6 +9,7 @@ from multitower.planning.layouts import PlannedLayout
 from multitower.planning.memory import is_split
 from multitower.planning.shapes import Planned
 from multitower.planning.sizes import in_words
+from multitower.steps.rotation.options import RotationOptions
 
 _MOST = 1 << 20  # devices; nobody has more
 
@@ -22,7 +23,12 @@ def limits_of(
         given: what is planned.
         largest_buffer: bytes of the largest buffer that is added up over towers.
         layouts: on these devices.
+
+    Returns:
+        A sentence; nothing for asynchronous updates, of which no device waits for all others.
     """
+    if isinstance(given.apart, RotationOptions):
+        return ()
     found = [(given.batch.num_rows, "rows, of which a device needs at least one")]
     if largest_buffer > SMALL_BYTES:
         found.append(
@@ -33,7 +39,7 @@ def limits_of(
                 "number of messages decides how long an exchange takes",
             )
         )
-    if (most := _splits_up_to(given)) > 1:
+    if given.apart is None and (most := _splits_up_to(given)) > 1:
         found.append((most, "shard_params: no dimension of a large parameter is divided by more"))
     stages = max((one.options.get("stages", 0) for one in layouts), default=0)
     if stages:  # a share of 1/S, sent to D/S - 1 replicas, is more than twice the whole

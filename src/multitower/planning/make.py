@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from multitower.errors import ArgumentError
+from multitower.functions.objective import check_reduction
 from multitower.hardware.devices import devices as find_devices
+from multitower.planning.apart import local_layouts, rotation_layouts
 from multitower.planning.layouts import PlannedLayout, Room, fast_layouts, tower_layouts
 from multitower.planning.limits import limits_of
 from multitower.planning.programs import Programs
@@ -15,41 +18,51 @@ from multitower.planning.shapes import Planned, planned
 from multitower.planning.sizes import memory_in_bytes
 from multitower.planning.staged import staged_layouts
 from multitower.steps.arguments import check_numbers
+from multitower.steps.local.options import LocalOptions, check_local
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
+from multitower.steps.precision import check_compute_dtype
+from multitower.steps.rotation.options import RotationOptions, check_rotation
 from multitower.towers.placement import check_towers
 
 _LONG_S = 10
 
 
 def make_plan(
-    step: tuple[Any, Any, Any],
-    given: tuple[Any, Any],
-    extras: Mapping[str, Any],
+    step: tuple[Any, Any],
+    given: tuple[Any, Any, Any, Any],
     where: tuple[Any, Any, Any],
     memory: Any,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The attributes of a `Plan`.
 
     Args:
-        step: the loss function, the optimizer, the decay of the average.
-        given: parameters and batch.
-        extras: model state and key.
+        step: the loss function and the optimizer.
+        given: parameters, batch, model state and key.
         where: devices of a machine, machines, towers.
         memory: of a device.
+        options: the others of `plan`, by name, as for `train_step`.
 
     Raises:
         MultitowerError: what `plan` raises.
     """
-    loss_fn, optimizer, ema_decay = step
+    loss_fn, optimizer = step
     devices, machines, towers = where
     room = Room(len(find_devices()) if devices is None else devices, machines, towers)
     _check(room)
-    check_numbers(ema_decay, None, None)
+    check_numbers(options["ema_decay"], None, options["clip_norm"])
+    check_reduction(options["reduction"])
     memory_bytes = None if memory is None else memory_in_bytes(memory)
-    loss = LossFunction.of(loss_fn)
-    parts = StepParts(loss, optimizer, ema_decay, "mean", False, False, None, "mean")
-    shapes = planned(parts, *given, model_state=extras["model_state"], rng=extras["rng"])
+    apart = _apart(options, towers)
+    dtype = check_compute_dtype(options["compute_dtype"])
+    loss = replace(LossFunction.of(loss_fn), compute_dtype=dtype)
+    with_average = (loss, optimizer, options["ema_decay"])
+    last = (options["clip_norm"], options["reduction"])
+    parts = StepParts(*with_average, "mean", False, False, *last)
+    params, batch, model_state, rng = given
+    shapes = planned(parts, params, batch, model_state=model_state, rng=rng)
+    shapes = shapes._replace(apart=apart)
     return _attributes(shapes, Programs(shapes), room, memory_bytes)
 
 
@@ -79,11 +92,18 @@ def _attributes(
 ) -> dict[str, Any]:
     notes: list[str] = []
     begin = time.perf_counter()
-    layouts = [
-        *_compiled(fast_layouts(given, programs, room), "without towers=", notes),
-        *_compiled(tower_layouts(given, programs, room, notes), "with towers=", notes),
-        *_compiled(staged_layouts(given, programs, room, notes), "with stages=", notes),
-    ]
+    if isinstance(given.apart, LocalOptions):
+        kinds = [(local_layouts(given, programs, room), "with sync_every=")]
+    elif given.apart is not None:
+        found = rotation_layouts(given, programs, room, notes)
+        kinds = [(found, "with updates='asynchronous'")]
+    else:
+        kinds = [
+            (fast_layouts(given, programs, room), "without towers="),
+            (tower_layouts(given, programs, room, notes), "with towers="),
+            (staged_layouts(given, programs, room, notes), "with stages="),
+        ]
+    layouts = [layout for made, which in kinds for layout in _compiled(made, which, notes)]
     if not layouts:
         raise ArgumentError(f"the compiler fails for every layout, so there is no plan. {notes[0]}")
     if (took_s := time.perf_counter() - begin) > _LONG_S:
@@ -110,6 +130,16 @@ def _compiled(
     except jax.errors.JaxRuntimeError as error:
         why = str(error).splitlines()[0][:200]
         notes.append(f"Layouts {which} are left out from here on: the compiler fails ({why}).")
+
+
+def _apart(options: Mapping[str, Any], towers: int | None) -> LocalOptions | RotationOptions | None:
+    """Local or asynchronous updates, if a user says so."""
+    local = check_local(
+        options["sync_every"], options["outer_optimizer"], options["local_state"], {}
+    )
+    given = {name: options[name] for name in ("max_staleness", "rotation")}
+    given["stale_scale"] = None  # it takes no memory
+    return check_rotation(options["updates"], given, towers, {"sync_every": local}) or local
 
 
 def _check(room: Room) -> None:

@@ -119,7 +119,7 @@ def with_towers(
     sums = sum(buffers)
     exchange = 0
     if spread.num_devices > 1:
-        exchange = spread.num_parts * sums + _exchange_bytes(buffers, spread)
+        exchange = spread.num_parts * sums + exchange_bytes(buffers, spread)
     return Memory(
         *state,
         rows * spread.slots,
@@ -218,7 +218,7 @@ def block_rows(fields: Fields, num_towers: int) -> list[int]:
     return [rows[buffer] for buffer in sorted(rows)]
 
 
-def _exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
+def exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
     """What the program that adds up over devices needs beside the parts."""
     large = [size for size in buffers if size > reduction.SMALL_BYTES]
     small = sum(buffers) - sum(large)

@@ -1,10 +1,13 @@
 """plan: what every layout of a training step takes, before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from multitower.functions.objective import Reduction
+from multitower.steps.local.options import LocalState
 from multitower.steps.parts import EmaDecay
+from multitower.steps.rotation.options import Updates
 
 if TYPE_CHECKING:
     import optax
@@ -25,6 +28,15 @@ def plan(
     model_state: Any = None,
     rng: Any = None,
     ema_decay: EmaDecay | None = None,
+    clip_norm: float | None = None,
+    compute_dtype: Any = None,
+    reduction: Reduction = "mean",
+    sync_every: int | None = None,
+    outer_optimizer: "optax.GradientTransformation | None" = None,
+    local_state: LocalState = "keep",
+    updates: Updates = "synchronous",
+    max_staleness: int | None = None,
+    rotation: Sequence[int] | None = None,
 ) -> "Plan":
     """Says what a training step takes in every layout: bytes per device, and bytes sent.
 
@@ -37,7 +49,8 @@ def plan(
     devices: it is within 5 % without options, with `towers=`, with `shard_update=True` beside it,
     and with `stages=`. (With `shard_update=True` on three devices, whose towers form no whole
     subtrees, it is up to 6 % too low.) `shard_update=True` and `shard_params=True` without
-    `towers=` are estimates.
+    `towers=` are estimates. Local and asynchronous updates are compared in the same way, within
+    5 %.
 
     Args:
         loss_fn: as for `train_step`.
@@ -53,13 +66,26 @@ def plan(
         model_state: as for `TrainStep.init`, or its shapes.
         rng: likewise.
         ema_decay: as for `train_step`.
+        clip_norm: likewise.
+        compute_dtype: likewise.
+        reduction: likewise.
+        sync_every: likewise: plan for local updates alone. The bytes sent in a step are those of a
+            meeting divided by this number, and the sums for the metrics.
+        outer_optimizer: as for `train_step`.
+        local_state: likewise.
+        updates: likewise: `"asynchronous"` to plan for asynchronous updates alone. The bytes sent
+            are those of an update: a gradient to the first device, and the parameters back. The
+            memory is that of the first device, which has the optimizer state.
+        max_staleness: as for `train_step`.
+        rotation: likewise.
 
     Returns:
         A `Plan`. It prints as a table.
 
     Raises:
         ArgumentError: `memory` is no amount, `devices` or `machines` no number; the compiler fails
-            for every layout; or an argument that `train_step` or `TrainStep.init` refuses.
+            for every layout; asynchronous updates on several machines; or an argument that
+            `train_step` or `TrainStep.init` refuses.
         DeviceError: `towers` is no whole number above 0.
         BatchError: the batch has no rows, or different numbers of them.
         GradientError: a parameter that is no float.
@@ -87,10 +113,21 @@ def plan(
     """
     from multitower.planning.make import make_plan  # noqa: PLC0415 (at the first call: importing stays quick)
 
-    step = (loss_fn, optimizer, ema_decay)
-    extras = {"model_state": model_state, "rng": rng}
     where = (devices, machines, towers)
-    return Plan(**make_plan(step, (params, batch), extras, where, memory))
+    options = {
+        "ema_decay": ema_decay,
+        "clip_norm": clip_norm,
+        "compute_dtype": compute_dtype,
+        "reduction": reduction,
+        "sync_every": sync_every,
+        "outer_optimizer": outer_optimizer,
+        "local_state": local_state,
+        "updates": updates,
+        "max_staleness": max_staleness,
+        "rotation": rotation,
+    }
+    given = (params, batch, model_state, rng)
+    return Plan(**make_plan((loss_fn, optimizer), given, where, memory, options))
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from multitower.engines.executable import compile_for_each
 from multitower.engines.job import Shared
-from multitower.engines.packing import SMALL, pack, unpack
+from multitower.engines.packing import SMALL, Packed, pack, unpack
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
 from multitower.engines.tracing import trace
 from multitower.hardware.devices import devices as find_devices
@@ -52,6 +52,7 @@ class Programs:
         self._towers: dict[int, TowerProgram] = {}
         self._fast: dict[tuple[int, bool], int] = {}
         self.stages: dict[tuple[int, int], Any] = {}  # by rows of a tower and number of stages
+        self.apart: dict[Any, Any] = {}  # those of local and asynchronous updates
 
     def tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
         """The program of a tower with so many rows; it does not depend on how many there are."""
@@ -60,15 +61,22 @@ class Programs:
         return self._towers[tower_rows]
 
     @functools.cached_property
+    def sums(self) -> Packed:
+        """Shapes of what a tower returns to be added up."""
+        step, _, batch, _ = self._given
+        run = tower_function(make_job(step, batch.split, 1, 1))
+        arguments = self._arguments(1)
+        sums, _ = jax.eval_shape(trace(run, arguments, 1), *arguments)
+        return sums.packed
+
+    @functools.cached_property
     def update(self) -> int:
         """Bytes that the update needs beside the state and the sums."""
-        step, fields, batch = self._given
+        step, fields, batch, _ = self._given
         job = make_job(step, batch.split, 1, 1)
-        arguments = self._arguments(1)
-        sums, _ = jax.eval_shape(trace(tower_function(job), arguments, 1), *arguments)
-        given = (fields, sums.packed, scale_shape())
+        given = (fields, self.sums, scale_shape())
         (compiled,) = compile_for_each(finish_function(job), given, self.local[:1], donate=(0,))
-        return _working(compiled)
+        return working_bytes(compiled)
 
     def fast(self, tower_rows: int, *, several: bool) -> int:
         """Bytes that a step without `towers=` needs beside the state and the rows.
@@ -89,18 +97,18 @@ class Programs:
     @functools.cached_property
     def weights(self) -> list[Any]:
         """Shapes of the weights that a loss must know first, if it is a ratio."""
-        step, fields, batch = self._given
+        step, fields, batch, _ = self._given
         job = make_weights_job(step, batch.split, 1)
-        given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), _tower())
+        given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), tower_shapes())
         return list(trace(job.tower, given, 1).shapes.sums)
 
     def _arguments(self, tower_rows: int) -> tuple[Shared, list[Any], Tower]:
-        _, fields, batch = self._given
+        _, fields, batch, _ = self._given
         shared = Shared(fields, [*batch.shared, *self.weights])
-        return shared, row_shapes(batch, tower_rows), _tower()
+        return shared, row_shapes(batch, tower_rows), tower_shapes()
 
     def _compile_tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
-        step, _, batch = self._given
+        step, _, batch, _ = self._given
         job = make_job(step, batch.split, tower_rows, num_towers)
         arguments = self._arguments(tower_rows)
         traced = trace(tower_function(job), arguments, num_towers)
@@ -119,7 +127,7 @@ class Programs:
 
     def _compile_fast(self, tower_rows: int, several: bool) -> int:
         """On two devices, if it is for several: what is sent then takes memory too."""
-        step, fields, batch = self._given
+        step, fields, batch, _ = self._given
         devices = self.local[: 2 if several else 1]
         placement = contiguous(devices, len(devices))
         has_weights = bool(self.weights)
@@ -136,7 +144,7 @@ class Programs:
         lowered = runner.program.lower(
             *whole, on(placement.split, rows), on(placement.shared, count)
         )
-        return _working(lowered.compile())
+        return working_bytes(lowered.compile())
 
 
 def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -146,7 +154,8 @@ def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:
     return (*large, *map(num_bytes, small.buffers))
 
 
-def _tower() -> Tower:
+def tower_shapes() -> Tower:
+    """What a tower's program knows of itself."""
     return Tower(*[jax.ShapeDtypeStruct((), np.int32)] * 3)
 
 
@@ -155,7 +164,7 @@ def memory_of(compiled: Any) -> Any:
     return compiled.memory_analysis()
 
 
-def _working(compiled: Any) -> int:
+def working_bytes(compiled: Any) -> int:
     """Bytes beside the arguments: temporary ones, and results that take no argument's memory."""
     found = memory_of(compiled)
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

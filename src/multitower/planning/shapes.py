@@ -12,8 +12,10 @@ from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import wide
 from multitower.models.equinox import is_equinox
 from multitower.models.modules import is_model, take_model
+from multitower.steps.local.options import LocalOptions
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
+from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.fields import Fields
 from multitower.towers.rows import Parts, device_dtype, is_key, take_apart
 
@@ -25,11 +27,13 @@ class Planned(NamedTuple):
         step: the step, which knows its module, if the parameters are one.
         fields: the state, as shapes.
         batch: the batch, taken apart, as shapes.
+        apart: local or asynchronous updates; None for towers that meet in every step.
     """
 
     step: StepParts
     fields: Fields
     batch: Parts
+    apart: LocalOptions | RotationOptions | None = None
 
     def with_rows(self, num_rows: int) -> "Planned":
         """The same with another number of rows in the batch."""

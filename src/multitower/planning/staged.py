@@ -92,7 +92,7 @@ def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) ->
     Raises:
         ArgumentError: the loss cannot be cut like this, or the optimizer lets parameters meet.
     """
-    step, fields, batch = given
+    step, fields, batch, _ = given
     rows = row_shapes(batch, -(-batch.num_rows // towers))
     job = StagedJob(
         step,

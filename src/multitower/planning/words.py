@@ -42,7 +42,7 @@ def table(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> list[st
 def call(options: dict[str, Any]) -> str:
     """Options as they are written in a call; without the devices."""
     given = {name: value for name, value in options.items() if name != "devices"}
-    return ", ".join(f"{name}={value}" for name, value in given.items()) or "(no option)"
+    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "(no option)"
 
 
 def advise(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> str:

@@ -7,7 +7,7 @@ from multitower.planning.plan import Plan
 from multitower.planning.plan import plan as plan_step
 from multitower.recipes.definition import Recipe, takes
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob
+from multitower.runs.setup import RecipeJob, clip_norm_of
 
 
 def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | None) -> Plan:
@@ -40,4 +40,9 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
         model_state=None if recipe.model_state is None else recipe.model_state(),
         rng=rng if takes(recipe.loss, "rng") else None,
         ema_decay=recipe.ema_decay,
+        clip_norm=clip_norm_of(recipe, options),
+        compute_dtype=options.compute_dtype,
+        sync_every=options.sync_every,
+        updates="asynchronous" if options.asynchronous else "synchronous",
+        max_staleness=options.max_staleness,
     )

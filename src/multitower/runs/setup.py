@@ -58,7 +58,7 @@ class RecipeJob:
             layout=options.layout_pair(),
             steps_per_call=options.steps_per_call,
             sync_every=options.sync_every,
-            clip_norm=_clip_norm(recipe, options),
+            clip_norm=clip_norm_of(recipe, options),
             compute_dtype=options.compute_dtype,
             updates="asynchronous" if options.asynchronous else "synchronous",
             max_staleness=options.max_staleness,
@@ -157,7 +157,7 @@ class RecipeJob:
             "versions": provenance.versions(),
             "host": provenance.host(placement.devices[0]),
         }
-        clip_norm = _clip_norm(self.recipe, self.options)
+        clip_norm = clip_norm_of(self.recipe, self.options)
         if clip_norm is not None:
             facts["clip_norm"] = clip_norm
         layout = self.trainer.step.layout
@@ -175,5 +175,6 @@ def _steps_per_epoch(data: DataSets, global_batch: int) -> float:
     return take_apart(data.train, 0, name="data").num_rows / global_batch
 
 
-def _clip_norm(recipe: Recipe, options: RunOptions) -> float | None:
+def clip_norm_of(recipe: Recipe, options: RunOptions) -> float | None:
+    """The norm that a run clips gradients to: that of its options, or else the recipe's."""
     return recipe.clip_norm if options.clip_norm is None else options.clip_norm

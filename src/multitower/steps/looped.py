@@ -168,48 +168,32 @@ def _check_count(count: int, most: int) -> None:
         )
 
 
-class LoopRunner:
-    """Several fast steps in one program; compiled once for any number of them up to `most`."""
+class StackFeeder:
+    """Copies the batches of a call to the devices, for one program over all of them."""
 
     def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        placement: Placement,
-        options: LoopOptions,
-        *,
-        has_weights: bool,
-        must_be_full: bool,
+        self, placement: Placement, tower_rows: int, most: int, *, must_be_full: bool
     ) -> None:
-        self._must_be_full = must_be_full
-        self._most = options.most
-        self._size = tower_rows * placement.num_towers
         self._placement = placement
-        self._rows = rows_of_steps(placement)
-        one = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
+        self.tower_rows = tower_rows
+        self._size = tower_rows * placement.num_towers
+        self._most = most
+        self._must_be_full = must_be_full
+        self._numbers: dict[int, jax.Array] = {}
 
-        def run(fields: Fields, rest: Any, rows: Any, num_rows: jax.Array, count: Any) -> Any:
-            given = (rest, rows, num_rows)
+    def number(self, value: int) -> jax.Array:
+        """A whole number on every device, copied there once."""
+        if value not in self._numbers:
+            self._numbers[value] = copy_to([np.int32(value)], [self._placement.shared])[0]
+        return self._numbers[value]
 
-            def at(number: Any) -> Any:
-                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, False), given)
+    def feed(self, stack: Stack) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        """What all towers get alike, the rows, and how many are real, each for all steps.
 
-            def body(number: Any, carried: Any) -> Any:
-                fields, found = carried
-                fields, metrics = one(fields, *at(number))
-                put = lambda all_of, x: lax.dynamic_update_index_in_dim(all_of, x, number, 0)
-                return fields, jax.tree.map(put, found, metrics)
-
-            _, metrics = jax.eval_shape(one, fields, *jax.eval_shape(at, 0))
-            found = jax.tree.map(lambda x: jnp.zeros((self._most, *x.shape), x.dtype), metrics)
-            return lax.fori_loop(0, count, body, (fields, found))
-
-        self._run = jax.jit(run, donate_argnums=0)
-
-    def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
-        """Makes an update with each batch; the state is overwritten."""
-        counts, num_steps = stack.counts, len(stack.counts)
+        Raises:
+            BatchError: rows that would be filled up, where all must be real ones.
+        """
+        counts = stack.counts
         if self._must_be_full and min(counts) < self._size:
             raise BatchError(
                 f"the batches of the call have {min(counts)} to {max(counts)} rows, and this loss "
@@ -218,17 +202,12 @@ class LoopRunner:
             )
         rest = [self._stacked(leaves) for leaves in stack.shared]
         rows = [self._stacked(self._filled(leaves)) for leaves in stack.rows]
-        given = [*rest, *rows, self._stacked(np.array(counts, np.int32)), np.int32(num_steps)]
+        given = [*rest, *rows, self._stacked(np.array(counts, np.int32))]
         everywhere = self._placement.shared
-        homes = [everywhere] * len(rest) + [self._rows] * len(rows) + [everywhere] * 2
+        split = rows_of_steps(self._placement)
+        homes = [everywhere] * len(rest) + [split] * len(rows) + [everywhere]
         placed = copy_to(given, homes)
-        fields, metrics = self._run(
-            state.fields(), placed[: len(rest)], placed[len(rest) : -2], *placed[-2:]
-        )
-        state.spend()
-        if num_steps < self._most:
-            metrics = {name: value[:num_steps] for name, value in metrics.items()}
-        return TrainState(fields, maker), metrics
+        return placed[: len(rest)], placed[len(rest) : -1], placed[-1]
 
     def _filled(self, leaves: Any) -> Any:
         """The rows of all batches, each filled up to as many."""
@@ -246,3 +225,49 @@ class LoopRunner:
         if num_steps == self._most:
             return leaves
         return leaves[np.minimum(np.arange(self._most), num_steps - 1)]
+
+
+class LoopRunner:
+    """Several fast steps in one program; compiled once for any number of them up to `most`."""
+
+    def __init__(
+        self,
+        step: StepParts,
+        split: Split,
+        tower_rows: int,
+        placement: Placement,
+        feeder: StackFeeder,
+        *,
+        has_weights: bool,
+    ) -> None:
+        self._feeder = feeder
+        one = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
+
+        def run(fields: Fields, rest: Any, rows: Any, num_rows: jax.Array, count: Any) -> Any:
+            given = (rest, rows, num_rows)
+
+            def at(number: Any) -> Any:
+                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, False), given)
+
+            def body(number: Any, carried: Any) -> Any:
+                fields, found = carried
+                fields, metrics = one(fields, *at(number))
+                put = lambda all_of, x: lax.dynamic_update_index_in_dim(all_of, x, number, 0)
+                return fields, jax.tree.map(put, found, metrics)
+
+            _, metrics = jax.eval_shape(one, fields, *jax.eval_shape(at, 0))
+            most = len(num_rows)
+            found = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), metrics)
+            return lax.fori_loop(0, count, body, (fields, found))
+
+        self._run = jax.jit(run, donate_argnums=0)
+
+    def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
+        """Makes an update with each batch; the state is overwritten."""
+        batches = self._feeder.feed(stack)
+        num_steps = len(stack.counts)
+        fields, metrics = self._run(state.fields(), *batches, self._feeder.number(num_steps))
+        state.spend()
+        if num_steps < metrics["loss"].shape[0]:
+            metrics = {name: value[:num_steps] for name, value in metrics.items()}
+        return TrainState(fields, maker), metrics

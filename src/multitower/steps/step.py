@@ -15,7 +15,7 @@ from multitower.models.modules import is_model, take_model
 from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
-from multitower.steps.looped import LoopOptions, take_apart_each
+from multitower.steps.looped import take_apart_each
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
 from multitower.steps.parts import StepParts
 from multitower.steps.rotation.options import RotationOptions
@@ -25,7 +25,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Batches, Runner, Whole
-from multitower.steps.ways import Division, find_way
+from multitower.steps.ways import Division, find_way, most_a_call
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call
@@ -156,8 +156,8 @@ class TrainStep:
                 "state = step.init(params)."
             )
         way, kind = self._find_way(), None
-        if isinstance(self._division, LoopOptions):
-            work = take_apart_each(batch, self._division.most)
+        if (most := most_a_call(self._division)) is not None:
+            work = take_apart_each(batch, most)
             parts = work.largest
         else:
             leaves, treedef = jax.tree.flatten(batch)

@@ -120,7 +120,8 @@ def train_step(
         steps_per_call: without `towers`, make up to this many updates in one call: it takes a list
             of as many batches, or one whose arrays have a first axis for the steps, and its metrics
             have that axis too. It saves the host's time, which decides where steps are short.
-            Results are those of as many calls, up to rounding.
+            Results are those of as many calls, up to rounding. With `sync_every` the steps from one
+            meeting to the next are one program.
         sync_every: local updates (local SGD, DiLoCo). Every tower updates parameters of its own, by
             the mean loss of its own rows, and the towers meet after every step whose number is a
             multiple of this, 1 or more. There the mean of what they moved, weighted by rows, is the
@@ -207,9 +208,11 @@ def train_step(
         "shard_update": shard_update,
         "shard_params": shard_params,
         "stages": stages,
-        "steps_per_call": steps_per_call,
     }
     local = check_local(sync_every, outer_optimizer, local_state, alone)
+    alone["steps_per_call"] = steps_per_call
+    if local is not None and loop is not None:
+        local = local._replace(most=loop.most)
     turns = check_rotation(
         updates,
         {"max_staleness": max_staleness, "rotation": rotation, "stale_scale": stale_scale},

@@ -5,7 +5,7 @@ from multitower.stages.options import StageOptions, refuse_meeting
 from multitower.steps.blocks.state import ShardedState
 from multitower.steps.blocks.update import ShardedRunner
 from multitower.steps.local.options import LocalOptions
-from multitower.steps.looped import LoopOptions, LoopRunner
+from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.options import refuse_meeting as refuse_meeting_in_rotation
@@ -144,10 +144,10 @@ class InLoops(Whole):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
-        given = (step, batches.first.split, batches.tower_rows, self.placement, self._options)
-        return LoopRunner(
-            *given, has_weights=batches.has_weights, must_be_full=batches.must_be_full
-        )
+        most, full = self._options.most, batches.must_be_full
+        feeder = StackFeeder(self.placement, batches.tower_rows, most, must_be_full=full)
+        given = (step, batches.first.split, batches.tower_rows, self.placement, feeder)
+        return LoopRunner(*given, has_weights=batches.has_weights)
 
 
 class InRotation(Whole):
@@ -200,6 +200,11 @@ class InRotation(Whole):
 Division = bool | StageOptions | ShardOptions | LoopOptions | LocalOptions | RotationOptions
 
 
+def most_a_call(division: Division) -> int | None:
+    """How many steps a call makes at most; None if a call is one step."""
+    return division.most if isinstance(division, LoopOptions | LocalOptions) else None
+
+
 def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
     """The way that a user has chosen, on these devices.
 
@@ -219,9 +224,10 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
         return InStages(division, devices, towers)
     placement = place(devices, towers)
     if isinstance(division, LocalOptions):
-        from multitower.steps.local.way import InLocal  # noqa: PLC0415 (importing stays quick)
+        from multitower.steps.local.way import InLocal, InLocalLoops  # noqa: PLC0415 (importing stays quick)
 
-        return InLocal(division, placement)
+        kind = InLocal if division.most is None else InLocalLoops
+        return kind(division, placement)
     if isinstance(division, LoopOptions):
         return InLoops(division, placement)
     if isinstance(division, ShardOptions):

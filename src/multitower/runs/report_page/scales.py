@@ -29,13 +29,14 @@ class Scale(NamedTuple):
     logarithmic: bool = False
 
 
-def linear(low: float, high: float, *, percent: bool = False) -> Scale:
+def linear(low: float, high: float, *, percent: bool = False, whole: bool = False) -> Scale:
     """An axis from a round number at or below `low` to one at or above `high`.
 
     Args:
         low: the smallest value.
         high: the largest value. If it is the smallest, too, the axis goes from zero to it.
         percent: whether labels are percentages of 1.
+        whole: whether all marks are whole numbers.
 
     Returns:
         The axis.
@@ -47,7 +48,8 @@ def linear(low: float, high: float, *, percent: bool = False) -> Scale:
     """
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
-    marks = [float(mark) for mark in MaxNLocator(_TICKS, steps=[1, 2, 5]).tick_values(low, high)]
+    locator = MaxNLocator(_TICKS, steps=[1, 2, 5], integer=whole)
+    marks = [float(mark) for mark in locator.tick_values(low, high)]
     labels = [f"{100 * mark:.4g} %" for mark in marks] if percent else _labels(marks)
     return Scale(marks[0], marks[-1], tuple(zip(marks, labels, strict=True)))
 
@@ -80,7 +82,8 @@ def logarithmic(low: float, high: float) -> Scale:
 def for_metric(metric: str, low: float, high: float, *, percent: bool = False) -> Scale:
     """The axis of a metric: logarithmic for a loss that falls far, linear for everything else.
 
-    The axis of a speed begins at zero, so that a small change looks small.
+    The axis of a speed begins at zero, so that a small change looks small; so does that of
+    staleness, which is a number of updates.
 
     Example:
         >>> from multitower.runs.report_page.scales import for_metric
@@ -89,6 +92,8 @@ def for_metric(metric: str, low: float, high: float, *, percent: bool = False) -
     """
     if "loss" in metric and low > 0 and high / low >= _LARGE_RATIO:
         return logarithmic(low, high)
+    if metric == "staleness":
+        return linear(0, max(high, 1), whole=True)
     return linear(min(low, 0) if metric == "examples_per_s" else low, high, percent=percent)
 
 

@@ -46,7 +46,7 @@ class Meeting:
     def run(self, parts: Parts) -> tuple[Parts, Met]:
         """The state after a meeting, and what it tells, on the first local device.
 
-        The state is overwritten.
+        The state is overwritten, and its towers are taken out.
         """
         programs = self.prepare(parts)
         stacks = self.totals.stacks()
@@ -62,8 +62,10 @@ class Meeting:
         towers: dict[int, Own] = {}
         for turn in self.totals.turns:
             fields, averaged, _ = results[turn.i]
-            given = (parts.towers[turn.tower], fields.params, fields.model_state, averaged)
+            own = parts.towers.pop(turn.tower)  # else all old parameters would wait for the end
+            given = (own, fields.params, fields.model_state, averaged)
             towers[turn.tower] = programs.go_on[turn.i](*given)
+            del own, given
         return Parts([fields for fields, _, _ in results], towers, parts.step), results[0][2]
 
     def _compile(self, fields: Any, own: Own) -> _Programs:

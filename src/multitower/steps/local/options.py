@@ -25,11 +25,13 @@ class LocalOptions(NamedTuple):
         sync_every: towers meet after every step whose number is a multiple of this.
         outer_optimizer: makes the update at a meeting.
         averages_state: whether floats of the inner optimizers' states are averaged there.
+        most: steps that a call makes at most, in one program; None if a call is one step.
     """
 
     sync_every: int
     outer_optimizer: "optax.GradientTransformation"
     averages_state: bool
+    most: int | None = None
 
 
 def default_outer_optimizer() -> "optax.GradientTransformation":
@@ -75,8 +77,7 @@ def check_local(
     if given:
         raise ArgumentError(
             f"sync_every= and {given[0]}= exclude each other: with local updates every tower has "
-            "whole parameters and a whole optimizer state of its own, and each call is one step. "
-            "Leave one of them out."
+            "whole parameters and a whole optimizer state of its own. Leave one of them out."
         )
     if outer_optimizer is None:
         outer_optimizer = default_outer_optimizer()

@@ -87,6 +87,7 @@ class LocalRunner:
             pieces = [leaf.pieces[tower] for leaf in rows]
             found = programs.tower[i](parts.towers[tower], given[i], pieces, self._here(turn, rows))
             sums[tower], (towers[tower], counts[i]) = found
+            del found  # the last tower's parameters would take memory until the step ends
         state.spend()
         replicas = [one._replace(step=counts[i]) for i, one in enumerate(parts.replicas)]
         new = Parts(replicas, towers, parts.step + 1)

@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 
 def begin(fields: Fields, own: Own, placement: Placement) -> Parts:
     """The parts of a state in which all towers have the same; nothing given is overwritten."""
-    on_host = jax.tree.map(_on_host, own)
+    on_host = jax.tree.map(on_the_host, own)
     return _parts(fields, lambda tower: on_host, placement)
 
 
@@ -66,7 +66,17 @@ def take_apart(fields: Fields, placement: Placement) -> Parts:
     Raises:
         StateError: it is one of another number of towers.
     """
-    on_host = jax.tree.map(_on_host, fields.local)
+    check_towers(fields, placement)
+    on_host = jax.tree.map(on_the_host, fields.local)
+    return _parts(fields, lambda tower: _of_tower(on_host, tower), placement)
+
+
+def check_towers(fields: Fields, placement: Placement) -> None:
+    """Refuses a state of another number of towers.
+
+    Raises:
+        StateError: it is one.
+    """
     (num_towers,) = fields.local.num_rows.shape
     if num_towers != placement.num_towers:
         raise StateError(
@@ -74,7 +84,6 @@ def take_apart(fields: Fields, placement: Placement) -> Parts:
             f"{placement.num_towers} towers: use towers={num_towers}. (Without towers= there is "
             "one for each device.)"
         )
-    return _parts(fields, lambda tower: _of_tower(on_host, tower), placement)
 
 
 def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
@@ -85,7 +94,7 @@ def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
     whole = {name: leaves for name, leaves in changes.items() if name != "local"}
     copies = replicate(whole, placement)
     replicas = [with_changes(*pair) for pair in zip(parts.replicas, copies, strict=True)]
-    on_host = jax.tree.map(_on_host, dict(changes))
+    on_host = jax.tree.map(on_the_host, dict(changes))
 
     def changed(own: Own, tower: int) -> Own:
         own_changes = {name: on_host.get(name, {}) for name in ("params", "model_state")}
@@ -118,7 +127,7 @@ def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -
     return Parts(replicate(whole, placement), towers, int(whole_on_host(whole.step)))
 
 
-def _on_host(leaf: Any) -> Any:
+def on_the_host(leaf: Any) -> Any:
     """A leaf on the host, with the dtype that it has on a device; a key stays one."""
     if is_key(leaf):
         return leaf

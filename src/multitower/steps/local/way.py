@@ -1,20 +1,37 @@
 """A way to keep a training state: every tower has its own between two meetings."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
 from multitower.functions.outputs import wide
+from multitower.processes.together import whole_on_host
+from multitower.steps.local.looped import LocalLoopRunner, LoopParts
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.options import LocalOptions, refuse_meeting
 from multitower.steps.local.runner import LocalRunner
-from multitower.steps.local.state import Own, as_state, begin, take_apart, take_changes
+from multitower.steps.local.state import (
+    Own,
+    as_state,
+    begin,
+    check_towers,
+    on_the_host,
+    take_apart,
+    take_changes,
+)
+from multitower.steps.looped import StackFeeder
 from multitower.steps.parts import StepParts
-from multitower.steps.state.changes import Changes
+from multitower.steps.runner import on_all_devices, own_copy
+from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.towers.placement import Placement
+from multitower.towers.rows import is_key
+from multitower.towers.split import copy_to
 from multitower.towers.surroundings import refuse_disabled_jit
 
 
@@ -44,7 +61,7 @@ class InLocal(Whole):
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; in a state of synchronous steps all towers have the same."""
         if fields.local is not None:
-            return as_state(take_apart(fields, self.placement), self.placement, maker)
+            return self._go_on(fields, maker)
         wanted = jax.tree.structure(jax.eval_shape(step.optimizer.init, fields.params))
         if jax.tree.structure(fields.opt_state) != wanted:
             raise StateError(
@@ -73,9 +90,57 @@ class InLocal(Whole):
         given = (step, batches.first.split, batches.tower_rows, self.placement, meetings)
         return LocalRunner(*given)
 
+    def _go_on(self, fields: Fields, maker: object) -> TrainState:
+        """The state of towers that have something of their own already."""
+        return as_state(take_apart(fields, self.placement), self.placement, maker)
+
     def _begin(self, fields: Fields, maker: object) -> TrainState:
         """The state of towers that have the same, from one with the inner optimizer's state."""
         own = Own(fields.params, fields.opt_state, fields.model_state, np.int32(0))
         outer = self._options.outer_optimizer.init(fields.params)
-        parts = begin(fields._replace(opt_state=outer), own, self.placement)
-        return as_state(parts, self.placement, maker)
+        return self._begin_with(fields._replace(opt_state=outer), own, maker)
+
+    def _begin_with(self, fields: Fields, own: Own, maker: object) -> TrainState:
+        """The same, from what each tower has."""
+        return as_state(begin(fields, own, self.placement), self.placement, maker)
+
+
+class InLocalLoops(InLocal):
+    """As in `InLocal`; one tower on every device, and many steps in one program."""
+
+    def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
+        """As in `Whole`; new parameters and a new model state are those of every tower too."""
+        fields = state.fields()
+        for name in ("params", "model_state"):
+            leaves, treedef = jax.tree.flatten(getattr(fields.local, name))
+            for number, leaf in changes.get(name, {}).items():
+                leaves[number] = jnp.stack([leaf] * self.placement.num_towers)
+            new = {name: jax.tree.unflatten(treedef, leaves)}
+            fields = fields._replace(local=fields.local._replace(**new))
+        return self._go_on(with_changes(fields, changes), maker)
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        most, full = self._options.most, batches.must_be_full
+        assert most is not None
+        feeder = StackFeeder(self.placement, batches.tower_rows, most, must_be_full=full)
+        given = (step, batches.first.split, self._options, self.placement)
+        return LocalLoopRunner(*given, feeder)
+
+    def _go_on(self, fields: Fields, maker: object) -> TrainState:
+        check_towers(fields, self.placement)
+        whole = on_all_devices(fields._replace(local=None), self.placement)
+        leaves, treedef = jax.tree.flatten(fields.local)
+        is_there = [isinstance(leaf, jax.Array) for leaf in leaves]
+        pairs = zip(leaves, is_there, strict=True)
+        own = [own_copy(leaf) if there else on_the_host(leaf) for leaf, there in pairs]
+        placed = copy_to(own, [self.placement.split] * len(own))
+        whole = whole._replace(local=jax.tree.unflatten(treedef, placed))
+        return LoopParts(whole, int(whole_on_host(whole.step))).state(maker)  # host-device sync
+
+    def _begin_with(self, fields: Fields, own: Own, maker: object) -> TrainState:
+        def for_each(leaf: Any) -> Any:
+            stack = jnp.stack if is_key(leaf) else np.stack
+            return stack([on_the_host(leaf)] * self.placement.num_towers)
+
+        return self._go_on(fields._replace(local=jax.tree.map(for_each, own)), maker)

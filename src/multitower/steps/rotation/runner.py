@@ -53,7 +53,7 @@ class RotationRunner:
     ) -> None:
         given = (step, split, tower_rows)
         self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
-        self._finish = _finish_function(*given, turns.num_towers, stale_scale)
+        self._finish = make_finish(*given, turns.num_towers, stale_scale)
         self._finishes: dict[Any, jax.stages.Compiled] = {}
         self._weights: dict[Placement, Weights] = {}
         if has_weights:
@@ -108,7 +108,7 @@ class RotationRunner:
         return self._finishes[key]
 
 
-def _finish_function(
+def make_finish(
     step: StepParts, split: Split, tower_rows: int, num_towers: int, scale_of: StaleScale | None
 ) -> Callable[..., tuple[Fields, Metrics]]:
     """The finish program of an update: of the state in two halves, totals, scale, staleness."""

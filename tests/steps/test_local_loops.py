@@ -1,0 +1,189 @@
+"""sync_every with steps_per_call: the updates between two meetings are one program.
+
+The lies: a meeting inside of the loop, or at the end of every call; towers that go on from the
+parameters of another; metrics of the last step, or of one tower; a schedule that counts calls.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.steps.looped import take_apart_each
+from multitower.steps.state.replicas import check_replicas
+
+DRAW = np.random.default_rng(0)
+PARAMS = {"w": DRAW.normal(size=3).astype(np.float32), "b": np.float32(0.5)}
+KEPT = {"mean": np.zeros(3, np.float32), "key": jax.random.key(3), "n": np.int32(0)}
+ROWS = [8, 8, 5, 8, 3, 8, 8, 8]
+
+
+def batch(rows):
+    x = DRAW.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1) + DRAW.normal(size=rows).astype(np.float32)}
+
+
+BATCHES = [batch(rows) for rows in ROWS]
+
+
+def losses(params, batch, *, rng, model_state):
+    x = jnp.where(jax.random.bernoulli(rng, 0.8, batch["x"].shape), batch["x"], 0)
+    mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
+    error = ((x - model_state["mean"]) @ params["w"] + params["b"] - batch["y"]) ** 2
+    kept = {"mean": mean, "key": jax.random.split(model_state["key"])[0], "n": model_state["n"] + 1}
+    return error, {"absolute": jnp.sqrt(error)}, kept
+
+
+def plain(params, batch):
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+
+
+def make(loss=losses, **options):
+    where = {"devices": 2, "sync_every": 3, "global_batch": 8, **options}
+    schedule = optax.linear_schedule(0.1, 0.0, 20)
+    return mt.train_step(loss, optax.adam(schedule), **where)
+
+
+def start(step):
+    return step.init(PARAMS, rng=jax.random.key(7), model_state=KEPT)
+
+
+@pytest.fixture(scope="module")
+def looped():
+    return make(**RICH, steps_per_call=4)
+
+
+RICH = {"ema_decay": 0.9, "clip_norm": 1.0, "diagnostics": True, "skip_nonfinite": True}
+
+
+def by_step(batches, **options):
+    """The same a step at a time, by one program for each tower."""
+    step = make(**options)
+    state, history = start(step), []
+    for rows in batches:
+        state, metrics = step(state, rows)
+        history.append(jax.device_get(metrics))
+    return state, jax.tree.map(lambda *values: np.stack(values), *history)
+
+
+def by_call(step, state, batches, sizes):
+    history, first = [], 0
+    for size in sizes:
+        state, metrics = step(state, batches[first : first + size])
+        history.append(jax.device_get(metrics))
+        first += size
+    return state, jax.tree.map(lambda *values: np.concatenate(values), *history)
+
+
+def assert_close(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def fields_of(state):
+    return {name: getattr(state, name) for name in (*WHOLE, "local")}
+
+
+WHOLE = ("step", "params", "opt_state", "ema_params", "model_state", "rng")
+
+
+def test_it_is_one_step_a_call(looped):
+    """Meetings after steps 3 and 6, inside of the calls; ragged batches and short calls."""
+    wanted, metrics = by_step(BATCHES, **RICH)
+    state, found = by_call(looped, start(looped), BATCHES, [4, 1, 3])
+    assert_close(fields_of(state), fields_of(wanted))
+    assert_close(found, metrics)
+    check_replicas(state)
+    homes = state.local.params["w"].sharding
+    assert not homes.is_fully_replicated  # a device has its own tower's alone
+
+
+COLLECTIVE = re.compile(r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective)[\w-]*\(")
+
+
+def elements(text):
+    """How many numbers the collectives of a program return."""
+    shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(COLLECTIVE.findall(text)))
+    return sum(np.prod([int(dim) for dim in dims.split(",") if dim], dtype=int) for dims in shapes)
+
+
+def test_nothing_is_sent_in_the_loop(looped):
+    """Read off the compiled programs: collectives, and the bodies of loops with what they call."""
+    looped(start(looped), BATCHES[:3])
+    (runner,) = looped._runners.values()
+    given = runner._feeder.feed(take_apart_each(BATCHES[:3], 4))
+    sent = {}
+    for meets, program in runner._programs.items():
+        fields = start(looped).parts().fields
+        text = program.lower(fields, given, (np.int32(0), np.int32(3))).compile().as_text()
+        computations = dict(re.findall(r"^%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+        inside = re.findall(r"body=%?([\w.-]+)", text)
+        assert inside
+        while inside:
+            body = computations[inside.pop()]
+            assert not COLLECTIVE.search(body)
+            inside += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", body)
+        sent[meets] = elements(text)
+    # A meeting moves parameters, model state and weights; metrics are added up in any case.
+    assert sent[True] - sent[False] >= 4 + 3 + 1
+    assert sent[False] > 0
+
+
+def test_states_go_from_one_way_to_the_other(looped):
+    """Between two meetings, in both directions."""
+    wanted, _ = by_step(BATCHES[:5], **RICH)
+    state, _ = by_step(BATCHES[:2], **RICH)
+    state, _ = looped(state, BATCHES[2:4])
+    step = make(**RICH)
+    state, _ = step(state, BATCHES[4])
+    assert_close(fields_of(state), fields_of(wanted))
+    with pytest.raises(mt.StateError, match="each of 2 towers"):
+        make(**{**RICH, "devices": 1}, steps_per_call=4)(state, BATCHES[:1])
+
+
+def test_what_is_written_into_a_state_is_that_of_every_tower():
+    outcomes = []
+    for options in ({}, {"steps_per_call": 2}):
+        step = make(plain, **options)
+        state = step.init(PARAMS)
+        call = step if not options else lambda state, rows, step=step: step(state, [rows])
+        state, _ = call(state, BATCHES[0])
+        state.params["w"] = np.float32([1, 2, 3])
+        state.local.opt_state[0].mu["b"] = np.float32([0.5, -0.5])
+        state, _ = call(state, BATCHES[1])
+        outcomes.append(state)
+    assert_close(fields_of(outcomes[1]), fields_of(outcomes[0]))
+    assert not np.allclose(outcomes[1].local.params["b"][0], outcomes[1].local.params["b"][1])
+
+
+def test_a_meeting_that_is_not_finite_is_told_in_its_step():
+    step = make(
+        plain, sync_every=2, steps_per_call=2, outer_optimizer=optax.sgd(np.inf),
+        skip_nonfinite=True,
+    )  # fmt: skip
+    state, metrics = step(step.init(PARAMS), BATCHES[:2])
+    assert metrics["skipped"].tolist() == [0, 2]
+    assert_close(state.params, PARAMS)
+
+
+def test_a_run_goes_on_between_two_meetings(tmp_path):
+    def batches(first):
+        return iter(BATCHES[first:])
+
+    def trainer(run_dir):
+        how = {"devices": 2, "global_batch": 8, "sync_every": 3, "steps_per_call": 4}
+        return mt.Trainer(plain, optax.adam(0.1), run_dir=run_dir, checkpoint_every=2, **how)
+
+    wanted = trainer(None).fit(PARAMS, batches, steps=6)
+    with pytest.warns(mt.MultitowerWarning, match="no multiple of sync_every"):
+        trainer(tmp_path).fit(PARAMS, batches, steps=4)
+    found = trainer(tmp_path).fit(PARAMS, batches, steps=6, resume=True)
+    assert_close(fields_of(found), fields_of(wanted))
