@@ -1,5 +1,12 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "multitower" in sys.orig_argv:  # python -m multitower
+    import multitower_command
+
+    multitower_command.hear_signals()  # before the imports below, which take a second
+
 from multitower import testing
 from multitower.data.augmentation import augment_batch, augmented
 from multitower.data.batches import make_batch, make_batches
@@ -37,6 +44,7 @@ from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.evaluation import evaluate
+from multitower.training.experiment_log import ExperimentLog
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Progress
 from multitower.training.trainer import Trainer
@@ -51,6 +59,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "EventFiles",
+    "ExperimentLog",
     "GradientError",
     "Interrupted",
     "LazyRows",

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated
 
-from multitower.cli.console import say, show_error
+from multitower.cli.console import say, show_error, show_work
 from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
     AsJson,
@@ -61,7 +61,8 @@ def verify(
     counts, where = start_counts(devices, simulate)
     if not as_json:
         say(f"verifying {chosen.name} on {', '.join(map(str, counts))} of {where}")
-    found = compare_runs(chosen, options, counts)
+    with show_work(f"setting {chosen.name} up") as watch:
+        found = compare_runs(chosen, options, counts, watch)
     if as_json:
         print(json.dumps(_facts(found), indent=2))
     else:

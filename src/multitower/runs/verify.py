@@ -1,6 +1,6 @@
 """verify: the same few steps of a recipe on several numbers of devices; are all bits the same?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,7 +15,12 @@ _STEPS = 5
 _TOWERS = 8
 
 
-def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verification:
+def verify(
+    recipe: Recipe,
+    options: RunOptions,
+    devices: Sequence[int],
+    watch: Callable[[str], None] = lambda doing: None,
+) -> Verification:
     """Makes a recipe's first steps on several numbers of devices, and compares all bits.
 
     Args:
@@ -23,6 +28,7 @@ def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verif
         options: of the runs; without `towers` there are 8, or as many as the most devices; without
             `steps` 5 are made. Nothing is written anywhere.
         devices: numbers of devices; one that comes twice checks that a run repeats itself.
+        watch: is told before every step what is being done, in words.
 
     Returns:
         The fingerprints after every step, and where runs that differ part from the first.
@@ -43,7 +49,9 @@ def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verif
         job = RecipeJob.of(recipe, replace(options, devices=count), None)
         step = job.trainer.step
         state = step.init(**job.first_state())
-        for batch in islice(job.batches(0), options.steps):
+        for number, batch in enumerate(islice(job.batches(0), options.steps), start=1):
+            of_all = "1 device" if count == 1 else f"{count} devices"
+            watch(f"step {number} of {options.steps} on {of_all}")
             state, metrics = step(state, batch)
             yield state, metrics
 

@@ -11,6 +11,7 @@ from multitower.steps.step import TrainStep
 from multitower.training.agreement import StopVote
 from multitower.training.calls import Feeding
 from multitower.training.checkpoints.saving import Saver
+from multitower.training.profile import Profile
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
 from multitower.training.test_phase import TestPhase
 
@@ -27,6 +28,7 @@ class Loop(NamedTuple):
         vote: whether to stop, decided by all processes together.
         check_replicas_every: steps from one comparison of the devices' variables to the next.
         hooks: what is told of progress.
+        profile: traces some steps.
     """
 
     step: TrainStep
@@ -37,6 +39,7 @@ class Loop(NamedTuple):
     vote: StopVote
     check_replicas_every: int
     hooks: Sequence[Hook]
+    profile: Profile
 
     def run(
         self, state: TrainState, batches: Iterator[Any], *, first: int, last: int
@@ -52,7 +55,8 @@ class Loop(NamedTuple):
             # comes to the same scores.
             self.test.run(state)
         number = first
-        with closing(self.feeding.calls(batches, first, last)) as ahead:
+        calls = self.feeding.calls(batches, first, last)
+        with closing(calls) as ahead, self.profile as profile:
             while number < last:
                 call = next(ahead, None)
                 if call is None:
@@ -61,7 +65,9 @@ class Loop(NamedTuple):
                         f"the batches ran out after step {number} of {last}: batches(first) "
                         "must return an iterator that does not end before the run."
                     )
+                profile.before(number, len(call.num_rows), state)
                 state, metrics = self.step(state, call.batch)
+                profile.after(number + len(call.num_rows), (state, metrics))
                 is_first, number = number == first, number + len(call.num_rows)
                 # Metrics are read late, by one call or by the turns of a rotation: reading this
                 # call's would let the devices run dry, and reading none would let the host run

@@ -26,6 +26,7 @@ from multitower.training.checkpoints.saving import Saver
 from multitower.training.evaluation import evaluate
 from multitower.training.interruption import noted_signals
 from multitower.training.loop import Loop
+from multitower.training.profile import Profile, check_profile
 from multitower.training.progress import (
     Hook,
     MetricsReader,
@@ -82,6 +83,8 @@ class Trainer:
         max_staleness: as for `multitower.train_step`.
         rotation: as for `multitower.train_step`.
         stale_scale: as for `multitower.train_step`.
+        profile: numbers of the first and the last step of a trace, for example (10, 13). JAX's
+            profiler writes it to `run_dir/profile`, with the memory in use after these steps.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved.
 
@@ -135,6 +138,7 @@ class Trainer:
         max_staleness: int | None = None,
         rotation: Sequence[int] | None = None,
         stale_scale: StaleScale | None = None,
+        profile: tuple[int, int] | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -146,6 +150,10 @@ class Trainer:
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
                 f"check_replicas_every={check_replicas_every} 0 or more."
             )
+        if profile is not None:
+            check_profile(profile)
+            if run_dir is None:
+                raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
         if callable(hooks):
             raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
         self._where: dict[str, Any] = {"devices": devices, "towers": towers}
@@ -186,6 +194,7 @@ class Trainer:
             order = None if rotation is None else list(rotation)  # as JSON has it
             self._settings |= {**asynchronous, "rotation": order}
         self._optimizer = optimizer
+        self._profile = profile
         self.hooks = list(hooks)
         self.step: TrainStep = train_step(
             loss_fn,
@@ -269,6 +278,8 @@ class Trainer:
                 "does not begin at 0."
             )
         self._warn_of_a_last_meeting(steps)
+        if self._profile is not None:
+            check_profile(self._profile, steps)
         if self.step.placement.spans_processes:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         test = TestPhase(evaluate, evaluate_every)
@@ -295,6 +306,7 @@ class Trainer:
                 StopVote(caught, self.step.placement),
                 self._check_replicas_every,
                 self.hooks,
+                Profile((self._directory or Path()).parent / "profile", self._profile),
             )
             ahead = _counted(batches(first), BatchRows(run, saved))
             return loop.run(state, ahead, first=first, last=steps)
