@@ -30,7 +30,8 @@ def hear_signals() -> None:
 
 def stop(number: int, _: FrameType | None = None) -> None:
     """Ends this process with one line and code 130 or 143, wherever it is."""
-    shown = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides the cursor
+    # A moving line has hidden the cursor, and stands where this one goes.
+    shown = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""
     by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     os.write(2, f"{shown}multitower: stopped{by}\n".encode())
     os._exit(128 + number)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multitower.errors import (
     ArgumentError,
@@ -18,7 +18,9 @@ from multitower.errors import (
 )
 from multitower.processes.together import is_first
 from multitower.training.progress import Progress
-from multitower.training.services import SERVICES, Service
+
+if TYPE_CHECKING:
+    from multitower.training.services import Service
 
 LOGGED = "logged.json"
 _WAY_OUT = {
@@ -66,6 +68,8 @@ class ExperimentLog:
         check_services([service])
         check_installed([service])
         self._service = service
+        from multitower.training.services import SERVICES  # noqa: PLC0415 (importing stays quick)
+
         self._run: Service | None = None
         if not is_first():
             return
@@ -138,6 +142,8 @@ def check_services(names: list[str]) -> None:
     Raises:
         ArgumentError: there is no such service.
     """
+    from multitower.training.services import SERVICES  # noqa: PLC0415 (importing stays quick)
+
     for name in names:
         if name not in SERVICES:
             raise ArgumentError(
@@ -152,6 +158,8 @@ def check_installed(names: list[str]) -> None:
     Raises:
         RunError: a package is not installed; the message says how to install it.
     """
+    from multitower.training.services import SERVICES  # noqa: PLC0415 (importing stays quick)
+
     for name in names:
         package = SERVICES[name][1]
         if importlib.util.find_spec(name) is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
@@ -11,9 +11,11 @@ from multitower.steps.step import TrainStep
 from multitower.training.agreement import StopVote
 from multitower.training.calls import Feeding
 from multitower.training.checkpoints.saving import Saver
-from multitower.training.profile import Profile
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
 from multitower.training.test_phase import TestPhase
+
+if TYPE_CHECKING:
+    from multitower.training.profile import Profile
 
 
 class Loop(NamedTuple):
@@ -39,7 +41,7 @@ class Loop(NamedTuple):
     vote: StopVote
     check_replicas_every: int
     hooks: Sequence[Hook]
-    profile: Profile
+    profile: "Profile"
 
     def run(
         self, state: TrainState, batches: Iterator[Any], *, first: int, last: int

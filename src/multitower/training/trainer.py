@@ -26,7 +26,6 @@ from multitower.training.checkpoints.saving import Saver
 from multitower.training.evaluation import evaluate
 from multitower.training.interruption import noted_signals
 from multitower.training.loop import Loop
-from multitower.training.profile import Profile, check_profile
 from multitower.training.progress import (
     Hook,
     MetricsReader,
@@ -151,6 +150,8 @@ class Trainer:
                 f"check_replicas_every={check_replicas_every} 0 or more."
             )
         if profile is not None:
+            from multitower.training.profile import check_profile  # noqa: PLC0415 (importing stays quick)
+
             check_profile(profile)
             if run_dir is None:
                 raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
@@ -278,6 +279,8 @@ class Trainer:
                 "does not begin at 0."
             )
         self._warn_of_a_last_meeting(steps)
+        from multitower.training.profile import Profile, check_profile  # noqa: PLC0415 (importing stays quick)
+
         if self._profile is not None:
             check_profile(self._profile, steps)
         if self.step.placement.spans_processes:
