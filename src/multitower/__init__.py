@@ -44,9 +44,9 @@ from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.split import TowerRows
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.evaluation import evaluate
-from multitower.training.experiment_log import ExperimentLog
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Progress
+from multitower.training.tracking.log import ExperimentLog
 from multitower.training.trainer import Trainer
 from multitower.trials.check import check_parallel
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_run_directory
-from multitower.training.experiment_log import LOGGED
+from multitower.training.tracking.log import LOGGED
 
 RESULT = "result.json"
 CONFIG = "config.json"

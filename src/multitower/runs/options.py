@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from multitower.errors import RunError
 from multitower.towers.placement import check_towers
-from multitower.training.experiment_log import check_services
 from multitower.training.profile import check_profile
+from multitower.training.tracking.log import check_services
 
 # As many bits as both NumPy's and JAX's generators take.
 LARGEST_SEED = 2**32 - 1

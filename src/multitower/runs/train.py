@@ -18,9 +18,9 @@ from multitower.runs.setup import RecipeJob
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
-from multitower.training.experiment_log import ExperimentLog, check_installed
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Hook, Progress
+from multitower.training.tracking.log import ExperimentLog, check_installed
 
 
 def run(

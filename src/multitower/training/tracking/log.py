@@ -20,7 +20,7 @@ from multitower.processes.together import is_first
 from multitower.training.progress import Progress
 
 if TYPE_CHECKING:
-    from multitower.training.services import Service
+    from multitower.training.tracking.services import Service
 
 LOGGED = "logged.json"
 _WAY_OUT = {
@@ -68,7 +68,7 @@ class ExperimentLog:
         check_services([service])
         check_installed([service])
         self._service = service
-        from multitower.training.services import SERVICES  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.tracking.services import SERVICES  # noqa: PLC0415 (importing stays quick)
 
         self._run: Service | None = None
         if not is_first():
@@ -142,7 +142,7 @@ def check_services(names: list[str]) -> None:
     Raises:
         ArgumentError: there is no such service.
     """
-    from multitower.training.services import SERVICES  # noqa: PLC0415 (importing stays quick)
+    from multitower.training.tracking.services import SERVICES  # noqa: PLC0415 (importing stays quick)
 
     for name in names:
         if name not in SERVICES:
@@ -158,7 +158,7 @@ def check_installed(names: list[str]) -> None:
     Raises:
         RunError: a package is not installed; the message says how to install it.
     """
-    from multitower.training.services import SERVICES  # noqa: PLC0415 (importing stays quick)
+    from multitower.training.tracking.services import SERVICES  # noqa: PLC0415 (importing stays quick)
 
     for name in names:
         package = SERVICES[name][1]

@@ -14,7 +14,7 @@ import multitower as mt
 import places
 from multitower.cli.main import main
 from multitower.runs.directory import make_run_directory
-from multitower.training import experiment_log
+from multitower.training.tracking import log as tracking_log
 from processes import run_python
 
 CONFIG = {"recipe": "circle", "towers": 2}
@@ -171,7 +171,7 @@ def test_a_service_that_stops_answering_does_not_end_the_run(mlflow, monkeypatch
 
 
 def test_of_several_processes_the_first_one_logs(wandb, monkeypatch, tmp_path):
-    monkeypatch.setattr(experiment_log, "is_first", lambda: False)
+    monkeypatch.setattr(tracking_log, "is_first", lambda: False)
     with mt.ExperimentLog("wandb", tmp_path) as log:
         report(log, [1])
     assert not wandb
