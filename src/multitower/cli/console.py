@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from multitower.cli.display import RunLine, WorkLine, numbers_in_words
 from multitower.errors import MultitowerWarning
+from multitower.training.display import RunLine, WorkLine, numbers_in_words
 from multitower.training.progress import Progress
 
 _LINE_EVERY = 100

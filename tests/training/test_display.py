@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import multitower as mt
-from multitower.cli.display import RunLine, WorkLine
+from multitower.training.display import RunLine, WorkLine
 from multitower.training.interruption import noted_signals
 
 METRICS = {"loss": 0.25, "accuracy": 0.875, "bits_per_byte": 2.5}

@@ -1,10 +1,11 @@
-"""The line that a terminal shows while a command works: it moves, and fits into any width."""
+"""The line that a terminal shows while a command works: it moves, and fits into any width.
+
+`rich.live.Live(RunLine(100))` draws it; rich itself, which is optional, is not imported here.
+"""
 
 import time
-from collections.abc import Callable, Sequence
-
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from multitower.training.interruption import is_stopping
 from multitower.training.progress import Progress
@@ -13,6 +14,7 @@ _FRAMES, _ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _FRAMES_PER_S = 10
 _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 _GAP = "  "
+_FORMATS = {"staleness": ".0f"}  # a number of updates; other metrics have four digits
 
 
 class WorkLine:
@@ -23,7 +25,7 @@ class WorkLine:
         clock: gives the seconds.
 
     Example:
-        >>> from multitower.cli.display import WorkLine
+        >>> from multitower.training.display import WorkLine
         >>> WorkLine("compiling", clock=iter([0, 12]).__next__).text(40)
         '⠋ compiling  12 s'
     """
@@ -41,9 +43,8 @@ class WorkLine:
                 return f"{_frame(seconds, ascii_only)} {words}"
         return self.doing[:width]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = self.text(options.max_width, ascii_only=options.ascii_only)
-        yield Text(line, no_wrap=True, overflow="crop")
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield _one_line(self, console, options)
 
 
 class RunLine:
@@ -102,9 +103,8 @@ class RunLine:
             kept[kept.index("")] = self._bar(min(free, _LONGEST_BAR), ascii_only)
         return _joined(kept)[:width]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = self.text(options.max_width, ascii_only=options.ascii_only)
-        text = Text(line, no_wrap=True, overflow="crop")
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        text = _one_line(self, console, options)
         text.highlight_regex(r"━+|#+", "bar.complete")
         text.highlight_regex(r"─+", "bar.back")
         text.highlight_regex(r"stopping \.\.\.", "yellow")
@@ -142,16 +142,24 @@ def numbers_in_words(now: Progress) -> list[str]:
     """The loss first, then the other metrics by name, then the speed.
 
     Example:
-        >>> from multitower.cli.display import numbers_in_words
+        >>> from multitower.training.display import numbers_in_words
         >>> from multitower.training.progress import Progress
         >>> numbers_in_words(Progress("train", 1, 9, {"accuracy": 0.5, "loss": 2.0}, 1234.5))
         ['loss 2.0000', 'accuracy 0.5000', '1,234 examples/s']
     """
     names = sorted(now.metrics, key=lambda name: (name != "loss", name))
-    words = [f"{name} {now.metrics[name]:.4f}" for name in names]
+    words = [f"{name} {now.metrics[name]:{_FORMATS.get(name, '.4f')}}" for name in names]
     if now.examples_per_s is not None:
         words.append(f"{now.examples_per_s:,.0f} examples/s")
     return words
+
+
+def _one_line(line: "WorkLine | RunLine", console: Any, options: Any) -> Any:
+    """What rich draws, in one line of the terminal."""
+    words = line.text(options.max_width, ascii_only=options.ascii_only)
+    text = console.render_str(words, markup=False, emoji=False, highlight=False)
+    text.no_wrap, text.overflow = True, "crop"
+    return text
 
 
 def _that_fit(parts: Sequence[tuple[str, int]], width: int) -> list[str]:
