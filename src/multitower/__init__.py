@@ -1,5 +1,12 @@
 """multitower: JAX code written for one device runs on all of them, with the same answer."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "multitower" in sys.orig_argv:  # python -m multitower
+    import multitower_command
+
+    multitower_command.hear_signals()  # before the imports below, which take a second
+
 from multitower import testing
 from multitower.data.augmentation import augment_batch, augmented
 from multitower.data.batches import make_batch, make_batches
@@ -41,6 +48,7 @@ from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Progress
 from multitower.training.scoring.evaluation import evaluate
 from multitower.training.scoring.prediction import predict
+from multitower.training.tracking.log import ExperimentLog
 from multitower.training.trainer import Trainer
 from multitower.trials.check import check_parallel
 
@@ -54,6 +62,7 @@ __all__ = [
     "DeviceError",
     "EarlyStopping",
     "EventFiles",
+    "ExperimentLog",
     "GradientError",
     "Interrupted",
     "LazyRows",

@@ -106,13 +106,26 @@ def test_help_reads_well(capsys):
     ):  # fmt: skip
         assert flag in shown
     assert "None" not in shown
+    assert "multi-process options" in shown
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["train", "mnits"], "there is no recipe 'mnits'. Did you mean 'mnist'? There are: digits"),
-        (["train", "digits", "--data", "."], "digits has no option 'data'. It has none."),
+        (["train", "digits", "--data", "."], "digits has no option 'data'. There are: learning_"),
+        (["train", "digits", "--learning-rate", "hi"], "learning_rate=hi: this option of the"),
+        (["train", "digits", "--learning-rate", "-1"], "learning_rate=-1.0 is out of range"),
+        (
+            ["train", "--steps", "1", "digits", "--learning-rte", "1"],
+            "train digits has no option --learning-rte. Did you mean '--learning-rate'? "
+            "multitower train --help lists all options.",
+        ),
+        (
+            ["verify", "digits", "--stepz=3"],
+            "no option --stepz. Did you mean '--steps'? multitower ",
+        ),
+        (["train", "mnits", "--lr", "1"], "there is no recipe 'mnits'. Did you mean 'mnist'?"),
         (["trian", "digits"], "there is no command 'trian'. Did you mean 'train'? There are: tr"),
         (["fly"], "there is no command 'fly'. There are: train, resume"),
         (
@@ -150,7 +163,7 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
     "words",
     [
         [],
-        ["train", "digits", "--stepz", "3"],
+        ["doctor", "--simulte", "3"],
         ["train", "digits", "--steps", "many"],
         ["train", "digits", "--devices", "1", "--simulate", "2"],
     ],
@@ -243,12 +256,21 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"multitower {importlib.metadata.version('multitower')}\n"
 
 
-def test_a_word_in_the_place_of_a_number(capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "digits", "--steps", "ten"], "'ten' is not a whole number, such as 8."),
+        (["train", "digits", "--clip-norm", "one"], "'one' is not a number, such as 0.5."),
+        (["scale", "digits", "--rounds", "1.5"], "'1.5' is not a whole number, such as 8."),
+    ],
+)
+def test_a_word_in_the_place_of_a_number(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["train", "digits", "--steps", "ten"])
+        main(words)
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "Error parsing --steps: 'ten' is not a whole number, such as 8." in shown
-    assert "multitower train --help" in shown
+    assert words[2] in shown
+    assert said in shown
+    assert f"multitower {words[0]} --help" in shown
 
 
 def test_a_mistyped_file_name(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """multitower resume: a stopped run goes on, elsewhere, as if it had not stopped."""
 
+import importlib
 import json
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+import multitower as mt
 import places
 from multitower.cli.main import main
 from processes import clean_environment
@@ -151,3 +153,34 @@ def test_clip_norm_is_kept_by_a_resume(tmp_path):
     assert result_of(clipped)["fingerprint"] == whole
     assert lines_of(clipped)[:2] == lines[:2], "it began anew"
     assert main(["train", CIRCLE, "--clip-norm", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (mt.Interrupted("SIGINT: saved in x. Resume to go on from there.", 2), 130, "there: "),
+        (mt.NonFiniteError("step 9 of 9: the loss is nan."), 2, "last one again: "),
+    ],
+)
+def test_a_run_that_stops_says_how_to_resume_it(error, code, said, monkeypatch, tmp_path, capsys):
+    run_dir = tmp_path / "a run"
+    (run_dir / "checkpoints" / "8").mkdir(parents=True)
+
+    def stop(*_, **__):
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("multitower.cli.train"), "run", stop)
+    (run_dir / "config.json").write_text('{"recipe": "digits", "options": {}}')
+    assert main(["resume", str(run_dir), "--devices", "1"]) == code
+    assert capsys.readouterr().err.endswith(f"{said}multitower resume '{run_dir}'\n")
+
+
+def test_the_fingerprint_is_shown_where_it_can_be_compared(monkeypatch, tmp_path, capsys):
+    """Lie: a promise of the same bits without towers."""
+    result = {"test_loss": 0.5, "seconds": 1.0, "fingerprint": "f" * 64}
+    train = importlib.import_module("multitower.cli.train")
+    monkeypatch.setattr(train, "run", lambda *_, **__: result)
+    for number, flags in enumerate((["--towers", "2"], [])):
+        words = ["train", CIRCLE, "--devices", "1", "--run-dir", str(tmp_path / str(number))]
+        assert main([*words, *flags]) == 0
+        assert ("fingerprint ffffffffffff" in capsys.readouterr().out) == bool(flags)

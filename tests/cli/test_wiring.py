@@ -60,6 +60,8 @@ FLAGS = {
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--clip-norm 0.5": {"clip_norm": 0.5},
     "--sync-every 4 --towers 4": {"sync_every": 4, "towers": 4},
+    "--profile 2:3": {"profile": "2:3"},
+    "--log wandb,mlflow": {"log": "wandb,mlflow"},
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
     "--asynchronous --max-staleness 1 --towers 4 --tower-batch 3": {
         "asynchronous": True,
@@ -300,7 +302,7 @@ def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):
     sets = ["--synthetic", "--set", "lr_base=0.25"]
     assert main(["scale", "cifar10", "--devices", "2", *flags, *sets]) == 2
     assert main(["verify", "cifar10", "--devices", "1,2", *sets]) == 2
-    (scaled, _, _, how), (verified, _, _) = asked
+    (scaled, _, _, how), (verified, *_) = asked
     assert (how.kinds, how.steps, how.rounds, how.predict) == (("weak",), 3, 2, None)
     for recipe in (scaled, verified):
         assert (recipe.options["lr_base"], recipe.options["synthetic"]) == (0.25, True)

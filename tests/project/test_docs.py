@@ -268,6 +268,8 @@ def test_every_public_name_has_a_guide_that_uses_it(name):
 
 # What people type into the search box, and a page or section that is called so.
 PHRASES = [
+    "experiment tracking",
+    "profiling",
     "gradient accumulation",
     "mixed precision",
     "gradient clipping",

@@ -129,8 +129,8 @@ def test_shifts_move_whole_images_by_at_most_two_pixels(digits_data):
 def test_the_loss_holds_the_penalty_once_per_example(digits_data):
     params = lenet5.init(jax.random.key(0))
     batch = {name: array[:3] for name, array in digits_data.test.items()}
-    losses, _ = digits.loss(params, batch)
-    penalty = 1e-4 * lenet5.weight_penalty(params)
+    losses, _ = digits.make_loss(0.25)(params, batch)
+    penalty = 0.25 * lenet5.weight_penalty(params)
     expected = digits.metrics(params, batch)["loss"] + penalty
     assert losses.shape == (3,)
     np.testing.assert_array_equal(losses, expected)

@@ -205,15 +205,22 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
         "layout": "1x2", "steps_per_call": 3, "compute_dtype": "bfloat16",
         "sync_every": 4, "asynchronous": True, "max_staleness": 1,
+        "profile": "2:3",
     }  # fmt: skip
     RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
-    wanted = {**chosen, "layout": (1, 2), "run_dir": tmp_path, "ema_decay": LINE.ema_decay}
+    wanted = {
+        **chosen,
+        "layout": (1, 2),
+        "profile": (2, 3),
+        "run_dir": tmp_path,
+        "ema_decay": LINE.ema_decay,
+    }
     wanted["updates"] = "asynchronous" if wanted.pop("asynchronous") else "synchronous"
     wanted["hooks"] = []  # who runs it says what is shown
     assert given == wanted
     names = {field.name for field in dataclasses.fields(RunOptions)}
-    # These three are the loop's and the data's; they are looked at above.
-    assert names == {*chosen, "steps", "seed", "evaluate_every"}
+    # The first three are the loop's and the data's, and looked at above; "log" is a hook's.
+    assert names == {*chosen, "steps", "seed", "evaluate_every", "log"}
 
 
 def test_a_run_that_diverges_stops_and_says_where():

@@ -92,6 +92,19 @@ def test_tensorboard_reads_one_point_per_step_and_tag(tmp_path):
     assert [event.step for event in test.Histograms("params/a")] == [3]
 
 
+def test_weights_that_diverge_are_no_traceback(tmp_path):
+    """Lie: a run that has made all its steps, and ends in an error of its histograms."""
+    import optax
+
+    step = mt.train_step(lambda w, x: (w["a"] - x) ** 2, optax.sgd(0.1), devices=1)
+    for number, values in enumerate(([1e30, -1e30], [np.nan, np.nan], [np.nan, 2.0])):
+        with EventFiles(tmp_path / str(number)) as hook:
+            state = step.init({"a": np.float32(values)})
+            report(hook, [3], phase="test", state=state)
+        found = events_of(tmp_path / str(number) / "test").Tags()["histograms"]
+        assert found == ([] if number == 1 else ["params/a"])
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
 def test_a_full_disk_is_one_error_and_not_a_page_of_lines(tmp_path, capfd):
     """Lie: a run that trains on and writes nothing down; or tracebacks of a library's thread."""

@@ -1,21 +1,20 @@
-"""What the command line shows: a progress bar on a terminal, plain lines elsewhere."""
+"""What the command line shows: a moving line on a terminal, plain lines elsewhere."""
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.live import Live
 from rich.text import Text
 
 from multitower.errors import MultitowerWarning
+from multitower.training.console import REFRESH_PER_S, live_line
+from multitower.training.display import WorkLine, line_in_words
 from multitower.training.progress import Progress
 
 _LINE_EVERY = 100
-_FORMATS = {"staleness": ".0f"}  # a number of updates; other metrics have four digits
 
 
 # Of several processes only the first one says what is the same in all.
@@ -78,45 +77,37 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     if _quiet:
         yield lambda _: None
         return
-    if not console.is_terminal:
+    if not _is_alive(console):
         yield _print_lines
         return
-    bar = Bar(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=5,  # drawing takes time from the CPU devices
-    )
-    with bar:
-        task = bar.add_task("", total=num_steps, shown="compiling")
+    with live_line(num_steps, console) as display:
+        yield display.show
 
-        def show(now: Progress) -> None:
-            if now.phase == "test":
-                console.print(Text(_line(now)), soft_wrap=True)  # above the bar
-            else:
-                bar.update(task, completed=now.step, shown=_numbers(now))
 
-        yield show
+@contextlib.contextmanager
+def show_work(doing: str) -> Generator[Callable[[str], None]]:
+    """Shows on a terminal that a command works, on stderr; the line is gone at the end.
+
+    Args:
+        doing: what it does, in words.
+
+    Yields:
+        What is to be called with other words.
+    """
+    console = Console(stderr=True)
+    if _quiet or not _is_alive(console):
+        yield lambda _: None
+        return
+    line = WorkLine(doing)
+    with Live(line, console=console, refresh_per_second=REFRESH_PER_S, transient=True):
+        yield lambda words: setattr(line, "doing", words)
+
+
+def _is_alive(console: Console) -> bool:
+    """Whether a line can be drawn again: on a terminal that moves its cursor."""
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def _print_lines(now: Progress) -> None:
     if now.phase == "test" or now.step % _LINE_EVERY == 0 or now.step == now.num_steps:
-        say(_line(now))
-
-
-def _line(now: Progress) -> str:
-    clock = time.strftime("%H:%M:%S")
-    if now.phase == "test":
-        return f"{clock}  test after step {now.step}  {_numbers(now)}"
-    width = len(str(now.num_steps))
-    return f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}"
-
-
-def _numbers(now: Progress) -> str:
-    names = sorted(now.metrics, key=lambda name: (name != "loss", name))
-    words = [f"{name} {now.metrics[name]:{_FORMATS.get(name, '.4f')}}" for name in names]
-    if now.examples_per_s is not None:
-        words.append(f"{now.examples_per_s:,.0f} examples/s")
-    return "  ".join(words)
+        say(line_in_words(now))

@@ -1,5 +1,6 @@
 """Flags that several commands have."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,17 +29,27 @@ def _whole_number(words: list[str]) -> int:
         raise ValueError(f"{words[0]!r} is not a whole number, such as 8.") from None
 
 
-# tyro's own message for a word in the place of a number lists its attempts to convert it.
-WholeNumber = Annotated[
-    int | None,
-    tyro.constructors.PrimitiveConstructorSpec(
+def _number(words: list[str]) -> float:
+    try:
+        return float(words[0])
+    except ValueError:
+        raise ValueError(f"{words[0]!r} is not a number, such as 0.5.") from None
+
+
+def _from_word(convert: Callable[[list[str]], float], metavar: str) -> Any:
+    """What takes a number; tyro's own message for a word that is none lists its attempts."""
+    return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="N",
-        instance_from_str=_whole_number,
-        is_instance=lambda value: value is None or isinstance(value, int),
+        metavar=metavar,
+        instance_from_str=convert,
+        is_instance=lambda value: value is None or isinstance(value, int | float),
         str_from_instance=lambda value: [str(value)],
-    ),
-]
+    )
+
+
+WholeNumber = Annotated[int | None, _from_word(_whole_number, "N")]
+Count = Annotated[int, _from_word(_whole_number, "N")]
+Number = Annotated[float | None, _from_word(_number, "X")]
 
 Devices = Annotated[
     WholeNumber,

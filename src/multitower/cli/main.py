@@ -117,9 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(
     tyro: Any, words: Sequence[str], commands: Mapping[str, Callable[..., Any]]
 ) -> int | None:
+    config = (tyro.conf.OmitArgPrefixes,)
     if words and words[0] in commands:  # by itself, so that its errors point to its own --help
         name = words[0]
-        return tyro.cli(commands[name], prog=f"multitower {name}", args=words[1:])
+        prog = f"multitower {name}"
+        return tyro.cli(commands[name], prog=prog, args=words[1:], config=config)
     if list(words) == ["--version"]:
         print(f"multitower {importlib.metadata.version('multitower')}")
         return 0
@@ -133,4 +135,5 @@ def _run_command(
         prog="multitower",
         description="Data-parallel training: the same answer on any number of devices.",
         args=words,
+        config=config,
     )

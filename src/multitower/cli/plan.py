@@ -9,6 +9,7 @@ from multitower.cli.console import say
 from multitower.cli.flags import (
     AsJson,
     BatchSize,
+    Count,
     Data,
     RecipeName,
     SetOptions,
@@ -31,7 +32,7 @@ def plan(
         WholeNumber,
         flag("N", "Plan for N devices on each machine, also if they are not here.", "those here"),
     ] = None,
-    machines: Annotated[int, flag("M", "Plan for M machines.", "1")] = 1,
+    machines: Annotated[Count, flag("M", "Plan for M machines.", "1")] = 1,
     towers: Annotated[
         WholeNumber,
         flag("T", "Plan for T towers alone.", "1, 2, 4 and 8 on each device"),

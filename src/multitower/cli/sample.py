@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from multitower.cli.flags import RunDirectory, WholeNumber, flag, switch
+from multitower.cli.flags import Count, Number, RunDirectory, WholeNumber, flag, switch
 from multitower.cli.resume import read_run
 from multitower.cli.start import start_devices
 from multitower.runs.sample import sample as continue_text
@@ -17,15 +17,15 @@ def sample(
         str, tyro.conf.arg(metavar="TEXT", help="What the text begins with.", help_behavior_hint="")
     ],
     num_bytes: Annotated[
-        int,
+        Count,
         tyro.conf.arg(
             name="bytes", metavar="N", help="Write N bytes.", help_behavior_hint="(default: 400)"
         ),
     ] = 400,
     temperature: Annotated[
-        float,
+        Number,
         flag("X", "0 takes the most probable byte each time, 1 draws as the model says.", "0.7"),
-    ] = 0.7,
+    ] = None,
     seed: Annotated[WholeNumber, flag("N", "Seed of the draws.", "0")] = None,
     best: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, switch("Use the state that --keep-best kept.")
@@ -40,7 +40,7 @@ def sample(
         directory,
         prompt,
         num_bytes=num_bytes,
-        temperature=temperature,
+        temperature=0.7 if temperature is None else temperature,
         seed=seed or 0,
         best=best,
     )

@@ -15,6 +15,7 @@ from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
     AsJson,
     BatchSize,
+    Count,
     Data,
     RecipeName,
     Seed,
@@ -88,10 +89,10 @@ def scale(
         switch("Measure weak scaling: the same number of examples per device."),
     ] = False,
     steps: Annotated[
-        int, flag("N", "Measure N steps in each turn.", str(_DEFAULTS.steps))
+        Count, flag("N", "Measure N steps in each turn.", str(_DEFAULTS.steps))
     ] = _DEFAULTS.steps,
     rounds: Annotated[
-        int, flag("N", "Give every number of devices N turns.", str(_DEFAULTS.rounds))
+        Count, flag("N", "Give every number of devices N turns.", str(_DEFAULTS.rounds))
     ] = _DEFAULTS.rounds,
     predict: Annotated[
         WholeNumber, flag("N", "Predict the step time on N devices from those measured.", "none")

@@ -1,19 +1,20 @@
 """What the command line sets of a recipe: `--set`, `--data`, `--synthetic`, `--download`."""
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import signal
+import typing
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from multitower.cli.config_file import read_config_file
 from multitower.cli.console import say
-from multitower.errors import RunError
+from multitower.errors import RunError, did_you_mean
 from multitower.recipes.catalog import SHIPPED, option_names
 from multitower.recipes.definition import Recipe
-from multitower.recipes.from_file import is_file_name
 
 _SHIPPED_OPTIONS = {name: names for name in SHIPPED if (names := option_names(name))}
 _OPTIONS = "; ".join(f"{name}: {', '.join(names)}" for name, names in _SHIPPED_OPTIONS.items())
@@ -34,13 +35,13 @@ def expand_flags(words: Sequence[str], commands: Mapping[str, Callable[..., Any]
         The words, with `--set` for each of these flags.
 
     Raises:
-        RunError: the recipe's file fails.
+        RunError: there is no such recipe, its file fails, or a flag that neither the command nor a
+            recipe has.
     """
-    recipe = _named_recipe(words)
-    if not words or words[0] not in commands or recipe is None:
+    if not words or words[0] not in commands:
         return list(words)
-    known = {*inspect.signature(commands[words[0]]).parameters, "set", "help"}
-    if not {_name(word) for word in words if word.startswith("--")} - known:
+    recipe, known = _named_recipe(words), _flags_of(commands[words[0]])
+    if recipe is None or not {_name(word) for word in words if word.startswith("--")} - known:
         return list(words)  # without a look into the recipe's file
     # An option of another recipe is refused where it is set, in words.
     options = {*option_names(recipe), *itertools.chain(*_SHIPPED_OPTIONS.values())} - known
@@ -53,6 +54,13 @@ def expand_flags(words: Sequence[str], commands: Mapping[str, Callable[..., Any]
             if not equals:
                 value = left.pop(0) if left and not left[0].startswith("--") else "true"
             expanded += ["--set", f"{name}={value}"]
+        elif word.startswith("--") and name not in known:
+            flags = [f"--{one.replace('_', '-')}" for one in (*known, *option_names(recipe))]
+            raise RunError(
+                f"{words[0]} {recipe} has no option {word.partition('=')[0]}. "
+                f"{did_you_mean(word.partition('=')[0], flags)}multitower {words[0]} --help lists "
+                "all options."
+            )
         else:
             expanded.append(word)
     return expanded
@@ -60,14 +68,26 @@ def expand_flags(words: Sequence[str], commands: Mapping[str, Callable[..., Any]
 
 def _named_recipe(words: Sequence[str]) -> str | None:
     """The recipe that the words after the command name, themselves or through a file."""
-    if len(words) > 1 and (words[1] in SHIPPED or is_file_name(words[1])):
+    if len(words) > 1 and not words[1].startswith("-"):
         return words[1]
     for place, word in enumerate(words):
         if word.startswith("--config="):
             return read_config_file(Path(word.partition("=")[2])).recipe
         if word == "--config" and place + 1 < len(words):
             return read_config_file(Path(words[place + 1])).recipe
-    return None
+    return next((word for word in words if word in SHIPPED or word.endswith(".py")), None)
+
+
+def _flags_of(command: Callable[..., Any]) -> set[str]:
+    """The names of the flags that a command takes itself."""
+    names = {"set", "json", "help", "help_verbose"}
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind, *_ = typing.get_args(parameter.annotation) or (None,)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            names |= {field.name for field in dataclasses.fields(kind)}
+        else:
+            names.add(name)
+    return names
 
 
 def _name(word: str) -> str:

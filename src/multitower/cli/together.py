@@ -49,7 +49,7 @@ class Together:
 
 
 ALONE = Together()
-TOGETHER = tyro.conf.OmitArgPrefixes
+TOGETHER = tyro.conf.arg(name="multi-process")  # the heading in --help
 
 
 def keep_stdout_clean() -> None:

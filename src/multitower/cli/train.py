@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import shlex
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +15,7 @@ from multitower.cli.flags import (
     BatchSize,
     Data,
     Devices,
+    Number,
     Seed,
     SetOptions,
     ShardParams,
@@ -28,7 +31,7 @@ from multitower.cli.flags import (
 from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.errors import RunError
+from multitower.errors import Interrupted, NonFiniteError, RunError
 from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.processes.together import by_first
@@ -36,6 +39,8 @@ from multitower.recipes.catalog import SHIPPED, find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name
 from multitower.runs.directory import (
+    CHECKPOINTS,
+    PROFILE,
     REPORT,
     RESULT,
     fresh_run_directory,
@@ -45,6 +50,7 @@ from multitower.runs.directory import (
 )
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
+from multitower.runs.report_page.overview import profile_in_words
 from multitower.runs.train import run
 from multitower.steps.rotation.options import RotationOptions
 from multitower.towers.placement import place
@@ -120,7 +126,7 @@ def train(
         flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
     ] = None,
     steps_per_call: Annotated[
-        int | None,
+        WholeNumber,
         flag(
             "K",
             "Without --towers: make up to K updates in one call, which saves the host's time.",
@@ -146,7 +152,7 @@ def train(
         flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
     ] = None,
     clip_norm: Annotated[
-        float | None,
+        Number,
         flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
     ] = None,
     compute_dtype: Annotated[
@@ -156,6 +162,18 @@ def train(
             "bfloat16 for mixed precision, faster on GPUs and slower on CPUs.",
             "float32",
         ),
+    ] = None,
+    log: Annotated[
+        str | None,
+        flag(
+            "NAMES",
+            "Log to these services too: wandb, mlflow, trackio; separate them by commas.",
+            "metrics.jsonl and TensorBoard files",
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        flag("N:M", "Write a trace of steps N to M to DIR/profile, from JAX's profiler.", "none"),
     ] = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
@@ -201,6 +219,8 @@ def train(
         "sync_every": sync_every,
         "asynchronous": asynchronous or None,
         "max_staleness": max_staleness,
+        "log": log,
+        "profile": profile,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     options = RunOptions(**{**file.options, **given})
@@ -278,7 +298,7 @@ def finish(
     pipeline = planned_pipeline(options)
     if pipeline is not None:
         say(pipeline_in_words(pipeline))
-    with show_progress(options.steps or recipe.steps) as watch:
+    with told_how_to_resume(directory), show_progress(options.steps or recipe.steps) as watch:
         result = run(
             recipe,
             options,
@@ -287,10 +307,29 @@ def finish(
             resume=resume,
             allow_previous=allow_previous,
         )
-    say(f"{_scores(result)}  {result['seconds']:.1f} s  fingerprint {result['fingerprint'][:12]}")
+    parts = [*_scores(result), f"{result['seconds']:.1f} s"]
+    if options.towers is not None:  # without, it depends on the number of devices
+        parts.append(f"fingerprint {result['fingerprint'][:12]}")
+    say("  ".join(parts))
     say(f"wrote {directory / RESULT} and {directory / REPORT}")
+    if "profile" in result:
+        say(profile_in_words(directory / PROFILE, result["profile"]))
 
 
-def _scores(result: dict[str, Any]) -> str:
+@contextlib.contextmanager
+def told_how_to_resume(directory: Path) -> Generator[None]:
+    """Adds the command that resumes a run to the error that it stops with."""
+    command = f"multitower resume {shlex.quote(str(directory))}"
+    try:
+        yield
+    except Interrupted as stop:
+        raise Interrupted(f"{str(stop).removesuffix('.')}: {command}", stop.signal) from stop
+    except NonFiniteError as error:
+        if not any((directory / CHECKPOINTS).glob("*")):
+            raise
+        raise NonFiniteError(f"{error} The steps since the last one again: {command}") from error
+
+
+def _scores(result: dict[str, Any]) -> list[str]:
     names = sorted(name for name in result if name.startswith("test_"))
-    return "  ".join(f"{name.replace('_', ' ')} {result[name]:.4f}" for name in names)
+    return [f"{name.replace('_', ' ')} {result[name]:.4f}" for name in names]

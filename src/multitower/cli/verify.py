@@ -7,7 +7,7 @@ from typing import Annotated
 
 import jax
 
-from multitower.cli.console import say, show_error
+from multitower.cli.console import say, show_error, show_work
 from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
     AsJson,
@@ -114,7 +114,8 @@ def verify(
         if not as_json:
             on = where if together.settings() else f"{', '.join(map(str, counts))} of {where}"
             say(f"verifying {chosen.name} on {on}")
-        found = compare_runs(chosen, options, counts)
+        with show_work(f"setting {chosen.name} up") as watch:
+            found = compare_runs(chosen, options, counts, watch)
         options = with_defaults(options, jax.process_count() * max(counts))
     if before is not None:
         runs = (f"{against} ({before.run})", *found.runs)

@@ -65,7 +65,7 @@ def option_names(name: str) -> tuple[str, ...]:
     Example:
         >>> from multitower.recipes.catalog import option_names
         >>> option_names("digits"), option_names("cifar10")[:3]
-        ((), ('data', 'synthetic', 'lr_base'))
+        (('learning_rate', 'momentum', 'penalty_rate'), ('data', 'synthetic', 'lr_base'))
     """
     kind = _kind(_module(name))
     return () if kind is None else tuple(field.name for field in dataclasses.fields(kind))

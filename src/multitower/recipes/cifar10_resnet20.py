@@ -22,12 +22,14 @@ class Options(ImageOptions):
     """
 
     learning_rate: Annotated[float, "a tenth of it after half the steps, a 100th after 3/4"] = 0.1
+    momentum: Annotated[float, "of SGD"] = 0.9
     reg_rate: Annotated[float, "of half the sum of squared weights in the loss"] = 1e-4
     ma_decay: Annotated[float, "of the moving average of the weights, which is scored"] = 0.99
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "learning_rate", 0, 1e3)
+        check_range(self, "momentum", 0, 0.9999)
         check_range(self, "reg_rate", 0, 1e3)
         check_range(self, "ma_decay", 0, 1)
 
@@ -58,7 +60,7 @@ def make_recipe(options: Options) -> Recipe:
     def optimizer(steps: int) -> optax.GradientTransformation:
         drops = {steps // 2: 0.1, steps * 3 // 4: 0.1}
         rate = optax.piecewise_constant_schedule(options.learning_rate, drops)
-        return optax.sgd(rate, momentum=0.9)
+        return optax.sgd(rate, momentum=options.momentum)
 
     return Recipe(
         name="cifar10-resnet20",

@@ -1,6 +1,8 @@
 """digits: LeNet-5 on scikit-learn's 1797 handwritten digits. Needs no download and no GPU."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -10,12 +12,57 @@ import multitower as mt
 from multitower.errors import install_command
 from multitower.recipes.definition import DataSets, Recipe
 from multitower.recipes.networks import lenet5
+from multitower.recipes.options import check_range
 from multitower.recipes.scores import score
 
-_PENALTY_RATE = 1e-4
-_LEARNING_RATE = 4e-3
 _TEST_EVERY = 5
 _LARGEST_SHIFT = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be set: `multitower train digits --learning-rate 0.002`.
+
+    Raises:
+        RunError: a number that makes no sense.
+    """
+
+    learning_rate: Annotated[float, "of Adam; it falls to 0 along half a cosine"] = 4e-3
+    momentum: Annotated[float, "of Adam: the decay of its mean gradient"] = 0.9
+    penalty_rate: Annotated[float, "of the weight penalty in the loss"] = 1e-4
+
+    def __post_init__(self) -> None:
+        check_range(self, "learning_rate", 0, 1e3)
+        check_range(self, "momentum", 0, 0.9999)
+        check_range(self, "penalty_rate", 0, 1e3)
+
+
+def make_recipe(options: Options) -> Recipe:
+    """Makes the recipe.
+
+    Args:
+        options: what is set.
+
+    Returns:
+        The recipe.
+
+    Example:
+        >>> from multitower.recipes import digits
+        >>> digits.make_recipe(digits.Options(learning_rate=0.002)).steps
+        500
+    """
+    return Recipe(
+        name="digits",
+        data=load,
+        init=lenet5.init,
+        loss=make_loss(options.penalty_rate),
+        metrics=metrics,
+        predict=predict,
+        optimizer=make_optimizer(options),
+        steps=500,
+        global_batch=64,
+        distort=shift,
+    )
 
 
 def load() -> DataSets:
@@ -113,21 +160,24 @@ def shift(batch: dict[str, Any], generator: np.random.Generator) -> dict[str, An
     return {**batch, "image": moved}
 
 
-def loss(params: lenet5.Params, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss to minimise: the cross-entropy of every example, plus the weight penalty.
+def make_loss(penalty_rate: float) -> Callable[..., Any]:
+    """Makes the loss to minimise: the cross-entropy of every example, plus the weight penalty.
 
     Args:
-        params: from `lenet5.init`.
-        batch: `"image"` and `"label"`, as `load` returns them.
+        penalty_rate: what the penalty is multiplied by.
 
     Returns:
-        The losses, shape (rows,), and a dict with `"accuracy"`, 1 for a right answer, 0 for a
-        wrong one, shape (rows,).
+        `loss(params, batch)`. It returns the losses, shape (rows,), and a dict with `"accuracy"`,
+        1 for a right answer, 0 for a wrong one, shape (rows,).
     """
-    scores = metrics(params, batch)
-    # The same penalty in every row: whatever the number of towers, their mean holds it once.
-    losses = scores["loss"] + _PENALTY_RATE * lenet5.weight_penalty(params)
-    return losses, {"accuracy": scores["accuracy"]}
+
+    def loss(params: lenet5.Params, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+        scores = metrics(params, batch)
+        # The same penalty in every row: whatever the number of towers, their mean holds it once.
+        losses = scores["loss"] + penalty_rate * lenet5.weight_penalty(params)
+        return losses, {"accuracy": scores["accuracy"]}
+
+    return loss
 
 
 def metrics(params: lenet5.Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
@@ -157,27 +207,18 @@ def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
     return lenet5.logits(params, batch["image"])
 
 
-def optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam; the learning rate falls from 0.004 to 0 along half a cosine.
+def make_optimizer(options: Options) -> Callable[[int], optax.GradientTransformation]:
+    """Makes what makes the optimizer of a run: Adam, with a rate that falls along half a cosine.
 
     Args:
-        steps: updates of the whole run.
+        options: the learning rate and the momentum.
 
     Returns:
-        An optax optimizer.
+        `optimizer(steps)`.
     """
-    return optax.adam(optax.cosine_decay_schedule(_LEARNING_RATE, steps))
+    return lambda steps: optax.adam(
+        optax.cosine_decay_schedule(options.learning_rate, steps), b1=options.momentum
+    )
 
 
-recipe = Recipe(
-    name="digits",
-    data=load,
-    init=lenet5.init,
-    loss=loss,
-    metrics=metrics,
-    predict=predict,
-    optimizer=optimizer,
-    steps=500,
-    global_batch=64,
-    distort=shift,
-)
+recipe = make_recipe(Options())

@@ -10,6 +10,7 @@ from typing import Any
 
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_run_directory
+from multitower.training.tracking.log import LOGGED
 
 RESULT = "result.json"
 CONFIG = "config.json"
@@ -18,6 +19,7 @@ BEST = "best"
 EVENTS = "events"
 METRICS = "metrics.jsonl"
 REPORT = "report.html"
+PROFILE = "profile"
 
 
 def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
@@ -248,9 +250,12 @@ def _write_json(target: Path, content: dict[str, Any]) -> Path:
     return write_whole(target, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
+_NO_MATTER = ("devices", "log", "profile")  # they change no result
+
+
 def _said(config: dict[str, Any]) -> dict[str, Any]:
-    """Every option of a configuration by name, without the devices."""
-    options = {**config.get("options", {}), "devices": None}
+    """Every option of a configuration by name, without those that change no result."""
+    options = {**config.get("options", {}), **dict.fromkeys(_NO_MATTER)}
     settings = {f"--set {name}": value for name, value in config.get("settings", {}).items()}
     return {"recipe": config.get("recipe"), **options, **settings}
 
@@ -263,7 +268,7 @@ def _check_writable(path: Path) -> None:
 
 def _throw_away(path: Path) -> None:
     with held_run_directory(path):
-        for old in (CHECKPOINTS, BEST, EVENTS):
+        for old in (CHECKPOINTS, BEST, EVENTS, PROFILE):
             shutil.rmtree(path / old, ignore_errors=True)
-        for old in (RESULT, METRICS, REPORT):
+        for old in (RESULT, METRICS, REPORT, LOGGED):
             (path / old).unlink(missing_ok=True)

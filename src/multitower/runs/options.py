@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from multitower.errors import RunError
 from multitower.towers.placement import check_towers
+from multitower.training.profile import check_profile
+from multitower.training.tracking.log import check_services
 
 # As many bits as both NumPy's and JAX's generators take.
 LARGEST_SEED = 2**32 - 1
@@ -34,6 +36,8 @@ class RunOptions:
             `"float32"` for none.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
         max_staleness: likewise; one less than the number of groups.
+        log: services to log to, separated by commas, as for `multitower.ExperimentLog`.
+        profile: steps to profile, such as "10:13" for steps 10 to 13.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
@@ -42,6 +46,7 @@ class RunOptions:
 
     Raises:
         RunError: a number of steps, rows or a seed that is none.
+        ArgumentError: a service that there is not.
         DeviceError: a number of towers that is none.
     """
 
@@ -64,6 +69,8 @@ class RunOptions:
     sync_every: int | None = None
     asynchronous: bool = False
     max_staleness: int | None = None
+    log: str | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
@@ -87,6 +94,8 @@ class RunOptions:
                 "(--asynchronous), or leave it out."
             )
         self.layout_pair()
+        check_services(self.services())
+        self.profile_pair()
         if not 0 <= self.seed <= LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")
 
@@ -101,3 +110,21 @@ class RunOptions:
                 "of 4 devices."
             )
         return int(found[1]), int(found[2])
+
+    def services(self) -> list[str]:
+        """The services to log to."""
+        return [name.strip() for name in (self.log or "").split(",") if name.strip()]
+
+    def profile_pair(self) -> tuple[int, int] | None:
+        """The first and the last step to profile."""
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        if found is None:
+            raise RunError(
+                f"profile={self.profile}: say the numbers of the first and the last step, such as "
+                "10:13."
+            )
+        pair = int(found[1]), int(found[2])
+        check_profile(pair, self.steps)
+        return pair

@@ -1,10 +1,13 @@
 """sample: the text that a trained language model writes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from multitower.errors import RunError
-from multitower.recipes.definition import Recipe
+from multitower.recipes.definition import DataSets, Recipe
 from multitower.runs.options import LARGEST_SEED, RunOptions
 from multitower.runs.samples import params_on_host
 from multitower.runs.setup import RecipeJob
@@ -52,7 +55,10 @@ def sample(
         raise RunError(f"temperature={temperature}: it must be 0 or more.")
     if not 0 <= seed <= LARGEST_SEED:
         raise RunError(f"seed={seed} is out of range: use 0 to {LARGEST_SEED}.")
-    job = RecipeJob.of(recipe, options, directory, keep_best=False)
+    # The weights are all that is needed: the text of the run need not be read, nor be there.
+    rows = np.zeros(options.global_batch or recipe.global_batch)
+    without_text = replace(recipe, data=lambda: DataSets(train=rows, test=rows))
+    job = RecipeJob.of(without_text, options, directory, keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)
     how = {"num_bytes": num_bytes, "temperature": temperature, "seed": seed}
     return recipe.generate(params_on_host(state), prompt, **how)

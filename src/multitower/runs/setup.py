@@ -62,6 +62,7 @@ class RecipeJob:
             compute_dtype=options.compute_dtype,
             updates="asynchronous" if options.asynchronous else "synchronous",
             max_staleness=options.max_staleness,
+            profile=None if directory is None else options.profile_pair(),
             best="min" if options.best == "min" else "max",
             hooks=[],  # those who run it say what is shown
         )

@@ -3,14 +3,14 @@
 import json
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from multitower.processes.together import is_first, of_first
 from multitower.recipes.definition import Recipe
-from multitower.runs.directory import EVENTS, METRICS, write_result
+from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
@@ -20,6 +20,7 @@ from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Hook, Progress
+from multitower.training.tracking.log import ExperimentLog, check_installed
 
 
 def run(
@@ -51,8 +52,8 @@ def run(
         fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
         first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
         `versions` and `host`; of several processes `processes`, how many; with stages `pipeline`,
-        as `describe_pipeline`; with clipping `clip_norm`, the run's or the recipe's; with
-        `keep_best`, `best`: the step and the scores of the best state.
+        as `describe_pipeline`; with clipping `clip_norm`, the run's or the recipe's; with a profile
+        `profile`, its steps; with `keep_best`, `best`: the step and the scores of the best state.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
@@ -69,6 +70,7 @@ def run(
     """
     began = time.perf_counter()
     write_report = None if directory is None else _find_write_report()
+    check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
     job.check_keep_best()
     steps = options.steps or recipe.steps
@@ -106,6 +108,8 @@ def run(
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
     }
+    if directory is not None and (directory / PROFILE).exists():
+        result["profile"] = options.profile
     if directory is not None and write_report is not None:
         if is_first():
             write_result(directory, result)
@@ -170,12 +174,17 @@ def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generato
         yield []
         return
     options = {**job.recipe.options, **asdict(job.options)}
-    text = json.dumps({"recipe": job.recipe.name, **options}, indent=2)
-    with (
-        MetricsFile(directory / METRICS) as lines,
-        EventFiles(directory / EVENTS, {"configuration": f"```\n{text}\n```"}) as events,
-    ):
+    config = {"recipe": job.recipe.name, **options}
+    text = json.dumps(config, indent=2)
+    with ExitStack() as opened:
+        lines = opened.enter_context(MetricsFile(directory / METRICS))
+        texts = {"configuration": f"```\n{text}\n```"}
+        events = opened.enter_context(EventFiles(directory / EVENTS, texts))
+        logs = [
+            opened.enter_context(ExperimentLog(service, directory, config))
+            for service in job.options.services()
+        ]
         images = None if resume else sample_inputs(job.recipe, job.first_batch)
         if images is not None:
             events.add_images("inputs", images, 0)
-        yield [lines, events]
+        yield [lines, events, *logs]

@@ -1,6 +1,6 @@
 """verify: the same few steps of a recipe on several numbers of devices; are all bits the same?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -40,7 +40,12 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
     return replace(options, towers=towers, steps=steps)
 
 
-def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verification:
+def verify(
+    recipe: Recipe,
+    options: RunOptions,
+    devices: Sequence[int],
+    watch: Callable[[str], None] = lambda doing: None,
+) -> Verification:
     """Makes a recipe's first steps on several numbers of devices, and compares all bits.
 
     Args:
@@ -48,6 +53,7 @@ def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verif
         options: of the runs, with defaults from `with_defaults`. Nothing is written anywhere.
         devices: numbers of devices; one that comes twice checks that a run repeats itself. Where
             several processes make one run, a single one, of each process.
+        watch: is told before every step what is being done, in words.
 
     Returns:
         The records of all runs, and where those that differ part from the first one.
@@ -63,9 +69,11 @@ def verify(recipe: Recipe, options: RunOptions, devices: Sequence[int]) -> Verif
         step = job.trainer.step
         state = step.init(**job.first_state())
         batches = islice(job.batches(0), options.steps)
+        of_all = "1 device" if count == 1 else f"{count} devices"
         # Fed as in training: over several processes, each one reads the rows of its own towers.
         with closing(prefetch(batches, **job.feeding())) as ahead:
-            for batch in ahead:
+            for number, batch in enumerate(ahead, start=1):
+                watch(f"step {number} of {options.steps} on {of_all}")
                 state, metrics = step(state, batch)
                 yield state, metrics
 

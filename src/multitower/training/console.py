@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from multitower.training.display import RunLine, line_in_words
 from multitower.training.progress import Hook, Progress
 from multitower.training.scoring.chunks import num_rows_of_all
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _LINE_EVERY = 100
+REFRESH_PER_S = 5  # drawing takes time from the CPU devices
 
 
 class Display(NamedTuple):
@@ -54,7 +56,7 @@ def _terminal() -> "Console | None":
     except ImportError:
         return None
     console = Console(stderr=True)
-    return console if console.is_terminal else None
+    return console if console.is_terminal and not console.is_dumb_terminal else None
 
 
 @contextlib.contextmanager
@@ -68,29 +70,28 @@ def live_line(num_steps: int, console: "Console") -> Generator[Display]:
     Yields:
         What shows it.
     """
-    from rich import progress  # noqa: PLC0415 (slow, and optional)
+    from rich.live import Live  # noqa: PLC0415 (slow, and optional)
     from rich.text import Text  # noqa: PLC0415 (likewise)
 
-    bar = progress.Progress(
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[shown]}"),
-        progress.TimeRemainingColumn(),
+    line = RunLine(num_steps)
+    say = lambda words: console.print(Text(words), soft_wrap=True)
+
+    def show(now: Progress) -> None:
+        if now.phase == "test":
+            say(line_in_words(now))  # above the line
+        else:
+            line.show(now)
+
+    with Live(
+        line,
         console=console,
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file is not drawn above the bar
-        refresh_per_second=5,  # drawing takes time from the CPU devices
-    )
-    say = lambda line: console.print(Text(line), soft_wrap=True)
-    with bar:
-        task = bar.add_task("", total=num_steps or None, shown="compiling")
-
-        def show(now: Progress) -> None:
-            if now.phase == "test":
-                say(_line(now))
-            else:
-                bar.update(task, completed=now.step, shown=_numbers(now))
-
-        yield Display(show, say)
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file is not drawn above the line
+        refresh_per_second=REFRESH_PER_S,
+    ) as live:
+        try:
+            yield Display(show, say)
+        finally:
+            live.transient = not line.end()
 
 
 @contextlib.contextmanager
@@ -125,9 +126,9 @@ def plain_lines(say: Callable[[str], None], clock: Callable[[], float] = time.mo
         nonlocal began
         began = began or (now.step, clock())  # after the first step, which compiles
         if now.phase == "test" or now.step == now.num_steps:
-            say(_line(now))
+            say(line_in_words(now))
         elif now.step % _LINE_EVERY == 0:
-            say(f"{_line(now)}{_remaining(now, clock() - began[1], now.step - began[0])}")
+            say(f"{line_in_words(now)}{_remaining(now, clock() - began[1], now.step - began[0])}")
 
     return show
 
@@ -137,21 +138,3 @@ def _remaining(now: Progress, passed_s: float, steps: int) -> str:
         return ""
     left_s = int(passed_s / steps * (now.num_steps - now.step))
     return f"  {left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left"
-
-
-def _line(now: Progress) -> str:
-    clock = time.strftime("%H:%M:%S")
-    if now.phase == "test":
-        return f"{clock}  test after step {now.step}  {_numbers(now)}"
-    width = len(str(now.num_steps))
-    return f"{clock}  step {now.step:{width}}/{now.num_steps}  {_numbers(now)}"
-
-
-def _numbers(now: Progress) -> str:
-    names = sorted(now.metrics, key=lambda name: (name != "loss", name))
-    words = [f"{name} {now.metrics[name]:.4f}" for name in names]
-    if now.epoch is not None and now.phase == "train":
-        words.append(f"epoch {now.epoch:.2f}")
-    if now.examples_per_s is not None:
-        words.append(f"{now.examples_per_s:,.0f} examples/s")
-    return "  ".join(words)

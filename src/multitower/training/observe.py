@@ -16,6 +16,8 @@ from multitower.processes.together import is_first
 from multitower.training.event_writer import EventFile, open_writer
 from multitower.training.progress import Progress
 
+_LARGEST = np.float32(9e19)  # the last bin of a histogram of tensorboardX
+
 
 class MetricsFile:
     """A hook that writes one JSON object per line: phase, step and metrics.
@@ -162,6 +164,9 @@ class EventFiles:
                 if not (whole or leaf.is_fully_replicated):
                     continue  # parts are with other processes, which take no part in this
                 values = np.asarray(leaf, np.float32)  # host-device sync
+                values = np.clip(values[~np.isnan(values)], -_LARGEST, _LARGEST)
+                if not values.size:
+                    continue  # tensorboardX refuses a histogram of nothing, and larger numbers
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 writer.add_histogram(f"params/{name}", values, progress.step)
 

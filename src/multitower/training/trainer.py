@@ -77,6 +77,8 @@ class Trainer:
         extra_metrics: as for `multitower.train_step`: `"gradient_norm"` and `"learning_rate"`.
         early_stopping: a `multitower.EarlyStopping`: end the run when a score of its test phases no
             longer improves. None for never.
+        profile: numbers of the first and the last step of a trace, for example (10, 13). JAX's
+            profiler writes it to `run_dir/profile`, with the memory in use after these steps.
         hooks: functions that are called with a `Progress` after every step and evaluation; if one
             has a method `flush`, it is called before a checkpoint is saved. By default, `fit` shows
             its progress on stderr, in process 0; `hooks=[]` shows nothing.
@@ -137,6 +139,7 @@ class Trainer:
         stale_scale: StaleScale | None = None,
         extra_metrics: Sequence[str] = (),
         early_stopping: EarlyStopping | None = None,
+        profile: tuple[int, int] | None = None,
         hooks: Sequence[Hook] | None = None,
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
@@ -148,6 +151,12 @@ class Trainer:
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
                 f"check_replicas_every={check_replicas_every} 0 or more."
             )
+        if profile is not None:
+            from multitower.training.profile import check_profile  # noqa: PLC0415 (importing stays quick)
+
+            check_profile(profile)
+            if run_dir is None:
+                raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
         if callable(hooks):
             raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
         options: dict[str, Any] = {
@@ -192,6 +201,7 @@ class Trainer:
         self._where: dict[str, Any] = {"devices": devices, "towers": towers}
         self._options = options
         self._optimizer = optimizer
+        self._profile = profile
         self._checkpoint_every = checkpoint_every
         self._on_nonfinite = on_nonfinite
         self._keep_last = keep_last
@@ -271,6 +281,10 @@ class Trainer:
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
         self._check_test_phase(evaluate_every)
         self._warn_of_a_last_meeting(steps)
+        if self._profile is not None:
+            from multitower.training.profile import check_profile  # noqa: PLC0415 (likewise)
+
+            check_profile(self._profile, steps)
         if self.step.placement.spans_processes:
             hosts_of_all()  # so that the last line of a process names the host of a missing one
         self.stopped = None
@@ -410,6 +424,7 @@ class Trainer:
 
     def _around(self) -> "Around":
         from multitower.training.fitting.fit import Around  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.profile import Profile  # noqa: PLC0415 (likewise)
 
         return Around(
             self.step,
@@ -421,6 +436,7 @@ class Trainer:
             self.hooks,
             self._tell,
             self._end,
+            Profile((self._directory or Path()).parent / "profile", self._profile),
             self._while_it_runs,
         )
 

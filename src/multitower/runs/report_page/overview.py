@@ -1,6 +1,7 @@
 """What a result says of a run, in words: its headline figures, its devices, its settings."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from multitower.runs.report_page.wording import ABSENT, counted, duration, name, number, score
@@ -52,6 +53,7 @@ def describe(result: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
         "best": ", ".join(f"{name(key)} {score(key, value)}" for key, value in best.items()),
         "fingerprint": result.get("fingerprint", ABSENT),
         "caution": _caution(result),
+        "profile": profile_in_words("profile", result["profile"]) if "profile" in result else None,
         "slices": _slices(result),
         "of_run": [
             ("recipe", config.get("recipe"), result.get("recipe")),
@@ -85,6 +87,21 @@ def place_in_words(result: Mapping[str, Any]) -> str:
         if key in result
     ]
     return f"{', '.join(parts)} on {counted(devices, noun)}{of_kind}"
+
+
+def profile_in_words(directory: Path | str, steps: str) -> str:
+    """How to open the profile of a run.
+
+    Example:
+        >>> from multitower.runs.report_page.overview import profile_in_words
+        >>> profile_in_words("runs/a/profile", "10:13")[:40]
+        'The profile of steps 10:13 is in runs/a/'
+    """
+    return (
+        f"The profile of steps {steps} is in {directory}. Open it with xprof, a "
+        f"package of Python: xprof --logdir {directory}. Or drop its perfetto_trace.json.gz on "
+        "ui.perfetto.dev. memory.prof, the devices' memory after the last of them, is for pprof."
+    )
 
 
 def _caution(result: Mapping[str, Any]) -> str | None:

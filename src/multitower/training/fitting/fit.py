@@ -16,6 +16,7 @@ from multitower.training.fitting.epochs import steps_of_epoch
 from multitower.training.fitting.interruption import noted_signals
 from multitower.training.fitting.loop import Loop
 from multitower.training.fitting.test_phase import TestPhase
+from multitower.training.profile import Profile
 from multitower.training.progress import Hook, MetricsReader, num_rows_of
 from multitower.training.same_run import BatchRows
 
@@ -53,6 +54,7 @@ class Around(NamedTuple):
         hooks: what is flushed before a save.
         tell: tells the hooks.
         end: is told why a run ends early.
+        profile: traces some steps.
         while_it_runs: is entered around the loop with what counts test phases, the steps of an
             epoch and the steps of the run.
     """
@@ -66,6 +68,7 @@ class Around(NamedTuple):
     hooks: list[Hook]
     tell: Hook
     end: Callable[[str], None]
+    profile: Profile
     while_it_runs: Callable[[Patience | None, Any, int], AbstractContextManager[None]]
 
     def run(
@@ -113,6 +116,7 @@ class Around(NamedTuple):
                 self.check_replicas_every,
                 self.hooks,
                 self.end,
+                self.profile,
             )
             with self.while_it_runs(patience, epoch, steps):
                 ahead = _counted(batches, BatchRows(run, saved))

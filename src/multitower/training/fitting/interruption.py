@@ -6,6 +6,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
+# What the runs of this process have caught; there is one run, but in tests.
+_noted: list[list[int]] = []
+
+
+def is_stopping() -> bool:
+    """Whether a run of this process has been asked to stop, and is finishing its step."""
+    return any(_noted)
+
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
@@ -22,8 +30,10 @@ def noted_signals() -> Generator[list[int]]:
 
     for number in before:
         signal.signal(number, note)
+    _noted.append(caught)
     try:
         yield caught
     finally:
+        _noted.remove(caught)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multitower.errors import RunError
 from multitower.steps.state.replicas import check_replicas
@@ -13,6 +13,9 @@ from multitower.training.fitting.agreement import StopVote
 from multitower.training.fitting.calls import Feeding
 from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
+
+if TYPE_CHECKING:
+    from multitower.training.profile import Profile
 
 
 class Loop(NamedTuple):
@@ -28,6 +31,7 @@ class Loop(NamedTuple):
         check_replicas_every: steps from one comparison of the devices' variables to the next.
         hooks: what is told of progress.
         end: is told why the run ends early, if it does.
+        profile: traces some steps.
     """
 
     step: TrainStep
@@ -39,6 +43,7 @@ class Loop(NamedTuple):
     check_replicas_every: int
     hooks: Sequence[Hook]
     end: Callable[[str], None]
+    profile: "Profile"
 
     def run(
         self, state: TrainState, batches: Iterator[Any], *, first: int, last: int
@@ -57,7 +62,8 @@ class Loop(NamedTuple):
                 self.end(reason)
                 return state
         number = first
-        with closing(self.feeding.calls(batches, first, last)) as ahead:
+        calls = self.feeding.calls(batches, first, last)
+        with closing(calls) as ahead, self.profile as profile:
             while number < last:
                 call = next(ahead, None)
                 if call is None:
@@ -66,7 +72,9 @@ class Loop(NamedTuple):
                         f"the batches ran out after step {number} of {last}: batches(first) "
                         "must return an iterator that does not end before the run."
                     )
+                profile.before(number, len(call.num_rows), state)
                 state, metrics = self.step(state, call.batch)
+                profile.after(number + len(call.num_rows), (state, metrics))
                 is_first, number = number == first, number + len(call.num_rows)
                 # Metrics are read late, by one call or by the turns of a rotation: reading this
                 # call's would let the devices run dry, and reading none would let the host run
