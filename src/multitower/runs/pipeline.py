@@ -26,11 +26,11 @@ def describe_pipeline(layout: Layout) -> dict[str, Any]:
         and kind, its start and its end in units of a forward program.
     """
     towers = layout.towers.towers_on[-1]
-    num_devices = len(layout.replicas[0])
+    num_devices = len(layout.all_replicas[0])
     slots = timeline(one_forward_one_backward(len(towers), layout.place_of), layout.place_of)
     return {
         "stages": layout.num_stages,
-        "layout": [len(layout.replicas), num_devices],
+        "layout": [len(layout.all_replicas), num_devices],
         "towers": len(towers),
         "bubble": round(bubble(slots), 4),
         "least_bubble": round(least_bubble(num_devices, len(towers)), 4),

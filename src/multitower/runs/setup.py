@@ -129,7 +129,7 @@ class RecipeJob:
     def placement(self) -> dict[str, list[int]]:
         """The towers of each device; with stages, of each device of their replica."""
         layout, placement = self.trainer.step.layout, self.trainer.step.placement
-        replicas = layout.replicas if layout else [(device,) for device in placement.devices]
+        replicas = layout.all_replicas if layout else [(device,) for device in placement.devices]
         return {
             f"{device.platform}:{device.id}": list(towers)
             for devices, towers in zip(replicas, placement.towers_on, strict=True)

@@ -2,12 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from multitower.errors import ArgumentError, ConfigurationError
+from multitower.errors import ArgumentError
 from multitower.hardware.configuration import warn_if_bits_depend_on_threads
 from multitower.hardware.devices import DeviceSpec
-from multitower.hardware.devices import devices as find_devices
-from multitower.processes.together import are_several
 from multitower.stages.layout import Layout, check_layout, lay_out
+from multitower.towers.placement import find_all
 
 
 def refuse_meeting(meets: str, what: str = "loss") -> ArgumentError:
@@ -35,17 +34,14 @@ class StageOptions(NamedTuple):
         """The stages on devices.
 
         Raises:
-            ConfigurationError: several processes.
-            DeviceError: fewer devices or towers than the layout needs.
+            DeviceError: fewer devices or towers than the layout needs, or a replica that is not
+                in one process.
         """
-        if are_several():
-            raise ConfigurationError(
-                "stages= runs in one process, which drives all devices of one machine, and this "
-                "run has several. Start one process, or leave stages= out."
-            )
-        found = find_devices(devices)
+        found = find_all(devices)
         warn_if_bits_depend_on_threads(found)
-        return lay_out(found, towers, self.num_stages, self.layout, interleave=self.interleave)
+        layout = lay_out(found, towers, self.num_stages, self.layout, interleave=self.interleave)
+        layout.towers.check_all_take_part()
+        return layout
 
 
 def stage_options(stages: Any, layout: Any, interleave: Any = False) -> StageOptions | None:

@@ -212,7 +212,6 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
     Raises:
         ArgumentError: the towers do not divide into the groups of a rotation.
         DeviceError: the devices are not there, or are too few.
-        ConfigurationError: stages over several processes.
     """
     if isinstance(division, StageOptions):
         assert towers is not None
