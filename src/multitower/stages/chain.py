@@ -21,6 +21,22 @@ from multitower.stages.pieces import Pieces, split_params
 SPLIT = -2
 
 
+class Linearized(NamedTuple):
+    """A stage at some inputs, ready to be differentiated.
+
+    Attributes:
+        ends: what has a cotangent.
+        pull: of `jax.vjp`: from the cotangents of `ends` to those of the inputs.
+        results: of the tower, by their place among its results.
+        sent: what later stages need.
+    """
+
+    ends: Sequence[Any]
+    pull: Any
+    results: dict[int, Any]
+    sent: list[Any]
+
+
 class Backward(NamedTuple):
     """What a stage's backward program returns.
 
@@ -75,27 +91,39 @@ class Stage:
             cotangents: for each of `answered` those that later stages returned, the last first.
             params: numbers of the parameters.
         """
+        return self.pull(self.linearized(values), cotangents, params)
+
+    def linearized(self, values: Sequence[Any]) -> Linearized:
+        """What the backward program is made of, from the values of `inputs`."""
         given = dict(zip(self.inputs, values, strict=True))
 
-        def outputs(inputs: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+        def outputs(inputs: list[Any]) -> tuple[list[Any], Any]:
             known = self._compute({**given, **dict(zip(self.differentiated, inputs, strict=True))})
-            return [known[number] for number in self._ends], {
+            results = {
                 place: known[x] if isinstance(x, int) else jnp.asarray(x.val)
                 for place, x in self.results.items()
             }
+            sent = [known[number] for number in self.sent]
+            return [known[number] for number in self._ends], (results, sent)
 
         inputs = [given[number] for number in self.differentiated]
-        ends, pull, results = jax.vjp(outputs, inputs, has_aux=True)
+        ends, pull, (results, sent) = jax.vjp(outputs, inputs, has_aux=True)
+        return Linearized(ends, pull, results, sent)
+
+    def pull(
+        self, found: Linearized, cotangents: Sequence[Sequence[Any]], params: frozenset[int]
+    ) -> Backward:
+        """The rest of the backward program; cotangents and params as for `backward`."""
         # In the order of the stages, the last first; the same wherever they run.
         seeds = [functools.reduce(operator.add, each) for each in cotangents]
         if self.share is not None:
-            seeds.append(jnp.ones_like(ends[-1]))
-        (found,) = pull(seeds)
-        by_number = dict(zip(self.differentiated, found, strict=True))
+            seeds.append(jnp.ones(found.ends[-1].shape, found.ends[-1].dtype))
+        (gradients,) = found.pull(seeds)
+        by_number = dict(zip(self.differentiated, gradients, strict=True))
         return Backward(
             {number: one for number, one in by_number.items() if number in params},
             {number: one for number, one in by_number.items() if number not in params},
-            results,
+            found.results,
         )
 
     @property

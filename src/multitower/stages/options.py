@@ -24,11 +24,13 @@ class StageOptions(NamedTuple):
         num_stages: into how many parts.
         layout: (replicas, devices of each), or None.
         interleave: whether neighbouring stages are on different devices.
+        remat: whether backward programs compute their stage's forward part again.
     """
 
     num_stages: int
     layout: tuple[int, int] | None
     interleave: bool = False
+    remat: bool = True
 
     def on(self, devices: DeviceSpec | None, towers: int | None) -> Layout:
         """The stages on devices.
@@ -44,7 +46,9 @@ class StageOptions(NamedTuple):
         return layout
 
 
-def stage_options(stages: Any, layout: Any, interleave: Any = False) -> StageOptions | None:
+def stage_options(
+    stages: Any, layout: Any, interleave: Any = False, remat: Any = True
+) -> StageOptions | None:
     """What a user says of stages; None for a model that is not cut.
 
     Raises:
@@ -52,10 +56,17 @@ def stage_options(stages: Any, layout: Any, interleave: Any = False) -> StageOpt
     """
     if stages is not None:
         check_layout(stages, layout)
-        return StageOptions(stages, tuple(layout) if layout else None, bool(interleave))
+        pair = tuple(layout) if layout else None
+        return StageOptions(stages, pair, bool(interleave), bool(remat))
     if layout is not None or interleave:
         raise ArgumentError(
             "layout= and interleave= place the stages of a model on devices, and stages= is "
             "missing: say how many, such as stages=4, or leave them out."
+        )
+    if not remat:
+        raise ArgumentError(
+            "remat=False is for stages=, which compute their forward part again in the backward "
+            "pass. Leave it out: without stages nothing is computed again, unless the loss says "
+            "jax.checkpoint."
         )
     return None

@@ -38,7 +38,7 @@ class Totals(NamedTuple):
 class Pipeline:
     """Runs a chain on a layout; compiles its programs once."""
 
-    def __init__(self, chain: Chain, layout: Layout) -> None:
+    def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
         self.chain = chain
         self.layout = layout
         self._plan = reduction.plan(layout.towers)
@@ -46,7 +46,7 @@ class Pipeline:
             dict(reduction.schedule(self._plan.parts[r])) for r in layout.towers.local
         ]
         self._orders = [_turns(towers, layout.place_of) for towers in layout.towers_on]
-        self._programs = Programs(chain, layout)
+        self._programs = Programs(chain, layout, remat=remat)
         self._across: list[BufferTotals] = []
         if layout.towers.spans_processes:
             places = [layout.placement_of(s) for s in range(layout.num_stages)]

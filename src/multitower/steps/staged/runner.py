@@ -33,6 +33,7 @@ class StagedRunner:
         first: tuple[Fields, BatchParts],
         *,
         has_weights: bool,
+        remat: bool,
     ) -> None:
         fields, batch = first
         rows = [
@@ -53,7 +54,7 @@ class StagedRunner:
             given=(fields, shared, rows),
             may_split=lambda: _is_element_wise(step, fields),
         )
-        self._pipeline = Pipeline(self._job.chain, layout)
+        self._pipeline = Pipeline(self._job.chain, layout, remat=remat)
         self._tower_rows = tower_rows
         self._layout = layout
         before = (fields.step, fields.model_state)
