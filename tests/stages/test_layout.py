@@ -188,6 +188,17 @@ def test_the_bubble_of_the_timeline_is_that_of_the_formula(towers, devices, each
             assert all(one.end <= start for one in same)
 
 
+def test_the_timeline_of_measured_times():
+    # The lie: a slow stage that makes nobody wait.
+    ticks = one_forward_one_backward(4, [0, 1])
+    times = {("forward", 0): 1.0, ("backward", 0): 3.0, ("backward", 1): 3.0}
+    assert timeline(ticks, [0, 1], times=times) == timeline(ticks, [0, 1])
+    slots = timeline(ticks, [0, 1], times={**times, ("backward", 1): 8.0})
+    # Device 1 is busy but for the first forward program and the last backward one.
+    assert slots[-1].end == 1 + 4 * 8 + 3
+    assert bubble(slots) == pytest.approx(1 - (4 * 8 + 4 * 4) / (2 * 36))
+
+
 def test_more_towers_make_a_smaller_bubble():
     found = [bubble(timeline(one_forward_one_backward(n, range(4)), range(4))) for n in (4, 8, 32)]
     assert found == sorted(found, reverse=True)

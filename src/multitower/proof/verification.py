@@ -18,6 +18,7 @@ import numpy as np
 from multitower.engines.packing import unpack
 from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
+from multitower.stages.programs import StageSums
 from multitower.steps.staged.state import Parts as StagedParts
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
@@ -168,7 +169,7 @@ def _advance(
 
     def tap(stage: str, place: int, sums: Any) -> None:
         if not isinstance(sums, TowerSums):
-            _show(stage, place, (sums,), see)
+            _show(stage, place, (jax.tree.map(_unpacked, sums, is_leaf=_is_packed),), see)
             return
         _show(stage, place, unpack(sums.packed), see)
         # A block's total is on the device of its tower alone: no device has a copy of it.
@@ -184,6 +185,14 @@ def _advance(
         _show(UPDATE, place, fields, see)
     _show(UPDATE, 0, {"metrics": metrics}, see)
     return end
+
+
+def _is_packed(found: Any) -> bool:
+    return isinstance(found, StageSums)
+
+
+def _unpacked(found: Any) -> Any:
+    return found.unpacked() if _is_packed(found) else found
 
 
 def _copies(state: TrainState) -> list[Any]:

@@ -57,6 +57,7 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
+            remat=options.remat,
             steps_per_call=options.steps_per_call,
             sync_every=options.sync_every,
             clip_norm=_clip_norm(recipe, options),
@@ -158,7 +159,7 @@ class RecipeJob:
             facts["clip_norm"] = clip_norm
         layout = self.trainer.step.layout
         if layout is not None:
-            facts["pipeline"] = describe_pipeline(layout)
+            facts["pipeline"] = describe_pipeline(layout, remat=self.options.remat)
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:

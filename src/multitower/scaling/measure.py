@@ -96,8 +96,8 @@ def scale(
         `devices`, `batch_size` (rows of a step), `step_s` (median and quartiles over the rounds,
         and `turns`), `examples_per_s`; `speedup` of the examples per second against the fewest
         devices and `efficiency`, its share of the ideal (medians and quartiles of the ratios within
-        a round); `recompilations` in measured turns; `memory` and `split`, as `PeakMemory` and
-        `measure_split`. What is not known is None.
+        a round); `recompilations` in measured turns; `memory`, `split` and `pipeline`, as
+        `PeakMemory`, `measure_split` and `measure_stages`. What is not known is None.
 
     Raises:
         DeviceError: fewer towers than devices.
@@ -122,8 +122,11 @@ def scale(
     }
     runs = _measure(recipe, options, sorted({key for many in keys.values() for key in many}), how)
     splits = {key: run.split(how.steps) for key, run in runs.items()}
+    pipelines = {key: run.stages(how.steps) for key, run in runs.items()}
     tables = {
-        kind: [_entry(runs, key, many[0], splits[key]) for key in many]
+        kind: [
+            {**_entry(runs, key, many[0], splits[key]), "pipeline": pipelines[key]} for key in many
+        ]
         for kind, many in keys.items()
     }
     curves = {key[0]: runs[key].losses for key in keys.get(STRONG, [])}

@@ -11,7 +11,7 @@ from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
-from multitower.stages.residuals import Residuals, keep_residuals
+from multitower.stages.passes.residuals import Residuals, keep_residuals
 
 
 class StageSums(NamedTuple):

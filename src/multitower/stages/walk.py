@@ -96,7 +96,7 @@ class Walk:
         cotangents = [answers[number] for number in self._chain.stages[s].answered]
         sums, found = self._programs.backward[s][self._replica](values, cotangents)
         if self._tap is not None:
-            self._tap("backward program", tower, {f"stage {s}": (sums.unpacked(), found)})
+            self._tap("backward program", tower, {f"stage {s}": (sums, found)})
         for number, one in found.items():
             maker = self._chain.made_by(number)
             waiting = self._answers[tower, maker].setdefault(number, [])

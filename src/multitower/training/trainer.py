@@ -71,6 +71,7 @@ class Trainer:
         shard_params: as for `multitower.train_step`: split the parameters too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
+        remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
             stops the run after a call.
@@ -127,6 +128,7 @@ class Trainer:
         shard_params: bool = False,
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
+        remat: bool = True,
         steps_per_call: int | None = None,
         sync_every: int | None = None,
         outer_optimizer: "optax.GradientTransformation | None" = None,
@@ -169,6 +171,7 @@ class Trainer:
             "compute_dtype": None if narrow is None else str(narrow),
             "reduction": reduction,
             **({} if stages is None else {"stages": stages}),
+            **({} if remat else {"remat": False}),
         }
         if sync_every is not None:
             self._settings |= {
@@ -204,6 +207,7 @@ class Trainer:
             shard_params=shard_params,
             stages=stages,
             layout=layout,
+            remat=remat,
             steps_per_call=steps_per_call,
             sync_every=sync_every,
             outer_optimizer=outer_optimizer,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.segments import Segment, is_call, needs_of, open_calls, slice_of
-from multitower.stages.chain import Backward, Linearized, Stage
+from multitower.stages.passes.stage import Backward, Linearized, Stage
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Residuals:
         ]
         pull, results = jax.tree.unflatten(treedef, found)
         return self.stage.pull(Linearized(ends, pull, results, []), cotangents, params)
+
+    @property
+    def names(self) -> list[int | None]:
+        """The numbers that the chain has for what is held; None for what `forward` makes."""
+        made = [None] * len(self.from_made)
+        return [*(self.stage.inputs[i] for i in self.from_inputs), *made]
 
     @property
     def _numbers(self) -> list[int]:
