@@ -17,6 +17,7 @@ import jax
 from multitower.engines.same_bits import tapped
 from multitower.proof.verification import BACKWARD, FORWARD
 from multitower.runs.pipeline import describe_pipeline
+from multitower.runs.report_page.wording import ABSENT
 from multitower.scaling.words import Table
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
@@ -88,7 +89,7 @@ def pipeline_tables(result: Mapping[str, Any]) -> list[Table]:
             (
                 str(stage),
                 *(
-                    f"{1e3 * times[kind, stage]:.3g}" if (kind, stage) in times else "-"
+                    f"{1e3 * times[kind, stage]:.3g}" if (kind, stage) in times else ABSENT
                     for kind in _KINDS.values()
                 ),
             )
