@@ -126,8 +126,8 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    whats = ("same_bits", "sharded", "meeting", "local", "stages")
-    return {what: layout_program.WHATS[what]() for what in whats}
+    whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere")
+    return {what: layout_program.ALL[what]() for what in whats}
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     whats = (
         list(on_eight_devices)
         if layout in [(2, 4), (3, 1)]
-        else ["same_bits", "meeting", "local", "stages"]
+        else ["same_bits", "meeting", "local", "stages_elsewhere"]
     )
     found = together(*layout, *whats, timeout_s=300)
     assert found == {what: on_eight_devices[what] for what in whats}

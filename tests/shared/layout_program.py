@@ -4,6 +4,7 @@ Every process simulates DEVICES devices. Process 0 prints JSON: for each WHAT wh
 PORT 0 the process is alone and joins nobody.
 """
 
+import functools
 import json
 import sys
 import warnings
@@ -85,8 +86,8 @@ def local(devices=None):
     return [*found, mt.fingerprint(state)]
 
 
-def stages(devices=None, layout=None):
-    """A model in stages: trained, to the host and back, with other devices, without stages.
+def stages(devices=None, elsewhere=False):
+    """A model in stages: trained, to the host and back; `elsewhere` scored, and without stages.
 
     With tied weights, dropout, statistics, and a ratio as the loss, whose weights come first.
     """
@@ -101,7 +102,7 @@ def stages(devices=None, layout=None):
     options = {"ema_decay": 0.9, "clip_norm": 0.5, "skip_nonfinite": True, "diagnostics": True}
     options |= {"towers": TOWERS, "devices": devices, "global_batch": 32}
     make = lambda **more: mt.train_step(loss, optax.adam(1e-2), **options, **more)
-    step, whole = make(stages=2, layout=layout), make()
+    step, whole = make(stages=2), make()
     statistics = {"mean": np.zeros(HIDDEN, np.float32)}
     state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
     found, history = [], []
@@ -112,12 +113,14 @@ def stages(devices=None, layout=None):
     found.append(mt.fingerprint((state, history)))
     copies = [leaf_like(on_host(leaf), leaf) for _, leaf in named_leaves(state)]
     restored = jax.tree.unflatten(jax.tree.structure(state), copies)
-    score = lambda params, x: {"hidden": mt.cut(jnp.tanh(x["x"] @ params["in"])) @ params["out"]}
-    where = {"devices": devices, "towers": TOWERS, "stages": 2, "layout": layout}
-    found.append(evaluate(score, state.params, batch(4, 29), global_batch=16, **where))
     for one in (restored, state):
         state, metrics = step(one, batch(2, 32))
         found.append(mt.fingerprint((state, metrics)))
+    if not elsewhere:
+        return found
+    score = lambda params, x: {"hidden": mt.cut(jnp.tanh(x["x"] @ params["in"])) @ params["out"]}
+    where = {"devices": devices, "towers": TOWERS, "stages": 2}
+    found.append(evaluate(score, state.params, batch(4, 29), global_batch=16, **where))
     state, _ = whole(state, batch(3, 32))  # from stages to none, and back
     state, _ = step(state, batch(4, 32))
     return [*found, mt.fingerprint(state)]
@@ -356,6 +359,7 @@ WHATS = {
     "negative_zeros": negative_zeros,
     "unlike": unlike,
 }
+ALL = {**WHATS, "stages_elsewhere": functools.partial(stages, elsewhere=True)}
 
 
 def main(port, num_processes, process, num_devices, *whats):
@@ -368,7 +372,7 @@ def main(port, num_processes, process, num_devices, *whats):
             process_id=int(process),
         )
     mt.configure(simulated_devices=int(num_devices), **together)
-    found = {what: WHATS[what]() for what in whats}
+    found = {what: ALL[what]() for what in whats}
     if process == "0":
         print(json.dumps(found))
 
