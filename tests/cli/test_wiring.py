@@ -58,6 +58,7 @@ FLAGS = {
     "--shard-params": {"shard_params": True},
     "--steps-per-call 3": {"steps_per_call": 3},
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
+    "--stages 2 --towers 4 --no-remat": {"stages": 2, "towers": 4, "remat": False},
     "--clip-norm 0.5": {"clip_norm": 0.5},
     "--sync-every 4 --towers 4": {"sync_every": 4, "towers": 4},
     "--profile 2:3": {"profile": "2:3"},

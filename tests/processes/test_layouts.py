@@ -46,6 +46,11 @@ def test_law_l3_with_local_updates_on_two_processes(on_two_processes):
     assert on_two_processes["local"] == alone["local"]
 
 
+def test_law_l3_with_stages_on_two_processes(on_two_processes):
+    """Lies: gradients of one process's replicas alone; a norm, or a weight, of one process."""
+    assert on_two_processes["stages"] == layout_program.stages(devices=2)
+
+
 def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):
     params, loss = layout_program.fast()
     np.testing.assert_allclose(on_two_processes["fast"][0], params, rtol=1e-5)
@@ -113,6 +118,8 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
     assert "and process 1 float32[16, 6], float32[16]" in found["fewer rows"]
     assert "state.params['in'] than the first device of process 0" in found["parameters"]
     assert "5 towers" in found["towers"]
+    assert "the host of process 1 holds other bits in state.params['in']" in found["stages"]
+    assert "Use layout=(2, 1)" in found["one replica over processes"]
     assert "process 1 passes other values" in found["an argument"]
     assert found["alike"] == ""
 
@@ -124,15 +131,17 @@ def test_texts_of_other_lengths_arrive_whole(on_two_processes):
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    whats = ("same_bits", "sharded", "meeting", "local")
-    return {what: layout_program.WHATS[what]() for what in whats}
+    whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere")
+    return {what: layout_program.ALL[what]() for what in whats}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 4), (2, 2), (8, 1), (3, 1)], ids=str)
 def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     whats = (
-        list(on_eight_devices) if layout in [(2, 4), (3, 1)] else ["same_bits", "meeting", "local"]
+        list(on_eight_devices)
+        if layout in [(2, 4), (3, 1)]
+        else ["same_bits", "meeting", "local", "stages_elsewhere"]
     )
     found = together(*layout, *whats, timeout_s=300)
     assert found == {what: on_eight_devices[what] for what in whats}

@@ -152,8 +152,8 @@ def change_program(kind, stage, replica, change):
     """Plants a fault into one program of a model in stages, where there are two replicas."""
     init = programs.Programs.__init__
 
-    def changed(self, chain, layout):
-        init(self, chain, layout)
+    def changed(self, chain, layout, **how):
+        init(self, chain, layout, **how)
         if len(layout.replicas) == 2:
             own = getattr(self, kind)[stage]
             right = own[replica]

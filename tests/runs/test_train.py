@@ -80,6 +80,10 @@ def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
         "2 stages, 1 replica of 2 devices wait for 22 % of a step (4 towers pass; at least 20 %)"
     )
     assert pipeline_in_words(pipeline) == words
+    # Where nothing is computed again, the order of the programs has the bubble of the formula.
+    kept = planned_pipeline(dataclasses.replace(options, remat=False))
+    assert kept["bubble"] == kept["least_bubble"] == pytest.approx(1 / 5)
+    assert kept["timeline"][-1][-1] == 15  # four towers, three units each, and one tower alone
 
 
 def test_a_recipe_learns_with_its_own_numbers():
@@ -203,7 +207,7 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     chosen = {
         "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
-        "layout": "1x2", "steps_per_call": 3, "compute_dtype": "bfloat16",
+        "layout": "1x2", "remat": False, "steps_per_call": 3, "compute_dtype": "bfloat16",
         "sync_every": 4, "asynchronous": True, "max_staleness": 1,
         "profile": "2:3",
     }  # fmt: skip

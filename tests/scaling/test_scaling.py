@@ -25,7 +25,9 @@ from multitower.runs.options import RunOptions
 from multitower.scaling.fit import fit_step_times, held_out
 from multitower.scaling.losses import compare_losses
 from multitower.scaling.measure import ScalingOptions, scale
+from multitower.scaling.report import write_scaling
 from multitower.scaling.run import LEAD_STEPS, ScalingRun
+from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
 from multitower.scaling.words import speed_tables, split_in_words
 from multitower.steps import runner as step_runner
 
@@ -148,13 +150,27 @@ def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
 
 
 @pytest.mark.slow
-def test_stages_are_measured_as_a_whole():
+def test_stages_are_measured_as_a_whole_and_each_program_alone(tmp_path):
+    # The lies: the time of one stage shown for another; a pipeline of equal work after all.
     options = RunOptions(towers=2, stages=2, global_batch=12)
     found = scale(RECIPE, options, [1, 2], STRONG)
     assert found["losses"]["same"]
     for entry in found["strong"]:
         split = entry["split"]
         assert {name for name, value in split.items() if value is not None} == FAST_PARTS
+        pipeline = entry["pipeline"]
+        programs = {(stage, kind): time_s for stage, kind, time_s in pipeline["programs"]}
+        assert programs.keys() == {(0, "forward"), (0, "backward"), (1, "backward")}
+        # Of two towers the second one waits for its forward program, and comes back last.
+        ends = {tuple(slot[1:4]): slot[-1] for slot in pipeline["timeline"]}
+        if entry["devices"] == 2:
+            expected = programs[0, "forward"] + programs[1, "backward"] * 2
+            assert ends[1, 1, "backward"] >= expected - 1e-9
+            assert 0 < pipeline["bubble"] < 1
+    assert [line[:9] for line in waiting_in_words(found)] == ["2 devices"]
+    assert [len(table.rows) for table in pipeline_tables(found)] == [2, 2]
+    (page,) = (path for path in write_scaling(tmp_path, found) if path.suffix == ".html")
+    assert page.read_text().count("tower 1, stage 1, backward") == 1
     assert "overlap" in split_in_words(found)
     assert speed_tables(found)[0].title.endswith("the same 2 towers, 2 stages")
 

@@ -4,6 +4,7 @@ Every process simulates DEVICES devices. Process 0 prints JSON: for each WHAT wh
 PORT 0 the process is alone and joins nobody.
 """
 
+import functools
 import json
 import sys
 import warnings
@@ -82,6 +83,46 @@ def local(devices=None):
     copies = [leaf_like(on_host(leaf), leaf) for _, leaf in named_leaves(state)]
     state = jax.tree.unflatten(jax.tree.structure(state), copies)
     state, _ = step(state, batch(3, 32))
+    return [*found, mt.fingerprint(state)]
+
+
+def stages(devices=None, elsewhere=False):
+    """A model in stages: trained, to the host and back; `elsewhere` scored, and without stages.
+
+    With tied weights, dropout, statistics, and a ratio as the loss, whose weights come first.
+    """
+
+    def loss(params, batch, *, rng, model_state):
+        h = mt.cut(jnp.tanh(batch["x"] @ params["in"]))
+        kept = jax.random.bernoulli(rng, 0.8, h.shape)
+        new = {"mean": 0.9 * model_state["mean"] + 0.1 * h.mean(0)}
+        error = ((h * kept @ params["in"].T - batch["x"]) ** 2).sum(1) + (h @ params["out"]) ** 2
+        return mt.ratio(error * batch["y"] ** 2, batch["y"] ** 2), {"error": error}, new
+
+    options = {"ema_decay": 0.9, "clip_norm": 0.5, "skip_nonfinite": True, "diagnostics": True}
+    options |= {"towers": TOWERS, "devices": devices, "global_batch": 32}
+    make = lambda **more: mt.train_step(loss, optax.adam(1e-2), **options, **more)
+    step, whole = make(stages=2), make()
+    statistics = {"mean": np.zeros(HIDDEN, np.float32)}
+    state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+    found, history = [], []
+    for number, rows in enumerate((32, 13)):
+        state, metrics = step(state, batch(number, rows))
+        history.append(metrics)
+        check_replicas(state)
+    found.append(mt.fingerprint((state, history)))
+    copies = [leaf_like(on_host(leaf), leaf) for _, leaf in named_leaves(state)]
+    restored = jax.tree.unflatten(jax.tree.structure(state), copies)
+    for one in (restored, state):
+        state, metrics = step(one, batch(2, 32))
+        found.append(mt.fingerprint((state, metrics)))
+    if not elsewhere:
+        return found
+    score = lambda params, x: {"hidden": mt.cut(jnp.tanh(x["x"] @ params["in"])) @ params["out"]}
+    where = {"devices": devices, "towers": TOWERS, "stages": 2}
+    found.append(evaluate(score, state.params, batch(4, 29), global_batch=16, **where))
+    state, _ = whole(state, batch(3, 32))  # from stages to none, and back
+    state, _ = step(state, batch(4, 32))
     return [*found, mt.fingerprint(state)]
 
 
@@ -255,10 +296,10 @@ def unlike(devices=None):
     """What is said where the second process passes something else than the first one."""
     here = jax.process_index()
 
-    def said(rows, params=None, towers=4):
-        step = mt.train_step(per_row, optax.sgd(0.1), towers=towers, devices=devices)
+    def said(rows, params=None, towers=4, **cut):
         with warnings.catch_warnings(record=True) as told:
             try:
+                step = mt.train_step(per_row, optax.sgd(0.1), towers=towers, devices=devices, **cut)
                 step(step.init(params or first_params()), rows)
             except mt.MultitowerError as error:
                 return str(error)
@@ -268,7 +309,10 @@ def unlike(devices=None):
         return {name: leaf[start : start + size] for name, leaf in batch(0, 48).items()}
 
     other = {name: leaf + here for name, leaf in first_params().items()}
+    cut = {"stages": 2}
     found = {
+        "stages": said(part(0, 24), other, **cut),
+        "one replica over processes": said(part(0, 24), **cut, layout=(1, 2)),
         "a part of the batch": said(part(24 * here, 24)),
         "fewer rows": said(part(0, 24 - 8 * here)),
         "parameters": said(part(0, 24), other),
@@ -310,6 +354,7 @@ WHATS = {
     "same_bits": same_bits,
     "meeting": meeting,
     "local": local,
+    "stages": stages,
     "fast": fast,
     "functions": functions,
     "sharded": sharded,
@@ -320,6 +365,7 @@ WHATS = {
     "unlike": unlike,
     "texts": texts,
 }
+ALL = {**WHATS, "stages_elsewhere": functools.partial(stages, elsewhere=True)}
 
 
 def main(port, num_processes, process, num_devices, *whats):
@@ -332,7 +378,7 @@ def main(port, num_processes, process, num_devices, *whats):
             process_id=int(process),
         )
     mt.configure(simulated_devices=int(num_devices), **together)
-    found = {what: WHATS[what]() for what in whats}
+    found = {what: ALL[what]() for what in whats}
     if process == "0":
         print(json.dumps(found))
 

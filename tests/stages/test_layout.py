@@ -1,6 +1,7 @@
 """Where stages run and in which order: pure functions."""
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -66,6 +67,46 @@ def test_a_layout_that_is_larger_than_what_there_is_is_refused():
         lay_out(jax.devices()[:3], 2, 2, (2, 2))
     with pytest.raises(DeviceError, match=r"has 2 replicas, .* Use layout=\(1, 2\)"):
         lay_out(jax.devices()[:4], 1, 2, (2, 2))
+
+
+class OfProcess(NamedTuple):
+    process_index: int
+    id: int
+
+
+def of_processes(processes, each):
+    return [OfProcess(p, n) for p in range(processes) for n in range(each)]
+
+
+@pytest.mark.filterwarnings("ignore:stages=")
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 5))
+def test_a_replica_is_in_one_process_and_all_have_as_many(processes, each, more, stages):
+    # The lies: a replica over two processes, a process that has nothing to do and waits.
+    layout = lay_out(of_processes(processes, each), processes + more, stages, None)
+    homes = [{one.process_index for one in replica} for replica in layout.all_replicas]
+    assert all(len(home) == 1 for home in homes)
+    assert homes == sorted(homes, key=min)
+    assert {sum(p in home for home in homes) for p in range(processes)} == {len(homes) // processes}
+    of_last = layout.placement_of(stages - 1)
+    assert of_last.owners == layout.towers.owners
+    assert [one.process_index for one in of_last.devices] == [min(home) for home in homes]
+    assert len(layout.replicas) == len(homes) // processes  # this is process 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "towers", "message"),
+    [
+        ((1, 4), 8, r"2 processes with 2 devices each: .*Use layout=\(2, 2\)"),
+        ((3, 1), 8, r"Use layout=\(4, 1\)"),
+        ((4, 2), 8, r"Use layout=\(2, 2\)"),
+        ((2, 4), 8, r"Use layout=\(2, 2\)"),
+        ((2, 2), 1, "Use towers=2 or more, or fewer processes"),
+        (None, 1, "Use towers=2 or more, or fewer processes"),
+    ],
+)
+def test_a_layout_that_does_not_fit_into_processes_is_refused(layout, towers, message):
+    with pytest.raises(DeviceError, match=message):
+        lay_out(of_processes(2, 2), towers, 4, layout)
 
 
 def test_devices_that_stay_idle_are_told():
@@ -145,6 +186,17 @@ def test_the_bubble_of_the_timeline_is_that_of_the_formula(towers, devices, each
             assert turn.kind == "forward" or ends.get(after, 0) <= start
             same = [one for one in found if one.place == place and one.start < start]
             assert all(one.end <= start for one in same)
+
+
+def test_the_timeline_of_measured_times():
+    # The lie: a slow stage that makes nobody wait.
+    ticks = one_forward_one_backward(4, [0, 1])
+    times = {("forward", 0): 1.0, ("backward", 0): 3.0, ("backward", 1): 3.0}
+    assert timeline(ticks, [0, 1], times=times) == timeline(ticks, [0, 1])
+    slots = timeline(ticks, [0, 1], times={**times, ("backward", 1): 8.0})
+    # Device 1 is busy but for the first forward program and the last backward one.
+    assert slots[-1].end == 1 + 4 * 8 + 3
+    assert bubble(slots) == pytest.approx(1 - (4 * 8 + 4 * 4) / (2 * 36))
 
 
 def test_more_towers_make_a_smaller_bubble():

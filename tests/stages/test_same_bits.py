@@ -83,6 +83,16 @@ def test_law_l3_the_same_bits_on_any_layout(one_device, devices, options):
     assert bits(make(devices, **options)) == mt.fingerprint(one_device)
 
 
+def test_law_l3_without_recomputation(one_device):
+    # The lies: residuals of another tower; a step that ignores remat=False.
+    step = make(2, remat=False)
+    found = train(step)
+    (runner,) = step._runners.values()
+    assert [bool(kept) for kept in runner._pipeline._programs.residuals] == [True, True, False]
+    assert mt.fingerprint(found) == bits(make(1, remat=False))
+    close(found, one_device)
+
+
 def test_it_is_the_training_without_stages(one_device):
     # The lies: a tied weight counted twice in the norm, a tower that is left out.
     step = make(2, stages=None)

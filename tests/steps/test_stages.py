@@ -179,6 +179,7 @@ def test_trap_a_resume_on_another_layout(tmp_path):
         ({"shard_update": True}, ArgumentError, "exclude each other"),
         ({"stages": 0}, ArgumentError, "stages=0"),
         ({"stages": None, "layout": (1, 2)}, ArgumentError, "stages= is missing"),
+        ({"stages": None, "remat": False}, ArgumentError, "remat=False is for stages="),
         ({"layout": (1, 4)}, ArgumentError, "use|Use"),
         ({"layout": (2, 2), "devices": 3}, DeviceError, "needs 4 devices, and there are 3"),
         ({"layout": (2, 1), "towers": 1}, DeviceError, "2 replicas, and towers=1"),

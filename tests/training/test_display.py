@@ -3,11 +3,11 @@
 import signal
 
 import pytest
-from multitower.training.fitting.interruption import noted_signals
 from rich.console import Console
 
 import multitower as mt
 from multitower.training.display import RunLine, WorkLine
+from multitower.training.fitting.interruption import noted_signals
 
 METRICS = {"loss": 0.25, "accuracy": 0.875, "bits_per_byte": 2.5}
 

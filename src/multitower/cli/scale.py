@@ -48,6 +48,7 @@ from multitower.runs.options import RunOptions
 from multitower.scaling.directory import make_scaling_directory, read_measurement
 from multitower.scaling.measure import ScalingOptions
 from multitower.scaling.measure import scale as measure
+from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
 from multitower.scaling.summary import STRONG, WEAK, check_same, joined, not_comparable
 from multitower.scaling.words import (
     Table,
@@ -268,7 +269,11 @@ def _say_result(result: Mapping[str, Any]) -> None:
         _say_table(table)
     for table in split_tables(result):
         _say_table(table)
+    for table in pipeline_tables(result):
+        _say_table(table)
     say(split_in_words(result))
+    for line in waiting_in_words(result):
+        say(line)
     if result["towers"] is not None:
         say("Weak scaling is not measured with --towers: the program is the same on any devices.")
     said = (

@@ -123,8 +123,15 @@ def train(
     stages: Stages = None,
     layout: Annotated[
         str | None,
-        flag("RxD", "With --stages: R replicas of the model, each on D devices.", "as many as fit"),
+        flag(
+            "RxD", "With --stages: R replicas in all processes, D devices each.", "as many as fit"
+        ),
     ] = None,
+    no_remat: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        switch("With --stages: keep what the backward pass needs, and compute nothing again."),
+    ] = False,
     steps_per_call: Annotated[
         WholeNumber,
         flag(
@@ -215,6 +222,7 @@ def train(
         "compute_dtype": compute_dtype,
         "stages": stages,
         "layout": layout,
+        "remat": False if no_remat else None,
         "steps_per_call": steps_per_call,
         "sync_every": sync_every,
         "asynchronous": asynchronous or None,

@@ -185,6 +185,17 @@ def open_calls(
     return Program(inputs, consts, steps, outputs)
 
 
+def needs_of(program: Program) -> dict[int, frozenset[int]]:
+    """For each number the inputs that it depends on."""
+    needs = {number: frozenset({number}) for number in program.inputs}
+    needs.update((number, frozenset()) for number in program.consts)
+    for step in program.steps:
+        inputs = (needs[x] for x in step.inputs if isinstance(x, int))
+        found = frozenset[int]().union(*inputs)
+        needs.update((number, found) for number in step.outputs)
+    return needs
+
+
 def without_dead_steps(program: Program) -> Program:
     """The program without steps that nothing needs and that have no effects."""
     needed = {x for x in program.outputs if isinstance(x, int)}

@@ -106,6 +106,22 @@ class Totals:
             for i, towers in enumerate(self._towers_on)
         ]
 
+    def of_buffers(self, stacks: Sequence[Sequence[Sequence[jax.Array]]]) -> list[list[jax.Array]]:
+        """The total of lists of buffers on every local device; there are several devices.
+
+        Args:
+            stacks: for each local device its parts, each a list of buffers.
+        """
+        assert self._reduce is not None
+        parts = [
+            [stack[min(part, len(stack) - 1)] for stack in stacks]
+            for part in range(self._num_parts)
+        ]
+        given = [stacked(own, self._placement) for own in parts]
+        found = self._reduce(given, [[] for _ in parts]).buffers
+        whole = [on_each_device(buffer, self.devices) for buffer in found]
+        return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
+
 
 def stacked(own: Sequence[Sequence[jax.Array]], placement: Placement) -> list[jax.Array]:
     """Global arrays with the devices' blocks, of each device a list, stacked along axis 0."""

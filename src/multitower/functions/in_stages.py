@@ -19,6 +19,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.options import StageOptions, refuse_meeting
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Tower, device_dtype, is_traced
+from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows, ready_or_cut
 from multitower.towers.surroundings import refuse_disabled_jit
 
@@ -50,17 +51,30 @@ class StagedFunction(TowerFunction):
             raise self._refuse_traced()
         tower_rows = -(-parts.num_rows // placement.num_towers)
         rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
+        if not self._looked_at:
+            check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
         forward, treedef = self._program(parts, rows)
         found = {
             tower: jax.tree.unflatten(treedef, leaves)
             for tower, leaves in forward.run(parts.shared, rows).items()
         }
         layout = self._found_layout()
-        ends = Placement(tuple(layout.devices_of(layout.num_stages - 1)), placement.owners)
-        # Results without rows are tower 0's, and nothing is averaged.
-        whole = jax.device_put((found[0].means, found[0].sums), ends.shared)
+        ends = layout.placement_of(layout.num_stages - 1)
+        whole = self._whole(found, ends)
         by_tower = {tower: result.rows for tower, result in found.items()}
         return self._kind.result(whole, join_rows(by_tower, ends, parts.num_rows))
+
+    def _whole(self, found: dict[int, Any], ends: Placement) -> Any:
+        """Results without rows, which are those of tower 0; nothing is averaged."""
+        first = found[min(found)]
+        if not ends.spans_processes:
+            return jax.device_put((first.means, first.sums), ends.shared)
+        if jax.tree.leaves(first.sums):
+            raise OutputError(
+                "with stages= in several processes every result must have rows: return one entry "
+                "for each row, or compute what has none outside."
+            )
+        return first.means, first.sums
 
     def _program(self, parts: Parts, rows: Sequence[TowerRows]) -> tuple[Forward, Any]:
         """What runs a call, and the structure of what one tower returns."""

@@ -78,8 +78,8 @@ def make_parallel(
         ArgumentError: an argument that can be neither split nor shared, such as a list of strings.
             With `stages`: `fn` cannot be cut into so many, or it is called inside `jax.jit`.
         BatchError: no rows, or different row counts.
-        ConfigurationError: `stages` with several processes.
-        OutputError: a result without an axis of rows; with `stages` a changed BatchNorm average.
+        OutputError: a result without an axis of rows; with `stages` a changed BatchNorm average,
+            or with several processes a result that `out_axes` says has no rows.
         DeviceError: more devices than there are, or an unknown name.
 
     Example:

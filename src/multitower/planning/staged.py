@@ -16,9 +16,10 @@ from multitower.planning.memory import Memory, Spread
 from multitower.planning.programs import Programs, memory_of
 from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.planning.traffic import Traffic
-from multitower.stages.chain import Chain
+from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
 from multitower.stages.order import least_bubble
+from multitower.stages.passes.residuals import keep_residuals
 from multitower.stages.programs import Programs as StagePrograms
 from multitower.steps.optimizing.element_wise import is_element_wise
 from multitower.steps.staged.job import StagedJob
@@ -34,6 +35,7 @@ class Stage(NamedTuple):
     Attributes:
         state: of parameters, optimizer state, average.
         inputs: of what a tower brings from earlier stages.
+        residuals: of what is kept for a tower with `remat=False`.
         rows: of the tower's rows that it needs.
         copies: of parameters that live elsewhere, and of what is no parameter.
         sums: of what it adds up over towers.
@@ -45,6 +47,7 @@ class Stage(NamedTuple):
 
     state: tuple[int, int, int]
     inputs: int
+    residuals: int
     rows: int
     copies: int
     sums: int
@@ -62,10 +65,9 @@ def staged_layouts(
     lengths = [p for p in range(2, room.devices + 1) if room.devices % p == 0][-_MOST_TRIES:]
     if programs.tower(-(-given.batch.num_rows // towers), towers).meets is not None:
         return
-    if lengths and room.machines > 1:
-        notes.append("stages= runs in one process: on several machines it is on paper only.")
     for num_stages in lengths:
         replicas = min(room.num_devices // num_stages, towers)
+        replicas = replicas // room.machines * room.machines or replicas
         try:
             key = (-(-given.batch.num_rows // towers), num_stages)
             if key not in programs.stages:
@@ -81,9 +83,12 @@ def staged_layouts(
         options = {"towers": towers, "stages": num_stages, "layout": (replicas, num_stages)}
         rows = num_bytes(row_shapes(given.batch, -(-given.batch.num_rows // towers)))
         head = num_bytes((given.fields.model_state, given.fields.rng, given.batch.shared))
-        took = _largest(stages, Spread.of(replicas, towers), rows, head)
-        sent = _traffic(stages, replicas, passing)
+        sent, spread = _traffic(stages, replicas, passing), Spread.of(replicas, towers)
+        took = _largest(stages, spread, rows, head)
         yield make_layout(room, options, (took, sent), bubble=waits, note=note)
+        took = _largest(stages, spread, rows, head, remat=False)
+        options = {**options, "remat": False}
+        yield make_layout(room, options, (took, sent), bubble=waits, estimated=True)
 
 
 def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[Stage]:
@@ -140,6 +145,7 @@ def _stage(
     return Stage(
         _state_of(given, homes, s),
         bytes_of(inputs - arguments),
+        _residuals(chain, s, rows if s == 0 else set()),
         bytes_of(inputs & rows),
         bytes_of((inputs & arguments) - own - rows),
         num_bytes(sums),
@@ -147,6 +153,19 @@ def _stage(
         num_bytes(answers),
         max(memory_of(one).temp_size_in_bytes for one in both),
         (bytes_of(number for number, _ in forward), len(forward) + len(answers)),
+    )
+
+
+def _residuals(chain: Chain, s: int, rows: set[int]) -> int:
+    """Bytes of what a stage keeps for a tower beside parameters and those rows."""
+    stage = chain.stages[s]
+    if not stage.sent:
+        return 0
+    kept = keep_residuals(stage, shapes_of(chain.avals, stage.inputs), chain.params)
+    return sum(
+        num_bytes(shape)
+        for name, shape in zip(kept.names, kept.shapes, strict=True)
+        if name not in chain.params | rows
     )
 
 
@@ -183,13 +202,17 @@ def _shape(chain: Chain, number: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _largest(stages: Sequence[Stage], spread: Spread, rows: int, head: int) -> Memory:
+def _largest(
+    stages: Sequence[Stage], spread: Spread, rows: int, head: int, *, remat: bool = True
+) -> Memory:
     """What the device that needs the most keeps; `spread` is of towers on replicas."""
     found: list[Memory] = []
     for s, stage in enumerate(stages):
         on_way = min(spread.slots, len(stages) - s)
         # Rows lie on the device of the first stage; others are sent theirs.
         held = on_way * (stage.inputs + (stage.rows if s else 0))
+        if not remat and stage.residuals:
+            held = on_way * stage.residuals
         gradients = spread.depth * stage.sums
         found.append(
             Memory(

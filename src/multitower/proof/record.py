@@ -17,6 +17,7 @@ from multitower.engines.packing import unpack
 from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
 from multitower.processes.together import texts_of_all, whole_on_host
+from multitower.stages.programs import StageSums
 from multitower.steps.staged.state import Parts as StagedParts
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
@@ -104,7 +105,7 @@ def advance(
 
     def tap(stage: str, place: int, sums: Any) -> None:
         if not isinstance(sums, TowerSums):
-            _show(stage, place, (sums,), see)
+            _show(stage, place, (jax.tree.map(_unpacked, sums, is_leaf=_is_packed),), see)
             return
         _show(stage, place, unpack(sums.packed), see)
         # A block's total is on the device of its tower alone: no device has a copy of it.
@@ -162,6 +163,14 @@ def _origin(spot: Spot) -> tuple[str, int | None, str]:
 
 class _Blocks(NamedTuple):
     gradients: Any
+
+
+def _is_packed(found: Any) -> bool:
+    return isinstance(found, StageSums)
+
+
+def _unpacked(found: Any) -> Any:
+    return found.unpacked() if _is_packed(found) else found
 
 
 def _copies(state: TrainState) -> list[Any]:

@@ -28,6 +28,7 @@ class RunOptions:
         shard_params: split the parameters too, as for `multitower.train_step`.
         stages: into how many parts the model is cut, as for `multitower.train_step`.
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
+        remat: whether stages compute their forward part again in the backward pass.
         steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one.
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
@@ -65,6 +66,7 @@ class RunOptions:
     compute_dtype: str | None = None
     stages: int | None = None
     layout: str | None = None
+    remat: bool = True
     steps_per_call: int | None = None
     sync_every: int | None = None
     asynchronous: bool = False

@@ -1,6 +1,6 @@
 """The pipeline of a run with stages: which program runs where and when, and how long devices wait.
 
-Nothing is measured: it is the order in which programs are started, with equal work in all stages.
+It is the order in which programs are started, with equal work in all stages or with measured times.
 """
 
 from collections.abc import Mapping
@@ -12,25 +12,30 @@ from multitower.stages.options import stage_options
 from multitower.stages.order import bubble, least_bubble, one_forward_one_backward, timeline
 
 
-def describe_pipeline(layout: Layout) -> dict[str, Any]:
+def describe_pipeline(
+    layout: Layout, *, remat: bool = True, times: Mapping[tuple[str, int], float] | None = None
+) -> dict[str, Any]:
     """What `result.json` says of the stages of a run.
 
     Args:
         layout: stages and towers on devices.
+        remat: whether backward programs repeat the forward ones.
+        times: how many seconds each program takes, by (kind, stage); None for equal work.
 
     Returns:
         `stages`; `layout`, the replicas and the devices of each; `towers`, of the last replica,
         which has the most; `bubble`, the share of a step in which its devices wait, and
         `least_bubble`, the same by (P - 1) / (M + P - 1), without the forward programs that
         backward ones repeat; `timeline`, for each program of that replica its device, stage, tower
-        and kind, its start and its end in units of a forward program.
+        and kind, its start and its end in units of a forward program, or in seconds.
     """
     towers = layout.towers.towers_on[-1]
-    num_devices = len(layout.replicas[0])
-    slots = timeline(one_forward_one_backward(len(towers), layout.place_of), layout.place_of)
+    num_devices = len(layout.all_replicas[0])
+    ticks = one_forward_one_backward(len(towers), layout.place_of)
+    slots = timeline(ticks, layout.place_of, recomputed=remat, times=times)
     return {
         "stages": layout.num_stages,
-        "layout": [len(layout.replicas), num_devices],
+        "layout": [len(layout.all_replicas), num_devices],
         "towers": len(towers),
         "bubble": round(bubble(slots), 4),
         "least_bubble": round(least_bubble(num_devices, len(towers)), 4),
@@ -70,7 +75,7 @@ def planned_pipeline(options: RunOptions) -> dict[str, Any] | None:
     Raises:
         MultitowerError: the layout does not fit.
     """
-    stages = stage_options(options.stages, options.layout_pair())
+    stages = stage_options(options.stages, options.layout_pair(), remat=options.remat)
     if stages is None or options.towers is None:
         return None
-    return describe_pipeline(stages.on(options.devices, options.towers))
+    return describe_pipeline(stages.on(options.devices, options.towers), remat=options.remat)

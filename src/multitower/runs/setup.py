@@ -56,6 +56,7 @@ class RecipeJob:
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
+            remat=options.remat,
             steps_per_call=options.steps_per_call,
             sync_every=options.sync_every,
             clip_norm=clip_norm_of(recipe, options),
@@ -134,7 +135,7 @@ class RecipeJob:
     def placement(self) -> dict[str, list[int]]:
         """The towers of each device; with stages, of each device of their replica."""
         layout, placement = self.trainer.step.layout, self.trainer.step.placement
-        replicas = layout.replicas if layout else [(device,) for device in placement.devices]
+        replicas = layout.all_replicas if layout else [(device,) for device in placement.devices]
         return {
             f"{device.platform}:{device.id}": list(towers)
             for devices, towers in zip(replicas, placement.towers_on, strict=True)
@@ -163,7 +164,7 @@ class RecipeJob:
             facts["clip_norm"] = clip_norm
         layout = self.trainer.step.layout
         if layout is not None:
-            facts["pipeline"] = describe_pipeline(layout)
+            facts["pipeline"] = describe_pipeline(layout, remat=self.options.remat)
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:

@@ -103,8 +103,8 @@ def scale(
         process), `batch_size` (rows of a step), `losses`, `step_s` (median and quartiles over the
         rounds, and `turns`), `examples_per_s`; `speedup` of the examples per second against the
         fewest devices and `efficiency`, its share of the ideal (medians and quartiles of the ratios
-        within a round); `recompilations` in measured turns; `memory` and `split`, as `PeakMemory`
-        and `measure_split`. What is not known is None.
+        within a round); `recompilations` in measured turns; `memory`, `split` and `pipeline`, as
+        `PeakMemory`, `measure_split` and `measure_stages`. What is not known is None.
 
     Raises:
         DeviceError: fewer towers than devices.
@@ -137,7 +137,11 @@ def scale(
     }
     runs = _measure(recipe, options, sorted({key for many in keys.values() for key in many}), how)
     splits = {key: run.split(how.steps) for key, run in runs.items()}
-    entries = {key: _entry(run, key, splits[key]) for key, run in runs.items()}
+    pipelines = {key: run.stages(how.steps) for key, run in runs.items()}
+    entries = {
+        key: {**_entry(run, key, splits[key]), "pipeline": pipelines[key]}
+        for key, run in runs.items()
+    }
     tables = {kind: [dict(entries[key]) for key in many] for kind, many in keys.items()}
     facts = next(iter(runs.values())).facts()
     found = {

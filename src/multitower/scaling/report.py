@@ -8,8 +8,10 @@ from typing import Any
 
 from multitower.runs.directory import write_whole
 from multitower.runs.report_page.page import render
+from multitower.runs.report_page.pipeline import draw_pipeline
 from multitower.scaling.directory import NUMBERS, PAGE, PICTURE
 from multitower.scaling.plot import plot_scaling
+from multitower.scaling.stage_times import pipeline_tables, pipelines, waiting_in_words
 from multitower.scaling.words import (
     caution,
     losses_in_words,
@@ -56,6 +58,11 @@ def _page(result: Mapping[str, Any], picture: bytes) -> str:
         losses=[losses_in_words(result), *result["losses"]["differences"]],
         split=split_in_words(result),
         parts=split_tables(result),
+        programs=pipeline_tables(result),
+        waits=waiting_in_words(result),
+        pipelines=[
+            (where, draw_pipeline(one)) for where, one in pipelines(result) if one["layout"][1] > 1
+        ],
         prediction=prediction_in_words(result),
         settings=_settings(result),
         files=(NUMBERS, PICTURE),

@@ -17,6 +17,7 @@ from multitower.hardware.memory import MemoryWatch, PeakMemory
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import RecipeJob
+from multitower.scaling.stage_times import measure_stages
 from multitower.scaling.step_split import measure_split
 from multitower.towers.feeding import prefetch
 
@@ -75,6 +76,17 @@ class ScalingRun:
             num_steps=num_steps,
         )
         return parts
+
+    def stages(self, num_steps: int) -> dict[str, Any] | None:
+        """The programs of all stages; as `split`."""
+        self._state, found = measure_stages(
+            self._job.trainer.step,
+            self._state,
+            self._job.batches(len(self.losses)),
+            where=self._where,
+            num_steps=num_steps,
+        )
+        return found
 
     def facts(self) -> dict[str, Any]:
         """The recipe, the software and the machine."""

@@ -84,7 +84,10 @@ def split_in_words(result: Mapping[str, Any]) -> str:
         "all devices are done."
     )
     if result.get("stages") is not None:
-        return f"{text} With stages, programs of several devices overlap: parts are not measured."
+        return (
+            f"{text} With stages, programs of several devices overlap in a step. So each program "
+            "is measured alone: from the host's view, with the moves before it."
+        )
     if result["towers"] is None:
         return f"{text} With --towers T, the parts of a step are measured too."
     return f"{text} Waiting for each part makes tower programs, reduction and update longer."

@@ -1,5 +1,6 @@
 """Layout: which device runs which stage of which towers. It decides over time, never over bits."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,25 @@ class Layout:
     """Stages and towers on devices.
 
     Attributes:
-        replicas: copies of the whole model: for each its devices.
+        all_replicas: copies of the whole model, in all processes: for each its devices, which are
+            all of one process.
         place_of: for each stage its device within a replica.
-        towers: which replica runs which towers; its devices are those of the first stage.
+        towers: which of all replicas runs which towers; its devices are those of the first stage.
     """
 
-    replicas: tuple[tuple[jax.Device, ...], ...]
+    all_replicas: tuple[tuple[jax.Device, ...], ...]
     place_of: tuple[int, ...]
     towers: Placement
+
+    @functools.cached_property
+    def replicas(self) -> tuple[tuple[jax.Device, ...], ...]:
+        """Those that this process runs, numbered from 0 in what follows: for each its devices."""
+        return tuple(self.all_replicas[r] for r in self.towers.local)
+
+    @functools.cached_property
+    def towers_on(self) -> tuple[tuple[int, ...], ...]:
+        """For each replica of this process its towers."""
+        return tuple(self.towers.towers_on[r] for r in self.towers.local)
 
     @property
     def num_stages(self) -> int:
@@ -39,8 +51,13 @@ class Layout:
 
     @property
     def head(self) -> jax.Device:
-        """Where there is one of: what is neither a parameter nor kept for one."""
+        """Where there is one of in a process: what is neither a parameter nor kept for one."""
         return self.device(0, self.num_stages - 1)
+
+    def placement_of(self, stage: int) -> Placement:
+        """Where a stage of all replicas runs, in all processes, and for which towers."""
+        place = self.place_of[stage]
+        return Placement(tuple(one[place] for one in self.all_replicas), self.towers.owners)
 
 
 def check_layout(num_stages: Any, layout: Any) -> None:
@@ -78,43 +95,73 @@ def lay_out(
     """Puts stages and towers on devices.
 
     Args:
-        devices: to use.
+        devices: to use; of several processes equally many of each, process by process.
         num_towers: of all replicas; None for one in each.
         num_stages: of the model.
-        layout: (replicas, devices of each). By default a device for each stage, or all devices if
-            there are fewer; and as many replicas as there is room for.
+        layout: (replicas of all processes, devices of each). By default a device for each stage,
+            or all devices of a process if there are fewer; and as many replicas as there is room
+            for.
         interleave: stage s on device s mod P of its replica; or else neighbours share a device.
 
     Raises:
         DeviceError: the layout needs more devices or towers than there are.
     """
-    num_replicas, each = layout or _as_many_as_fit(len(devices), num_towers, num_stages)
-    layout = (num_replicas, each)
-    if num_replicas * each > len(devices):
+    by_process: dict[int, list[jax.Device]] = {}
+    for one in devices:
+        by_process.setdefault(one.process_index, []).append(one)
+    processes, room = len(by_process), len(devices) // len(by_process)
+    if num_towers is not None and num_towers < processes:
         raise DeviceError(
-            f"layout={layout} needs {num_replicas * each} devices, and there are "
-            f"{len(devices)}. Use fewer replicas or fewer devices of each: every layout has the "
-            "same bits."
+            f"towers={num_towers} keep {num_towers} of {processes} processes busy. Use towers="
+            f"{processes} or more, or fewer processes."
         )
+    num_replicas, each = layout or _as_many_as_fit(room, processes, num_towers, num_stages)
+    layout = (num_replicas, each)
+    _check_room(layout, processes, room)
     num_towers = num_replicas if num_towers is None else num_towers
     if num_replicas > num_towers:
         raise DeviceError(
             f"layout={layout} has {num_replicas} replicas, and towers={num_towers} keep "
             f"{num_towers} of them busy. Use layout=({num_towers}, {each}), or more towers."
         )
-    replicas = tuple(tuple(devices[r * each : (r + 1) * each]) for r in range(num_replicas))
+    replicas = tuple(
+        tuple(there[r * each : (r + 1) * each])
+        for there in by_process.values()
+        for r in range(num_replicas // processes)
+    )
     places = range(num_stages)
     place_of = tuple(s % each if interleave else s * each // num_stages for s in places)
     firsts = [replica[0] for replica in replicas]
     return Layout(replicas, place_of, contiguous(firsts, num_towers))
 
 
-def _as_many_as_fit(num_devices: int, num_towers: int | None, num_stages: int) -> tuple[int, int]:
+def _check_room(layout: tuple[int, int], processes: int, room: int) -> None:
+    """Refuses a layout that does not fit into processes with `room` devices each."""
+    num_replicas, each = layout
+    if processes == 1 and num_replicas * each > room:
+        raise DeviceError(
+            f"layout={layout} needs {num_replicas * each} devices, and there are {room}. Use fewer "
+            "replicas or fewer devices of each: every layout has the same bits."
+        )
+    if num_replicas % processes or num_replicas * each > processes * room:
+        most, s = min(each, room), "" if room == 1 else "s"
+        raise DeviceError(
+            f"layout={layout} does not fit into {processes} processes with {room} device{s} each: "
+            "all devices of a replica are in one process, and all processes have equally many "
+            f"replicas. Use layout=({processes * (room // most)}, {most}), or another one with at "
+            f"most {room} device{s} for each replica and a multiple of {processes} replicas: every "
+            "layout has the same bits."
+        )
+
+
+def _as_many_as_fit(
+    room: int, processes: int, num_towers: int | None, num_stages: int
+) -> tuple[int, int]:
     """A device for each stage, and as many replicas as there is room for."""
-    each = min(num_stages, num_devices)
-    num_replicas = num_devices // each
+    each, num_devices = min(num_stages, room), room * processes
+    num_replicas = room // each * processes
     if num_towers is not None:
-        num_replicas = min(num_towers, num_replicas)
+        num_replicas = min(num_towers // processes * processes or num_towers, num_replicas)
     if num_replicas * each < num_devices:
         given = f"stages={num_stages}" + (f" and towers={num_towers}" if num_towers else "")
         warn(

@@ -2,12 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from multitower.errors import ArgumentError, ConfigurationError
+from multitower.errors import ArgumentError
 from multitower.hardware.configuration import warn_if_bits_depend_on_threads
 from multitower.hardware.devices import DeviceSpec
-from multitower.hardware.devices import devices as find_devices
-from multitower.processes.together import are_several
 from multitower.stages.layout import Layout, check_layout, lay_out
+from multitower.towers.placement import find_all
 
 
 def refuse_meeting(meets: str, what: str = "loss") -> ArgumentError:
@@ -25,30 +24,31 @@ class StageOptions(NamedTuple):
         num_stages: into how many parts.
         layout: (replicas, devices of each), or None.
         interleave: whether neighbouring stages are on different devices.
+        remat: whether backward programs compute their stage's forward part again.
     """
 
     num_stages: int
     layout: tuple[int, int] | None
     interleave: bool = False
+    remat: bool = True
 
     def on(self, devices: DeviceSpec | None, towers: int | None) -> Layout:
         """The stages on devices.
 
         Raises:
-            ConfigurationError: several processes.
-            DeviceError: fewer devices or towers than the layout needs.
+            DeviceError: fewer devices or towers than the layout needs, or a replica that is not
+                in one process.
         """
-        if are_several():
-            raise ConfigurationError(
-                "stages= runs in one process, which drives all devices of one machine, and this "
-                "run has several. Start one process, or leave stages= out."
-            )
-        found = find_devices(devices)
+        found = find_all(devices)
         warn_if_bits_depend_on_threads(found)
-        return lay_out(found, towers, self.num_stages, self.layout, interleave=self.interleave)
+        layout = lay_out(found, towers, self.num_stages, self.layout, interleave=self.interleave)
+        layout.towers.check_all_take_part()
+        return layout
 
 
-def stage_options(stages: Any, layout: Any, interleave: Any = False) -> StageOptions | None:
+def stage_options(
+    stages: Any, layout: Any, interleave: Any = False, remat: Any = True
+) -> StageOptions | None:
     """What a user says of stages; None for a model that is not cut.
 
     Raises:
@@ -56,10 +56,17 @@ def stage_options(stages: Any, layout: Any, interleave: Any = False) -> StageOpt
     """
     if stages is not None:
         check_layout(stages, layout)
-        return StageOptions(stages, tuple(layout) if layout else None, bool(interleave))
+        pair = tuple(layout) if layout else None
+        return StageOptions(stages, pair, bool(interleave), bool(remat))
     if layout is not None or interleave:
         raise ArgumentError(
             "layout= and interleave= place the stages of a model on devices, and stages= is "
             "missing: say how many, such as stages=4, or leave them out."
+        )
+    if not remat:
+        raise ArgumentError(
+            "remat=False is for stages=, which compute their forward part again in the backward "
+            "pass. Leave it out: without stages nothing is computed again, unless the loss says "
+            "jax.checkpoint."
         )
     return None

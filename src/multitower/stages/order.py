@@ -1,6 +1,6 @@
 """Order: which tower goes through which stage when: one forward, one backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 
@@ -58,7 +58,7 @@ def forward_alone(num_towers: int, num_stages: int) -> list[list[Turn]]:
 
 
 class Slot(NamedTuple):
-    """When a turn runs: from `start` to `end`, in units of a forward program.
+    """When a turn runs: from `start` to `end`, in units of a forward program, or in seconds.
 
     Attributes:
         turn: what runs.
@@ -69,34 +69,41 @@ class Slot(NamedTuple):
 
     turn: Turn
     place: int
-    start: int
-    end: int
+    start: float
+    end: float
 
 
 def timeline(
-    ticks: Sequence[Sequence[Turn]], place_of: Sequence[int], *, recomputed: bool = True
+    ticks: Sequence[Sequence[Turn]],
+    place_of: Sequence[int],
+    *,
+    recomputed: bool = True,
+    times: Mapping[tuple[str, int], float] | None = None,
 ) -> list[Slot]:
     """When each turn runs, if all stages have equal work and moves take no time.
 
-    A backward program takes twice the time of a forward one, and that of the forward one again,
-    which it repeats. The last stage has no forward turn, and repeats nothing.
+    Without `times`, a backward program takes twice the time of a forward one, and that of the
+    forward one again, which it repeats. The last stage has no forward turn, and repeats nothing.
 
     Args:
         ticks: the turns in the order in which they are started.
         place_of: for each stage its device within the replica.
         recomputed: whether backward programs repeat the forward ones.
+        times: how long the programs take instead, by (kind, stage).
     """
     last = len(place_of) - 1
-    free = [0] * (max(place_of) + 1)
-    ends: dict[Turn, int] = {}
+    free = [0.0] * (max(place_of) + 1)
+    ends: dict[Turn, float] = {}
     slots: list[Slot] = []
     for turn in (turn for tick in ticks for turn in tick):
         kind, tower, stage = turn
         length = 1 if kind == "forward" else 3 if recomputed or stage == last else 2
+        if times is not None:
+            length = times.get((kind, stage), 0.0)  # a stage may have no forward program
         needs = Turn("forward", tower, stage - 1)
         if kind == "backward" and stage < last:
             needs = Turn("backward", tower, stage + 1)
-        start = max(ends.get(needs, 0), free[place_of[stage]])
+        start = max(ends.get(needs, 0.0), free[place_of[stage]])
         ends[turn] = free[place_of[stage]] = start + length
         slots.append(Slot(turn, place_of[stage], start, start + length))
     return slots

@@ -13,6 +13,7 @@ import jax
 from multitower.engines import reduction
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import current_tap
+from multitower.engines.totals import Totals as BufferTotals
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.order import Turn, one_forward_one_backward
@@ -25,8 +26,8 @@ class Totals(NamedTuple):
     """What a pipeline leaves.
 
     Attributes:
-        gradients: for each replica and stage the gradients of the parameters that live there: its
-            own, then those of later stages in descending order.
+        gradients: for each replica of this process and stage the gradients of the parameters that
+            live there: its own, then those of later stages in descending order.
         results: for each stage those of the tower, all on the head's device.
     """
 
@@ -37,13 +38,20 @@ class Totals(NamedTuple):
 class Pipeline:
     """Runs a chain on a layout; compiles its programs once."""
 
-    def __init__(self, chain: Chain, layout: Layout) -> None:
+    def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
         self.chain = chain
         self.layout = layout
         self._plan = reduction.plan(layout.towers)
-        self._additions = [dict(reduction.schedule(parts)) for parts in self._plan.parts]
-        self._orders = [_turns(towers, layout.place_of) for towers in layout.towers.towers_on]
-        self._programs = Programs(chain, layout)
+        self._additions = [
+            dict(reduction.schedule(self._plan.parts[r])) for r in layout.towers.local
+        ]
+        self._orders = [_turns(towers, layout.place_of) for towers in layout.towers_on]
+        self._programs = Programs(chain, layout, remat=remat)
+        self._across: list[BufferTotals] = []
+        if layout.towers.spans_processes:
+            places = [layout.placement_of(s) for s in range(layout.num_stages)]
+            self._across = [BufferTotals(place) for place in places]
+        self._is_connected = False
 
     def run(
         self, params: Sequence[Mapping[int, Any]], rest: Sequence[Any], rows: Sequence[TowerRows]
@@ -51,7 +59,8 @@ class Pipeline:
         """Runs all towers.
 
         Args:
-            params: for each replica the parameters by number, each on the device of its home.
+            params: for each replica of this process the parameters by number, each on the device
+                of its home.
             rest: the arguments of the program between parameters and rows, anywhere.
             rows: the arguments after these; three numbers follow, of the tower.
         """
@@ -81,26 +90,45 @@ class Pipeline:
         return [programs[0].out_info[0].results for programs in self._programs.backward]
 
     def _totals(self, stacks: list[list[list[StageSums]]]) -> Totals:
-        """Adds the replicas' partial sums along the rest of the tree, and hands them out."""
+        """Adds the replicas' partial sums along the rest of the tree, and hands them out.
+
+        Programs that span processes start here, after all towers and in the order of stages: in
+        the same order in every process, so that none waits for one that waits for it.
+        """
         stages = range(self.layout.num_stages)
         replicas = range(len(self.layout.replicas))
-        totals = [self._total_of_stage(s, [stacks[r][s] for r in replicas]) for s in stages]
+        total = self._total_across if self._across else self._total_here
+        totals = [total(s, [stacks[r][s] for r in replicas]) for s in stages]
+        self._is_connected = True
         gradients = [
             [
                 jax.device_put(
-                    [totals[s].own]
-                    + [totals[u].away[s] for u in reversed(stages) if s in totals[u].away],
+                    [totals[s][r].own]
+                    + [totals[u][r].away[s] for u in reversed(stages) if s in totals[u][r].away],
                     self.layout.device(r, s),
                 )
                 for s in stages
             ]
             for r in replicas
         ]
-        results = jax.device_put([total.results for total in totals], self.layout.head)
+        results = jax.device_put([total[0].results for total in totals], self.layout.head)
         return Totals(gradients, results)
 
-    def _total_of_stage(self, stage: int, stacks: list[list[StageSums]]) -> StageSums:
-        """The total of a stage; where partial sums meet, the right one moves to the left one."""
+    def _total_across(self, stage: int, stacks: list[list[StageSums]]) -> list[StageSums]:
+        """The total of a stage over all processes, for each replica of this one."""
+        treedef = jax.tree.structure(stacks[0][0])
+        if not treedef.num_leaves:
+            return [stack[0] for stack in stacks]
+        buffers = [[jax.tree.leaves(sums) for sums in stack] for stack in stacks]
+        totals = self._across[stage].of_buffers(buffers)
+        if not self._is_connected:
+            # host-device sync: once. The first program connects the processes, and two stages that
+            # connect at a time could wait for each other.
+            jax.block_until_ready(totals)
+        return [jax.tree.unflatten(treedef, leaves) for leaves in totals]
+
+    def _total_here(self, stage: int, stacks: list[list[StageSums]]) -> list[StageSums]:
+        """The same in one process; where partial sums meet, the right one moves to the left one."""
 
         def add(left: tuple[int, Any], right: tuple[int, Any]) -> tuple[int, Any]:
             replica, sums = left
@@ -108,7 +136,7 @@ class Pipeline:
             return replica, self._programs.add[stage][replica](sums, moved)
 
         leaf = lambda at: (at[0], stacks[at[0]][at[1]])
-        return reduction.evaluate(self._plan.rest, leaf, add)[1]
+        return [reduction.evaluate(self._plan.rest, leaf, add)[1]] * len(stacks)
 
 
 def _turns(towers: Sequence[int], place_of: Sequence[int]) -> list[Turn]:

@@ -11,6 +11,7 @@ from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
+from multitower.stages.passes.residuals import Residuals, keep_residuals
 
 
 class StageSums(NamedTuple):
@@ -35,18 +36,30 @@ class StageSums(NamedTuple):
 class Programs:
     """Executables, by stage and then by replica.
 
+    Args:
+        chain: of a tower's program.
+        layout: stages on devices.
+        remat: whether backward programs compute the forward ones again.
+
     Attributes:
+        residuals: for each stage what its forward program keeps; None if nothing.
         forward: nothing for a stage that sends nothing.
         backward: it returns `StageSums`, and cotangents by number.
         add: the sum of two `StageSums`; nothing for one tower.
     """
 
-    def __init__(self, chain: Chain, layout: Layout) -> None:
+    def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
         self._chain = chain
         self._layout = layout
         self._equal = EqualPrograms()
         self._numbers: dict[tuple[int, jax.Device], jax.Array] = {}
         stages = range(layout.num_stages)
+        self.residuals: list[Residuals | None] = [
+            keep_residuals(stage, self._shapes(stage.inputs), chain.params)
+            if stage.sent and not remat
+            else None
+            for stage in chain.stages
+        ]
         self.forward = [self._compile_forward(s) for s in stages]
         self.backward = [self._compile_backward(s) for s in stages]
         self.add = [self._compile_add(s) for s in stages]
@@ -64,15 +77,17 @@ class Programs:
         stage = self._chain.stages[s]
         if not stage.sent:
             return []
+        kept = self.residuals[s]
+        forward = stage.forward if kept is None else kept.forward.__call__
         devices = self._layout.devices_of(s)
-        return self._equal.compile_for_each(stage.forward, (self._shapes(stage.inputs),), devices)
+        return self._equal.compile_for_each(forward, (self._shapes(stage.inputs),), devices)
 
     def _compile_backward(self, s: int) -> list[Executable]:
-        stage, chain = self._chain.stages[s], self._chain
+        stage, chain, kept = self._chain.stages[s], self._chain, self.residuals[s]
         homes = chain.home_of
 
         def backward(values: Any, cotangents: Any) -> tuple[StageSums, dict[int, Any]]:
-            found = stage.backward(values, cotangents, chain.params)
+            found = (kept or stage).backward(values, cotangents, chain.params)
             by_home: dict[int, dict[int, Any]] = {s: {}}
             for number, one in found.gradients.items():
                 by_home.setdefault(homes[number], {})[number] = one
@@ -84,7 +99,7 @@ class Programs:
             [shape] * sum(number in other.differentiated for other in chain.stages[s + 1 :])
             for number, shape in zip(stage.answered, self._shapes(stage.answered), strict=True)
         ]
-        arguments = (self._shapes(stage.inputs), cotangents)
+        arguments = (kept.shapes if kept else self._shapes(stage.inputs), cotangents)
         return self._equal.compile_for_each(backward, arguments, self._layout.devices_of(s))
 
     def _compile_add(self, s: int) -> list[Executable]:

@@ -72,13 +72,15 @@ class Walk:
 
     def _forward(self, tower: int, s: int) -> None:
         values = self._held[tower, s] = self._values(tower, s)
-        sent = self._chain.stages[s].sent
+        sent, kept = self._chain.stages[s].sent, self._programs.residuals[s]
         if not sent:
             return
         made = self._programs.forward[s][self._replica](values)
+        if kept is not None:
+            self._held[tower, s] = kept.take(values, made)
         if self._tap is not None:
             self._tap("forward program", tower, {f"stage {s}": made})
-        for number, value in zip(sent, made, strict=True):
+        for number, value in zip(sent, made[: len(sent)], strict=True):
             there = {self._devices[s]: value}
             for user in self._chain.users(number):
                 device = self._devices[user]
@@ -87,12 +89,14 @@ class Walk:
                 self._arrived[tower, user][number] = there[device]
 
     def _backward(self, tower: int, s: int) -> None:
-        values = self._held.pop((tower, s), None) or self._values(tower, s)
+        values = self._held.pop((tower, s), None)
+        if values is None:
+            values = self._values(tower, s)
         answers = self._answers.pop((tower, s), {})
         cotangents = [answers[number] for number in self._chain.stages[s].answered]
         sums, found = self._programs.backward[s][self._replica](values, cotangents)
         if self._tap is not None:
-            self._tap("backward program", tower, {f"stage {s}": (sums.unpacked(), found)})
+            self._tap("backward program", tower, {f"stage {s}": (sums, found)})
         for number, one in found.items():
             maker = self._chain.made_by(number)
             waiting = self._answers[tower, maker].setdefault(number, [])

@@ -42,6 +42,7 @@ def train_step(
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
+    remat: bool = True,
     steps_per_call: int | None = None,
     sync_every: int | None = None,
     outer_optimizer: "optax.GradientTransformation | None" = None,
@@ -111,12 +112,16 @@ def train_step(
             gradients, optimizer state and moving average of a stage are on its devices only. The
             loss is written for one device; mark places to cut with `h = mt.cut(h)`, or have it cut
             into parts of equal work. Towers are the microbatches of the pipeline. It needs
-            `towers`, an optimizer that treats every parameter alone, and one process. Results have
-            the same bits on any number of devices, and equal those without stages up to rounding.
+            `towers`, and an optimizer that treats every parameter alone. Results have the same bits
+            on any number of devices, and equal those without stages up to rounding.
         layout: with `stages`, (replicas of the model, devices of each); by default one device for
-            each stage, or all devices if there are fewer, and as many replicas as fit.
+            each stage, or all devices if there are fewer, and as many replicas as fit. Of several
+            processes each has equally many replicas, each on devices of its own.
         interleave: with `stages`, stage s runs on device s mod P of the P devices of its replica;
             by default neighbours share a device. Both have the same bits.
+        remat: with `stages`, compute a stage's forward part again in its backward pass, and keep
+            its inputs alone until then. `False` keeps what `jax.grad` keeps, for each tower that is
+            on its way: more memory, less time. Results are equal up to rounding.
         steps_per_call: without `towers`, make up to this many updates in one call: it takes a list
             of as many batches, or one whose arrays have a first axis for the steps, and its metrics
             have that axis too. It saves the host's time, which decides where steps are short.
@@ -199,7 +204,7 @@ def train_step(
     check_towers(towers)
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
-    cut = check_stages(stages, layout, interleave, towers=towers, shard_update=shard_update)
+    cut = check_stages(stages, layout, interleave, remat, towers=towers, shard_update=shard_update)
     loop = check_loop(
         steps_per_call,
         {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},

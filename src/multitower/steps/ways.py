@@ -69,6 +69,7 @@ class InStages(Whole):
 
     def __init__(self, options: StageOptions, devices: DeviceSpec | None, towers: int) -> None:
         self._layout = options.on(devices, towers)
+        self._remat = options.remat
         super().__init__(self._layout.towers, same_bits=True, layout=self._layout)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
@@ -103,7 +104,7 @@ class InStages(Whole):
         batch, tower_rows, has_weights, _ = batches
         first = (state.fields(), batch)
         given = (step, batch.split, tower_rows, self._layout, first)
-        return StagedRunner(*given, has_weights=has_weights)
+        return StagedRunner(*given, has_weights=has_weights, remat=self._remat)
 
 
 class InShards(Whole):
@@ -217,7 +218,6 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
     Raises:
         ArgumentError: the towers do not divide into the groups of a rotation.
         DeviceError: the devices are not there, or are too few.
-        ConfigurationError: stages over several processes.
     """
     if isinstance(division, StageOptions):
         assert towers is not None

@@ -97,9 +97,7 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
         DeviceError: the devices are not there, or `towers` is not a whole number above 0.
     """
     check_towers(towers)
-    found = _of_all_processes(devices) if are_several() else find_devices(devices)
-    if are_several():
-        claim_gpus(found)
+    found = find_all(devices)
     if towers is None:
         placement = contiguous(found, len(found))
         placement.check_all_take_part()
@@ -114,6 +112,19 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     placement = contiguous(found[:towers], towers)
     placement.check_all_take_part()
     return placement
+
+
+def find_all(devices: DeviceSpec | None) -> list[jax.Device]:
+    """The devices of a run: of several processes those of each, process by process.
+
+    Raises:
+        DeviceError: they are not there.
+    """
+    if not are_several():
+        return find_devices(devices)
+    found = _of_all_processes(devices)
+    claim_gpus(found)
+    return found
 
 
 def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:

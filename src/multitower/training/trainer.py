@@ -63,6 +63,7 @@ class Trainer:
         shard_params: as for `multitower.train_step`: split the parameters too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
+        remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
             stops the run after a call.
@@ -129,6 +130,7 @@ class Trainer:
         shard_params: bool = False,
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
+        remat: bool = True,
         steps_per_call: int | None = None,
         sync_every: int | None = None,
         outer_optimizer: "optax.GradientTransformation | None" = None,
@@ -172,6 +174,7 @@ class Trainer:
             "shard_params": shard_params,
             "stages": stages,
             "layout": layout,
+            "remat": remat,
             "steps_per_call": steps_per_call,
             "sync_every": sync_every,
             "outer_optimizer": outer_optimizer,

@@ -115,9 +115,9 @@ class Forward:
             rows: the arguments after these.
 
         Returns:
-            For each tower its results, on the device of its last stage.
+            For each tower of this process its results, on the device of its last stage.
         """
-        towers_on = self.layout.towers.towers_on
+        towers_on = self.layout.towers_on
         walks = [_Walk(self, r, params, rows) for r in range(len(towers_on))]
         orders = [
             [turn for tick in forward_alone(len(towers), self.layout.num_stages) for turn in tick]

@@ -7,14 +7,20 @@ from multitower.stages.options import StageOptions, stage_options
 
 
 def check_stages(
-    stages: Any, layout: Any, interleave: Any, *, towers: int | None, shard_update: bool
+    stages: Any,
+    layout: Any,
+    interleave: Any,
+    remat: Any,
+    *,
+    towers: int | None,
+    shard_update: bool,
 ) -> StageOptions | None:
     """What a user says of stages; None for a model that is not cut.
 
     Raises:
         ArgumentError: it makes no sense, or options exclude each other.
     """
-    options = stage_options(stages, layout, interleave)
+    options = stage_options(stages, layout, interleave, remat)
     if options is None:
         return None
     if towers is None:

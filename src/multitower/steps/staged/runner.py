@@ -18,7 +18,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split, device_dtype
-from multitower.towers.split import ready_or_cut
+from multitower.towers.split import on_one_device, ready_or_cut
 
 
 class StagedRunner:
@@ -33,13 +33,14 @@ class StagedRunner:
         first: tuple[Fields, BatchParts],
         *,
         has_weights: bool,
+        remat: bool,
     ) -> None:
         fields, batch = first
         rows = [
             jax.ShapeDtypeStruct((tower_rows, *leaf.shape[1:]), device_dtype(leaf))
             for leaf in batch.rows
         ]
-        shared = jax.device_put(list(batch.shared), layout.head)
+        shared = jax.device_put(_of_this_process(batch), layout.head)
         self._weights = None
         if has_weights:
             self._weights = StagedWeights(step, split, layout, (fields, shared, rows))
@@ -53,7 +54,7 @@ class StagedRunner:
             given=(fields, shared, rows),
             may_split=lambda: _is_element_wise(step, fields),
         )
-        self._pipeline = Pipeline(self._job.chain, layout)
+        self._pipeline = Pipeline(self._job.chain, layout, remat=remat)
         self._tower_rows = tower_rows
         self._layout = layout
         before = (fields.step, fields.model_state)
@@ -103,10 +104,10 @@ class StagedRunner:
     def _rest(self, head: Head, batch: BatchParts) -> list[Any]:
         """The arguments of a tower's program between parameters and rows."""
         fields = Fields(head.step, (), (), (), head.model_state, head.rng)
-        return jax.tree.leaves(rest_of(fields, batch.shared))
+        return jax.tree.leaves(rest_of(fields, _of_this_process(batch)))
 
     def _params(self, parts: Parts) -> list[dict[int, Any]]:
-        """For each replica its parameters by the numbers of the tower's program."""
+        """For each replica here its parameters by the numbers of the tower's program."""
         number = self._job.chain.number
         return [
             {
@@ -116,6 +117,11 @@ class StagedRunner:
             }
             for replica in parts.blocks
         ]
+
+
+def _of_this_process(batch: BatchParts) -> list[Any]:
+    """What all towers get alike."""
+    return [on_one_device(leaf) for leaf in batch.shared]
 
 
 def _is_element_wise(step: StepParts, fields: Fields) -> bool:

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.functions.outputs import wide
+from multitower.processes.together import whole_on_host
 from multitower.stages.layout import Layout
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import own_copy
 from multitower.steps.staged.update import SHARED, Homes, Rows
 from multitower.steps.state.fields import Fields
 from multitower.towers.rows import device_dtype, is_key
+from multitower.towers.split import on_one_device
 
 
 class Block(NamedTuple):
@@ -58,16 +60,18 @@ class Parts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        blocks: for each replica and stage.
+        blocks: for each replica of this process and stage.
         head: the rest.
         homes: which leaf is in which block.
         trees: what the leaves make up.
+        spans_processes: whether other processes have replicas, too.
     """
 
     blocks: list[list[Block]]
     head: Head
     homes: Homes
     trees: Trees
+    spans_processes: bool
 
     def copies(self) -> list[Fields]:
         """The state as each replica has it."""
@@ -115,7 +119,11 @@ class Parts(NamedTuple):
 
 
 def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
-    """The parts of a state that is whole; the originals are never overwritten."""
+    """The parts of a state that is whole; the originals are never overwritten.
+
+    If processes have parts of arrays each, call it on every process.
+    """
+    fields = jax.tree.map(_of_this_process, fields)
     params, opt_state, ema = (
         jax.tree.leaves(tree) for tree in (fields.params, fields.opt_state, fields.ema_params)
     )
@@ -141,7 +149,8 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
     shared = chosen(opt_state, homes.opt_state_of(SHARED), {}, SHARED, layout.head)
     rest = (fields.step, fields.model_state, fields.rng)
     count, model_state, rng = jax.tree.map(lambda leaf: _copy(leaf, layout.head), rest)
-    return Parts(blocks, Head(count, model_state, rng, shared), homes, Trees.of(fields))
+    head = Head(count, model_state, rng, shared)
+    return Parts(blocks, head, homes, Trees.of(fields), layout.towers.spans_processes)
 
 
 def first_fields(step: StepParts, fields: Fields) -> Fields:
@@ -161,6 +170,13 @@ def on_cpu(fields: Fields) -> Fields:
     """The same as arrays of JAX, in the host's memory, for tracing: a model may index its own."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, fields)
+
+
+def _of_this_process(leaf: Any) -> Any:
+    """A leaf without devices of other processes."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return leaf
+    return on_one_device(leaf) if leaf.is_fully_replicated else whole_on_host(leaf)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.engines.segments import Program, Segment, is_call, open_calls, slice_of
+from multitower.engines.segments import Program, Segment, is_call, needs_of, open_calls, slice_of
 from multitower.errors import ArgumentError
 from multitower.stages.chain import SPLIT
 from multitower.steps.optimizing.update import update
@@ -173,7 +173,7 @@ class WholeUpdate:
             for group in (params, gradients, ema)
             for number, home in zip(group, param_homes, strict=False)
         }
-        needs = _needs(program)
+        needs = needs_of(program)
         new_params, new_state, new_ema = outputs
         changed = True
         while changed:
@@ -219,17 +219,6 @@ def squares_dtype(params: Any) -> Any:
     for leaf in jax.tree.leaves(params):
         dtype = jnp.promote_types(dtype, jnp.finfo(leaf.dtype).dtype)
     return dtype
-
-
-def _needs(program: Program) -> dict[int, frozenset[int]]:
-    """For each number the inputs that it depends on."""
-    needs = {number: frozenset({number}) for number in program.inputs}
-    needs.update((number, frozenset()) for number in program.consts)
-    for step in program.steps:
-        inputs = (needs[x] for x in step.inputs if isinstance(x, int))
-        found = frozenset[int]().union(*inputs)
-        needs.update((number, found) for number in step.outputs)
-    return needs
 
 
 def _split(numbers: Sequence[Any], trees: Sequence[Any]) -> list[list[Any]]:

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.engines import reduction
-from multitower.engines.executable import compile_for_each
-from multitower.engines.job import Shared
+from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.same_bits import SameBits
 from multitower.engines.segments import is_call, open_calls, slice_of
 from multitower.errors import ArgumentError
 from multitower.stages.layout import Layout
@@ -64,31 +63,22 @@ class StagedWeights:
                 "batch, or leave stages= out."
             )
         # Which of the arguments after the parameters it takes.
-        self._places = [program.inputs.index(x) - num_params for x in segment.inputs]
-        self._layout = layout
-        devices = layout.devices_of(layout.num_stages - 1)
-        avals = [closed.in_avals[place + num_params] for place in self._places]
-        self._programs = compile_for_each(segment.__call__, (shapes_of(avals),), devices)
-        self.shapes = list(self._programs[0].out_info)
-        given_twice = (self.shapes, self.shapes)
-        (self._add,) = compile_for_each(reduction.add_buffers, given_twice, [layout.head])
+        places = [program.inputs.index(x) - num_params for x in segment.inputs]
+
+        def alone(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
+            given = [*shared.rest, *rows, *here]
+            return TowerResult(sums=segment([given[place] for place in places]))
+
+        self.shapes = jax.eval_shape(tower, *shapes, Tower(number, number, number))
+        self._devices = layout.devices_of(0)  # where the rows are
+        self._engine = SameBits(Job(alone, lambda state, means, sums: sums), layout.towers)
 
     def run(self, rest: Sequence[Any], rows: Sequence[TowerRows]) -> list[jax.Array]:
-        """The weights of all towers, on the head's device.
+        """The weights of all towers, on the first device of this process.
 
         Args:
             rest: the arguments of a tower's program between parameters and rows.
             rows: those after them.
         """
-
-        def of_tower(tower: int) -> list[jax.Array]:
-            replica = self._layout.towers.owners[tower]
-            numbers = [np.int32(count) for count in rows[0].counts(tower)]
-            given = [*rest, *(leaf.pieces[tower] for leaf in rows), *numbers]
-            values = [given[place] for place in self._places]
-            device = self._layout.device(replica, self._layout.num_stages - 1)
-            found = self._programs[replica](jax.device_put(values, device))
-            return jax.device_put(found, self._layout.head)
-
-        tree = reduction.sum_tree(0, self._layout.towers.num_towers)
-        return reduction.evaluate(tree, of_tower, self._add)
+        replicas = [Shared((), jax.device_put(list(rest), device)) for device in self._devices]
+        return self._engine.run(replicas, rows).results[0]

@@ -1,6 +1,7 @@
 """A cheap check that all devices still hold the same variables."""
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
-from multitower.processes.together import gathered
+from multitower.processes.together import are_several, gathered
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.rows import is_key
 
 
 def check_replicas(state: TrainState) -> None:
@@ -33,7 +35,7 @@ def check_replicas(state: TrainState) -> None:
     """
     by_stage = getattr(state.parts(), "by_stage", None)
     if by_stage is not None:
-        _check_stages(by_stage())
+        _check_stages(by_stage(), state.parts().spans_processes)
         return
     # What is kept in blocks or by one tower, or is split over the devices, has no copies.
     whole = state.shared()._replace(local=None)
@@ -43,45 +45,83 @@ def check_replicas(state: TrainState) -> None:
         for path, leaf in every
         if isinstance(leaf, jax.Array) and leaf.is_fully_replicated
     ]
+    names = [jax.tree_util.keystr(path) for path, _ in flat]
+    if any(isinstance(leaf, np.ndarray) for _, leaf in every):
+        _check_hosts(every)  # a first state, which waits to be cut into stages
+        return
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]
-    on_host = [np.asarray(s) for s in sums]  # host-device sync
+    on_host = np.stack([np.asarray(s) for s in sums])  # host-device sync
     several = not flat[0][1].is_fully_addressable
+    _compare(on_host, names, lambda i, _: devices[i], several)
+
+
+def _check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: bool) -> None:
+    """The same of a model in stages: for each of them what every replica keeps, by name."""
+    kept = [copies for copies in stages if copies[0] and (several or len(copies) > 1)]
+    if not kept:
+        return
+    started = [[_checksums(list(one.values())) for one in copies] for copies in kept]
+    on_host = np.concatenate(
+        [np.stack([np.asarray(s) for s in sums]) for sums in started],  # host-device sync
+        axis=1,
+    )
+    at = [(copies, path) for copies in kept for path in copies[0]]
+
+    def device_of(replica: int, leaf: int) -> jax.Device:
+        copies, path = at[leaf]
+        (found,) = copies[replica][path].devices()
+        return found
+
+    _compare(on_host, [path for _, path in at], device_of, several)
+
+
+def _check_hosts(leaves: Sequence[tuple[Any, Any]]) -> None:
+    """Compares what processes have in the memory of their hosts, if there are several."""
+    if not are_several():
+        return
+    plain = [jax.random.key_data(leaf) if is_key(leaf) else leaf for _, leaf in leaves]
+    sums = np.array([zlib.crc32(np.asarray(leaf).tobytes()) for leaf in plain], np.uint32)
+    _compare(sums[None], [jax.tree_util.keystr(path) for path, _ in leaves], None, several=True)
+
+
+def _compare(
+    on_host: np.ndarray[Any, Any],
+    names: Sequence[str],
+    device_of: Callable[[int, int], jax.Device] | None,
+    several: bool,
+) -> None:
+    """Raises what differs from the first copy, in every process.
+
+    Args:
+        on_host: checksums, of every copy of this process and of each leaf.
+        names: of the leaves.
+        device_of: where a leaf of a copy is; None for the memory of the host.
+        several: whether other processes have copies, too.
+    """
     first = gathered(on_host[0])[0] if several else on_host[0]
-    home = "the first device of process 0" if several else _name(devices[0])
-    differs = np.argwhere(np.stack(on_host) != first)
+    differs = np.argwhere(on_host != first)
     where = differs[0] if len(differs) else np.array([-1, -1])
     # One process sees it, all of them raise it: the others would wait for the one that has gone.
     for process, (i, leaf) in enumerate(gathered(where) if several else [where]):
-        if i >= 0:
-            mine = process == jax.process_index()
-            device = _name(devices[i]) if mine else f"device {i}"
-            name = f"{device} of process {process}" if several else device
-            advice = _SUSPECT
-            if several:
-                advice = (
-                    "Either the processes were given other parameters, keys or rows: make them "
-                    "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
-                )
-            shown = _shown(on_host[i][leaf], first[leaf]) if mine else ""
-            raise _other_bits(name, jax.tree_util.keystr(flat[leaf][0]), home + shown, advice)
-
-
-def _check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]]) -> None:
-    """The same of a model in stages: for each of them what every replica keeps, by name."""
-    several = [copies for copies in stages if len(copies) > 1 and copies[0]]
-    started = [[_checksums(list(one.values())) for one in copies] for copies in several]
-    for copies, sums in zip(several, started, strict=True):
-        on_host = np.stack([np.asarray(s) for s in sums])  # host-device sync
-        differs = np.argwhere(on_host != on_host[0])
-        if not len(differs):
+        if i < 0:
             continue
-        replica, leaf = differs[0]
-        path = list(copies[0])[leaf]
-        name, home = (_name(*copies[r][path].devices()) for r in (replica, 0))
-        shown = _shown(on_host[replica][leaf], on_host[0][leaf])
-        raise _other_bits(name, path, home + shown, _SUSPECT)
+        mine = process == jax.process_index()
+        name = "the host" if device_of is None else f"device {i}"
+        if mine and device_of is not None:
+            name = _name(device_of(i, leaf))
+        home, advice = "the host of process 0", _SUSPECT
+        if device_of is not None:
+            home = "the first device of process 0" if several else _name(device_of(0, leaf))
+        if several:
+            name = f"{name} of process {process}"
+            advice = (
+                "Either the processes were given other parameters, keys or rows: make them "
+                "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
+            )
+        shown = _shown(on_host[i][leaf], first[leaf]) if mine else ""
+        raise _other_bits(name, names[int(leaf)], home + shown, advice)
 
 
 _SUSPECT = "Suspect the device; resume from a checkpoint."

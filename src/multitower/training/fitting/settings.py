@@ -32,6 +32,8 @@ def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[
     }
     if options["stages"] is not None:
         settings["stages"] = options["stages"]
+    if not options["remat"]:
+        settings["remat"] = False
     if options["sync_every"] is not None:
         settings |= {name: options[name] for name in ("sync_every", "local_state")}
         settings["outer_optimizer"] = options["outer_optimizer"] or default_outer_optimizer()

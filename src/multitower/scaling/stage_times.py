@@ -1,0 +1,126 @@
+"""How long the programs of a model in stages take, and how long its devices would wait then.
+
+From the host's view: the host waits for each program before it starts the next, so that every one
+runs alone. A time includes the host's call and the moves before it, and simulated devices get all
+cores.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import jax
+
+from multitower.engines.same_bits import tapped
+from multitower.proof.record import BACKWARD, FORWARD
+from multitower.runs.pipeline import describe_pipeline
+from multitower.runs.report_page.wording import ABSENT
+from multitower.scaling.words import Table
+from multitower.steps.state.train_state import TrainState
+from multitower.steps.step import TrainStep
+from multitower.towers.feeding import shard
+
+_KINDS = {FORWARD: "forward", BACKWARD: "backward"}
+
+
+def measure_stages(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterator[Any],
+    *,
+    where: Mapping[str, Any],
+    num_steps: int,
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """Measures the programs of all stages.
+
+    Args:
+        step: what makes the steps.
+        state: of the training; it is overwritten.
+        batches: host batches, at least `num_steps + 1` of them.
+        where: `devices`, `towers` and `global_batch`, as for `multitower.shard`.
+        num_steps: how many steps the medians are taken over; one more goes before them.
+
+    Returns:
+        The state after these steps; and the pipeline, as `describe_pipeline` returns it for these
+        times, with `programs`, for each stage and kind the median time over towers and steps in
+        seconds. None for a step without stages.
+    """
+    if step.layout is None:
+        return state, None
+    taken: dict[tuple[str, int], list[float]] = {}
+    for batch in islice(batches, num_steps + 1):
+        watch = _Watch()
+        with tapped(watch.tap):
+            state, _ = step(state, shard(batch, **where))
+        for program, times_s in watch.times_s.items():
+            taken[program] = [*taken.get(program, []), *times_s] if program in taken else []
+    medians = {program: statistics.median(times_s) for program, times_s in taken.items()}
+    pipeline = describe_pipeline(step.layout, times=medians)
+    programs = [[stage, kind, time_s] for (kind, stage), time_s in sorted(medians.items())]
+    return state, {**pipeline, "programs": programs}
+
+
+class _Watch:
+    """When the programs of one step are over; its `tap` is called after each."""
+
+    def __init__(self) -> None:
+        self.times_s: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._began = time.perf_counter()
+
+    def tap(self, what: str, place: int, found: Any) -> None:
+        """Waits for a program."""
+        jax.block_until_ready(found)  # host-device sync
+        if what in _KINDS:
+            (name,) = found
+            program = (_KINDS[what], int(name.removeprefix("stage ")))
+            self.times_s[program].append(time.perf_counter() - self._began)
+        self._began = time.perf_counter()
+
+
+def pipeline_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Shows the time of every program in milliseconds, on each number of devices."""
+    tables: list[Table] = []
+    for where, pipeline in pipelines(result):
+        times = {(kind, stage): time_s for stage, kind, time_s in pipeline["programs"]}
+        rows = [
+            (
+                str(stage),
+                *(
+                    f"{1e3 * times[kind, stage]:.3g}" if (kind, stage) in times else ABSENT
+                    for kind in _KINDS.values()
+                ),
+            )
+            for stage in range(pipeline["stages"])
+        ]
+        tables.append(Table(f"Programs on {where}: ms alone", ("stage", *_KINDS.values()), rows))
+    return tables
+
+
+def pipelines(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The measured pipelines, and where: "2 devices", or "2 x 1" for processes of so many."""
+    entries = [one for one in result["strong"] or [] if one.get("pipeline")]
+    return [(one.get("layout") or _devices(one["devices"]), one["pipeline"]) for one in entries]
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'' if count == 1 else 's'}"
+
+
+def waiting_in_words(result: Mapping[str, Any]) -> list[str]:
+    """Says how long devices wait for each other, by the measured times and by the formula.
+
+    Example:
+        >>> from multitower.scaling.stage_times import waiting_in_words
+        >>> found = {"layout": [1, 2], "towers": 4, "bubble": 0.25, "least_bubble": 0.2}
+        >>> waiting_in_words({"strong": [{"devices": 2, "pipeline": found}]})
+        ['2 devices: with these times they wait for 25 % of a step; (P-1)/(M+P-1) gives 20 %.']
+    """
+    return [
+        f"{where}: with these times they wait for {100 * one['bubble']:.0f} % of a step; "
+        f"(P-1)/(M+P-1) gives {100 * one['least_bubble']:.0f} %."
+        for where, one in pipelines(result)
+        if one["layout"][1] > 1
+    ]
