@@ -73,8 +73,8 @@ def test_stages_of_equal_layers_share_programs_on_a_device(devices, num_differen
     made = []
     init = programs.Programs.__init__
 
-    def noted(self, *given):
-        init(self, *given)
+    def noted(self, *given, **options):
+        init(self, *given, **options)
         made.append(self)
 
     monkeypatch.setattr(programs.Programs, "__init__", noted)

@@ -164,7 +164,7 @@ def test_an_evaluation_never_compares_with_examples_that_fill_up(way):
     found = mt.evaluate(metrics, W, X[:8], global_batch=8, **way)
     assert found == {"near": wanted.mean()}
     with pytest.raises(
-        mt.OutputError, match=r"filled up with examples of the first one. Use a glob"
+        mt.OutputError, match=r"filled up with examples that were there before. Use a glob"
     ):
         mt.evaluate(metrics, W, X[:12], global_batch=8, **way)
 
