@@ -31,6 +31,12 @@ def on_two_processes():
     return together(2, 1, *layout_program.WHATS)
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """One process of its own: an everyday test process may compile otherwise (conftest.py)."""
+    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "stages"))
+
+
 def test_law_l3_same_bits_on_two_processes(on_two_processes):
     assert on_two_processes["same_bits"] == layout_program.same_bits(devices=2)
 
@@ -39,16 +45,14 @@ def test_law_l3_towers_meet_across_two_processes(on_two_processes):
     assert on_two_processes["meeting"] == layout_program.meeting(devices=2)
 
 
-def test_law_l3_with_local_updates_on_two_processes(on_two_processes):
+def test_law_l3_with_local_updates_on_two_processes(on_two_processes, alone):
     """Lie: a meeting of one process's towers; a state in which each process sees its own alone."""
-    # In a process of its own: an everyday test process may compile otherwise (conftest.py).
-    alone = json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local"))
     assert on_two_processes["local"] == alone["local"]
 
 
-def test_law_l3_with_stages_on_two_processes(on_two_processes):
+def test_law_l3_with_stages_on_two_processes(on_two_processes, alone):
     """Lies: gradients of one process's replicas alone; a norm, or a weight, of one process."""
-    assert on_two_processes["stages"] == layout_program.stages(devices=2)
+    assert on_two_processes["stages"] == alone["stages"]
 
 
 def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):

@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from multitower.errors import RunError, install_command
 from multitower.processes.together import is_first
-from multitower.training.event_writer import EventFile, open_writer
 from multitower.training.progress import Progress
+
+if TYPE_CHECKING:
+    from multitower.training.event_writer import EventFile
 
 _LARGEST = np.float32(9e19)  # the last bin of a histogram of tensorboardX
 
@@ -208,6 +210,8 @@ class EventFiles:
 
     def _writer(self, progress: Progress) -> Any:
         if progress.phase not in self._writers:
+            from multitower.training.event_writer import open_writer  # noqa: PLC0415 (importing stays quick)
+
             # purge_step: points of steps that a resumed run makes again are hidden.
             writer, file = open_writer(self._directory / progress.phase, progress.step)
             for name, text in self._texts.items():
