@@ -19,11 +19,11 @@ OPTIMIZED = (
     "stages/test_same",
     "steps/test_budgets",
 )
-# Stops, resumes and launchers, also where the long tests run: processes of one test are compiled
-# alike, and their bits say who saved and sent what, not how it was compiled.
+# Stops, resumes and launchers, also where the long tests run: all runs are in processes of their
+# own, which are compiled alike, and their bits say who saved and sent what. (Not where a test also
+# runs something in this process, which keeps programs that other tests have compiled.)
 LEFT_OUT_ANYWAY = (
     "cli/test_faults",
-    "cli/test_processes",
     "cluster/",
     "project/test_gpu_script",
     "project/test_peers",
@@ -60,7 +60,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if is_in(item.nodeid, OPTIMIZED):
         jax.config.update("jax_disable_most_optimizations", False)
     if is_in(item.nodeid, LEFT_OUT_ANYWAY):
-        jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
