@@ -10,12 +10,9 @@ from rich.live import Live
 from rich.text import Text
 
 from multitower.errors import MultitowerWarning
-from multitower.training.console import REFRESH_PER_S, live_line
+from multitower.training.console import LINE_EVERY, REFRESH_PER_S, live_line
 from multitower.training.display import WorkLine, line_in_words
 from multitower.training.progress import Progress
-
-_LINE_EVERY = 100
-
 
 # Of several processes only the first one says what is the same in all.
 _quiet: list[bool] = []
@@ -109,5 +106,5 @@ def _is_alive(console: Console) -> bool:
 
 
 def _print_lines(now: Progress) -> None:
-    if now.phase == "test" or now.step % _LINE_EVERY == 0 or now.step == now.num_steps:
+    if now.phase == "test" or now.step % LINE_EVERY == 0 or now.step == now.num_steps:
         say(line_in_words(now))

@@ -149,7 +149,7 @@ def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
 def uses_onednn() -> bool:
     """Whether this process has CPU programs call oneDNN: their bits depend on it."""
     is_effective = jax.__version_info__ >= _ONEDNN_SINCE
-    return is_effective and _ONEDNN_FLAGS in os.environ.get("XLA_FLAGS", "")
+    return is_effective and _has_onednn_flags()
 
 
 def _warn_once(subject: str, text: str) -> None:
@@ -222,6 +222,10 @@ def _simulate(count: int) -> None:
 def _use_onednn() -> None:
     if jax.__version_info__ < _ONEDNN_SINCE:
         _warn_once("onednn", f"JAX {jax.__version__} compiles for CPUs as without onednn=True.")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _ONEDNN_FLAGS not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_ONEDNN_FLAGS}".strip()
+    if not _has_onednn_flags():
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_ONEDNN_FLAGS}".strip()
+
+
+def _has_onednn_flags() -> bool:
+    """Whether all of them are set, by `configure` or by a user's shell, in any order."""
+    return set(_ONEDNN_FLAGS.split()) <= set(os.environ.get("XLA_FLAGS", "").split())

@@ -64,6 +64,17 @@ def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Devic
         yield chosen
 
 
+def devices_in_words(count: int) -> str:
+    """So many devices, in words.
+
+    Example:
+        >>> from multitower.hardware.devices import devices_in_words
+        >>> devices_in_words(1), devices_in_words(8)
+        ('1 device', '8 devices')
+    """
+    return f"{count} device{'' if count == 1 else 's'}"
+
+
 def _find(spec: DeviceSpec | None, soft: bool) -> list[jax.Device]:
     if spec is None:
         return list(jax.local_devices())

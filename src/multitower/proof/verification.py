@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.hardware.devices import devices_in_words
 from multitower.processes.together import are_several
 from multitower.proof.record import (
     OF_TOWERS,
@@ -191,7 +192,7 @@ def _values(run: Run, number: int, wanted: Spot) -> Any:
 def _name(count: int) -> str:
     if are_several():
         return f"{jax.process_count()} x {count}"
-    return f"{count} device{'' if count == 1 else 's'}"
+    return devices_in_words(count)
 
 
 def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

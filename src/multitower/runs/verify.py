@@ -8,6 +8,7 @@ from itertools import islice
 import jax
 
 from multitower.errors import DeviceError
+from multitower.hardware.devices import devices_in_words
 from multitower.proof.record import Run
 from multitower.proof.verification import Verification, compare
 from multitower.recipes.definition import Recipe
@@ -69,7 +70,7 @@ def verify(
         step = job.trainer.step
         state = step.init(**job.first_state())
         batches = islice(job.batches(0), options.steps)
-        of_all = "1 device" if count == 1 else f"{count} devices"
+        of_all = devices_in_words(count)
         # Fed as in training: over several processes, each one reads the rows of its own towers.
         with closing(prefetch(batches, **job.feeding())) as ahead:
             for number, batch in enumerate(ahead, start=1):

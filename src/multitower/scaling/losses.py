@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from multitower.hardware.devices import devices_in_words
+
 _RELATIVE = 1e-3
 _ABSOLUTE = 1e-6  # a loss this near to zero is all rounding
 # Rounding grows from step to step, in the end as large as the loss: only the first ones say much.
@@ -73,6 +75,4 @@ def _relative(a: float, b: float) -> float:
 
 
 def _devices(count: int | str) -> str:
-    if isinstance(count, str):
-        return count
-    return f"{count} device{'' if count == 1 else 's'}"
+    return count if isinstance(count, str) else devices_in_words(count)

@@ -15,6 +15,8 @@ from matplotlib.ticker import (
     ScalarFormatter,
 )
 
+from multitower.hardware.devices import devices_in_words
+
 # Colours that colour-blind people tell apart, and marks for those who see none.
 _STYLES = {
     "strong": {"color": "#1f5fc4", "marker": "o", "label": "strong (global batch fixed)"},
@@ -44,7 +46,7 @@ def plot_scaling(result: Mapping[str, Any]) -> bytes:
     ideal = {"color": "#6b7078", "linestyle": "--", "linewidth": 1.2, "zorder": 1}
     left.plot(places, [count / counts[0] for count in counts], label="ideal", **ideal)
     right.plot(places, [1.0 for _ in counts], label="ideal", **ideal)
-    against = f"{counts[0]} device{'' if counts[0] == 1 else 's'}"
+    against = devices_in_words(counts[0])
     if result["layouts"]:
         against = result["layouts"][0]
     left.set_title(f"examples/s, against {against}", fontsize=12)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from multitower.engines.same_bits import tapped
+from multitower.hardware.devices import devices_in_words
 from multitower.proof.record import BACKWARD, FORWARD
 from multitower.runs.pipeline import describe_pipeline
 from multitower.runs.report_page.wording import ABSENT
@@ -102,11 +103,9 @@ def pipeline_tables(result: Mapping[str, Any]) -> list[Table]:
 def pipelines(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """The measured pipelines, and where: "2 devices", or "2 x 1" for processes of so many."""
     entries = [one for one in result["strong"] or [] if one.get("pipeline")]
-    return [(one.get("layout") or _devices(one["devices"]), one["pipeline"]) for one in entries]
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'' if count == 1 else 's'}"
+    return [
+        (one.get("layout") or devices_in_words(one["devices"]), one["pipeline"]) for one in entries
+    ]
 
 
 def waiting_in_words(result: Mapping[str, Any]) -> list[str]:

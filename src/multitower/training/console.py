@@ -13,7 +13,7 @@ from multitower.training.scoring.chunks import num_rows_of_all
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LINE_EVERY = 100
+LINE_EVERY = 100
 REFRESH_PER_S = 5  # drawing takes time from the CPU devices
 
 
@@ -127,7 +127,7 @@ def plain_lines(say: Callable[[str], None], clock: Callable[[], float] = time.mo
         began = began or (now.step, clock())  # after the first step, which compiles
         if now.phase == "test" or now.step == now.num_steps:
             say(line_in_words(now))
-        elif now.step % _LINE_EVERY == 0:
+        elif now.step % LINE_EVERY == 0:
             say(f"{line_in_words(now)}{_remaining(now, clock() - began[1], now.step - began[0])}")
 
     return show

@@ -201,7 +201,6 @@ class Trainer:
         self._early_stopping = early_stopping
         self._patience: Patience | None = None
         self._steps_per_epoch: Any = None
-        self._where: dict[str, Any] = {"devices": devices, "towers": towers}
         self._options = options
         self._optimizer = optimizer
         self._profile = profile
@@ -487,14 +486,15 @@ class Trainer:
     ) -> Any:
         """As `evaluate` or `predict`; in stages, if the function can be cut like the loss."""
         again = repeatable(data)
+        where = {name: self._options[name] for name in ("devices", "towers")}
         if self._options["stages"] is not None:
             stages = {name: self._options[name] for name in ("stages", "layout")}
             try:
-                return run(*given, again(), **how, **self._where, **stages)
+                return run(*given, again(), **how, **where, **stages)
             except ArgumentError as error:
                 what = "the metrics" if run is evaluate else "the function"
                 warn(f"{what}: {error} As it is, every device gets the whole model.")
-        return run(*given, again(), **how, **self._where)
+        return run(*given, again(), **how, **where)
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:
