@@ -50,6 +50,14 @@ def test_law_l3_with_local_updates_on_two_processes(on_two_processes, alone):
     assert on_two_processes["local"] == alone["local"]
 
 
+def test_between_meetings_no_program_spans_processes(on_two_processes, alone):
+    """Process 0 makes its steps before process 1 begins; then all bits are those of one process.
+
+    The lie: metrics, or anything else, that wait for the other process in every step.
+    """
+    assert on_two_processes["local_calls"] == [alone["local"][1], alone["local"][3]]
+
+
 def test_law_l3_with_stages_on_two_processes(on_two_processes, alone):
     """Lies: gradients of one process's replicas alone; a norm, or a weight, of one process."""
     assert on_two_processes["stages"] == alone["stages"]
@@ -145,10 +153,13 @@ def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     whats = (
         list(on_eight_devices)
         if layout in [(2, 4), (3, 1)]
-        else ["same_bits", "meeting", "local", "stages_elsewhere"]
+        else ["same_bits", "meeting", "local", "local_calls", "stages_elsewhere"]
     )
     found = together(*layout, *whats, timeout_s=300)
-    assert found == {what: on_eight_devices[what] for what in whats}
+    expected = {what: on_eight_devices[what] for what in whats if what != "local_calls"}
+    if "local_calls" in whats:
+        expected["local_calls"] = [expected["local"][1], expected["local"][3]]
+    assert found == expected
 
 
 # ---------------------------------------------------------------- joining, before JAX starts
