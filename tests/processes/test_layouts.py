@@ -28,13 +28,13 @@ def together(num_processes, num_devices, *whats, timeout_s=120):
 
 @pytest.fixture(scope="module")
 def on_two_processes():
-    return together(2, 1, *layout_program.WHATS)
+    return together(2, 1, *layout_program.WHATS, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
 def alone():
     """One process of its own: an everyday test process may compile otherwise (conftest.py)."""
-    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "stages"))
+    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "local_run", "stages"))
 
 
 def test_law_l3_same_bits_on_two_processes(on_two_processes):
@@ -56,6 +56,14 @@ def test_between_meetings_no_program_spans_processes(on_two_processes, alone):
     The lie: metrics, or anything else, that wait for the other process in every step.
     """
     assert on_two_processes["local_calls"] == [alone["local"][1], alone["local"][3]]
+
+
+def test_a_run_with_local_updates_makes_calls_that_end_where_towers_meet(on_two_processes, alone):
+    """Lies: metrics that are exchanged in every step; hooks that miss some; one process's rows."""
+    found, expected = dict(on_two_processes["local_run"]), dict(alone["local_run"])
+    assert found.pop("sizes") == [2, 1, 1, 2]  # one more ends where devices are compared
+    assert expected.pop("sizes") == [None] * 6
+    assert found == expected
 
 
 def test_law_l3_with_stages_on_two_processes(on_two_processes, alone):

@@ -20,6 +20,7 @@ from multitower.processes.together import texts_of_all, whole_on_host
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
+from multitower.steps.step import TrainStep
 from multitower.training.scoring.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
@@ -119,6 +120,29 @@ def local_calls(devices=None):
         Meeting.run = meet
     history += [{name: leaf[place] for name, leaf in last.items()} for place in (0, 1)]
     return [*found, mt.fingerprint((state, history))]
+
+
+def local_run(devices=None):
+    """A run of a trainer, what it tells, and how many steps its calls make."""
+    heard, sizes, there = [], [], TrainStep.__call__
+
+    def seen(step, state, batches):
+        sizes.append(len(batches) if isinstance(batches, list) else None)
+        return there(step, state, batches)
+
+    trainer = mt.Trainer(
+        per_row, optax.adam(1e-2), towers=TOWERS, devices=devices, global_batch=32, sync_every=2,
+        check_replicas_every=3, hooks=[lambda one: heard.append([one.step, one.metrics["loss"]])],
+    )  # fmt: skip
+    lazily = lambda number: mt.LazyRows(32, lambda places: {
+        name: leaf[places] for name, leaf in batch(number, 32).items()
+    })  # fmt: skip
+    TrainStep.__call__ = seen
+    try:
+        state = trainer.fit(first_params(), lambda first: map(lazily, range(first, 9)), steps=6)
+    finally:
+        TrainStep.__call__ = there
+    return {"bits": mt.fingerprint(state), "heard": heard, "sizes": sizes}
 
 
 def stages(devices=None, elsewhere=False):
@@ -390,6 +414,7 @@ WHATS = {
     "meeting": meeting,
     "local": local,
     "local_calls": local_calls,
+    "local_run": local_run,
     "stages": stages,
     "fast": fast,
     "functions": functions,

@@ -13,6 +13,7 @@ import pytest
 import multitower as mt
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.runner import LocalRunner
+from multitower.steps.step import TrainStep
 from multitower.training.fitting.settings import steps_per_call_of
 
 DRAW = np.random.default_rng(0)
@@ -34,8 +35,15 @@ def losses(params, batch, *, rng):
     return error, {"absolute": jnp.sqrt(error)}
 
 
+# The second meeting, after step 6, is not finite.
+OUTER = optax.sgd(lambda meetings: jnp.where(meetings == 1, jnp.inf, 0.7), momentum=0.9)
+LOCAL = {
+    "towers": 3, "devices": 2, "sync_every": 3, "outer_optimizer": OUTER, "global_batch": 9
+}  # fmt: skip
+
+
 def make(loss=losses, **options):
-    given = {"towers": 3, "devices": 2, "sync_every": 3, "global_batch": 9, **options}
+    given = {**LOCAL, **options}
     given |= {"diagnostics": True, "skip_nonfinite": True}
     return mt.train_step(loss, optax.adam(0.05), **given)
 
@@ -65,6 +73,7 @@ def test_law_l3_calls_have_the_bits_of_single_steps(in_calls, one_by_one, monkey
 
     In a call that ends with a meeting, nothing is added up over towers before it.
     """
+    assert [int(metrics["skipped"]) for _, metrics in one_by_one] == [0] * 5 + [3, 0, 0]
     events = []
     for kind, name in ((Meeting, "run"), (LocalRunner, "total"), (LocalRunner, "make")):
         there = getattr(kind, name)
@@ -107,16 +116,19 @@ def test_what_a_call_refuses(in_calls):
         step(step.init(PARAMS), [BATCHES[0], BATCHES[2]])
 
 
-def test_a_run_in_calls_is_the_same_run(one_by_one):
+def test_a_run_in_calls_is_the_same_run(one_by_one, monkeypatch):
     """Hooks hear of every step; calls end where devices are compared, between two meetings."""
-    heard = []
+    heard, sizes, there = [], [], TrainStep.__call__
     hooks = [lambda progress: heard.append((progress.step, progress.metrics["loss"]))]
+    seen = lambda step, state, batches: sizes.append(len(batches)) or there(step, state, batches)
+    monkeypatch.setattr(TrainStep, "__call__", seen)
     trainer = mt.Trainer(
-        losses, optax.adam(0.05), towers=3, devices=2, sync_every=3, steps_per_call=4,
-        global_batch=9, on_nonfinite="skip", check_replicas_every=4, hooks=hooks,
+        losses, optax.adam(0.05), steps_per_call=4, on_nonfinite="skip", check_replicas_every=5,
+        hooks=hooks, **LOCAL,
     )  # fmt: skip
     found = trainer.fit(PARAMS, lambda _: iter(BATCHES), steps=6, rng=jax.random.key(7))
     assert mt.fingerprint(found) == one_by_one[5][0]
+    assert sizes == [4, 1, 1]
     losses_of = [float(metrics["loss"]) for _, metrics in one_by_one]
     assert heard == [(number, losses_of[number - 1]) for number in range(1, 7)]
 
