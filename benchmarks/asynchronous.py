@@ -73,6 +73,7 @@ def compare_losses(epochs: int) -> None:
             "updates": "asynchronous",
             "stale_scale": lambda staleness: 1 / (1 + staleness),
         },
+        "with `momentum_correction`": {"updates": "asynchronous", "momentum_correction": True},
     }
     print("| towers | updates | momentum | learning rate | made | test loss | test accuracy |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -80,6 +81,8 @@ def compare_losses(epochs: int) -> None:
         options = ways[name]
         if towers == 1 and options:
             continue  # it is the synchronous one
+        if momentum == 0 and "momentum_correction" in options:
+            continue  # there is nothing to lower
         optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0, momentum=momentum)
         step = mt.train_step(loss, optimizer, devices=1, towers=towers, **options)
         rows = TOWER_ROWS * (1 if options else towers)

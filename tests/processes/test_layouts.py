@@ -28,13 +28,13 @@ def together(num_processes, num_devices, *whats, timeout_s=120):
 
 @pytest.fixture(scope="module")
 def on_two_processes():
-    return together(2, 1, *layout_program.WHATS)
+    return together(2, 1, *layout_program.WHATS, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
 def alone():
     """One process of its own: an everyday test process may compile otherwise (conftest.py)."""
-    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "stages"))
+    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "local_run", "stages"))
 
 
 def test_law_l3_same_bits_on_two_processes(on_two_processes):
@@ -48,6 +48,22 @@ def test_law_l3_towers_meet_across_two_processes(on_two_processes):
 def test_law_l3_with_local_updates_on_two_processes(on_two_processes, alone):
     """Lie: a meeting of one process's towers; a state in which each process sees its own alone."""
     assert on_two_processes["local"] == alone["local"]
+
+
+def test_between_meetings_no_program_spans_processes(on_two_processes, alone):
+    """Process 0 makes its steps before process 1 begins; then all bits are those of one process.
+
+    The lie: metrics, or anything else, that wait for the other process in every step.
+    """
+    assert on_two_processes["local_calls"] == [alone["local"][1], alone["local"][3]]
+
+
+def test_a_run_with_local_updates_makes_calls_that_end_where_towers_meet(on_two_processes, alone):
+    """Lies: metrics that are exchanged in every step; hooks that miss some; one process's rows."""
+    found, expected = dict(on_two_processes["local_run"]), dict(alone["local_run"])
+    assert found.pop("sizes") == [2, 1, 1, 2]  # one more ends where devices are compared
+    assert expected.pop("sizes") == [None] * 6
+    assert found == expected
 
 
 def test_law_l3_with_stages_on_two_processes(on_two_processes, alone):
@@ -145,14 +161,17 @@ def on_eight_devices():
     [
         ((2, 4), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
         ((3, 1), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
-        ((2, 2), ["same_bits", "stages_elsewhere"]),
+        ((2, 2), ["same_bits", "local_calls", "stages_elsewhere"]),
         ((8, 1), ["same_bits", "meeting"]),
     ],
     ids=str,
 )
 def test_law_l3_same_bits_on_layouts(layout, whats, on_eight_devices):
     found = together(*layout, *whats, timeout_s=300)
-    assert found == {what: on_eight_devices[what] for what in whats}
+    expected = {what: on_eight_devices[what] for what in whats if what != "local_calls"}
+    if "local_calls" in whats:
+        expected["local_calls"] = [expected["local"][1], expected["local"][3]]
+    assert found == expected
 
 
 # ---------------------------------------------------------------- joining, before JAX starts

@@ -17,8 +17,10 @@ import optax
 
 import multitower as mt
 from multitower.processes.together import texts_of_all, whole_on_host
+from multitower.steps.local.meeting import Meeting
 from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
+from multitower.steps.step import TrainStep
 from multitower.training.scoring.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
@@ -66,14 +68,19 @@ def same_bits(devices=None):
     return mt.fingerprint((state, history))
 
 
-def local(devices=None):
-    """Towers that update their own: before a meeting, after one, in a state that was whole."""
+def local_step(devices, **options):
+    """Towers that update their own, and a first state."""
     step = mt.train_step(
         losses, optax.adam(1e-2), towers=TOWERS, ema_decay=0.9, devices=devices, sync_every=2,
-        local_state="average", diagnostics=True,
+        local_state="average", diagnostics=True, **options,
     )  # fmt: skip
     statistics = {"mean": np.zeros(HIDDEN, np.float32), "updates": np.int32(0)}
-    state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+    return step, step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+
+
+def local(devices=None):
+    """Towers that update their own: before a meeting, after one, in a state that was whole."""
+    step, state = local_step(devices)
     found, history = [], []
     for number, rows in enumerate((32, 32, 13)):
         state, metrics = step(state, batch(number, rows))
@@ -82,8 +89,60 @@ def local(devices=None):
         found.append(mt.fingerprint((state, history)))
     copies = [leaf_like(on_host(leaf), leaf) for _, leaf in named_leaves(state)]
     state = jax.tree.unflatten(jax.tree.structure(state), copies)
-    state, _ = step(state, batch(3, 32))
-    return [*found, mt.fingerprint(state)]
+    state, metrics = step(state, batch(3, 32))
+    return [*found, mt.fingerprint((state, [*history, metrics]))]
+
+
+def local_calls(devices=None):
+    """The second and the last of `local`, in two calls of two steps.
+
+    In the second call process 0 makes the steps before the meeting, and waits for all of it, before
+    another process has begun: it would hang if anything in them went over processes.
+    """
+    step, state = local_step(devices, steps_per_call=2)
+    state, first = step(state, [batch(0, 32), batch(1, 32)])
+    history = [{name: leaf[place] for name, leaf in first.items()} for place in (0, 1)]
+    found = [mt.fingerprint((state, history))]
+    meet = Meeting.run
+
+    def meet_alone(self, parts):
+        if jax.process_index() == 0:
+            jax.block_until_ready([leaf for leaf in jax.live_arrays() if not leaf.is_deleted()])
+            texts_of_all("now the others")
+        return meet(self, parts)
+
+    Meeting.run = meet_alone
+    try:
+        if jax.process_index() > 0:
+            texts_of_all("after process 0")
+        state, last = step(state, [batch(2, 13), batch(3, 32)])
+    finally:
+        Meeting.run = meet
+    history += [{name: leaf[place] for name, leaf in last.items()} for place in (0, 1)]
+    return [*found, mt.fingerprint((state, history))]
+
+
+def local_run(devices=None):
+    """A run of a trainer, what it tells, and how many steps its calls make."""
+    heard, sizes, there = [], [], TrainStep.__call__
+
+    def seen(step, state, batches):
+        sizes.append(len(batches) if isinstance(batches, list) else None)
+        return there(step, state, batches)
+
+    trainer = mt.Trainer(
+        per_row, optax.adam(1e-2), towers=TOWERS, devices=devices, global_batch=32, sync_every=2,
+        check_replicas_every=3, hooks=[lambda one: heard.append([one.step, one.metrics["loss"]])],
+    )  # fmt: skip
+    lazily = lambda number: mt.LazyRows(32, lambda places: {
+        name: leaf[places] for name, leaf in batch(number, 32).items()
+    })  # fmt: skip
+    TrainStep.__call__ = seen
+    try:
+        state = trainer.fit(first_params(), lambda first: map(lazily, range(first, 9)), steps=6)
+    finally:
+        TrainStep.__call__ = there
+    return {"bits": mt.fingerprint(state), "heard": heard, "sizes": sizes}
 
 
 def stages(devices=None, elsewhere=False):
@@ -354,6 +413,8 @@ WHATS = {
     "same_bits": same_bits,
     "meeting": meeting,
     "local": local,
+    "local_calls": local_calls,
+    "local_run": local_run,
     "stages": stages,
     "fast": fast,
     "functions": functions,

@@ -260,7 +260,7 @@ def test_between_meetings_no_program_spans_devices(monkeypatch):
         met.append(len(calls))
     assert met == [1, 1, 2]
     # What is left are programs for one device each, and copies of metrics to the first one.
-    assert runner._totals._reduce is None
+    assert runner.totals._reduce is None
     compiled = [*runner._compiled.values(), *meeting._compiled.values()]
     executables = [x for x in jax.tree.leaves(compiled) if isinstance(x, jax.stages.Compiled)]
     assert len(executables) == 2 + 1 + 1 + 3 * 2  # tower, add, finish; moved, meet, go_on
@@ -414,7 +414,11 @@ def test_a_run_stops_where_a_meeting_is_not_finite(tmp_path):
         ({"shard_update": True}, "sync_every= and shard_update= exclude each other"),
         ({"shard_params": True, "towers": None}, "sync_every= and shard_params="),
         ({"stages": 2}, "sync_every= and stages="),
-        ({"steps_per_call": 2}, "steps_per_call= and towers= exclude each other"),
+        ({"steps_per_call": 0}, "steps_per_call=0: it must be a whole number"),
+        (
+            {"sync_every": None, "steps_per_call": 2},
+            "steps_per_call= and towers= exclude each other",
+        ),
     ],
 )
 def test_options_that_exclude_each_other(options, said):

@@ -104,6 +104,89 @@ def test_equals_a_numpy_replay_of_the_rotation(towers, options):
         assert int(metrics["staleness"]) == staleness
 
 
+def lowered(momentum, staleness):
+    return max(momentum - staleness / (1 + staleness), 0)
+
+
+def replayed_with_less_momentum(update):
+    """Parameters after twelve updates of groups 0, 1, 0, 2, whose staleness is 0 to 3."""
+    newest = W.astype(np.float64)
+    versions, made = [newest] * 3, [0] * 3
+    for k in range(len(X)):
+        group = (0, 1, 0, 2)[k % 4]
+        x, y = X[k].astype(np.float64), Y[k].astype(np.float64)
+        gradient = 2 * x.T @ (x @ versions[group] - y) / len(y)
+        newest = newest + update(k, gradient, lowered(0.9 if k < 6 else 0.6, k - made[group]))
+        versions[group], made[group] = newest, k + 1
+    return newest
+
+
+def sgd_in_numpy():
+    trace = np.zeros(3)
+
+    def update(k, gradient, momentum):
+        nonlocal trace
+        trace = gradient + momentum * trace
+        return -0.05 * trace
+
+    return update
+
+
+def adam_in_numpy():
+    first, second = np.zeros(3), np.zeros(3)
+
+    def update(k, gradient, b1):
+        nonlocal first, second
+        first = b1 * first + (1 - b1) * gradient
+        second = 0.999 * second + 0.001 * gradient**2
+        mean, square = first / (1 - b1 ** (k + 1)), second / (1 - 0.999 ** (k + 1))
+        return -0.05 * mean / (np.sqrt(square) + 1e-8)
+
+    return update
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "in_numpy", "name"),
+    [
+        (optax.inject_hyperparams(optax.sgd)(0.05, momentum=0.9), sgd_in_numpy, "momentum"),
+        (
+            optax.chain(optax.identity(), optax.inject_hyperparams(optax.adam)(0.05)),
+            adam_in_numpy,
+            "b1",
+        ),
+    ],
+    ids=["sgd", "adam in a chain"],
+)
+def test_momentum_correction_equals_a_numpy_replay(optimizer, in_numpy, name):
+    # The lies: momentum that is lowered once more in every update, or for another staleness.
+    step = make(optimizer=optimizer, rotation=(0, 1, 0, 2), momentum_correction=True)
+    state, _ = train(step, step.init({"w": W}), range(6))
+    kept = (state.opt_state if name == "momentum" else state.opt_state[1]).hyperparams
+    assert kept[name] == np.float32(0.9)
+    kept[name] = np.float32(0.6)  # what a user writes there is lowered too
+    state, _ = train(step, state, range(6, 12))
+    expected = replayed_with_less_momentum(in_numpy())
+    np.testing.assert_allclose(state.params["w"], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.sgd(0.1, momentum=0.9), "does not hold its momentum: make it with optax.inject"),
+        (optax.inject_hyperparams(optax.sgd)(0.1), "does not hold its momentum"),
+        (
+            optax.inject_hyperparams(optax.sgd)(0.1, momentum=optax.linear_schedule(0, 1, 9)),
+            "momentum is a schedule",
+        ),
+    ],
+    ids=["plain", "without momentum", "schedule"],
+)
+def test_momentum_that_is_not_known_is_refused(optimizer, message):
+    step = make(optimizer=optimizer, momentum_correction=True)
+    with pytest.raises(ArgumentError, match=message):
+        step.init({"w": W})
+
+
 def test_no_staleness_is_synchronous_training():
     step = make(towers=4, max_staleness=0, ema_decay=0.5)
     state, seen = train(step, step.init({"w": W}), range(3))
@@ -416,6 +499,11 @@ def test_without_towers_every_device_is_one():
         ({"rotation": (0, 1)}, "name each of the 4 groups, 0 to 3, at least once"),
         ({"rotation": (0, 1, 2, 3, 4)}, "name each of the 4 groups"),
         ({"stale_scale": 0.5}, "a function of the staleness"),
+        ({"momentum_correction": 0.9}, "momentum_correction=0.9: say True or False"),
+        (
+            {"updates": "synchronous", "momentum_correction": True},
+            "momentum_correction= is for asynchronous",
+        ),
         ({"shard_update": True}, "shard_update= exclude each other"),
         ({"stages": 2}, "stages= exclude each other"),
         ({"towers": None, "shard_params": True}, "shard_params= exclude each other"),
@@ -478,6 +566,7 @@ def test_a_run_resumes_between_any_two_updates_on_other_devices(tmp_path, moment
 
 def test_another_rotation_is_another_run(tmp_path):
     trainer(tmp_path, rotation=(0, 1, 2)).fit({"w": W}, batches, steps=1)
+    assert trainer(momentum_correction=True)._settings["momentum_correction"]
     other = trainer(tmp_path, rotation=(0, 2, 1))
     with pytest.raises(RunError, match="another rotation"):
         other.fit({"w": W}, batches, steps=2, resume=True)

@@ -409,7 +409,7 @@ def test_every_option_of_a_step_arrives_there(monkeypatch):
         "stages": 2, "layout": (1, 2), "compute_dtype": jnp.bfloat16, "steps_per_call": 3,
         "updates": "asynchronous", "max_staleness": 1, "rotation": (0, 1), "stale_scale": abs,
         "sync_every": 2, "outer_optimizer": optax.sgd(1.0), "local_state": "average",
-        "extra_metrics": ["gradient_norm"], "remat": False,
+        "extra_metrics": ["gradient_norm"], "remat": False, "momentum_correction": True,
     }  # fmt: skip
     optimizer = optax.sgd(0.1)
     mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)

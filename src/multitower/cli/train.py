@@ -136,8 +136,9 @@ def train(
         WholeNumber,
         flag(
             "K",
-            "Without --towers: make up to K updates in one call, which saves the host's time.",
-            "one",
+            "Without --towers: make up to K updates in one call, which saves the host's time. With "
+            "--sync-every also with --towers and over processes.",
+            "one; H with --sync-every H over processes",
         ),
     ] = None,
     sync_every: Annotated[

@@ -260,7 +260,7 @@ def _compile_update(given: Planned, programs: Programs) -> int:
     used = (fields.opt_state, fields.ema_params)
     kept = fields._replace(opt_state=None, ema_params=None)
     arguments = (kept, used, programs.sums, scale_shape(), count)
-    finish = make_finish(step, batch.split, 1, 1, None)
+    finish = make_finish(step, batch.split, 1, 1)
     (compiled,) = compile_for_each(finish, arguments, programs.local[:1], donate=(1,))
     return working_bytes(compiled)
 

@@ -138,7 +138,7 @@ def _apart(options: Mapping[str, Any], towers: int | None) -> LocalOptions | Rot
         options["sync_every"], options["outer_optimizer"], options["local_state"], {}
     )
     given = {name: options[name] for name in ("max_staleness", "rotation")}
-    given["stale_scale"] = None  # it takes no memory
+    given |= {"stale_scale": None, "momentum_correction": False}  # they take no memory
     return check_rotation(options["updates"], given, towers, {"sync_every": local}) or local
 
 

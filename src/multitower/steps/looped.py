@@ -1,5 +1,6 @@
 """Many steps in one call: a loop on the devices around a fast step, so that the host waits once."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from multitower.steps.runner import Metrics, fast_step
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Parts, Split, is_key, pad_rows, take_apart
+from multitower.towers.rows import Parts, Split, device_dtype, is_key, pad_rows, take_apart
 from multitower.towers.split import copy_to, refuse_tower_rows
 
 
@@ -29,12 +30,15 @@ class LoopOptions(NamedTuple):
     most: int
 
 
-def check_loop(steps_per_call: Any, others: dict[str, Any]) -> LoopOptions | None:
+def check_loop(
+    steps_per_call: Any, others: dict[str, Any], *, is_local: bool
+) -> LoopOptions | None:
     """What a user says of many steps in one call; None for one step a call.
 
     Args:
         steps_per_call: how many.
         others: options that exclude it, by name; those that are set are true.
+        is_local: whether towers make updates of their own, which they do in any layout.
 
     Raises:
         ArgumentError: no such number, or options exclude each other.
@@ -46,6 +50,8 @@ def check_loop(steps_per_call: Any, others: dict[str, Any]) -> LoopOptions | Non
         raise ArgumentError(
             f"steps_per_call={steps_per_call!r}: it must be a whole number, 1 or more."
         )
+    if is_local:
+        return LoopOptions(steps_per_call)
     given = [name for name, value in others.items() if value]
     if given:
         raise ArgumentError(
@@ -57,6 +63,11 @@ def check_loop(steps_per_call: Any, others: dict[str, Any]) -> LoopOptions | Non
             "steps_per_call= runs in one process, and this run has several: leave it out."
         )
     return LoopOptions(steps_per_call)
+
+
+def is_one_program(towers: int | None, placement: Placement) -> bool:
+    """Whether the steps of a call are one program; else each step has programs of its own."""
+    return towers is None and not placement.spans_processes
 
 
 class Stack(NamedTuple):
@@ -73,6 +84,27 @@ class Stack(NamedTuple):
     counts: list[int]
     shared: list[Any]
     rows: list[Any]
+
+    def each(self) -> Iterator[Parts]:
+        """The batches one by one."""
+        for number, num_rows in enumerate(self.counts):
+            shared = [leaves[number] for leaves in self.shared]
+            rows = [leaves[number] for leaves in self.rows]
+            yield Parts(self.largest.split, shared, rows, num_rows)
+
+    def refuse_short(self, size: int) -> None:
+        """Refuses batches with rows that would be filled up, where all must be real ones.
+
+        Raises:
+            BatchError: fewer than `size` rows.
+        """
+        counts = self.counts
+        if min(counts) < size:
+            raise BatchError(
+                f"the batches of the call have {min(counts)} to {max(counts)} rows, and this loss "
+                "is a mean over rows of its own or compares rows: give batches of one size, or "
+                "return one loss for each row."
+            )
 
 
 def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
@@ -120,11 +152,16 @@ def take_apart_each(batches: Any, most: int) -> Stack:
     _check_count(len(batches), most)
     each = [take_apart(batch, 0, name="batch") for batch in batches]
     for number, parts in enumerate(each):
-        refuse_tower_rows(parts.rows)
         if parts.split != each[0].split:
             raise BatchError(
                 f"batch {number} of the call is another tree than batch 0: all must have the same "
                 f"leaves.\nbatch 0: {each[0].split.treedef}\nbatch {number}: {parts.split.treedef}"
+            )
+        first, here = (_shapes_of_rows(one.rows) for one in (each[0], parts))
+        if first != here:
+            raise BatchError(
+                f"batch {number} of the call has other rows than batch 0: a row is {here} there, "
+                f"and {first} in batch 0. Pass batches of one shape, but for the number of rows."
             )
     return Stack(
         max(each, key=lambda parts: parts.num_rows),
@@ -132,6 +169,11 @@ def take_apart_each(batches: Any, most: int) -> Stack:
         [list(leaves) for leaves in zip(*(parts.shared for parts in each), strict=True)],
         [list(leaves) for leaves in zip(*(parts.rows for parts in each), strict=True)],
     )
+
+
+def _shapes_of_rows(rows: list[Any]) -> str:
+    """Dtype and shape of a row of each array."""
+    return ", ".join(f"{device_dtype(leaf)}{list(leaf.shape[1:])}" for leaf in rows)
 
 
 def _take_stacked_apart(stacked: Any, most: int) -> Stack:
@@ -194,12 +236,11 @@ class StackFeeder:
             BatchError: rows that would be filled up, where all must be real ones.
         """
         counts = stack.counts
-        if self._must_be_full and min(counts) < self._size:
-            raise BatchError(
-                f"the batches of the call have {min(counts)} to {max(counts)} rows, and this loss "
-                "is a mean over rows of its own or compares rows: give batches of one size, or "
-                "return one loss for each row."
-            )
+        for leaves in stack.rows:
+            if isinstance(leaves, list):
+                refuse_tower_rows(leaves)
+        if self._must_be_full:
+            stack.refuse_short(self._size)
         rest = [self._stacked(leaves) for leaves in stack.shared]
         rows = [self._stacked(self._filled(leaves)) for leaves in stack.rows]
         given = [*rest, *rows, self._stacked(np.array(counts, np.int32))]

@@ -51,6 +51,7 @@ def train_step(
     max_staleness: int | None = None,
     rotation: Sequence[int] | None = None,
     stale_scale: StaleScale | None = None,
+    momentum_correction: bool = False,
     extra_metrics: Sequence[str] = (),
 ) -> TrainStep:
     """Makes a training step that runs on all devices and computes the same as on one.
@@ -125,23 +126,27 @@ def train_step(
         steps_per_call: without `towers`, make up to this many updates in one call: it takes a list
             of as many batches, or one whose arrays have a first axis for the steps, and its metrics
             have that axis too. It saves the host's time, which decides where steps are short.
-            Results are those of as many calls, up to rounding. With `sync_every` the steps from one
-            meeting to the next are one program.
+            Results are those of as many calls, up to rounding. With `sync_every` it also works with
+            `towers` and over several processes, with the bits of as many calls: metrics are sent at
+            the end of a call, so that with `steps_per_call=H` and `sync_every=H` nothing passes
+            between processes from one meeting to the next. The batches of a call lie on the devices
+            together. Without `towers`, in one process, the steps between meetings are one program.
         sync_every: local updates (local SGD, DiLoCo). Every tower updates parameters of its own, by
             the mean loss of its own rows, and the towers meet after every step whose number is a
             multiple of this, 1 or more. There the mean of what they moved, weighted by rows, is the
             gradient of one update by `outer_optimizer`, and all towers go on from its result. It is
-            for slow links between machines: parameters and gradients are sent at meetings only.
-            Results have the same bits on any number of devices. `state.params`, `ema_params` and
-            `model_state` are those of the last meeting, `opt_state` is the outer optimizer's, and
-            `state.local` has what every tower has of its own, with a first axis for towers.
-            `ema_decay` counts meetings. `clip_norm` clips each tower's own gradient, and
-            `skip_nonfinite` makes no update in a tower where something is not finite, and no outer
-            update from such parameters; `"skipped"` counts the towers. A tower without rows in a
-            ragged batch makes no update, and its schedule does not count. `metrics["loss"]` is the
-            mean over all rows, each computed with its own tower's parameters. A device keeps the
-            parameters and the inner optimizer's state once for each of its towers, beside the
-            parameters, the outer optimizer's state and the average of the last meeting.
+            for slow links between machines: parameters and gradients are sent at meetings only, and
+            metrics at the end of each call (see `steps_per_call`). Results have the same bits on
+            any number of devices. `state.params`, `ema_params` and `model_state` are those of the
+            last meeting, `opt_state` is the outer optimizer's, and `state.local` has what every
+            tower has of its own, with a first axis for towers. `ema_decay` counts meetings.
+            `clip_norm` clips each tower's own gradient, and `skip_nonfinite` makes no update in a
+            tower where something is not finite, and no outer update from such parameters;
+            `"skipped"` counts the towers. A tower without rows in a ragged batch makes no update,
+            and its schedule does not count. `metrics["loss"]` is the mean over all rows, each
+            computed with its own tower's parameters. A device keeps the parameters and the inner
+            optimizer's state once for each of its towers, beside the parameters, the outer
+            optimizer's state and the average of the last meeting.
         outer_optimizer: with `sync_every`, an optax optimizer that does not look at the loss; by
             default DiLoCo's, `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With `optax.sgd(1.0)`
             the new parameters are the mean of the towers' own (local SGD, federated averaging);
@@ -167,6 +172,12 @@ def train_step(
             that waits longer for its turn is staler than `max_staleness`.
         stale_scale: with `updates="asynchronous"`, multiply every update by this function of its
             staleness (int32, shape ()), such as `lambda staleness: 1 / (1 + staleness)`.
+        momentum_correction: with `updates="asynchronous"`, make every update with less momentum:
+            `max(momentum - staleness / (1 + staleness), 0)`, since staleness itself acts like that
+            much momentum (Mitliagkas et al. 2016, "Asynchrony begets Momentum"). The learning rate
+            stays. It takes an optimizer made by `optax.inject_hyperparams`, such as
+            `optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9)`; of Adam and its
+            kind it lowers `b1`. The state keeps the number that you gave.
         extra_metrics: what `metrics` also has, float32, shape (): `"gradient_norm"`, the global
             norm of the mean gradient before clipping, and `"learning_rate"`, which this update was
             made with. Optax knows it where the optimizer was made by `optax.inject_hyperparams`,
@@ -205,22 +216,24 @@ def train_step(
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, remat, towers=towers, shard_update=shard_update)
-    loop = check_loop(
-        steps_per_call,
-        {"towers": towers, "shard_update": shard_update, "shard_params": shard_params},
-    )
     alone = {
         "shard_update": shard_update,
         "shard_params": shard_params,
         "stages": stages,
     }
     local = check_local(sync_every, outer_optimizer, local_state, alone)
+    loop = check_loop(steps_per_call, {"towers": towers, **alone}, is_local=local is not None)
     alone["steps_per_call"] = steps_per_call
     if local is not None and loop is not None:
         local = local._replace(most=loop.most)
     turns = check_rotation(
         updates,
-        {"max_staleness": max_staleness, "rotation": rotation, "stale_scale": stale_scale},
+        {
+            "max_staleness": max_staleness,
+            "rotation": rotation,
+            "stale_scale": stale_scale,
+            "momentum_correction": momentum_correction,
+        },
         towers,
         {**alone, "sync_every": sync_every},
     )

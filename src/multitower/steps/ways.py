@@ -1,11 +1,13 @@
 """Ways to keep a training state on devices, beside the whole of it on every one."""
 
+import jax
+
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.options import StageOptions, refuse_meeting
 from multitower.steps.blocks.state import ShardedState
 from multitower.steps.blocks.update import ShardedRunner
 from multitower.steps.local.options import LocalOptions
-from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder
+from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.options import refuse_meeting as refuse_meeting_in_rotation
@@ -167,6 +169,14 @@ class InRotation(Whole):
         """As in `Whole`: those of a group."""
         return self._turns.num_towers
 
+    def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
+        """As in `Whole`; refuses an optimizer whose momentum is to be lowered and not known."""
+        if self._options.momentum_correction:
+            from multitower.steps.rotation.stale import momenta_in  # noqa: PLC0415 (importing stays quick)
+
+            momenta_in(jax.eval_shape(step.optimizer.init, fields.params))
+        return super().first(step, fields, maker)
+
     def accepted(self, fields: Fields) -> Fields:
         """As in `Whole`; `adopt` looks at the versions."""
         return fields
@@ -189,8 +199,7 @@ class InRotation(Whole):
         from multitower.steps.rotation.runner import RotationRunner  # noqa: PLC0415 (importing stays quick)
 
         given = (step, batches.first.split, batches.tower_rows, self._turns)
-        scale = self._options.stale_scale
-        return RotationRunner(*given, scale, has_weights=batches.has_weights)
+        return RotationRunner(*given, self._options, has_weights=batches.has_weights)
 
     def _apart(self, fields: Fields, maker: object) -> TrainState:
         from multitower.steps.rotation.state import take_apart  # noqa: PLC0415 (importing stays quick)
@@ -226,7 +235,8 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
     if isinstance(division, LocalOptions):
         from multitower.steps.local.way import InLocal, InLocalLoops  # noqa: PLC0415 (importing stays quick)
 
-        kind = InLocal if division.most is None else InLocalLoops
+        in_loops = division.most is not None and is_one_program(towers, placement)
+        kind = InLocalLoops if in_loops else InLocal
         return kind(division, placement)
     if isinstance(division, LoopOptions):
         return InLoops(division, placement)

@@ -66,7 +66,9 @@ class Trainer:
         remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
-            stops the run after a call.
+            stops the run after a call. With `sync_every` over several processes the default is
+            `sync_every`, so that processes exchange nothing between two meetings; hooks then hear
+            of all steps of a call together. 1 makes one update in each call.
         sync_every: as for `multitower.train_step`: local updates, with a meeting of the towers
             after every so many steps. What is scored are the parameters of the last meeting.
         outer_optimizer: as for `multitower.train_step`: makes the update at a meeting.
@@ -75,6 +77,7 @@ class Trainer:
         max_staleness: as for `multitower.train_step`.
         rotation: as for `multitower.train_step`.
         stale_scale: as for `multitower.train_step`.
+        momentum_correction: as for `multitower.train_step`.
         extra_metrics: as for `multitower.train_step`: `"gradient_norm"` and `"learning_rate"`.
         early_stopping: a `multitower.EarlyStopping`: end the run when a score of its test phases no
             longer improves. None for never.
@@ -139,6 +142,7 @@ class Trainer:
         max_staleness: int | None = None,
         rotation: Sequence[int] | None = None,
         stale_scale: StaleScale | None = None,
+        momentum_correction: bool = False,
         extra_metrics: Sequence[str] = (),
         early_stopping: EarlyStopping | None = None,
         profile: tuple[int, int] | None = None,
@@ -161,6 +165,11 @@ class Trainer:
                 raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
         if callable(hooks):
             raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
+        from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
+            settings_that_decide,
+            steps_per_call_of,
+        )
+
         options: dict[str, Any] = {
             "devices": devices,
             "towers": towers,
@@ -175,7 +184,7 @@ class Trainer:
             "stages": stages,
             "layout": layout,
             "remat": remat,
-            "steps_per_call": steps_per_call,
+            "steps_per_call": steps_per_call_of(steps_per_call, sync_every),
             "sync_every": sync_every,
             "outer_optimizer": outer_optimizer,
             "local_state": local_state,
@@ -183,10 +192,9 @@ class Trainer:
             "max_staleness": max_staleness,
             "rotation": rotation,
             "stale_scale": stale_scale,
+            "momentum_correction": momentum_correction,
             "extra_metrics": extra_metrics,
         }
-        from multitower.training.fitting.settings import settings_that_decide  # noqa: PLC0415 (importing stays quick)
-
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
             self._settings[RULE] = early_stopping.in_words()

@@ -25,7 +25,7 @@ class LocalOptions(NamedTuple):
         sync_every: towers meet after every step whose number is a multiple of this.
         outer_optimizer: makes the update at a meeting.
         averages_state: whether floats of the inner optimizers' states are averaged there.
-        most: steps that a call makes at most, in one program; None if a call is one step.
+        most: steps that a call makes at most; None if a call is one step.
     """
 
     sync_every: int

@@ -2,7 +2,7 @@
 
 Between two meetings no program spans devices of one process. The few numbers that metrics are made
 of are copied to the first device and added there along the tree; with several processes they take
-the way of the reduction.
+the way of the reduction, at the end of every call. `calls.py` has calls of several steps.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from multitower.towers.rows import Split, Tower
 from multitower.towers.split import TowerRows, ready_or_cut
 
 
-class _Programs(NamedTuple):
+class Programs(NamedTuple):
     """Executables, and what a meeting would tell where there is none.
 
     `tower` is one per local device, `finish` for the first one, `add` where metrics are added up.
@@ -43,8 +43,30 @@ class _Programs(NamedTuple):
     apart: Met
 
 
+class Made(NamedTuple):
+    """A step that has been made, as far as its metrics need it.
+
+    Attributes:
+        programs: of the step.
+        sums: what each local tower returned to be added up, on its device.
+        num_rows: of the batch.
+        met: what the meeting after it told.
+    """
+
+    programs: Programs
+    sums: dict[int, TowerSums]
+    num_rows: int
+    met: Met
+
+
 class LocalRunner:
-    """Steps of towers on their own, and their meetings."""
+    """Steps of towers on their own, and their meetings.
+
+    Attributes:
+        devices: the local ones.
+        turns: of the local towers.
+        totals: adds up what metrics are made of.
+    """
 
     def __init__(
         self,
@@ -58,20 +80,26 @@ class LocalRunner:
         self._tower_rows = tower_rows
         self._placement = placement
         self._meeting, self._every = meetings
-        self._devices = self._meeting.totals.devices
-        self._totals = self._meeting.totals
+        self.devices = self._meeting.totals.devices
+        self.turns = self._meeting.totals.turns
+        self.totals = self._meeting.totals
         if not placement.spans_processes:
-            self._totals = Totals(contiguous(self._devices[:1], placement.num_towers))
-        self._compiled: dict[Any, _Programs] = {}
+            self.totals = Totals(contiguous(self.devices[:1], placement.num_towers))
+        self._compiled: dict[Any, Programs] = {}
         self._numbers: dict[Any, Any] = {}
 
     def run(
         self, state: TrainState, batch: BatchParts, maker: object
     ) -> tuple[TrainState, Metrics]:
         """Makes one update of every tower; the state is overwritten."""
+        parts, made = self.make(state, state.parts(), batch)
+        total = self.total(made.sums, made.programs.add)
+        return self.state_of(parts, maker), self.metrics(made, total)
+
+    def make(self, state: TrainState, parts: Parts, batch: BatchParts) -> tuple[Parts, Made]:
+        """Makes one update of every tower, and a meeting if it is due; `state` is spent."""
         rows = ready_or_cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
-        parts: Parts = state.parts()
-        rest: list[Any] = [[]] * len(self._devices)
+        rest: list[Any] = [[]] * len(self.devices)
         if batch.shared:
             rest = replicate(batch.shared, self._placement)
         given = [
@@ -82,7 +110,7 @@ class LocalRunner:
         towers: dict[int, Own] = {}
         counts: dict[int, jax.Array] = {}
         sums: dict[int, TowerSums] = {}
-        for turn in self._meeting.totals.turns:
+        for turn in self.turns:
             i, tower = turn.i, turn.tower
             pieces = [leaf.pieces[tower] for leaf in rows]
             found = programs.tower[i](parts.towers[tower], given[i], pieces, self._here(turn, rows))
@@ -94,26 +122,32 @@ class LocalRunner:
         met = programs.apart
         if new.step % self._every == 0:
             new, met = self._meeting.run(new)
-        totals = self._total(sums, programs.add)
-        metrics = programs.finish(met, totals, self._scale(batch.num_rows))
-        return as_state(new, self._placement, maker), metrics
+        return new, Made(programs, sums, batch.num_rows, met)
 
-    def _total(self, sums: dict[int, TowerSums], add: Sequence[Any]) -> Packed:
+    def total(self, sums: dict[int, TowerSums], add: Sequence[Any]) -> Packed:
         """The sums over all towers, on the first local device."""
         if not self._placement.spans_processes:
             # Only the first device waits for the others, for these few numbers.
-            sums = jax.device_put(sums, self._devices[0])
-        stacks = self._totals.stacks()
-        for turn in self._totals.turns:
-            self._totals.put(stacks, turn, sums[turn.tower], add)
-        return self._totals.reduced(stacks)[0].packed
+            sums = jax.device_put(sums, self.devices[0])
+        stacks = self.totals.stacks()
+        for turn in self.totals.turns:
+            self.totals.put(stacks, turn, sums[turn.tower], add)
+        return self.totals.reduced(stacks)[0].packed
+
+    def metrics(self, made: Made, total: Packed) -> Metrics:
+        """The metrics of a step, from the sums over all towers."""
+        return made.programs.finish(made.met, total, self._scale(made.num_rows))
+
+    def state_of(self, parts: Parts, maker: object) -> TrainState:
+        """What a user sees of these parts."""
+        return as_state(parts, self._placement, maker)
 
     def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
         """Who a tower is, on its device; copied there once."""
         key = rows[0].counts(turn.tower)
         if key not in self._numbers:
             counts = Tower(*(np.int32(count) for count in key))
-            self._numbers[key] = jax.device_put(counts, self._devices[turn.i])
+            self._numbers[key] = jax.device_put(counts, self.devices[turn.i])
         return self._numbers[key]
 
     def _scale(self, num_rows: int) -> jax.Array:
@@ -121,10 +155,10 @@ class LocalRunner:
         scale = np.dtype(scale_shape().dtype).type(self._tower_rows / num_rows)
         key = (num_rows, scale.dtype)
         if key not in self._numbers:
-            self._numbers[key] = jax.device_put(scale, self._devices[0])
+            self._numbers[key] = jax.device_put(scale, self.devices[0])
         return self._numbers[key]
 
-    def _programs(self, parts: Parts, given: Any, rows: Sequence[TowerRows]) -> _Programs:
+    def _programs(self, parts: Parts, given: Any, rows: Sequence[TowerRows]) -> Programs:
         own = next(iter(parts.towers.values()))
         pieces = [leaf.piece for leaf in rows]
         key = signature((own, given, pieces))
@@ -133,7 +167,7 @@ class LocalRunner:
             self._meeting.prepare(parts)
         return self._compiled[key]
 
-    def _compile(self, own: Own, given: Any, pieces: list[jax.Array]) -> _Programs:
+    def _compile(self, own: Own, given: Any, pieces: list[jax.Array]) -> Programs:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         here = Tower(scalar, scalar, scalar)
         arguments = (Shared(own, given), pieces, here)
@@ -146,9 +180,9 @@ class LocalRunner:
             return traced(Shared(own, given), pieces, here)
 
         arguments = (own, given, pieces, here)
-        towers = compile_for_each(tower, arguments, self._devices, donate=(0,))
+        towers = compile_for_each(tower, arguments, self.devices, donate=(0,))
         sums: TowerSums = towers[0].out_info[0]
-        apart = jax.device_put(self._job.apart(own.params), self._devices[0])
+        apart = jax.device_put(self._job.apart(own.params), self.devices[0])
         finished = (apart, sums.packed, scale_shape())
-        (finish,) = compile_for_each(finish_function(job), finished, self._devices[:1])
-        return _Programs(towers, self._totals.compile(sums), finish, apart)
+        (finish,) = compile_for_each(finish_function(job), finished, self.devices[:1])
+        return Programs(towers, self.totals.compile(sums), finish, apart)

@@ -9,6 +9,7 @@ import numpy as np
 from multitower.errors import StateError
 from multitower.functions.outputs import wide
 from multitower.processes.together import whole_on_host
+from multitower.steps.local.calls import LocalCallRunner
 from multitower.steps.local.looped import LocalLoopRunner, LoopParts
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.options import LocalOptions, refuse_meeting
@@ -88,7 +89,11 @@ class InLocal(Whole):
             self._meeting = Meeting(step, self._options, self.placement)
         meetings = (self._meeting, self._options.sync_every)
         given = (step, batches.first.split, batches.tower_rows, self.placement, meetings)
-        return LocalRunner(*given)
+        one = LocalRunner(*given)
+        if self._options.most is None:
+            return one
+        least = batches.tower_rows * self.placement.num_towers if batches.must_be_full else 0
+        return LocalCallRunner(one, self._options.most, least)
 
     def _go_on(self, fields: Fields, maker: object) -> TrainState:
         """The state of towers that have something of their own already."""

@@ -17,11 +17,13 @@ class RotationOptions(NamedTuple):
         max_staleness: one less than the number of groups; None for a group for every tower.
         rotation: the groups in the order of their turns; None for one after the other.
         stale_scale: what to multiply an update by, as a function of its staleness; None for 1.
+        momentum_correction: whether the optimizer's momentum is lowered by that of staleness.
     """
 
     max_staleness: int | None
     rotation: tuple[int, ...] | None
     stale_scale: StaleScale | None
+    momentum_correction: bool = False
 
     def num_groups(self, num_towers: int) -> int:
         """How many groups this many towers make.
@@ -53,7 +55,8 @@ def check_rotation(
 
     Args:
         updates: `"synchronous"` or `"asynchronous"`.
-        given: `max_staleness`, `rotation` and `stale_scale`, as for `train_step`.
+        given: `max_staleness`, `rotation`, `stale_scale` and `momentum_correction`, as for
+            `train_step`; None or False for what is not said.
         towers: likewise.
         others: options that exclude asynchronous updates, by name; those that are set are true.
 
@@ -64,7 +67,7 @@ def check_rotation(
         raise ArgumentError(f"updates={updates!r}: say 'synchronous' or 'asynchronous'.")
     if updates == "synchronous":
         for name, value in given.items():
-            if value is not None:
+            if value is not None and value is not False:
                 raise ArgumentError(
                     f"{name}= is for asynchronous updates, and updates='synchronous': say "
                     f"updates='asynchronous', or leave {name} out."
@@ -87,10 +90,14 @@ def check_rotation(
             f"stale_scale={stale_scale!r}: it must be a function of the staleness, such as "
             "lambda staleness: 1 / (1 + staleness)."
         )
+    momentum_correction = given["momentum_correction"]
+    if not isinstance(momentum_correction, bool):
+        raise ArgumentError(f"momentum_correction={momentum_correction!r}: say True or False.")
     options = RotationOptions(
         _checked_staleness(given["max_staleness"]),
         _checked_rotation(given["rotation"]),
         stale_scale,
+        momentum_correction,
     )
     if towers is not None:
         options.num_groups(towers)

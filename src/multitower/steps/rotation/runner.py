@@ -8,10 +8,9 @@
 The host starts these and waits for nothing. The next group's towers depend on none of them.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,8 @@ from multitower.engines.same_bits import finish_function, scale_shape
 from multitower.functions.calls import replicate
 from multitower.steps.job import make_job
 from multitower.steps.parts import StepParts
-from multitower.steps.rotation.options import StaleScale
+from multitower.steps.rotation.options import RotationOptions
+from multitower.steps.rotation.stale import for_stale_gradients
 from multitower.steps.rotation.state import Parts, Version
 from multitower.steps.rotation.sums import GroupSums
 from multitower.steps.rotation.turns import Turns
@@ -34,9 +34,6 @@ from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
 from multitower.towers.split import TowerRows, copy_to, ready_or_cut
 
-if TYPE_CHECKING:
-    import optax
-
 
 class RotationRunner:
     """Asynchronous steps with batches of one kind."""
@@ -47,13 +44,13 @@ class RotationRunner:
         split: Split,
         tower_rows: int,
         turns: Turns,
-        stale_scale: StaleScale | None,
+        options: RotationOptions,
         *,
         has_weights: bool,
     ) -> None:
         given = (step, split, tower_rows)
         self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
-        self._finish = make_finish(*given, turns.num_towers, stale_scale)
+        self._finish = make_finish(*given, turns.num_towers, options)
         self._finishes: dict[Any, jax.stages.Compiled] = {}
         self._weights: dict[Placement, Weights] = {}
         if has_weights:
@@ -109,7 +106,11 @@ class RotationRunner:
 
 
 def make_finish(
-    step: StepParts, split: Split, tower_rows: int, num_towers: int, scale_of: StaleScale | None
+    step: StepParts,
+    split: Split,
+    tower_rows: int,
+    num_towers: int,
+    options: RotationOptions | None = None,
 ) -> Callable[..., tuple[Fields, Metrics]]:
     """The finish program of an update: of the state in two halves, totals, scale, staleness."""
 
@@ -117,28 +118,12 @@ def make_finish(
         kept: Fields, used: tuple[Any, Any], totals: Any, scale: Any, staleness: Any
     ) -> tuple[Fields, Metrics]:
         own = step
-        if scale_of is not None:
-            own = replace(step, optimizer=_scaled(step.optimizer, scale_of(staleness)))
+        if options is not None:
+            optimizer = for_stale_gradients(step.optimizer, options, staleness)
+            own = replace(step, optimizer=optimizer)
         job = make_job(own, split, tower_rows, num_towers)
         fields = kept._replace(opt_state=used[0], ema_params=used[1])
         new, metrics = finish_function(job)(fields, totals, scale)
         return new, {**metrics, "staleness": staleness}
 
     return finish
-
-
-def _scaled(
-    optimizer: "optax.GradientTransformation", factor: Any
-) -> "optax.GradientTransformation":
-    """An optimizer whose updates are multiplied by a factor."""
-    import optax  # noqa: PLC0415 (see call_update)
-
-    @functools.wraps(optimizer.update)
-    def update(*args: Any, **extras: Any) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(*args, **extras)
-        scaled = jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), updates)
-        return scaled, opt_state
-
-    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    kind = optax.GradientTransformationExtraArgs if takes_more else optax.GradientTransformation
-    return kind(optimizer.init, update)

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from multitower.steps.looped import stack_ahead
+from multitower.steps.looped import is_one_program, stack_ahead
 from multitower.steps.step import TrainStep
 from multitower.towers.feeding import prefetch, run_ahead
 from multitower.towers.placement import Placement
@@ -50,7 +50,10 @@ class Feeding(NamedTuple):
         if self.most is None:
             return _one_by_one(self._ahead(batches, first))
         sizes = sizes_of_calls(self.most, self.borders, first=first, last=last)
-        return _together(batches, sizes, self.most, self.step.placement)
+        placement = self.step.placement
+        if is_one_program(self.where["towers"], placement):
+            return _together(batches, sizes, self.most, placement)
+        return _grouped(self._ahead(batches, first), sizes)
 
     def _ahead(self, batches: Iterator[Any], first: int) -> Generator[Any]:
         turns = self.step.turns
@@ -66,6 +69,14 @@ def _one_by_one(batches: Generator[Any]) -> Generator[Call]:
     with closing(batches):
         for batch in batches:
             yield Call(batch, [num_rows_of(batch)])
+
+
+def _grouped(batches: Generator[Any], sizes: Iterable[int]) -> Generator[Call]:
+    """Several batches a call, each of which is placed ahead; as `_together`."""
+    with closing(batches):
+        for size in sizes:
+            if group := list(itertools.islice(batches, size)):
+                yield Call(group, [num_rows_of(batch) for batch in group])
 
 
 def _together(

@@ -124,13 +124,15 @@ class Around(NamedTuple):
 
     def _feeding(self, saves: int, call: FitCall) -> Feeding:
         """What makes calls of batches."""
+        # Over processes a call that spans a meeting would exchange metrics at another time.
+        meets = self.step.placement.spans_processes and self.options["sync_every"]
         return Feeding(
             self.step,
             {name: self.options[name] for name in ("devices", "towers")},
             self.options["global_batch"],
             self.options["stages"],
             self.options["steps_per_call"],
-            (saves, call.evaluate_every, self.check_replicas_every),
+            (saves, call.evaluate_every, self.check_replicas_every, meets or 0),
         )
 
     def _reader(self, steps: int, state: TrainState, steps_per_epoch: Any) -> MetricsReader:

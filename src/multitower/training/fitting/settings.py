@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
 
@@ -14,7 +15,7 @@ _ALWAYS = (
     "clip_norm",
     "reduction",
 )
-_ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale")
+_ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale", "momentum_correction")
 
 
 def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[str, Any]:
@@ -42,3 +43,14 @@ def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[
         settings |= {name: options[name] for name in _ASYNCHRONOUS}
         settings["rotation"] = None if order is None else list(order)  # as JSON has it
     return settings
+
+
+def steps_per_call_of(said: int | None, sync_every: int | None) -> int | None:
+    """How many updates a call makes at most.
+
+    With local updates over several processes it is those from one meeting to the next, unless the
+    user says otherwise: metrics are exchanged after a call, and a signal stops a run there.
+    """
+    if said is None and sync_every is not None and are_several():
+        return sync_every
+    return said
