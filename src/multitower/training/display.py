@@ -53,7 +53,7 @@ class RunLine:
     Before the first step it says that the run compiles; after Ctrl-C, that it stops.
 
     Args:
-        num_steps: of the run; 0 if nobody knows.
+        num_steps: of the run; 0 if nobody knows before the first step.
         clock: gives the seconds.
     """
 
@@ -71,6 +71,8 @@ class RunLine:
         at = self._clock()
         self._first = self._first or (at, now.step)
         self._last = at, now
+        if now.phase == "train":
+            self._num_steps = now.num_steps
 
     def end(self) -> bool:
         """The line stands still from now on; returns whether it shows a step."""
