@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.steps.precision import next_scale
 
 FIRST = 2.0**15
 DRAW = np.random.default_rng(0)
@@ -243,3 +244,11 @@ def test_a_plan_leaves_out_what_would_be_refused():
     options = [set(layout.options) for layout in plan.layouts]
     assert {"devices", "towers"} in options
     assert not any("stages" in one or {"towers", "shard_update"} <= one for one in options)
+
+
+def test_the_scale_stays_in_its_range():
+    # Zero gradients would let it grow out of float32, and a NaN in the data let it become zero.
+    for scale, good, expected in ((1.0, False, 1.0), (2.0**64, True, 2.0**64)):
+        given = {"scale": np.float32(scale), "good_steps": np.int32(1999)}
+        found = next_scale(given, jnp.bool_(good))
+        assert (float(found["scale"]), int(found["good_steps"])) == (expected, 0)
