@@ -14,7 +14,8 @@ _FRAMES, _ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _FRAMES_PER_S = 10
 _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 _GAP = "  "
-_FORMATS = {"staleness": ".0f"}  # a number of updates; other metrics have four digits
+# Whole numbers, and small ones; other metrics have four digits.
+_FORMATS = {"staleness": ".0f", "skipped": ".0f", "loss_scale": ".0f", "learning_rate": ".3g"}
 
 
 class WorkLine:
