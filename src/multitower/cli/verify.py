@@ -37,7 +37,7 @@ from multitower.cli.settings import collect_settings
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
 from multitower.processes.together import is_first
-from multitower.proof.record import Found
+from multitower.proof.record import Found, StepRecord
 from multitower.proof.verification import Verification, compare_records, with_values
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
@@ -160,7 +160,10 @@ def _in_layouts(
         sync_every=options.sync_every,
         json=True,
     )
-    records = [verified_from(run_in_layout(layout, words)).steps for layout in layouts]
+    records: list[list[StepRecord]] = []
+    for layout in layouts:
+        with show_work(f"{options.steps} steps of {layout}"):
+            records.append(verified_from(run_in_layout(layout, words)).steps)
     found = compare_records([str(layout) for layout in layouts], records)
     if not has_values:
         return found
@@ -168,7 +171,10 @@ def _in_layouts(
 
 
 def _look_again(layout: Layout, words: Sequence[str], place: Found) -> Any:
-    with tempfile.TemporaryDirectory() as directory:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        show_work(f"step {place.step} of {layout} once more, to see the values"),
+    ):
         look = Look(place, Path(directory) / "value")
         run_in_layout(layout, words, {_LOOK_AT: look.to_text()})
         return look.read()
