@@ -64,6 +64,13 @@ FLAGS = {
     "--profile 2:3": {"profile": "2:3"},
     "--log wandb,mlflow": {"log": "wandb,mlflow"},
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
+    "--compute-dtype float16": {"compute_dtype": "float16"},
+    "--epochs 2.5": {"epochs": 2.5},
+    "--extra-metrics learning_rate,gradient_norm": {"extra_metrics": "learning_rate,gradient_norm"},
+    "--early-stopping accuracy:5 --evaluate-every 2": {
+        "early_stopping": "accuracy:5",
+        "evaluate_every": 2,
+    },
     "--asynchronous --max-staleness 1 --towers 4 --tower-batch 3": {
         "asynchronous": True,
         "max_staleness": 1,
@@ -105,6 +112,23 @@ def test_a_flag_of_resume_arrives(flags, devices, allow_previous, passed, stoppe
     ((options, how),) = passed
     assert (options.devices, options.towers, options.seed) == (devices, 4, 3)
     assert how == {"directory": stopped, "resume": True, "allow_previous": allow_previous}
+
+
+def test_steps_and_epochs_take_each_others_place(passed, tmp_path):
+    directory, again = tmp_path / "run", ["train", "--config"]
+    for words in (
+        ["train", CIRCLE, "--run-dir", directory, "--epochs", "0.1"],  # 3 steps
+        ["resume", directory],
+        [*again, directory / "config.json", "--steps", "4", "--run-dir", tmp_path / "b"],
+        [*again, tmp_path / "b/config.json", "--epochs", "2", "--run-dir", tmp_path / "c"],
+        ["resume", directory, "--steps", "5"],
+    ):
+        assert main([str(word) for word in words]) == 0
+    assert main(["resume", str(directory), "--steps", "2"]) == 2  # fewer than it makes
+    found = [(options.steps, options.epochs) for options, _ in passed]
+    assert found == [(None, 0.1), (None, 0.1), (4, None), (None, 2.0), (5, None)]
+    saved = json.loads((directory / "config.json").read_text())["options"]
+    assert (saved["steps"], saved["epochs"]) == (5, None)
 
 
 @pytest.mark.parametrize(("flags", "best"), [("", False), ("--best", True)])

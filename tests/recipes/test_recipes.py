@@ -181,3 +181,18 @@ def test_a_convolution_and_its_gradients_are_xlas():
     plain = gradients(lambda x, w: layers.convolve(x, w, "VALID"))
     for ours, theirs in zip(gradients(layers.convolve_valid), plain, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_learning_rate_that_is_kept_changes_no_update(name):
+    # The lie: a metric that trains another model.
+    params = {"w": jnp.linspace(-1, 1, 4)}
+    found = []
+    for keeps_rate in (False, True):
+        optimizer = find_recipe(name).make_optimizer(100, steps_per_epoch=10, keeps_rate=keeps_rate)
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(params, state, params)
+        found.append(updates)
+    assert mt.fingerprint(found[0]) == mt.fingerprint(found[1])
+    assert state.hyperparams["learning_rate"] > 0

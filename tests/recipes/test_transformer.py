@@ -75,11 +75,12 @@ def test_a_full_cache_forgets_the_oldest_token_first(params):
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bfloat16_weights_give_float32_scores_that_are_close(params):
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 0.05), (jnp.float16, 0.005)])
+def test_16_bit_weights_give_float32_scores_that_are_close(params, dtype, atol):
     tokens = jnp.arange(LENGTH)[None]
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     found = forward(narrow, tokens, jnp.zeros_like(tokens))
     assert found.dtype == jnp.float32
     wide = forward(params, tokens, jnp.zeros_like(tokens))
-    # bfloat16 has 8 bits; the scores are of size 1.
-    np.testing.assert_allclose(found, wide, atol=0.05)
+    # bfloat16 has 8 bits, float16 11; the scores are of size 1.
+    np.testing.assert_allclose(found, wide, atol=atol)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
 from multitower.runs.setup import RecipeJob
@@ -163,8 +163,8 @@ def test_mixed_precision_is_that_of_a_step_by_hand():
 
 
 def test_another_compute_dtype_is_refused():
-    with pytest.raises(mt.RunError, match=r"compute_dtype=float16: say float32 or bfloat16\."):
-        RunOptions(compute_dtype="float16")
+    with pytest.raises(mt.RunError, match="compute_dtype=int8: say float32, bfloat16 or float16"):
+        RunOptions(compute_dtype="int8")
 
 
 def test_one_step_has_no_rate():
@@ -198,6 +198,42 @@ def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     assert score(LINE, options, tmp_path)["fingerprint"] == result["fingerprint"]
 
 
+def test_epochs_and_extra_metrics(tmp_path):
+    # The lies: an epoch of other rows, a schedule of another length, metrics that nobody writes.
+    rate = optax.cosine_decay_schedule(0.3, 7)  # 70 rows in batches of 16, 1.6 times
+    made = []
+
+    def optimizer(steps, *, keeps_rate):
+        made.append(steps)
+        rate = optax.cosine_decay_schedule(0.3, steps)
+        return with_rate(optax.adam, rate, keeps_rate=keeps_rate)
+
+    recipe = dataclasses.replace(LINE, optimizer=optimizer)
+    names = "gradient_norm,learning_rate"
+    options = RunOptions(devices=1, towers=2, epochs=1.6, extra_metrics=names)
+    result = run(recipe, options, directory=tmp_path)
+    assert (made, result["steps"], result["epochs"]) == ([7], 7, 1.6)
+    assert result["extra_metrics"] == names.split(",")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["phase"] == "train"]
+    found = [line["learning_rate"] for line in steps]
+    np.testing.assert_allclose(found, [rate(n) for n in range(7)], rtol=1e-5)
+    assert all(line["gradient_norm"] > 0 for line in steps)
+
+
+def test_a_run_that_ends_early_scores_what_it_has(tmp_path):
+    still = dataclasses.replace(LINE, optimizer=lambda steps: optax.sgd(0.0))
+    rule = {"early_stopping": "loss:2", "best": "min", "evaluate_every": 1}
+    options = RunOptions(devices=1, steps=9, **rule)
+    result = run(still, options, directory=tmp_path)
+    assert result["steps"] == 3  # the best is that of the first test phase
+    assert result["early_stopping"] == "loss:2"
+    assert "loss has not improved in the last 2 test phases" in result["stopped"]
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    with pytest.raises(mt.RunError, match="early_stopping='lost': the test phase has no such"):
+        run(still, dataclasses.replace(options, early_stopping="lost"))
+
+
 def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     # The lie: an option that stands in config.json and in the report, and is dropped.
     given = {}
@@ -209,11 +245,13 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
         "layout": "1x2", "remat": False, "steps_per_call": 3, "compute_dtype": "bfloat16",
         "sync_every": 4, "asynchronous": True, "max_staleness": 1,
-        "profile": "2:3",
+        "profile": "2:3", "extra_metrics": "gradient_norm", "early_stopping": "loss:2",
     }  # fmt: skip
-    RecipeJob.of(LINE, RunOptions(**chosen), tmp_path)
+    RecipeJob.of(LINE, RunOptions(**chosen, evaluate_every=1), tmp_path)
     wanted = {
         **chosen,
+        "extra_metrics": ["gradient_norm"],
+        "early_stopping": mt.EarlyStopping("loss", patience=2, best="min"),
         "layout": (1, 2),
         "profile": (2, 3),
         "run_dir": tmp_path,
@@ -223,8 +261,8 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     wanted["hooks"] = []  # who runs it says what is shown
     assert given == wanted
     names = {field.name for field in dataclasses.fields(RunOptions)}
-    # The first three are the loop's and the data's, and looked at above; "log" is a hook's.
-    assert names == {*chosen, "steps", "seed", "evaluate_every", "log"}
+    # The first ones are the loop's and the data's, and looked at elsewhere; "log" is a hook's.
+    assert names == {*chosen, "steps", "epochs", "seed", "evaluate_every", "log"}
 
 
 def test_a_run_that_diverges_stops_and_says_where():
@@ -243,6 +281,12 @@ def test_a_run_that_diverges_stops_and_says_where():
         ({"seed": 2**32}, mt.RunError, "use 0 to 4294967295"),
         ({"evaluate_every": -1}, mt.RunError, "evaluate_every=-1"),
         ({"best": "highest"}, mt.RunError, "say max or min"),
+        ({"steps": 3, "epochs": 2}, mt.RunError, "both steps=3 and epochs=2: a run has one"),
+        ({"epochs": 0}, mt.RunError, "epochs=0: it must be a number above 0"),
+        ({"early_stopping": "loss"}, mt.RunError, "add evaluate_every"),
+        ({"early_stopping": "loss:", "evaluate_every": 1}, mt.RunError, "such as accuracy:5"),
+        ({"early_stopping": "loss:0", "evaluate_every": 1}, mt.RunError, "NAME:PATIENCE"),
+        ({"extra_metrics": "norm"}, mt.ArgumentError, "'gradient_norm' and 'learning_rate'"),
         ({"towers": 0}, mt.DeviceError, "towers=0"),
     ],
 )

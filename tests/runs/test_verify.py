@@ -1,16 +1,24 @@
 """multitower verify: a table for equal runs; a code and a line for those that are not."""
 
 import contextlib
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import places
 from faults import change_results, divide_parameters
 from multitower.cli.main import main
+from multitower.proof.record import TOWER, Spot, StepRecord, as_facts, digest
+from multitower.runs.verified import _OPTIONS as OPTIONS
+from multitower.runs.verify import Look
 from processes import clean_environment
 
 RECIPE = str(places.CIRCLE)
@@ -102,15 +110,55 @@ def test_law_l3_in_layouts_of_processes():
 
 @pytest.mark.slow
 def test_a_process_that_computes_something_else_is_named(tmp_path):
-    """Lie: fingerprints of process 0, whichever process is wrong."""
-    right, recipe = tmp_path / "right.json", tmp_path / "recipe.py"
-    right.write_text(verified(RECIPE, "--simulate", "2", "--steps", "1", "--json").stdout)
+    """Lies: fingerprints of process 0, whichever process is wrong; values of another leaf."""
+    recipe = tmp_path / "recipe.py"
     recipe.write_text(OF_PROCESSES.format(circle=RECIPE, fault="losses = losses * 1.001"))
-    found = verified(str(recipe), "--layouts", "2x1", "--steps", "1", "--against", str(right))
+    found = verified(str(recipe), "--layouts", "1x2,2x1", "--steps", "1")
     assert found.returncode == 1, found.stderr
-    assert f"step 1: {right} (2 devices) and 2 x 1 part in the tower program" in found.stderr
-    assert "(tower 1 in process 1): gradients" in found.stderr
+    assert "step 1: 1 x 2 and 2 x 1 part in the tower program" in found.stderr
+    said = (
+        r"\(tower 1 in process 1\): gradients\['hidden'\]\[0\]\[0\] is (\S+) \(0x\w+\) and (\S+) "
+    )
+    one, two = map(float, re.search(said, found.stderr).groups())
+    assert two == pytest.approx(1.001 * one, rel=1e-5)
     assert "params       DIFFERENT" in found.stdout
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_the_two_values_of_layouts_are_shown(repeats, monkeypatch, tmp_path, capsys):
+    """Lie: a look at process 0, or at a value that the run did not have."""
+    values = {"1 x 2": jnp.bfloat16([1, 2, 3]), "2 x 1": jnp.bfloat16([1, 2.5, 3])}
+    seen = []
+
+    def run(layout, words, environment=None):
+        value, spot = values[str(layout)], Spot(TOWER, 1, "gradients['w']")
+        if environment:
+            look = Look.of_text(environment["MULTITOWER_LOOK_AT"])
+            seen.append((str(layout), look.place.process, look.place.spot))
+            monkeypatch.setattr(jax, "process_index", lambda: look.place.process)
+            found = np.asarray(value if repeats else value + 1)
+            monkeypatch.setattr("multitower.runs.verify.look", lambda run, place: found)
+            look.write(None, None, 1)
+            return "{}"
+        other = {Spot(TOWER, 0, "gradients['w']"): "same"}
+        mine = {spot: digest(value)}
+        each = [{**other, **mine}] if layout.processes == 1 else [other, mine]
+        facts = {"runs": [str(layout)], "recipe": "circle", "settings": {}}
+        facts["options"] = dict.fromkeys(OPTIONS)
+        return json.dumps({**facts, "first_run": as_facts([StepRecord(each, "0", {})])})
+
+    module = importlib.import_module("multitower.cli.verify")
+    monkeypatch.setattr(module, "run_in_layout", run)
+    monkeypatch.setattr("multitower.runs.verify.run_maker", lambda *_: lambda devices: None)
+    assert main(["verify", RECIPE, "--layouts", "1x2,2x1", "--json"]) == 1
+    spot = Spot(TOWER, 1, "gradients['w']")
+    assert seen == [("1 x 2", 0, spot), ("2 x 1", 1, spot)]
+    said = capsys.readouterr().err
+    shown = (
+        "[1] is 2 (0x4000) and 2.5 (0x4020)" if repeats else "[1] is 3 (0x4040) and 3.5 (0x4060)"
+    )
+    assert f"part in the tower program (tower 1 in process 1): gradients['w']{shown}" in said
+    assert ("do not even repeat themselves" in said) is not repeats
 
 
 @pytest.mark.slow

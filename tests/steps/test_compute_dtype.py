@@ -111,7 +111,7 @@ def test_an_nnx_module_computes_in_bfloat16():
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, "half a float", 16])
+@pytest.mark.parametrize("dtype", [jnp.int32, "half a float", 16])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(mt.ArgumentError, match=r"jnp\.bfloat16"):
         mt.train_step(losses, optax.sgd(0.1), compute_dtype=dtype)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 import multitower as mt
-from multitower.training.display import RunLine, WorkLine
+from multitower.training.display import RunLine, WorkLine, numbers_in_words
 from multitower.training.fitting.interruption import noted_signals
 
 METRICS = {"loss": 0.25, "accuracy": 0.875, "bits_per_byte": 2.5}
@@ -103,3 +103,9 @@ def test_other_terminals(clock):
     assert ascii_only.isascii()
     assert "###---" in ascii_only
     assert WorkLine("step 1 of 5 on 2 devices", clock=clock).text(12) == "step 1 of 5 "
+
+
+def test_numbers_that_four_digits_would_hide():
+    metrics = {"loss": 1.0, "learning_rate": 2.5e-5, "loss_scale": 32768.0, "skipped": 0.0}
+    expected = ["loss 1.0000", "learning_rate 2.5e-05", "loss_scale 32768", "skipped 0"]
+    assert numbers_in_words(mt.Progress("train", 1, 2, metrics)) == expected

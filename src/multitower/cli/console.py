@@ -65,7 +65,7 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     """Shows the progress of a run.
 
     Args:
-        num_steps: updates that the run makes.
+        num_steps: updates that the run makes; 0 if nobody knows before the first one.
 
     Yields:
         What is to be called after every step.

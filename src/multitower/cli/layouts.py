@@ -96,12 +96,15 @@ def refuse_with_layouts(together: Together, **others: object) -> None:
         raise RunError(f"--layouts says which processes and devices to use: leave {given[0]} out.")
 
 
-def run_in_layout(layout: Layout, words: Sequence[str]) -> str:
+def run_in_layout(
+    layout: Layout, words: Sequence[str], environment: Mapping[str, str] | None = None
+) -> str:
     """Runs a command as the processes of a layout, and waits for them.
 
     Args:
         layout: of simulated processes and devices.
         words: of the command, after `multitower`; with `--json`.
+        environment: variables for its processes, beside those of this one.
 
     Returns:
         What process 0 has printed. The exit code was 0, or 1 for a difference.
@@ -112,7 +115,9 @@ def run_in_layout(layout: Layout, words: Sequence[str]) -> str:
     """
     with tempfile.TemporaryFile("w+") as out:
         words = [*words, "--simulate", str(layout.devices)]
-        code = run_local_processes(layout.processes, words, stdout=out)
+        code = run_local_processes(
+            layout.processes, words, stdout=out, environment=environment or {}
+        )
         out.seek(0)
         text = out.read()
     if code == 128 + signal.SIGINT:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import IO
 
 from multitower.cli.console import show_error
@@ -47,13 +47,20 @@ def split_off_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
     return int(value), rest
 
 
-def run_local_processes(count: int, words: Sequence[str], *, stdout: IO[str] | None = None) -> int:
+def run_local_processes(
+    count: int,
+    words: Sequence[str],
+    *,
+    stdout: IO[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int:
     """Runs a command as several processes and waits for all of them.
 
     Args:
         count: how many.
         words: of the command, after `multitower`.
         stdout: the file that process 0 writes to; None for this process's standard output.
+        environment: variables for them, beside those of this process.
 
     Returns:
         0, or the exit code of the first one that fails (128 + n where signal n ended it); the
@@ -70,6 +77,7 @@ def run_local_processes(count: int, words: Sequence[str], *, stdout: IO[str] | N
             stdin=None if number == 0 else subprocess.DEVNULL,
             stdout=stdout if number == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
             text=True,
             errors="replace",
         )

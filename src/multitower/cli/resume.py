@@ -21,6 +21,7 @@ from multitower.recipes.definition import Recipe
 from multitower.runs.directory import RESULT, read_config
 from multitower.runs.extension import extend_run
 from multitower.runs.options import RunOptions
+from multitower.runs.setup import steps_of
 from multitower.runs.train import score
 
 
@@ -45,7 +46,7 @@ def resume(
     With --towers, the result has the same bits as an uninterrupted run.
     """
     recipe, options = read_run(directory, devices)
-    before = options.steps or recipe.steps
+    before = steps_of(recipe, options)
     if (directory / RESULT).exists() and steps in (None, before):
         raise RunError(
             f"{directory} is finished: {directory / RESULT} holds its result. To extend it, pass "
@@ -55,7 +56,7 @@ def resume(
     say(f"resuming {recipe.name} from {directory} on {where}")
     with held_for_all(directory):
         if steps is not None:
-            options = dataclasses.replace(options, steps=steps)
+            options = dataclasses.replace(options, steps=steps, epochs=None)
             by_first(lambda: extend_run(directory, recipe, options, before))
         finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
 

@@ -51,6 +51,7 @@ from multitower.runs.directory import (
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
 from multitower.runs.report_page.overview import profile_in_words
+from multitower.runs.setup import steps_of
 from multitower.runs.train import run
 from multitower.steps.rotation.options import RotationOptions
 from multitower.towers.placement import place
@@ -88,6 +89,10 @@ def train(
         ),
     ] = None,
     steps: Steps = None,
+    epochs: Annotated[
+        Number,
+        flag("X", "Make X passes over the training data instead of --steps.", "see --steps"),
+    ] = None,
     batch_size: BatchSize = None,
     tower_batch: Annotated[
         WholeNumber, flag("N", "Take N examples per step and tower.", "see --batch-size")
@@ -112,6 +117,15 @@ def train(
     keep_best: Annotated[
         str | None,
         flag("NAME", "Keep the state with the best test score NAME in DIR/best.", "none"),
+    ] = None,
+    early_stopping: Annotated[
+        str | None,
+        flag(
+            "NAME[:N]",
+            "With --evaluate-every: end the run when N test phases in a row, 3 by default, have "
+            "not improved the test score NAME.",
+            "never",
+        ),
     ] = None,
     best: Annotated[
         Literal["max", "min"] | None,
@@ -164,10 +178,10 @@ def train(
         flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
     ] = None,
     compute_dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
+        Literal["float32", "bfloat16", "float16"] | None,
         flag(
-            "float32|bfloat16",
-            "bfloat16 for mixed precision, faster on GPUs and slower on CPUs.",
+            "float32|bfloat16|float16",
+            "bfloat16 or float16 for mixed precision, faster on GPUs and slower on CPUs.",
             "float32",
         ),
     ] = None,
@@ -177,6 +191,15 @@ def train(
             "NAMES",
             "Log to these services too: wandb, mlflow, trackio; separate them by commas.",
             "metrics.jsonl and TensorBoard files",
+        ),
+    ] = None,
+    extra_metrics: Annotated[
+        str | None,
+        flag(
+            "NAMES",
+            "Report metrics of the update too: gradient_norm, learning_rate; separate them by "
+            "commas.",
+            "none",
         ),
     ] = None,
     profile: Annotated[
@@ -211,6 +234,7 @@ def train(
         "devices": devices,
         "towers": towers,
         "steps": steps,
+        "epochs": epochs,
         "global_batch": batch_size,
         "checkpoint_every": checkpoint_every,
         "evaluate_every": evaluate_every,
@@ -230,8 +254,13 @@ def train(
         "max_staleness": max_staleness,
         "log": log,
         "profile": profile,
+        "early_stopping": early_stopping,
+        "extra_metrics": extra_metrics,
     }
     given = {name: value for name, value in flags.items() if value is not None}
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in given:
+            given.setdefault(other, None)  # a flag takes the place of what the file says
     options = RunOptions(**{**file.options, **given})
     if simulate is not None:
         options = dataclasses.replace(options, devices=None)
@@ -304,10 +333,11 @@ def finish(
     allow_previous: bool = False,
 ) -> None:
     """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
+    known = steps_of(recipe, options) if options.epochs is None else 0  # else the data decides
     pipeline = planned_pipeline(options)
     if pipeline is not None:
         say(pipeline_in_words(pipeline))
-    with told_how_to_resume(directory), show_progress(options.steps or recipe.steps) as watch:
+    with told_how_to_resume(directory), show_progress(known) as watch:
         result = run(
             recipe,
             options,
@@ -316,6 +346,8 @@ def finish(
             resume=resume,
             allow_previous=allow_previous,
         )
+    if result.get("stopped"):
+        say(result["stopped"])
     parts = [*_scores(result), f"{result['seconds']:.1f} s"]
     if options.towers is not None:  # without, it depends on the number of devices
         parts.append(f"fingerprint {result['fingerprint'][:12]}")

@@ -1,9 +1,11 @@
 """`multitower verify RECIPE`."""
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 
@@ -35,14 +37,16 @@ from multitower.cli.settings import collect_settings
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
 from multitower.processes.together import is_first
-from multitower.proof.verification import Verification, compare_records
+from multitower.proof.record import Found, StepRecord
+from multitower.proof.verification import Verification, compare_records, with_values
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.verified import read_verified, verified_facts, verified_from
+from multitower.runs.verify import Look, with_defaults
 from multitower.runs.verify import verify as compare_runs
-from multitower.runs.verify import with_defaults
 
 _SHOWN = 12  # digits of a fingerprint
+_LOOK_AT = "MULTITOWER_LOOK_AT"
 
 
 def verify(
@@ -108,9 +112,13 @@ def verify(
         named = ", ".join(map(str, there))
         if not as_json:
             say(f"verifying {chosen.name} on {named} (processes x simulated devices of each)")
-        found = _in_layouts(recipe, settings, options, there)
+        found = _in_layouts(recipe, settings, options, there, has_values=before is None)
     else:
         counts, where = start_counts(devices, simulate, together)
+        if _LOOK_AT in os.environ:  # a process that this command has started
+            Look.of_text(os.environ[_LOOK_AT]).write(chosen, options, counts[0])
+            print("{}")
+            return 0
         if not as_json:
             on = where if together.settings() else f"{', '.join(map(str, counts))} of {where}"
             say(f"verifying {chosen.name} on {on}")
@@ -131,9 +139,14 @@ def verify(
 
 
 def _in_layouts(
-    recipe: str, settings: Mapping[str, str], options: RunOptions, layouts: Sequence[Layout]
+    recipe: str,
+    settings: Mapping[str, str],
+    options: RunOptions,
+    layouts: Sequence[Layout],
+    *,
+    has_values: bool,
 ) -> Verification:
-    """Runs this command in every layout, and compares what comes out."""
+    """Runs this command in every layout, and compares what comes out; once more for the values."""
     words = started_words(
         "verify",
         recipe,
@@ -147,8 +160,24 @@ def _in_layouts(
         sync_every=options.sync_every,
         json=True,
     )
-    records = [verified_from(run_in_layout(layout, words)).steps for layout in layouts]
-    return compare_records([str(layout) for layout in layouts], records)
+    records: list[list[StepRecord]] = []
+    for layout in layouts:
+        with show_work(f"{options.steps} steps of {layout}"):
+            records.append(verified_from(run_in_layout(layout, words)).steps)
+    found = compare_records([str(layout) for layout in layouts], records)
+    if not has_values:
+        return found
+    return with_values(found, lambda run, place: _look_again(layouts[run], words, place))
+
+
+def _look_again(layout: Layout, words: Sequence[str], place: Found) -> Any:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        show_work(f"step {place.step} of {layout} once more, to see the values"),
+    ):
+        look = Look(place, Path(directory) / "value")
+        run_in_layout(layout, words, {_LOOK_AT: look.to_text()})
+        return look.read()
 
 
 def _say_table(found: Verification) -> None:

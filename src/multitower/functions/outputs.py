@@ -10,7 +10,7 @@ from multitower.errors import OutputError
 from multitower.towers.rows import Tower
 
 # What train_step itself puts into the metrics.
-_RESERVED = ("loss", "tower_losses", "finite_params", "skipped")
+_RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale")
 
 
 def is_per_example(loss: Any, tower_rows: int) -> bool:

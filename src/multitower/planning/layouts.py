@@ -117,7 +117,9 @@ def tower_layouts(
 ) -> Iterator[PlannedLayout]:
     """Steps with the same bits, without stages; `notes` gets what is left out."""
     state = StateBytes.of(given.fields)
-    takes_blocks = is_element_wise(given.step.optimizer, given.fields.params)
+    takes_blocks = given.fields.loss_scale is None and is_element_wise(
+        given.step.optimizer, given.fields.params
+    )
     for towers in room.tower_counts(given.batch.num_rows):
         tower_rows = -(-given.batch.num_rows // towers)
         program = programs.tower(tower_rows, towers)

@@ -21,7 +21,7 @@ from multitower.steps.arguments import check_numbers
 from multitower.steps.local.options import LocalOptions, check_local
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
-from multitower.steps.precision import check_compute_dtype
+from multitower.steps.precision import check_compute_dtype, check_loss_scale
 from multitower.steps.rotation.options import RotationOptions, check_rotation
 from multitower.towers.placement import check_towers
 
@@ -56,6 +56,7 @@ def make_plan(
     memory_bytes = None if memory is None else memory_in_bytes(memory)
     apart = _apart(options, towers)
     dtype = check_compute_dtype(options["compute_dtype"])
+    check_loss_scale(dtype, {"local or asynchronous updates": apart})
     loss = replace(LossFunction.of(loss_fn), compute_dtype=dtype)
     with_average = (loss, optimizer, options["ema_decay"])
     last = (options["clip_norm"], options["reduction"])
@@ -101,8 +102,9 @@ def _attributes(
         kinds = [
             (fast_layouts(given, programs, room), "without towers="),
             (tower_layouts(given, programs, room, notes), "with towers="),
-            (staged_layouts(given, programs, room, notes), "with stages="),
         ]
+        if given.fields.loss_scale is None:
+            kinds.append((staged_layouts(given, programs, room, notes), "with stages="))
     layouts = [layout for made, which in kinds for layout in _compiled(made, which, notes)]
     if not layouts:
         raise ArgumentError(f"the compiler fails for every layout, so there is no plan. {notes[0]}")

@@ -15,6 +15,7 @@ from multitower.models.modules import is_model, take_model
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
+from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.fields import Fields
 from multitower.towers.rows import Parts, device_dtype, is_key, take_apart
@@ -74,6 +75,8 @@ def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: 
         ema = jax.eval_shape(lambda tree: jax.tree.map(wide, tree), params)
     count = jax.ShapeDtypeStruct((), np.int32)
     fields = Fields(count, params, opt_state, ema, model_state, rng)
+    loss_scale = fitting_scale(step.loss.compute_dtype, None)
+    fields = fields._replace(loss_scale=jax.tree.map(shape_of, loss_scale))
     parts = take_apart(jax.tree.map(_batch_leaf, batch), 0, name="batch")
     return Planned(step, fields, parts._replace(shared=[shape_of(leaf) for leaf in parts.shared]))
 

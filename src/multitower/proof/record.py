@@ -35,7 +35,7 @@ _STAGES = (EXCHANGE, TOWER, FORWARD, BACKWARD, REDUCTION, UPDATE)
 # What is a tower's own.
 OF_TOWERS = (EXCHANGE, TOWER, FORWARD, BACKWARD)
 
-_PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "local", "metrics")
+_PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "local", "loss_scale")
 
 
 class Spot(NamedTuple):
@@ -93,7 +93,7 @@ def record(run: Run) -> list[StepRecord]:
         if end is None:
             return _of_all_processes(steps)
         state, metrics = end
-        parts = {name: getattr(state, name) for name in _PARTS[:-1]} | {"metrics": metrics}
+        parts = {name: getattr(state, name) for name in _PARTS} | {"metrics": metrics}
         prints = {name: fingerprint(part) for name, part in parts.items() if part is not None}
         steps.append(StepRecord([digests], fingerprint(state), prints))
 

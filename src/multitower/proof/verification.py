@@ -121,11 +121,25 @@ def compare(devices: Sequence[int], make_run: MakeRun) -> Verification:
     found = compare_records([_name(count) for count in devices], records)
     if are_several():
         return found  # the two values would be in different processes
+    return with_values(found, lambda i, place: look(make_run(devices[i]), place))
+
+
+def with_values(found: Verification, look_at: Callable[[int, Found], Any]) -> Verification:
+    """Looks at the two values of every difference.
+
+    Args:
+        found: from `compare_records`.
+        look_at: makes one of the runs once more, by its number, and returns what it has at a place;
+            None if there is nothing.
+
+    Returns:
+        The same, with the values.
+    """
     differences: list[Difference] = []
-    for difference, i in zip(found.differences, _which_differ(records), strict=True):
-        pair = (devices[0], devices[i])
-        differences.append(_look_again(difference, pair, make_run, (records[0], records[i])))
-    return Verification(found.runs, found.records, tuple(differences))
+    for difference, i in zip(found.differences, _which_differ(found.records), strict=True):
+        records = (found.records[0], found.records[i])
+        differences.append(_look_again(difference, (0, i), look_at, records))
+    return replace(found, differences=tuple(differences))
 
 
 def compare_records(runs: Sequence[str], records: Sequence[Sequence[StepRecord]]) -> Verification:
@@ -154,19 +168,21 @@ def _which_differ(records: Sequence[Sequence[StepRecord]]) -> dict[int, Found]:
 
 def _look_again(
     found: Difference,
-    devices: tuple[int, int],
-    make_run: MakeRun,
+    runs: tuple[int, int],
+    look_at: Callable[[int, Found], Any],
     before: tuple[Sequence[StepRecord], Sequence[StepRecord]],
 ) -> Difference:
     """Repeats two runs up to the step at which they part, to see the values."""
     number, spot = found.step, found.spot
     there = original(before[0][number - 1], spot)
-    wanted = (spot if there is None else there[1], spot)
-    seen = [_values(make_run(n), number, s) for n, s in zip(devices, wanted, strict=True)]
+    if there is None:
+        return found
+    wanted = (Found(number, *there), Found(number, found.process or 0, spot))
+    seen = [look_at(run, place) for run, place in zip(runs, wanted, strict=True)]
     if any(value is None for value in seen):
         return replace(found, repeats=False)
     repeats = all(
-        digest(value) == steps[number - 1].digests[0][place]
+        digest(value) == steps[number - 1].digests[place.process][place.spot]
         for value, steps, place in zip(seen, before, wanted, strict=True)
     )
     found = replace(found, repeats=repeats)
@@ -180,12 +196,12 @@ def _look_again(
     return replace(found, element=element, values=(a[element], b[element]))
 
 
-def _values(run: Run, number: int, wanted: Spot) -> Any:
-    """What a run has at one spot of one step."""
-    for _ in range(number - 1):
+def look(run: Run, place: Found) -> Any:
+    """What a run has at one place, in this process; on the host, None if there is nothing."""
+    for _ in range(place.step - 1):
         next(run)
     held: list[Any] = []
-    advance(run, lambda spot, leaf: held.append(on_host(leaf)) if spot == wanted else None)
+    advance(run, lambda spot, leaf: held.append(on_host(leaf)) if spot == place.spot else None)
     return held[0] if held else None
 
 

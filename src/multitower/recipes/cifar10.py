@@ -12,7 +12,7 @@ from multitower.data.datasets.cifar10 import download_cifar10, read_cifar10
 from multitower.data.datasets.download import cache_directory
 from multitower.data.datasets.synthetic import make_synthetic
 from multitower.recipes import distortions
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.recipes.networks import lenet5
 from multitower.recipes.options import ImageOptions, check_range
 from multitower.recipes.scores import score
@@ -192,11 +192,14 @@ def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformati
         options: what `learning_rate` needs.
 
     Returns:
-        `optimizer(steps, *, steps_per_epoch)`.
+        `optimizer(steps, *, steps_per_epoch, keeps_rate=False)`.
     """
 
-    def optimizer(steps: int, *, steps_per_epoch: float) -> optax.GradientTransformation:
-        return optax.adam(learning_rate(options, steps_per_epoch))
+    def optimizer(
+        steps: int, *, steps_per_epoch: float, keeps_rate: bool = False
+    ) -> optax.GradientTransformation:
+        rate = learning_rate(options, steps_per_epoch)
+        return with_rate(optax.adam, rate, keeps_rate=keeps_rate)
 
     return optimizer
 

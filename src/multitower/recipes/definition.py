@@ -40,7 +40,8 @@ class Recipe:
             keyword-only `model_state`. With it a report shows examples, if the data sets are dicts
             of `"image"`, shape (rows, height, width, 1 or 3), and `"label"`, integers.
         optimizer: `optimizer(steps)` makes the optax optimizer of a run. It may take keyword-only
-            `steps_per_epoch`, a float.
+            `steps_per_epoch`, a float, and `keeps_rate`, a bool: whether to make it by
+            `optax.inject_hyperparams`, so that the learning rate can be a metric.
         steps: updates of a run that does not say.
         global_batch: rows of a step, over all towers, of a run that does not say.
         distort: `distort(batch, generator)` returns a training batch with random changes, drawn
@@ -97,18 +98,39 @@ class Recipe:
     download: Callable[[Any], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def make_optimizer(self, steps: int, *, steps_per_epoch: float) -> optax.GradientTransformation:
+    def make_optimizer(
+        self, steps: int, *, steps_per_epoch: float, keeps_rate: bool = False
+    ) -> optax.GradientTransformation:
         """Makes the optimizer of a run.
 
         Args:
             steps: updates of the whole run.
             steps_per_epoch: updates in which every example is seen once.
+            keeps_rate: whether its state must hold the learning rate.
 
         Returns:
             What `optimizer` makes of as much of this as it takes.
         """
-        by_epoch = takes(self.optimizer, "steps_per_epoch")
-        return self.optimizer(steps, **({"steps_per_epoch": steps_per_epoch} if by_epoch else {}))
+        extras = {"steps_per_epoch": steps_per_epoch, "keeps_rate": keeps_rate}
+        taken = {name: value for name, value in extras.items() if takes(self.optimizer, name)}
+        return self.optimizer(steps, **taken)
+
+
+def with_rate(
+    make: Callable[[Any], optax.GradientTransformation], rate: Any, *, keeps_rate: bool
+) -> optax.GradientTransformation:
+    """An optimizer with a learning rate; its updates are the same if its state keeps the rate.
+
+    Args:
+        make: makes the optimizer of a learning rate.
+        rate: a number, or a schedule.
+        keeps_rate: as for `Recipe.optimizer`.
+    """
+
+    def made(learning_rate: Any) -> optax.GradientTransformation:
+        return make(learning_rate)
+
+    return optax.inject_hyperparams(made)(rate) if keeps_rate else make(rate)
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

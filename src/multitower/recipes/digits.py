@@ -12,7 +12,7 @@ import optax
 
 import multitower as mt
 from multitower.errors import install_command
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.recipes.networks import lenet5
 from multitower.recipes.options import check_range
 from multitower.recipes.scores import score
@@ -225,18 +225,22 @@ def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
     return lenet5.logits(params, batch["image"])
 
 
-def make_optimizer(options: Options) -> Callable[[int], optax.GradientTransformation]:
+def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
     """Makes what makes the optimizer of a run: Adam, with a rate that falls along half a cosine.
 
     Args:
         options: the learning rate and the momentum.
 
     Returns:
-        `optimizer(steps)`.
+        `optimizer(steps, *, keeps_rate=False)`.
     """
-    return lambda steps: optax.adam(
-        optax.cosine_decay_schedule(options.learning_rate, steps), b1=options.momentum
-    )
+
+    def optimizer(steps: int, *, keeps_rate: bool = False) -> optax.GradientTransformation:
+        rate = optax.cosine_decay_schedule(options.learning_rate, steps)
+        adam = lambda rate: optax.adam(rate, b1=options.momentum)
+        return with_rate(adam, rate, keeps_rate=keeps_rate)
+
+    return optimizer
 
 
 recipe = make_recipe(Options())

@@ -15,7 +15,7 @@ import optax
 
 import multitower as mt
 from multitower.data.datasets.text import Text, make_synthetic_text, read_text
-from multitower.recipes.definition import DataSets, Recipe
+from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.recipes.generation import generate
 from multitower.recipes.networks import transformer
 from multitower.recipes.options import check_range
@@ -179,26 +179,29 @@ def metrics(params: transformer.Params, batch: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def make_optimizer(options: Options) -> Callable[[int], optax.GradientTransformation]:
+def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
     """Makes what makes the optimizer of a run: AdamW with warm-up and a cosine.
 
     Args:
         options: the learning rate and the weight decay.
 
     Returns:
-        `optimizer(steps)`. The learning rate rises over the first twentieth of the steps and falls
-        along half a cosine to a tenth.
+        `optimizer(steps, *, keeps_rate=False)`. The learning rate rises over the first twentieth of
+        the steps and falls along half a cosine to a tenth.
     """
     peak = options.learning_rate
     if peak is None:
         peak = SIZES[options.size].learning_rate
 
-    def optimizer(steps: int) -> optax.GradientTransformation:
+    def optimizer(steps: int, *, keeps_rate: bool = False) -> optax.GradientTransformation:
         warm_up = steps // 20
         rate = optax.warmup_cosine_decay_schedule(
             peak / (warm_up + 1), peak, warm_up, steps, end_value=peak / 10
         )
-        return optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay, mask=is_decayed)
+        adamw = lambda rate: optax.adamw(
+            rate, b2=0.95, weight_decay=options.weight_decay, mask=is_decayed
+        )
+        return with_rate(adamw, rate, keeps_rate=keeps_rate)
 
     return optimizer
 

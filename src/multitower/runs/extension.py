@@ -6,7 +6,7 @@ from multitower.errors import RunError
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import RESULT, read_config, write_config
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob
+from multitower.runs.setup import RecipeJob, make_optimizer, steps_of
 
 
 def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int) -> str:
@@ -25,7 +25,7 @@ def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int
         RunError: these are fewer steps, or the run would have made other updates if it had been
             begun with so many.
     """
-    steps = options.steps or recipe.steps
+    steps = steps_of(recipe, options)
     if steps < before:
         raise RunError(
             f"--steps {steps}: the run in {directory} makes {before} steps. Pass more to extend it."
@@ -34,7 +34,8 @@ def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int
     config = read_config(directory)
     # In this order: a run without a result is resumed, whatever its number of steps.
     (directory / RESULT).unlink(missing_ok=True)
-    write_config(directory, {**config, "options": {**config["options"], "steps": steps}})
+    length = {"steps": steps, "epochs": None}
+    write_config(directory, {**config, "options": {**config["options"], **length}})
     return str(directory)
 
 
@@ -43,11 +44,10 @@ def _refuse_another_optimizer(recipe: Recipe, options: RunOptions, before: int) 
     from multitower.training.same_run import describe_run  # noqa: PLC0415 (importing stays quick)
 
     job = RecipeJob.of(recipe, options, None, keep_best=False)
-    steps = options.steps or recipe.steps
+    steps = job.steps
     params = job.trainer.step.init(**job.first_state()).params
-    epoch = job.steps_per_epoch()
     two = [
-        describe_run(recipe.make_optimizer(number, steps_per_epoch=epoch), params, {})["optimizer"]
+        describe_run(make_optimizer(recipe, options, number, job.data), params, {})["optimizer"]
         for number in (before, steps)
     ]
     if two[0] != two[1]:

@@ -2,10 +2,12 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multitower.errors import RunError
+from multitower.steps.optimizing.extra_metrics import check_extra_metrics
 from multitower.towers.placement import check_towers
+from multitower.training.fitting.early_stopping import EarlyStopping
 from multitower.training.profile import check_profile
 from multitower.training.tracking.log import check_services
 
@@ -22,6 +24,7 @@ class RunOptions:
         towers: how many towers, for the same bits on any number of devices; by default one per
             device, which is faster.
         steps: updates to make; by default the recipe's number.
+        epochs: passes over the training data to make instead, above 0; the last one is made whole.
         global_batch: rows of one step, over all towers that take part in it; by default the
             recipe's number.
         shard_update: split the optimizer's state, as for `multitower.train_step`.
@@ -33,12 +36,15 @@ class RunOptions:
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
-        compute_dtype: `"bfloat16"` for mixed precision, as for `multitower.train_step`; None or
-            `"float32"` for none.
+        compute_dtype: `"bfloat16"` or `"float16"` for mixed precision, as for
+            `multitower.train_step`; None or `"float32"` for none.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
         max_staleness: likewise; one less than the number of groups.
         log: services to log to, separated by commas, as for `multitower.ExperimentLog`.
         profile: steps to profile, such as "10:13" for steps 10 to 13.
+        early_stopping: end the run when a score of its test phases no longer improves: its name,
+            and perhaps the patience, such as "accuracy:5", as for `multitower.EarlyStopping`.
+        extra_metrics: metrics of the update, separated by commas, as for `multitower.train_step`.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
@@ -73,11 +79,16 @@ class RunOptions:
     max_staleness: int | None = None
     log: str | None = None
     profile: str | None = None
+    epochs: float | None = None
+    early_stopping: str | None = None
+    extra_metrics: str | None = None
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
         if self.steps is not None and self.steps < 1:
             raise RunError(f"steps={self.steps}: a run makes at least one step.")
+        if self.epochs is not None:
+            _check_epochs(self.epochs, self.steps)
         if self.global_batch is not None and self.global_batch < 1:
             raise RunError(f"a batch of {self.global_batch} examples: a step needs at least one.")
         if self.checkpoint_every < 1:
@@ -88,14 +99,16 @@ class RunOptions:
             raise RunError(f"best={self.best}: say max or min.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise RunError(f"clip_norm={self.clip_norm}: it must be a number above 0.")
-        if self.compute_dtype not in (None, "float32", "bfloat16"):
-            raise RunError(f"compute_dtype={self.compute_dtype}: say float32 or bfloat16.")
+        if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
         if self.max_staleness is not None and not self.asynchronous:
             raise RunError(
                 f"max_staleness={self.max_staleness} is for asynchronous updates: add asynchronous "
                 "(--asynchronous), or leave it out."
             )
         self.layout_pair()
+        self.stopping_rule()
+        check_extra_metrics(self.metric_names(), None)  # with sync_every, train_step refuses them
         check_services(self.services())
         self.profile_pair()
         if not 0 <= self.seed <= LARGEST_SEED:
@@ -115,7 +128,29 @@ class RunOptions:
 
     def services(self) -> list[str]:
         """The services to log to."""
-        return [name.strip() for name in (self.log or "").split(",") if name.strip()]
+        return _listed(self.log)
+
+    def metric_names(self) -> list[str]:
+        """The extra metrics."""
+        return _listed(self.extra_metrics)
+
+    def stopping_rule(self) -> EarlyStopping | None:
+        """When to end the run early."""
+        if self.early_stopping is None:
+            return None
+        score, colon, patience = self.early_stopping.partition(":")
+        if not score or (colon and not re.fullmatch(r"[1-9]\d*", patience)):
+            raise RunError(
+                f"early_stopping={self.early_stopping}: say the name of a score, or NAME:PATIENCE, "
+                "such as accuracy:5 to stop after 5 test phases in a row without an improvement."
+            )
+        if not self.evaluate_every:
+            raise RunError(
+                f"early_stopping={self.early_stopping} is decided by test phases, and this run has "
+                "one at its end alone: add evaluate_every (--evaluate-every N)."
+            )
+        rule = EarlyStopping(score, best="min" if self.best == "min" else "max")
+        return replace(rule, patience=int(patience)) if colon else rule
 
     def profile_pair(self) -> tuple[int, int] | None:
         """The first and the last step to profile."""
@@ -130,3 +165,16 @@ class RunOptions:
         pair = int(found[1]), int(found[2])
         check_profile(pair, self.steps)
         return pair
+
+
+def _check_epochs(epochs: float, steps: int | None) -> None:
+    if steps is not None:
+        raise RunError(
+            f"both steps={steps} and epochs={epochs:g}: a run has one of them. Leave one out."
+        )
+    if not 0 < epochs < math.inf:
+        raise RunError(f"epochs={epochs}: it must be a number above 0.")
+
+
+def _listed(words: str | None) -> list[str]:
+    return [word.strip() for word in (words or "").split(",") if word.strip()]

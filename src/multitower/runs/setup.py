@@ -1,10 +1,11 @@
 """A recipe that is set up: its trainer, its data, its first state."""
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,10 +16,14 @@ from multitower.processes.together import are_several
 from multitower.recipes.definition import DataSets, Recipe, takes
 from multitower.runs.options import LARGEST_SEED, RunOptions
 from multitower.runs.pipeline import describe_pipeline
+from multitower.steps.optimizing.extra_metrics import RATE
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
 from multitower.training.checkpoints.best import check_score
 from multitower.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import optax
 
 # Without gradients so many batches fit where one did: fewer round trips.
 _TEST_BATCHES = 4
@@ -33,18 +38,19 @@ class RecipeJob:
     trainer: Trainer
     data: DataSets
     global_batch: int
+    steps: int
 
     @classmethod
     def of(
         cls, recipe: Recipe, options: RunOptions, directory: Path | None, keep_best: bool = True
     ) -> "RecipeJob":
         """Sets a recipe up; `directory` is where its trainer saves, None for nowhere."""
-        steps = options.steps or recipe.steps
-        global_batch = options.global_batch or recipe.global_batch
         data = recipe.data()
+        global_batch = options.global_batch or recipe.global_batch
+        steps = steps_of(recipe, options, data)
         trainer = Trainer(
             recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
-            recipe.make_optimizer(steps, steps_per_epoch=_steps_per_epoch(data, global_batch)),
+            make_optimizer(recipe, options, steps, data),
             run_dir=directory,
             devices=options.devices,
             towers=options.towers,
@@ -63,11 +69,13 @@ class RecipeJob:
             compute_dtype=options.compute_dtype,
             updates="asynchronous" if options.asynchronous else "synchronous",
             max_staleness=options.max_staleness,
+            extra_metrics=options.metric_names(),
+            early_stopping=options.stopping_rule(),
             profile=None if directory is None else options.profile_pair(),
             best="min" if options.best == "min" else "max",
             hooks=[],  # those who run it say what is shown
         )
-        return cls(recipe, options, trainer, data, global_batch)
+        return cls(recipe, options, trainer, data, global_batch, steps)
 
     def steps_per_epoch(self) -> float:
         """In how many steps every example is seen once."""
@@ -99,13 +107,18 @@ class RecipeJob:
         model_state = None if recipe.model_state is None else recipe.model_state()
         return {"params": recipe.init(key), "model_state": model_state, "rng": rng}
 
-    def check_keep_best(self) -> None:
-        """Refuses a `keep_best` that is no score, before anything is trained.
+    def check_scores(self) -> None:
+        """Refuses a `keep_best` or `early_stopping` of no score, before anything is trained.
 
         Raises:
             RunError: there is no such score.
         """
-        if self.options.keep_best is None:
+        rule = self.options.stopping_rule()
+        named = {
+            "keep_best": self.options.keep_best,
+            "early_stopping": None if rule is None else rule.score,
+        }
+        if not any(named.values()):
             return
         recipe = self.recipe
         row = jax.tree.map(lambda leaf: leaf[:1], self.data.test)
@@ -114,7 +127,10 @@ class RecipeJob:
             extras["model_state"] = recipe.model_state()
         score = functools.partial(recipe.metrics, **extras)
         params = jax.eval_shape(recipe.init, jax.random.key(0))
-        check_score(self.options.keep_best, jax.eval_shape(score, params, row))
+        scores = jax.eval_shape(score, params, row)
+        for option, name in named.items():
+            if name is not None:
+                check_score(name, scores, option)
 
     def test(self, state: TrainState) -> dict[str, float]:
         """Scores a state on the test set."""
@@ -162,6 +178,13 @@ class RecipeJob:
         clip_norm = clip_norm_of(self.recipe, self.options)
         if clip_norm is not None:
             facts["clip_norm"] = clip_norm
+        if self.options.epochs is not None:
+            facts["epochs"] = self.options.epochs
+        if names := self.options.metric_names():
+            facts["extra_metrics"] = names
+        if self.options.early_stopping is not None:
+            facts["early_stopping"] = self.options.early_stopping
+            facts["stopped"] = self.trainer.stopped
         layout = self.trainer.step.layout
         if layout is not None:
             facts["pipeline"] = describe_pipeline(layout, remat=self.options.remat)
@@ -175,6 +198,26 @@ class RecipeJob:
 
 def _steps_per_epoch(data: DataSets, global_batch: int) -> float:
     return take_apart(data.train, 0, name="data").num_rows / global_batch
+
+
+def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) -> int:
+    """How many updates a run makes; with `epochs` the size of the data decides, which is loaded."""
+    if options.epochs is None:
+        return options.steps or recipe.steps
+    global_batch = options.global_batch or recipe.global_batch
+    return math.ceil(options.epochs * _steps_per_epoch(data or recipe.data(), global_batch))
+
+
+def make_optimizer(
+    recipe: Recipe, options: RunOptions, steps: int, data: DataSets
+) -> "optax.GradientTransformation":
+    """The optimizer of a run, which keeps its learning rate where that is wanted as a metric."""
+    global_batch = options.global_batch or recipe.global_batch
+    return recipe.make_optimizer(
+        steps,
+        steps_per_epoch=_steps_per_epoch(data, global_batch),
+        keeps_rate=RATE in options.metric_names(),
+    )
 
 
 def clip_norm_of(recipe: Recipe, options: RunOptions) -> float | None:

@@ -45,7 +45,7 @@ def run(
         allow_previous: when that one is damaged, go on from the one before.
 
     Returns:
-        What goes to `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps`,
+        What goes to `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps` made,
         `batch_size` (rows of one step over all towers); `test_loss`, `test_accuracy` and so on,
         the recipe's metrics over all test examples; `fingerprint` of the whole training state;
         `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
@@ -53,7 +53,9 @@ def run(
         first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
         `versions` and `host`; of several processes `processes`, how many; with stages `pipeline`,
         as `describe_pipeline`; with clipping `clip_norm`, the run's or the recipe's; with a profile
-        `profile`, its steps; with `keep_best`, `best`: the step and the scores of the best state.
+        `profile`, its steps; with `keep_best`, `best`: the step and the scores of the best state;
+        `epochs`, `extra_metrics` and `early_stopping`, where they were asked for, and `stopped`,
+        why a run with early stopping ended early, or None.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
@@ -72,8 +74,7 @@ def run(
     write_report = None if directory is None else _find_write_report()
     check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
-    job.check_keep_best()
-    steps = options.steps or recipe.steps
+    job.check_scores()
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
 
@@ -81,7 +82,7 @@ def run(
         nonlocal rate
         if progress.phase == "train":
             rate = progress.examples_per_s
-        if progress.phase == "train" or progress.step < steps:
+        if progress.phase == "train" or progress.step < job.steps:
             watch(progress)
 
     def test(state: TrainState) -> None:
@@ -91,19 +92,20 @@ def run(
         job.trainer.hooks.extend([note, *observers])
         state = job.trainer.fit(
             batches=job.batches,
-            steps=steps,
+            steps=job.steps,
             resume=resume,
             allow_previous=allow_previous,
             evaluate=test,
             evaluate_every=options.evaluate_every,
             **job.first_state(),
         )
-        if steps not in tested:
+        made = int(state.step)  # fewer than asked for, if it was stopped early
+        if made not in tested:
             test(state)
     result = {
         **job.facts(),
-        "steps": steps,
-        **{f"test_{name}": value for name, value in tested[steps].items()},
+        "steps": made,
+        **{f"test_{name}": value for name, value in tested[made].items()},
         "fingerprint": fingerprint(state),
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),

@@ -1,16 +1,21 @@
 """verify: the same few steps of a recipe on several numbers of devices; are all bits the same?"""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from multitower.errors import DeviceError
 from multitower.hardware.devices import devices_in_words
-from multitower.proof.record import Run
-from multitower.proof.verification import Verification, compare
+from multitower.proof.record import Found, Run, Spot
+from multitower.proof.verification import Verification, compare, look
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import RecipeJob
@@ -64,6 +69,13 @@ def verify(
         MultitowerError: what the recipe's steps raise.
     """
     options = with_defaults(options, jax.process_count() * max(devices))
+    return compare(devices, run_maker(recipe, options, watch))
+
+
+def run_maker(
+    recipe: Recipe, options: RunOptions, watch: Callable[[str], None] = lambda doing: None
+) -> Callable[[int], Run]:
+    """What makes a recipe's first steps on a number of devices; arguments as for `verify`."""
 
     def run(count: int) -> Run:
         job = RecipeJob.of(recipe, replace(options, devices=count), None)
@@ -78,4 +90,42 @@ def verify(
                 state, metrics = step(state, batch)
                 yield state, metrics
 
-    return compare(devices, run)
+    return run
+
+
+class Look(NamedTuple):
+    """What a process that makes a run once more is to write down.
+
+    Attributes:
+        place: a leaf at one moment, and the process that has it.
+        file: where to.
+    """
+
+    place: Found
+    file: Path
+
+    def to_text(self) -> str:
+        """As JSON, for a command line."""
+        step, process, spot = self.place
+        return json.dumps([step, process, *spot, str(self.file)])
+
+    @classmethod
+    def of_text(cls, text: str) -> "Look":
+        """From what `to_text` made."""
+        step, process, stage, place, leaf, file = json.loads(text)
+        return cls(Found(step, process, Spot(stage, place, leaf)), Path(file))
+
+    def write(self, recipe: Recipe, options: RunOptions, devices: int) -> None:
+        """Makes the run up to its step, and writes what it has there; call it on every process."""
+        value = look(run_maker(recipe, options)(devices), self.place)
+        if value is not None and jax.process_index() == self.place.process:
+            about = json.dumps([value.dtype.name, value.shape])
+            self.file.write_bytes(f"{about}\n".encode() + value.tobytes())
+
+    def read(self) -> np.ndarray[Any, Any] | None:
+        """What has been written; None if there was nothing."""
+        if not self.file.exists():
+            return None
+        about, _, content = self.file.read_bytes().partition(b"\n")
+        dtype, shape = json.loads(about)
+        return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)

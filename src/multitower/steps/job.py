@@ -24,6 +24,7 @@ from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.optimizing.extra_metrics import refuse_taken_names
 from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
+from multitower.steps.precision import scaled, unscaled
 from multitower.steps.state.fields import Fields
 from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
@@ -115,7 +116,8 @@ class TowerStep:
         """What is differentiated, this tower's share of the loss; and all that the loss returns."""
         output = self._forward(params, shared, rows, here)
         weights = shared.rest[-num_weights(output.loss) :]  # the last ones, if there are any
-        return share_of(output.loss, here, self._tower_rows, self._step.reduction, weights), output
+        share = share_of(output.loss, here, self._tower_rows, self._step.reduction, weights)
+        return scaled(share, shared.state.loss_scale), output
 
     def results(
         self, shared: Shared, rows: list[Any], here: Tower, found: tuple[Any, LossOutput]
@@ -128,7 +130,7 @@ class TowerStep:
             rows,
             here,
             reduction=self._step.reduction,
-            share=share,
+            share=unscaled(share, shared.state.loss_scale),
         )
         changed: Changed = output.model_state
         losses = ()

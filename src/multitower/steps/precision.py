@@ -1,15 +1,30 @@
-"""Mixed precision: what of a step is narrow, and what stays as wide as it is.
+"""Mixed precision: what of a step is narrow, what stays as wide as it is, and the loss scale.
 
 Parameters and rows are cast on their way into the loss, so matrix products run in the narrow dtype.
 Gradients come back through the cast, so they are as wide as the parameters.
+
+In float16 small gradients become zero, so the loss is multiplied by a scale before it is
+differentiated, and the mean gradient is divided by it. The scale is a power of two, which changes
+no digit. Where it makes gradients overflow, the step is skipped and the scale is halved.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training".
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.errors import ArgumentError
+
+FIRST_SCALE = 2.0**15
+SMALLEST_SCALE = 1.0
+# Far beyond any that is of use: gradients that are all zero would let it grow out of float32.
+LARGEST_SCALE = 2.0**64
+# Steps in a row with finite gradients, after which the scale is doubled.
+GROWTH_PERIOD = 2000
 
 
 def check_compute_dtype(dtype: Any) -> Any:
@@ -24,14 +39,32 @@ def check_compute_dtype(dtype: Any) -> Any:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found == jnp.float16:
+    if found not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ArgumentError(
-            "compute_dtype=float16: small gradients become zero in it, and multitower does not "
-            "scale losses. Use jnp.bfloat16, which has the range of float32."
+            f"compute_dtype={dtype!r}: say jnp.bfloat16 or jnp.float16, or leave it out."
         )
-    if found not in (jnp.bfloat16, jnp.float32):
-        raise ArgumentError(f"compute_dtype={dtype!r}: say jnp.bfloat16, or leave it out.")
-    return found if found == jnp.bfloat16 else None
+    return None if found == jnp.float32 else found
+
+
+def check_loss_scale(dtype: Any, others: Mapping[str, Any]) -> None:
+    """Refuses float16 where a step is not skipped by all parameters together.
+
+    Args:
+        dtype: from `check_compute_dtype`.
+        others: options that exclude float16, by name; those that are set are true.
+
+    Raises:
+        ArgumentError: one of them is set.
+    """
+    if dtype != jnp.float16:
+        return
+    for name, value in others.items():
+        if value:
+            raise ArgumentError(
+                f"compute_dtype=float16 and {name} exclude each other: float16 needs a loss scale, "
+                "and a step whose gradients overflow is skipped by all parameters together. Use "
+                f"compute_dtype=jnp.bfloat16, which needs none, or leave {name} out."
+            )
 
 
 def narrow(params: Any, dtype: Any) -> Any:
@@ -53,6 +86,54 @@ def as_given(new: Any, given: Any) -> Any:
     return jax.tree.map(
         lambda n, g: jnp.asarray(n, g.dtype) if is_float(n) and is_float(g) else n, new, given
     )
+
+
+def fitting_scale(dtype: Any, given: Any) -> Any:
+    """The loss scale of a state: the one that it has, if its step needs one; else a first one.
+
+    Args:
+        dtype: that the loss is computed in.
+        given: the scale that the state has, or None.
+
+    Returns:
+        A dict of `"scale"`, float32, and `"good_steps"`, int32, the steps since its last change;
+        None without float16.
+    """
+    if dtype != jnp.float16:
+        return None
+    return given or {"scale": np.float32(FIRST_SCALE), "good_steps": np.int32(0)}
+
+
+def scaled(loss: jax.Array, loss_scale: Any) -> jax.Array:
+    """What is differentiated in place of a loss."""
+    if loss_scale is None:
+        return loss
+    return loss * loss_scale["scale"].astype(loss.dtype)
+
+
+def unscaled(tree: Any, loss_scale: Any) -> Any:
+    """Gradients or losses as they are without the scale."""
+    if loss_scale is None:
+        return tree
+    factor = 1 / loss_scale["scale"]
+    return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), tree)
+
+
+def next_scale(loss_scale: Any, is_finite: jax.Array) -> Any:
+    """The scale of the next step: half of it where gradients are not finite, else now and then two.
+
+    Args:
+        loss_scale: of this step.
+        is_finite: whether all of the mean gradient is finite, bool, shape ().
+    """
+    scale, good_steps = loss_scale["scale"], loss_scale["good_steps"] + 1
+    grows = good_steps >= GROWTH_PERIOD
+    higher = jnp.where(grows, jnp.minimum(2 * scale, LARGEST_SCALE), scale)
+    lower = jnp.maximum(scale / 2, SMALLEST_SCALE)
+    return {
+        "scale": jnp.where(is_finite, higher, lower),
+        "good_steps": jnp.where(is_finite & ~grows, good_steps, 0),
+    }
 
 
 def _is_wide(leaf: Any) -> bool:

@@ -18,6 +18,7 @@ from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import take_apart_each
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
 from multitower.steps.parts import StepParts
+from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
 from multitower.steps.seen import Seen, kind_of
@@ -106,7 +107,7 @@ class TrainStep:
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
-        return self._find_way().first(self._step, fields, self)
+        return self._find_way().first(self._step, self._with_scale(fields), self)
 
     def model(self, state: TrainState) -> Any:
         """Returns the parameters or the module with the values of a state.
@@ -167,7 +168,8 @@ class TrainStep:
             work = parts = take_apart(batch, 0, name="batch")
         refuse_tracers(state, parts, self)
         if state.maker is not self:
-            state = way.adopt(self._step, way.accepted(state.fields()), self)
+            fields = self._with_scale(way.accepted(state.fields()))
+            state = way.adopt(self._step, fields, self)
         given = state
         if changes := state.changes():
             state = way.with_changes(state, changes, self)
@@ -219,6 +221,11 @@ class TrainStep:
             self._step = replace(self._step, loss=loss.of_model(model))
             self._forget()
         return model.weights, model.state if model.how.changes_in_place else model_state
+
+    def _with_scale(self, fields: Fields) -> Fields:
+        """The fields with the loss scale that this step needs."""
+        dtype = self._step.loss.compute_dtype
+        return fields._replace(loss_scale=fitting_scale(dtype, fields.loss_scale))
 
     def _forget(self) -> None:
         for known in (self._runners, self._looked, self._seen):

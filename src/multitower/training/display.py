@@ -14,7 +14,8 @@ _FRAMES, _ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _FRAMES_PER_S = 10
 _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 _GAP = "  "
-_FORMATS = {"staleness": ".0f"}  # a number of updates; other metrics have four digits
+# Whole numbers, and small ones; other metrics have four digits.
+_FORMATS = {"staleness": ".0f", "skipped": ".0f", "loss_scale": ".0f", "learning_rate": ".3g"}
 
 
 class WorkLine:
@@ -53,7 +54,7 @@ class RunLine:
     Before the first step it says that the run compiles; after Ctrl-C, that it stops.
 
     Args:
-        num_steps: of the run; 0 if nobody knows.
+        num_steps: of the run; 0 if nobody knows before the first step.
         clock: gives the seconds.
     """
 
@@ -71,6 +72,8 @@ class RunLine:
         at = self._clock()
         self._first = self._first or (at, now.step)
         self._last = at, now
+        if now.phase == "train":
+            self._num_steps = now.num_steps
 
     def end(self) -> bool:
         """The line stands still from now on; returns whether it shows a step."""

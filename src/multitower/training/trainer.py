@@ -57,7 +57,8 @@ class Trainer:
         check_replicas_every: compare the devices' variables every so many steps, after the first
             step and before every save; 0 for never.
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
-        compute_dtype: as for `multitower.train_step`: `jnp.bfloat16` for mixed precision.
+        compute_dtype: as for `multitower.train_step`: `jnp.bfloat16` or `jnp.float16` for mixed
+            precision. Float16 steps whose gradients overflow are skipped, also with `"stop"`.
         reduction: as for `multitower.train_step`: `"sum"` for summed losses.
         shard_update: as for `multitower.train_step`: split the optimizer state over the devices.
         shard_params: as for `multitower.train_step`: split the parameters too.

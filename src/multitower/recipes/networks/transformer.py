@@ -109,7 +109,10 @@ def logits(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
         seen = positions[:, None] >= positions
         seen = seen & (segments[:, :, None] == segments[:, None, :])
         query, key = rotate(query, positions), rotate(key, positions)
-        return jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
+        given = (query, key, value)
+        if value.dtype == jnp.float16:  # on CPUs, JAX has no attention in it
+            given = tuple(x.astype(jnp.float32) for x in given)
+        return jax.nn.dot_product_attention(*given, mask=seen[:, None]).astype(value.dtype)
 
     h = params["embedding"][tokens]
     for number, block in enumerate(params["blocks"]):

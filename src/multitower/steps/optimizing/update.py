@@ -10,6 +10,7 @@ from multitower.steps.optimizing.clipping import clipped, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics, refuse_taken_names
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.parts import StepParts
+from multitower.steps.precision import SMALLEST_SCALE, next_scale, unscaled
 from multitower.steps.state.fields import Fields
 
 
@@ -29,25 +30,38 @@ def update_if_good(
 ) -> tuple[Fields, dict[str, Any]]:
     """Makes an update, unless `skip_nonfinite` is set and something is not finite.
 
+    With a loss scale, no update is made from gradients that are not finite.
+
     Args:
         step: what to do.
         fields: the state before.
-        gradients: means over all rows.
+        gradients: means over all rows, times the loss scale.
         metrics: likewise; what the step adds is written into them.
         model_state: what the state gets.
         tower_losses: the mean loss of each tower.
     """
     refuse_taken_names(step, metrics)
+    gradients = unscaled(gradients, fields.loss_scale)
     squares = leaf_squares(gradients) if NORM in step.extra_metrics else None
     new = update(step, fields, gradients, metrics["loss"], model_state, squares=squares)
-    if not (step.diagnostics or step.skip_nonfinite):
+    if not (step.diagnostics or step.skip_nonfinite or fields.loss_scale is not None):
         return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
     finite = finite_leaves(new.params)
-    good = finite.all() & jnp.isfinite(metrics["loss"])
+    good = jnp.bool_(True)
     if step.skip_nonfinite:
+        good = finite.all() & jnp.isfinite(metrics["loss"])
+    if fields.loss_scale is not None:
+        no_overflow = finite_leaves(gradients).all()
+        good &= no_overflow
+        new = new._replace(loss_scale=next_scale(fields.loss_scale, no_overflow))
+        metrics["loss_scale"] = fields.loss_scale["scale"]
+        # Where a smaller scale can mend it, the parameters have no fault.
+        finite |= ~no_overflow & (fields.loss_scale["scale"] > SMALLEST_SCALE)
+    if step.skip_nonfinite or fields.loss_scale is not None:
         metrics["skipped"] = 1 - good.astype(jnp.float32)
         kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
-        new = kept._replace(step=new.step)  # the batch is used up; the update is not made
+        # The batch is used up; the update is not made.
+        new = kept._replace(step=new.step, loss_scale=new.loss_scale)
     if step.diagnostics:
         metrics.update(tower_losses=tower_losses, finite_params=finite)
     return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
@@ -87,6 +101,7 @@ def update(
         decay = step.ema_decay(count) if callable(step.ema_decay) else step.ema_decay
         ema_params = jax.tree.map(lambda e, p: _ema(e, p, decay), fields.ema_params, params)
     new = Fields(count, params, opt_state, ema_params, model_state, fields.rng)
+    new = new._replace(loss_scale=fields.loss_scale)
     return check_same_types(fields, new)
 
 

@@ -13,3 +13,4 @@ class Fields(NamedTuple):
     model_state: Any
     rng: Any
     local: Any = None
+    loss_scale: Any = None

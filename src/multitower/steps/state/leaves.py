@@ -79,4 +79,6 @@ def _maker_of(names: Set[str]) -> str:
             "other options of the step, which decide what towers keep of their own (towers, "
             "sync_every, updates='asynchronous', max_staleness)"
         )
+    if any(name.startswith(".loss_scale") for name in names):
+        return "another compute_dtype: float16 keeps a loss scale"
     return "another model or optimizer"

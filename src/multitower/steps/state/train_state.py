@@ -34,6 +34,9 @@ class TrainState:
             towers; None where towers meet in every step. With `updates="asynchronous"` a dict of
             the versions of the groups: `"params"`, `"model_state"`, and `"step"`, the number of
             updates that each was made by.
+        loss_scale: with `compute_dtype=jnp.float16` a dict of `"scale"`, float32, which the loss of
+            the next step is multiplied by, and `"good_steps"`, int32, the steps since it was last
+            changed; else None.
 
     Raises:
         StateError: on reading a state that a step has overwritten.
@@ -132,6 +135,11 @@ class TrainState:
     def local(self) -> Any:
         """What every tower keeps of its own, or None."""
         return self._show("local")
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the loss is multiplied by, or None."""
+        return self._show("loss_scale")
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some attributes changed, as `dataclasses.replace` would do it."""
