@@ -295,6 +295,20 @@ def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
 
 
+@pytest.mark.parametrize("option", ["keep_best", "early_stopping"])
+def test_the_highest_loss_is_no_silent_best(option, tmp_path):
+    # The lie: "best" that is the worst, because the default is meant for scores like accuracy.
+    def trainer(score, best):
+        rule = mt.EarlyStopping(score, best=best) if option == "early_stopping" else score
+        return make_trainer(1, run_dir=tmp_path, best=best, **{option: rule})
+
+    with pytest.warns(mt.MultitowerWarning, match=rf"{option} .*'test_loss'.*best='min'") as seen:
+        trainer("test_loss", "max")
+    assert seen[0].filename == __file__
+    trainer("test_loss", "min")
+    trainer("accuracy", "max")
+
+
 def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path):
     # The lie: the same fingerprint, and a best state that an undisturbed run would not have kept.
     tested = []

@@ -17,7 +17,7 @@ from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState, check_is_state
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
-from multitower.training.checkpoints.best import BestCheckpoint
+from multitower.training.checkpoints.best import BestCheckpoint, warn_of_worst
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
 from multitower.training.progress import Hook, Progress, epoch_of
@@ -148,6 +148,8 @@ class Trainer:
         _check_one_of("best", best, ("max", "min"))
         if keep_best is not None and run_dir is None:
             raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
+        if keep_best is not None:
+            warn_of_worst("keep_best", keep_best, best)
         if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
             raise ArgumentError(
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
@@ -190,6 +192,7 @@ class Trainer:
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
             self._settings[RULE] = early_stopping.in_words()
+            warn_of_worst(RULE, early_stopping.score, early_stopping.best)
         skip = on_nonfinite == "skip"
         self.step: TrainStep = train_step(
             loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
