@@ -50,7 +50,7 @@ def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert "Resume to go on from there" in told
+    assert "To continue: multitower resume" in told
     assert not (stopped / "result.json").exists()
     before = lines_of(stopped)
     assert len(before) >= 50
@@ -117,7 +117,7 @@ def test_a_run_that_was_refused_stands_in_nobodys_way(tmp_path, capsys):
         said = capsys.readouterr().err
         assert "keep_best='f1': the test phase has no such score. It has: " in said
         assert not (tmp_path / "checkpoints").exists()
-    assert main([*command, "--keep-best", "loss", "--resume", "auto"]) == 0
+    assert main([*command, "--keep-best", "loss", "--best", "min", "--resume", "auto"]) == 0
     assert main([*command, "--keep-best", "accuracy", "--resume", "auto"]) == 2
     assert "holds a run with" in capsys.readouterr().err
 
@@ -158,7 +158,11 @@ def test_clip_norm_is_kept_by_a_resume(tmp_path):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (mt.Interrupted("SIGINT: saved in x. Resume to go on from there.", 2), 130, "there: "),
+        (
+            mt.Interrupted("SIGINT: saved. To continue, call fit(x).", 2),
+            130,
+            "saved. To continue: ",
+        ),
         (mt.NonFiniteError("step 9 of 9: the loss is nan."), 2, "last one again: "),
     ],
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import multitower as mt
 
@@ -16,8 +17,15 @@ X = np.ones((10, 3), np.float32)
 W = np.ones(3, np.float32)
 
 
+SGD = optax.sgd(0.1)
+
+
 def losses(w, x):
     return (x @ w) ** 2
+
+
+MADE = mt.train_step(losses, SGD, devices=2)
+TRAINER = mt.Trainer(losses, SGD, devices=2, hooks=[])
 
 
 def add_one(x):
@@ -83,7 +91,7 @@ WRONG = {
     "too many devices": (
         lambda: mt.devices(9),
         mt.DeviceError,
-        r"devices=9 were asked for.* has 8: cpu:0.*at most 8.*simulated_devices=9",
+        r"devices=9, but .* has 8: cpu:0.*at most 8.*simulated_devices=9",
     ),
     "no devices": (lambda: mt.devices(0), mt.DeviceError, "devices=0.*at least one"),
     "an empty list of devices": (lambda: mt.devices([]), mt.DeviceError, r"\[\].*at least one"),
@@ -345,7 +353,7 @@ WRONG = {
     "metrics that are no dict": (
         lambda: step(lambda w, x: (losses(w, x), x[:, 0])),
         mt.OutputError,
-        "metrics of type .*dict of metrics",
+        "metrics of type array: .*dict of metrics",
     ),
     "a count as metric": (
         lambda: step(lambda w, x: (losses(w, x), {"hits": (x[:, 0] > 0).sum()}), W, X[:8]),
@@ -362,7 +370,69 @@ WRONG = {
         mt.OutputError,
         r"returned 4 values.*model_state",
     ),
+    "an aux, and has_aux forgotten": (
+        lambda: grads(lambda w, x: (losses(w, x), {}), W, X[:8]),
+        mt.OutputError,
+        r"the loss is tuple.*To return \(loss, aux\), pass has_aux=True",
+    ),
+    "has_aux, and no aux": (
+        lambda: grads(losses, W, X[:8], has_aux=True),
+        mt.OutputError,
+        r"must return \(loss, aux\), and it returned array\. .*or drop has_aux",
+    ),
     # -------------------------------------------------------- steps and states
+    "a state in the place of parameters": (
+        lambda: MADE.init(MADE.init(W)),
+        mt.ArgumentError,
+        r"params is a TrainState: .*step\.model\(state\)",
+    ),
+    "the pair that a step returns": (
+        lambda: MADE((MADE.init(W), {}), X),
+        mt.StateError,
+        r"got the pair that a step returns: write state, metrics = step\(state, batch\)",
+    ),
+    "parameters in the place of a state": (
+        lambda: MADE(W, X),
+        mt.StateError,
+        r"step\(state, batch\) got ndarray as state: .*step.init\(params\)",
+    ),
+    "parameters in the place of a state, for the module": (
+        lambda: MADE.model(W),
+        mt.StateError,
+        r"step\.model\(state\) got ndarray",
+    ),
+    "parameters in the place of a state, for a trainer": (
+        lambda: TRAINER.predict(losses, W, X, global_batch=5),
+        mt.StateError,
+        "the trainer got ndarray as state: .*fit or restore.* mt.predict",
+    ),
+    "a resume without a directory": (
+        lambda: TRAINER.fit(W, lambda first: iter([X]), steps=1, resume=True),
+        mt.ArgumentError,
+        "resume=True.*no checkpoints: give it a run_dir, or leave resume out",
+    ),
+    "batches that do not take a step": (
+        lambda: TRAINER.fit(W, lambda: iter([X]), steps=1),
+        mt.ArgumentError,
+        r"batches is <lambda>\(\): give a function, batches\(first\)",
+    ),
+    "batches that are arrays": (
+        lambda: TRAINER.fit(W, {"x": X}, steps=1),
+        mt.ArgumentError,
+        r"batches is dict: give a function, batches\(first\)",
+    ),
+    "an optimizer of NNX": (
+        lambda: mt.train_step(
+            losses, nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), SGD, wrt=nnx.Param)
+        ),
+        mt.ArgumentError,
+        r"the optimizer is Optimizer: .*optimizer\.tx",
+    ),
+    "rng by position": (
+        lambda: mt.train_step(lambda w, x, rng: losses(w, x), SGD),
+        mt.ArgumentError,
+        r"takes rng by position.*Add a star: def loss\(w, x, \*, rng\)",
+    ),
     "one dict of gradients": (
         lambda: mt.average_gradients({"w": W}),
         mt.GradientError,

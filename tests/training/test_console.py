@@ -48,6 +48,15 @@ def test_the_reason_of_an_early_end_is_shown(capfd):
                                      evaluate_every=1)  # fmt: skip
 
 
+def test_a_run_that_is_resumed_says_where_it_continues(tmp_path, capfd):
+    # The lie: nothing tells a run that went on from one that began anew.
+    for steps, said in ((2, False), (3, True)):
+        make_trainer(run_dir=tmp_path).fit(np.float32(0), batches, steps=steps, resume=True)
+        lines = capfd.readouterr().err.splitlines()
+        assert (lines[0] == "continuing after step 2 of 3") is said
+        assert len(lines) == 1 + said
+
+
 def test_lines_say_how_long_it_takes():
     # The lie: a remaining time that counts the compilation.
     said, seconds = [], iter([60.0, 159.0])

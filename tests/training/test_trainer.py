@@ -61,7 +61,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, numbe
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    with pytest.raises(mt.Interrupted, match=r"stopped after step 21 of 60, which is saved in"):
+    with pytest.raises(mt.Interrupted, match=r"step 21 of 60, which is saved in .*resume=True"):
         make_trainer(4, run_dir=tmp_path, hooks=[stop_at_20]).fit(PARAMS, batches, steps=60)
     assert signal.getsignal(number) == before
     trainer = make_trainer(1, run_dir=tmp_path, hooks=[stop_at_20])
@@ -293,6 +293,20 @@ def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     assert trainer.best[0] == 40
     assert mt.fingerprint(trainer.restore(PARAMS, best=True)) == states[1]
     assert mt.fingerprint(trainer.restore(PARAMS)) == states[2]
+
+
+@pytest.mark.parametrize("option", ["keep_best", "early_stopping"])
+def test_the_highest_loss_is_no_silent_best(option, tmp_path):
+    # The lie: "best" that is the worst, because the default is meant for scores like accuracy.
+    def trainer(score, best):
+        rule = mt.EarlyStopping(score, best=best) if option == "early_stopping" else score
+        return make_trainer(1, run_dir=tmp_path, best=best, **{option: rule})
+
+    with pytest.warns(mt.MultitowerWarning, match=rf"{option} .*'test_loss'.*best='min'") as seen:
+        trainer("test_loss", "max")
+    assert seen[0].filename == __file__
+    trainer("test_loss", "min")
+    trainer("accuracy", "max")
 
 
 def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path):

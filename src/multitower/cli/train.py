@@ -364,7 +364,8 @@ def told_how_to_resume(directory: Path) -> Generator[None]:
     try:
         yield
     except Interrupted as stop:
-        raise Interrupted(f"{str(stop).removesuffix('.')}: {command}", stop.signal) from stop
+        what, _, _ = str(stop).partition(" To continue, call fit(")
+        raise Interrupted(f"{what} To continue: {command}", stop.signal) from stop
     except NonFiniteError as error:
         if not any((directory / CHECKPOINTS).glob("*")):
             raise

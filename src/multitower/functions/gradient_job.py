@@ -31,7 +31,7 @@ from multitower.functions.objective import (
     share_of,
     weights_of,
 )
-from multitower.functions.outputs import refuse_ragged
+from multitower.functions.outputs import refuse_ragged, type_in_words
 from multitower.functions.ratio import (
     fill_ratios,
     inside_tower,
@@ -259,7 +259,7 @@ class ValueAndGrad(NamedTuple):
         if not isinstance(output, tuple) or len(output) != 2:
             raise OutputError(
                 f"with has_aux=True the loss must return (loss, aux), and it returned "
-                f"{type(output).__name__}. Return a pair, or drop has_aux."
+                f"{type_in_words(output)}. Return a pair, or drop has_aux."
             )
         return output
 

@@ -20,7 +20,7 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
         OutputError: it is neither, or not a real floating-point number.
     """
     if not hasattr(loss, "shape") or not hasattr(loss, "dtype"):
-        hint = " With has_aux=True it must return (loss, aux)." if loss is not None else ""
+        hint = " To return (loss, aux), pass has_aux=True." if isinstance(loss, tuple) else ""
         raise OutputError(
             f"the loss is {type(loss).__name__}, not an array: return the loss of every example "
             f"(shape ({tower_rows},) here) or their mean (shape ()).{hint}"
@@ -38,6 +38,12 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
             "tokens or other weighted terms return mt.ratio(loss * mask, mask)."
         )
     return loss.shape != ()
+
+
+def type_in_words(value: Any) -> str:
+    """The type of what a function returned: inside a transformation, JAX's names tell nothing."""
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return "array" if is_array else type(value).__name__
 
 
 def wide(value: Any) -> jax.Array:
@@ -143,7 +149,7 @@ def check_metrics(metrics: Any) -> None:
     """
     if not isinstance(metrics, Mapping):
         raise OutputError(
-            f"the loss returned metrics of type {type(metrics).__name__}: return (loss, metrics) "
+            f"the loss returned metrics of type {type_in_words(metrics)}: return (loss, metrics) "
             "or (loss, metrics, model_state) with a dict of metrics, {} for none."
         )
     for name in _RESERVED:

@@ -115,7 +115,7 @@ def _first(count: int, soft: bool) -> list[jax.Device]:
     if count <= len(everything):
         return everything[:count]
     missing = (
-        f"devices={count} were asked for, and this process has {len(everything)}: "
+        f"devices={count}, but this process has {len(everything)}: "
         f"{', '.join(_name(d) for d in everything)}."
     )
     if soft:

@@ -168,6 +168,13 @@ def _check_arguments(fn: Callable[..., Any], signature: inspect.Signature) -> No
     given = getattr(fn, "__name__", type(fn).__name__)
     name = given if given.isidentifier() else "loss"
     body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
+    extras = names[2:]
+    if extras and {*extras} <= {"rng", "model_state"}:
+        raise ArgumentError(
+            f"the loss {given}({', '.join(names)}) takes {' and '.join(extras)} by position, and "
+            f"a step passes them by name. Add a star: "
+            f"def {name}({', '.join([*names[:2], '*', *extras])}): ..."
+        )
     count = "1 argument" if len(names) == 1 else f"{len(names)} arguments"
     raise ArgumentError(
         f"the loss {given}({', '.join(names)}) takes {count}, and a step calls it with two: "

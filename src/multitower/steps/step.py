@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from multitower.engines.tracing import uneven
-from multitower.errors import ArgumentError, BatchError, StateError
+from multitower.errors import ArgumentError, BatchError
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
@@ -24,7 +24,7 @@ from multitower.steps.runner import Metrics
 from multitower.steps.seen import Seen, kind_of
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
 from multitower.towers.placement import Placement
@@ -96,11 +96,13 @@ class TrainStep:
 
         Raises:
             GradientError: a parameter that is no float; the message names its path.
-            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key; or the
-                learning rate is wanted in the metrics, and the optimizer does not tell it.
+            ArgumentError: `params` is a `TrainState`; `rng` or `model_state` is missing, not
+                wanted, or no typed key; or the learning rate is wanted in the metrics, and the
+                optimizer does not tell it.
             ConfigurationError: `jax.set_mesh` is active.
         """
         refuse_a_mesh()
+        refuse_a_state(params)
         self._step.loss.check_extras(model_state, rng)
         if is_model(params):
             params, model_state = self._take(params, model_state)
@@ -120,7 +122,11 @@ class TrainStep:
             The parameters, or the NNX or Equinox module in training mode (call `model.eval()`
             before you use it for predictions). Like the state, it is valid until the next step
             overwrites the state.
+
+        Raises:
+            StateError: it is not a state.
         """
+        check_is_state(state, "step.model(state)")
         maker = state.maker if isinstance(state.maker, TrainStep) else self
         return maker._step.loss.build(state.params, state.model_state)
 
@@ -151,11 +157,7 @@ class TrainStep:
         refuse_a_mesh()
         if self._towers is not None or isinstance(self._division, RotationOptions):
             refuse_disabled_jit()
-        if not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise StateError(
-                f"step(state, batch) got {type(state).__name__} as state: make one with "
-                "state = step.init(params)."
-            )
+        check_is_state(state, "step(state, batch)")
         way, kind = self._find_way(), None
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)

@@ -211,9 +211,11 @@ def train_step(
         (1.0, 1)
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        inside = getattr(optimizer, "tx", None)  # of an nnx.Optimizer
+        said = f"{optimizer!r}" if inside is None else type(optimizer).__name__
         raise ArgumentError(
-            f"the optimizer is {optimizer!r}: train_step takes an optax optimizer, such as "
-            "optax.adam(1e-3)."
+            f"the optimizer is {said}: train_step takes an optax optimizer, such as "
+            f"{'optax.adam(1e-3)' if inside is None else 'the one inside it, optimizer.tx'}."
         )
     if model_state_from not in ("mean", "first"):
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")

@@ -14,10 +14,10 @@ from multitower.processes.together import is_first
 from multitower.steps.local.options import LocalState
 from multitower.steps.parts import EmaDecay
 from multitower.steps.rotation.options import StaleScale, Updates
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.train_state import TrainState, check_is_state
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
-from multitower.training.checkpoints.best import BestCheckpoint
+from multitower.training.checkpoints.best import BestCheckpoint, warn_of_worst
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
 from multitower.training.progress import Hook, Progress, epoch_of
@@ -153,6 +153,8 @@ class Trainer:
         _check_one_of("best", best, ("max", "min"))
         if keep_best is not None and run_dir is None:
             raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
+        if keep_best is not None:
+            warn_of_worst("keep_best", keep_best, best)
         if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
             raise ArgumentError(
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
@@ -199,6 +201,7 @@ class Trainer:
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
             self._settings[RULE] = early_stopping.in_words()
+            warn_of_worst(RULE, early_stopping.score, early_stopping.best)
         skip = on_nonfinite == "skip"
         self.step: TrainStep = train_step(
             loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
@@ -271,24 +274,25 @@ class Trainer:
 
         Raises:
             ArgumentError: not exactly one of `steps` and `epochs` is given, or an epoch's size is
-                not known; `early_stopping` without a test phase.
+                not known; `batches` is no function of a step; `resume` without a `run_dir`;
+                `early_stopping` without a test phase.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
             CheckpointError: a checkpoint cannot be written or read.
             RunError: there are checkpoints and `resume` is false, or the checkpoints are of a run
                 with other settings; another run uses `run_dir`; or the batches ran out.
         """
-        if not callable(batches):  # pyright: ignore[reportUnnecessaryComparison]
-            raise ArgumentError(
-                f"batches is {type(batches).__name__}: give a function, batches(first), that "
-                "returns an iterator of the batches of step first, first + 1, ...: a resumed run "
-                "does not begin at 0."
-            )
-        from multitower.training.fitting.beginning import Resume  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.beginning import Resume, check_batches  # noqa: PLC0415 (importing stays quick)
         from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
         from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
         from multitower.training.same_run import describe_run  # noqa: PLC0415 (likewise)
 
+        check_batches(batches)
+        if resume and self._directory is None:
+            raise ArgumentError(
+                "fit(resume=True), and this trainer keeps no checkpoints: give it a run_dir, or "
+                "leave resume out."
+            )
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
         self._check_test_phase(evaluate_every)
         self._warn_of_a_last_meeting(steps)
@@ -350,7 +354,13 @@ class Trainer:
 
         Raises:
             ArgumentError: `ema=True`, and there is no moving average.
+            StateError: it is not a state.
         """
+        check_is_state(
+            state,
+            "the trainer",
+            "pass that of fit or restore; for parameters call mt.evaluate or mt.predict",
+        )
         if ema and state.ema_params is None:
             raise ArgumentError(
                 "model(state, ema=True): this state has no moving average. Make the trainer with "
@@ -466,7 +476,7 @@ class Trainer:
 
     @contextmanager
     def _while_it_runs(
-        self, patience: Patience | None, steps_per_epoch: Any, steps: int
+        self, patience: Patience | None, steps_per_epoch: Any, steps: tuple[int, int]
     ) -> Generator[None]:
         """Has test phases counted, and shows the progress unless the user has hooks."""
         self._patience, self._steps_per_epoch = patience, steps_per_epoch
@@ -476,7 +486,10 @@ class Trainer:
                 return
             from multitower.training.console import shown_on_stderr  # noqa: PLC0415 (importing stays quick)
 
-            with shown_on_stderr(steps) as self._display:
+            first, last = steps
+            with shown_on_stderr(last) as self._display:
+                if first:
+                    self._display.say(f"continuing after step {first} of {last}")
                 yield
         finally:
             self._patience = self._display = None

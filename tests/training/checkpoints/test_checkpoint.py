@@ -257,7 +257,7 @@ def test_an_unfinished_save_is_no_checkpoint(tmp_path):
 
 def test_reading_leaves_a_save_in_progress_alone(tmp_path):
     """Lie: `multitower eval` cleans up what the run there is writing at the moment."""
-    trainer = mt.Trainer(losses, optax.sgd(0.1), run_dir=tmp_path, keep_best="loss", devices=1)
+    trainer = mt.Trainer(losses, optax.sgd(0.1), run_dir=tmp_path, keep_best="hits", devices=1)
     _, state = make(1)
     for kept in ("checkpoints", "best"):
         with Checkpoints(tmp_path / kept) as checkpoints:

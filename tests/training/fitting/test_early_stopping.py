@@ -136,16 +136,16 @@ def test_patience_in_numbers():
 def test_law_l9_process_0_decides_for_all(tmp_path):
     # The lie: each process decides alone, and one waits for the other without end.
     alone = early_stopping_program.run(tmp_path / "alone", devices=2)
-    assert alone.startswith("early stopping after step 6: loss has not improved in the last 2 test")
+    assert alone.startswith("early stopping after step 6: far has not improved in the last 2 test")
     program = early_stopping_program.__file__
     assert run_processes(program, 2, str(tmp_path / "both")).strip() == alone
 
 
 def test_what_early_stopping_needs_is_said():
-    trainer = mt.Trainer(losses, optax.sgd(0.1), early_stopping=mt.EarlyStopping("loss"))
-    with pytest.raises(mt.ArgumentError, match=r"early_stopping='loss' needs a test phase: pass"):
+    trainer = mt.Trainer(losses, optax.sgd(0.1), early_stopping=mt.EarlyStopping("hits"))
+    with pytest.raises(mt.ArgumentError, match=r"early_stopping='hits' needs a test phase: pass"):
         trainer.fit(PARAMS, batches, steps=2)
-    with pytest.raises(mt.RunError, match=r"early_stopping='loss': .* no such score. It has: far"):
+    with pytest.raises(mt.RunError, match=r"early_stopping='hits': .* no such score. It has: far"):
         fit(trainer, resume=False)
     for options in ({"patience": 0}, {"patience": 1.5}, {"min_delta": -1}, {"best": "most"}):
         with pytest.raises(mt.ArgumentError, match=next(iter(options))):

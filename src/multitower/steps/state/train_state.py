@@ -5,9 +5,44 @@ from typing import Any
 
 import jax
 
-from multitower.errors import StateError
+from multitower.errors import ArgumentError, StateError
 from multitower.steps.state.changes import Changes, Shown
 from multitower.steps.state.fields import Fields
+
+
+def check_is_state(
+    state: Any, call: str, remedy: str = "make one with state = step.init(params)"
+) -> None:
+    """Refuses what is no training state, such as parameters.
+
+    Args:
+        state: what a user passed.
+        call: what it was passed to, for the message.
+        remedy: what to pass instead, likewise.
+
+    Raises:
+        StateError: it is none.
+    """
+    if isinstance(state, TrainState):
+        return
+    if isinstance(state, tuple) and any(isinstance(part, TrainState) for part in state):
+        raise StateError(
+            f"{call} got the pair that a step returns: write state, metrics = step(state, batch)."
+        )
+    raise StateError(f"{call} got {type(state).__name__} as state: {remedy}.")
+
+
+def refuse_a_state(params: Any) -> None:
+    """Refuses a training state in the place of parameters.
+
+    Raises:
+        ArgumentError: it is one.
+    """
+    if isinstance(params, TrainState):
+        raise ArgumentError(
+            "params is a TrainState: pass the parameters or the module inside it, "
+            "step.model(state)."
+        )
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from multitower.errors import RunError
+from multitower.errors import RunError, warn
 from multitower.processes.together import of_first
 from multitower.steps.state.train_state import TrainState
 from multitower.training.checkpoints.checkpoint import Checkpoints
+
+_LOWER_IS_BETTER = ("loss", "error", "perplexity", "bits_per")
 
 
 class BestCheckpoint(NamedTuple):
@@ -75,6 +77,21 @@ class BestCheckpoint(NamedTuple):
 
     def _is_better(self, new: float, old: float) -> bool:
         return new > old if self.mode == "max" else new < old
+
+
+def warn_of_worst(option: str, score: str, best: str) -> None:
+    """Warns where the name of a score says that lower is better, and the highest is the best.
+
+    Args:
+        option: of `Trainer`, which names the score.
+        score: its name.
+        best: `"max"` or `"min"`.
+    """
+    if best == "max" and any(word in score.lower() for word in _LOWER_IS_BETTER):
+        warn(
+            f"{option} with score {score!r} and best='max': the state with the highest {score} "
+            "counts as the best. Pass best='min' for the lowest."
+        )
 
 
 def check_score(metric: str, scores: Iterable[str], option: str = "keep_best") -> None:

@@ -45,6 +45,7 @@ class Saver:
             return Interrupted(f"{text}; there is no run_dir to save to.", number)
         self._checkpoints.wait()
         return Interrupted(
-            f"{text}, which is saved in {self._checkpoints.directory}. Resume to go on from there.",
+            f"{text}, which is saved in {self._checkpoints.directory}. To continue, call "
+            "fit(..., resume=True).",
             number,
         )

@@ -1,9 +1,10 @@
 """Where a run begins if its directory holds checkpoints: at the newest, if it is of this run."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from multitower.errors import RunError
+from multitower.errors import ArgumentError, RunError
 from multitower.steps.state.train_state import TrainState
 from multitower.training.checkpoints.checkpoint import Checkpoints
 
@@ -15,6 +16,28 @@ class Resume(NamedTuple):
     resume: bool
     allow_previous: bool
     allow_changes: bool
+
+
+def check_batches(batches: Any) -> None:
+    """Refuses what is no function of the number of a step.
+
+    Raises:
+        ArgumentError: it is not callable, or not with one argument.
+    """
+    what = type(batches).__name__
+    if callable(batches):
+        try:
+            inspect.signature(batches).bind(0)
+        except TypeError:
+            what = f"{getattr(batches, '__name__', what)}{inspect.signature(batches)}"
+        except ValueError:  # some builtins and C functions tell nothing
+            return
+        else:
+            return
+    raise ArgumentError(
+        f"batches is {what}: give a function, batches(first), that returns an iterator of the "
+        "batches of step first, first + 1, ...: a resumed run does not begin at 0."
+    )
 
 
 def begin_at(

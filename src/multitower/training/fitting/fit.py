@@ -56,7 +56,7 @@ class Around(NamedTuple):
         end: is told why a run ends early.
         profile: traces some steps.
         while_it_runs: is entered around the loop with what counts test phases, the steps of an
-            epoch and the steps of the run.
+            epoch, and the steps that the run has made and makes in all.
     """
 
     step: TrainStep
@@ -69,7 +69,7 @@ class Around(NamedTuple):
     tell: Hook
     end: Callable[[str], None]
     profile: Profile
-    while_it_runs: Callable[[Patience | None, Any, int], AbstractContextManager[None]]
+    while_it_runs: Callable[[Patience | None, Any, tuple[int, int]], AbstractContextManager[None]]
 
     def run(
         self,
@@ -118,7 +118,7 @@ class Around(NamedTuple):
                 self.end,
                 self.profile,
             )
-            with self.while_it_runs(patience, epoch, steps):
+            with self.while_it_runs(patience, epoch, (first, steps)):
                 ahead = _counted(batches, BatchRows(run, saved))
                 return loop.run(state, ahead, first=first, last=steps)
 
