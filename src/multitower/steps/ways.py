@@ -1,7 +1,7 @@
 """Ways to keep a training state on devices, beside the whole of it on every one."""
 
 from multitower.hardware.devices import DeviceSpec
-from multitower.stages.options import StageOptions, refuse_meeting
+from multitower.stages.options import StageOptions
 from multitower.steps.blocks.state import ShardedState
 from multitower.steps.blocks.update import ShardedRunner
 from multitower.steps.local.options import LocalOptions
@@ -91,11 +91,6 @@ class InStages(Whole):
         from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
 
         return on_cpu(state.shared())
-
-    def check(self, meets: str | None) -> None:
-        """Refuses every such loss."""
-        if meets:
-            raise refuse_meeting(meets)
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
