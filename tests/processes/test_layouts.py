@@ -135,7 +135,7 @@ def test_texts_of_other_lengths_arrive_whole(on_two_processes):
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere")
+    whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere", "stages_that_meet")
     return {what: layout_program.ALL[what]() for what in whats}
 
 
@@ -145,7 +145,7 @@ def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
     whats = (
         list(on_eight_devices)
         if layout in [(2, 4), (3, 1)]
-        else ["same_bits", "meeting", "local", "stages_elsewhere"]
+        else ["same_bits", "meeting", "local", "stages_elsewhere", "stages_that_meet"]
     )
     found = together(*layout, *whats, timeout_s=300)
     assert found == {what: on_eight_devices[what] for what in whats}
