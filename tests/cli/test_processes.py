@@ -212,6 +212,27 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
 
 
 @pytest.mark.slow
+def test_law_l4_stages_killed_on_two_processes_and_resumed_on_one_device(tmp_path):
+    """Lies: a checkpoint with the stages of one process; a stage that begins anew elsewhere."""
+    words = ["train", CIRCLE, "--steps", "100", "--batch-size", "33", "--towers", "4"]
+    words += ["--stages", "2", "--checkpoint-every", "20"]
+    assert main([*words, "--devices", "1", "--run-dir", str(tmp_path / "whole")]) == 0
+    run_dir = tmp_path / "broken"
+    running = start_two(*words, "--layout", "2x2", "--run-dir", str(run_dir))
+    wait_for_steps(run_dir, 30)
+    for process in running:
+        process.kill()  # SIGKILL, in the middle of a step
+    end(running, 60)
+    assert not (run_dir / "result.json").exists(), "it has ended already"
+    before = (run_dir / "metrics.jsonl").read_text().splitlines()[:20]
+
+    assert main(["resume", str(run_dir), "--devices", "1"]) == 0
+    assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
+    # Each with its own speed: a run that begins anew comes to the same bits, and to other lines.
+    assert (run_dir / "metrics.jsonl").read_text().splitlines()[:20] == before, "it began anew"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_what_a_process_raises_is_seen_and_ends_the_others(tmp_path, culprit):
     """Lie: a traceback of the others, who only waited, or a hang until somebody looks."""

@@ -56,6 +56,21 @@ def test_a_number_that_adapts_to_other_dtypes_is_another_program():
     assert not other(jnp.float32(2)).weak_type
 
 
+def test_arguments_that_a_program_does_not_need_are_a_difference():
+    # The lies: the same text of one that returns its first argument and one with its second; and
+    # of two with other arguments that they do not need.
+    equal = EqualPrograms()
+    number = jax.ShapeDtypeStruct((), np.int32)
+    pick = lambda place, *shapes: equal.compile_for_each(
+        lambda *values: values[place] + 1, shapes, jax.devices()[:1]
+    )[0]
+    first, second, third = pick(0, SHAPE, SHAPE), pick(1, SHAPE, SHAPE), pick(1, number, SHAPE)
+    x, y = jnp.asarray(X), jnp.asarray(-X)
+    np.testing.assert_array_equal(first(x, y), X + 1)
+    np.testing.assert_array_equal(second(x, y), 1 - X)
+    np.testing.assert_array_equal(third(jnp.int32(0), y), 1 - X)
+
+
 def test_memory_is_given_away_where_the_arguments_are_several_leaves():
     equal = EqualPrograms()
     add = lambda a, b: jax.tree.map(jnp.add, a, b)

@@ -151,7 +151,7 @@ def test_texts_of_other_lengths_arrive_whole(on_two_processes):
 
 @pytest.fixture(scope="module")
 def on_eight_devices():
-    whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere")
+    whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere", "stages_that_meet")
     return {what: layout_program.ALL[what]() for what in whats}
 
 
@@ -161,7 +161,7 @@ def on_eight_devices():
     [
         ((2, 4), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
         ((3, 1), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
-        ((2, 2), ["same_bits", "local_calls", "stages_elsewhere"]),
+        ((2, 2), ["same_bits", "local_calls", "stages_that_meet"]),
         ((8, 1), ["same_bits", "meeting"]),
     ],
     ids=str,

@@ -391,17 +391,18 @@ def texts(devices=None):
     return texts_of_all("\N{DEGREE SIGN}" * (1 + 5000 * jax.process_index()))
 
 
-def meeting(devices=None):
+def meeting(devices=None, num_stages=None):
     """Towers that meet, forward and backward: sums, all rows, and who is who."""
 
     def loss(params, rows):
         z = jnp.tanh(rows["x"] @ params["in"])
-        z = z - jax.lax.pmean(z.mean(0), "towers")
+        z = mt.cut(z - jax.lax.pmean(z.mean(0), "towers"))
         alike = z @ mt.all_rows(z).T
         right = jnp.take_along_axis(alike, (mt.row_index(z) ^ 1)[:, None], 1)[:, 0]
         return jax.nn.logsumexp(alike, axis=1) - right * params["out"].mean()
 
-    step = mt.train_step(loss, optax.adam(1e-2), towers=TOWERS, devices=devices)
+    where = {"towers": TOWERS, "stages": num_stages, "devices": devices}
+    step = mt.train_step(loss, optax.adam(1e-2), **where)
     state, history = step.init(first_params()), []
     for number in range(2):
         state, metrics = step(state, batch(number, 32))
@@ -426,7 +427,11 @@ WHATS = {
     "unlike": unlike,
     "texts": texts,
 }
-ALL = {**WHATS, "stages_elsewhere": functools.partial(stages, elsewhere=True)}
+ALL = {
+    **WHATS,
+    "stages_elsewhere": functools.partial(stages, elsewhere=True),
+    "stages_that_meet": functools.partial(meeting, num_stages=2),
+}
 
 
 def main(port, num_processes, process, num_devices, *whats):

@@ -344,14 +344,3 @@ def test_a_scan_with_an_optimizer_that_looks_at_whole_leaves():
     # Its norms are over all layers: they stay together.
     state, _ = check(scanned, optax.lamb(0.05), params=STACKED)
     assert state.params["layers"].shape == (6, 4, 4)
-
-
-def test_towers_that_exchange_values_are_refused_with_the_line():
-    def loss(params, batch):
-        hidden = mt.cut(jnp.tanh(batch["x"] @ params["in"]))
-        return (hidden @ params["out"] - mt.all_rows(hidden).mean()) ** 2
-
-    step = mt.train_step(loss, optax.sgd(0.1), towers=2, stages=2, devices=2)
-    state = step.init({"in": jnp.ones((3, 4)), "out": jnp.ones(4)})
-    with pytest.raises(mt.ArgumentError, match=r"between towers \(all_gather at .*all_rows\(hid"):
-        step(state, {"x": np.ones((4, 3), np.float32)})

@@ -68,7 +68,9 @@ class EqualPrograms:
 
         flat.__name__ = getattr(fn, "__name__", "program")  # as profiles show it
         donated = tuple(place for place, i in enumerate(numbers) if i in donate)
-        compiled = compile_for_each(flat, leaves, devices, donate=donated, compile=self._compile)
+        # With all arguments in it, the text of a program also says which of them it needs.
+        how: dict[str, Any] = {"donate": donated, "keep_unused": True, "compile": self._compile}
+        compiled = compile_for_each(flat, leaves, devices, **how)
         return [Executable(one, treedefs[0]) for one in compiled]
 
     def _compile(

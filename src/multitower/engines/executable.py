@@ -18,6 +18,7 @@ def compile_for_each(
     devices: Sequence[jax.Device],
     *,
     donate: tuple[int, ...] = (),
+    keep_unused: bool = False,
     compile: Callable[..., jax.stages.Compiled] = lambda traced, lowered, device: lowered.compile(),
 ) -> list[jax.stages.Compiled]:
     """Compiles `fn` once per device: one trace, the first device alone, the others side by side.
@@ -30,6 +31,7 @@ def compile_for_each(
         arguments: its arguments, as arrays or `jax.ShapeDtypeStruct`.
         devices: where it will run.
         donate: positions of the arguments whose memory the results may take.
+        keep_unused: whether the program takes arguments that it does not need, too.
         compile: of a program that is traced and lowered for a device.
 
     Returns:
@@ -39,7 +41,12 @@ def compile_for_each(
         OutputError: the function has effects in an order.
         ArgumentError: an argument has a dtype of less than a byte.
     """
-    jitted = jax.jit(fn, donate_argnums=donate, compiler_options=_options(devices[0].platform))
+    jitted = jax.jit(
+        fn,
+        donate_argnums=donate,
+        keep_unused=keep_unused,
+        compiler_options=_options(devices[0].platform),
+    )
 
     def lower(device: jax.Device) -> tuple[jax.stages.Traced, jax.stages.Lowered, jax.Device]:
         there = SingleDeviceSharding(device)

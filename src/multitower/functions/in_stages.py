@@ -97,7 +97,7 @@ class StagedFunction(TowerFunction):
         traced = trace(tower, (shared, rows, Tower(scalar, scalar, scalar)), self._num_towers)
         meets = first_collective(traced.program, needs_axis)
         if meets is not None:
-            raise refuse_meeting(place_of(meets), "function")
+            raise refuse_meeting(place_of(meets))
         if jax.tree.leaves(traced.shapes.means):
             raise OutputError(
                 "the model changes its own state, such as BatchNorm's averages, and with stages= "

@@ -51,14 +51,18 @@ def measure_stages(
     """
     if step.layout is None:
         return state, None
-    taken: dict[tuple[str, int], list[float]] = {}
+    taken: dict[tuple[str, str], list[float]] = {}
     for batch in islice(batches, num_steps + 1):
         watch = _Watch()
         with tapped(watch.tap):
             state, _ = step(state, shard(batch, **where))
         for program, times_s in watch.times_s.items():
             taken[program] = [*taken.get(program, []), *times_s] if program in taken else []
-    medians = {program: statistics.median(times_s) for program, times_s in taken.items()}
+    medians: dict[tuple[str, int], float] = defaultdict(float)
+    for (kind, name), times_s in taken.items():
+        # Of a stage in which towers meet there is one for each round: "stage 1, round 0".
+        stage = int(name.removeprefix("stage ").partition(",")[0])
+        medians[kind, stage] += statistics.median(times_s)
     pipeline = describe_pipeline(step.layout, times=medians)
     programs = [[stage, kind, time_s] for (kind, stage), time_s in sorted(medians.items())]
     return state, {**pipeline, "programs": programs}
@@ -68,7 +72,7 @@ class _Watch:
     """When the programs of one step are over; its `tap` is called after each."""
 
     def __init__(self) -> None:
-        self.times_s: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.times_s: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._began = time.perf_counter()
 
     def tap(self, what: str, place: int, found: Any) -> None:
@@ -76,8 +80,7 @@ class _Watch:
         jax.block_until_ready(found)  # host-device sync
         if what in _KINDS:
             (name,) = found
-            program = (_KINDS[what], int(name.removeprefix("stage ")))
-            self.times_s[program].append(time.perf_counter() - self._began)
+            self.times_s[_KINDS[what], name].append(time.perf_counter() - self._began)
         self._began = time.perf_counter()
 
 

@@ -1,8 +1,10 @@
 """A chain: the program of one tower as stages, each with a forward and a backward program.
 
-What these two compute is in `passes`.
+What these two compute is in `passes`. A stage in which towers meet is there several times, once for
+each round: one part of it is called a segment here.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.cutting import cut_program
+from multitower.stages.meeting.rounds import Meeting, Rounds, find_meetings
 from multitower.stages.passes.stage import Stage
 from multitower.stages.pieces import Pieces, split_params
 
@@ -23,12 +26,17 @@ class Chain:
     """A tower's program in stages.
 
     Attributes:
-        stages: in their order.
+        stages: the segments in their order: round by round, and in a round stage by stage. Without
+            meetings, each stage is one.
         avals: shape and dtype of every number that is an input or is sent.
         inputs: numbers of the program's arguments.
         num_params: how many of these are parameters; they come first.
-        homes: for each parameter the stage where it lives: the first one that uses it; or SPLIT.
+        homes: for each parameter the stage where it lives: that of the first segment that uses it;
+            or SPLIT.
         pieces: for each parameter that is split, its pieces by stage.
+        stage_of: for each segment its stage.
+        round_of: for each segment how many meetings come before it.
+        meetings: where values are added up over towers.
     """
 
     stages: tuple[Stage, ...]
@@ -37,19 +45,22 @@ class Chain:
     num_params: int
     homes: tuple[int, ...]
     pieces: Pieces
+    stage_of: tuple[int, ...]
+    round_of: tuple[int, ...]
+    meetings: tuple[Meeting, ...]
 
     @property
     def params(self) -> frozenset[int]:
         """Numbers of the parameters, or of their pieces."""
         return frozenset(self.home_of)
 
-    @property
+    @functools.cached_property
     def home_of(self) -> dict[int, int]:
-        """For each number of a parameter, or of a piece of one, the stage where it lives."""
-        homes = dict(zip(self.inputs, self.homes, strict=False))
-        for own in self.pieces.values():
-            homes.update((piece.number, stage) for stage, piece in own.items())
-        return homes
+        """For each number of a parameter, or of a piece of one, the segment where it lives."""
+        numbers = self.inputs[: self.num_params]
+        pieces = [piece.number for own in self.pieces.values() for piece in own.values()]
+        last = len(self.stages) - 1
+        return {x: min(self.users(x), default=last) for x in (*numbers, *pieces)}
 
     def number(self, param: int, stage: int) -> int:
         """The number of a parameter, or of its piece in a stage."""
@@ -57,12 +68,32 @@ class Chain:
         return self.inputs[param] if own is None else own[stage].number
 
     def users(self, number: int) -> list[int]:
-        """The stages that have something as an input."""
+        """The segments that have something as an input."""
         return [s for s, stage in enumerate(self.stages) if number in stage.inputs]
 
     def made_by(self, number: int) -> int:
-        """The stage that sends something."""
+        """The segment that sends something."""
         return next(s for s, stage in enumerate(self.stages) if number in stage.sent)
+
+    def name(self, segment: int) -> str:
+        """What a segment is called: such as "stage 1", or "stage 1, round 2"."""
+        name = f"stage {self.stage_of[segment]}"
+        return f"{name}, round {self.round_of[segment]}" if self.meetings else name
+
+    def num_answers(self, number: int) -> int:
+        """How many cotangents there are for what is sent."""
+        if number in self.meeting_after:
+            return 1  # the total
+        return sum(number in stage.differentiated for stage in self.stages)
+
+    def answered_at(self, meeting: Meeting) -> tuple[int, ...]:
+        """What is sent there and has a cotangent."""
+        return tuple(x for x in meeting.sent if x in self.stages[meeting.after].answered)
+
+    @functools.cached_property
+    def meeting_after(self) -> dict[int, Meeting]:
+        """Of what is sent to be added up over towers, and of the totals, where that happens."""
+        return {x: one for one in self.meetings for x in (*one.sent, *one.totals)}
 
 
 def make_chain(
@@ -84,31 +115,48 @@ def make_chain(
     Raises:
         ArgumentError: it cannot be cut into so many stages.
     """
-    program, places = cut_program(closed, num_stages)
-    pieces: Pieces = {}
-    split = split_params(program, places, num_params)
-    if split[2] and may_split():
-        program, places, pieces = split
-    segments = cut(program, places, num_stages)
+    rounds = cut_program(closed, num_stages)
+    rounds, pieces = _with_pieces(rounds, num_params, may_split)
+    program, places = rounds.program, rounds.places
+    segments = cut(program, places, len(rounds.stage_of))
+    meetings = find_meetings(program, places)
     params = program.inputs[:num_params]
     of_pieces = [piece.number for own in pieces.values() for piece in own.values()]
     active = _active(program, [*params, *of_pieces])
-    share = program.outputs[0]
-    stages = _make_stages(program, segments, active, share)
-    users = [[s for s, stage in enumerate(stages) if number in stage.inputs] for number in params]
+    stages = _make_stages(program, segments, active, meetings)
+    users = [
+        [rounds.stage_of[s] for s, stage in enumerate(stages) if number in stage.inputs]
+        for number in params
+    ]
     homes = tuple(
-        SPLIT if i in pieces else min(found, default=num_stages - 1)
-        for i, found in enumerate(users)
+        SPLIT if i in pieces else next(iter(found), num_stages - 1) for i, found in enumerate(users)
     )
     avals = avals_of(program, closed, pieces)
-    return Chain(tuple(stages), avals, tuple(program.inputs), num_params, homes, pieces)
+    cut_up = (rounds.stage_of, rounds.round_of, meetings)
+    return Chain(tuple(stages), avals, tuple(program.inputs), num_params, homes, pieces, *cut_up)
+
+
+def _with_pieces(
+    rounds: Rounds, num_params: int, may_split: Callable[[], bool]
+) -> tuple[Rounds, Pieces]:
+    """With stacked parameters in pieces, by stage, if they may be split and every stage has one."""
+    program, places, found = split_params(rounds.program, rounds.places, num_params)
+    stages = [[rounds.stage_of[s] for s in own] for own in found.values()]
+    if not found or any(len({*own}) < len(own) for own in stages) or not may_split():
+        return rounds, {}
+    pieces = {
+        i: {rounds.stage_of[s]: piece for s, piece in own.items()} for i, own in found.items()
+    }
+    return rounds._replace(program=program, places=places), pieces
 
 
 def _make_stages(
-    program: Program, segments: Sequence[Segment], active: set[int], share: Any
+    program: Program, segments: Sequence[Segment], active: set[int], meetings: Sequence[Meeting]
 ) -> list[Stage]:
     """The stages, with what they send to each other, and what comes back."""
-    num_stages = len(segments)
+    num_stages, share = len(segments), program.outputs[0]
+    sent_as = {total: x for one in meetings for x, total in zip(one.sent, one.totals, strict=True)}
+    meets = {*sent_as.values()}
     made_in = {n: s for s, segment in enumerate(segments) for n in segment.outputs}
     results = _placed_results(program, made_in, num_stages)
     uses: list[set[int]] = [set() for _ in range(num_stages + 1)]  # by later stages
@@ -123,14 +171,14 @@ def _make_stages(
         stages.append(
             Stage(
                 _with_inputs(segment, results[s].values(), made_in, program),
-                tuple(x for x in segment.outputs if x in uses[s + 1]),
+                tuple(x for x in segment.outputs if x in uses[s + 1] or x in meets),
                 results[s],
                 tuple(differentiated),
                 tuple(x for x in segment.outputs if x in answers),
                 share if share in made and share in active else None,
             )
         )
-        answers.update(differentiated)
+        answers.update(sent_as.get(x, x) for x in differentiated)
     stages.reverse()
     return stages
 

@@ -21,14 +21,15 @@ from multitower.engines.source_lines import line_of
 from multitower.errors import ArgumentError
 from multitower.stages.balance import equal_groups, equal_positions
 from multitower.stages.marks import is_mark
+from multitower.stages.meeting.rounds import Rounds, cut_into_rounds
 from multitower.stages.scans import split_scans
 from multitower.stages.work import is_cheap, is_heavy, work_of, work_of_program
 
 _FLOATING = -1
 
 
-def cut_program(closed: Any, num_stages: int) -> tuple[Program, list[int]]:
-    """Cuts a program into stages.
+def cut_program(closed: Any, num_stages: int) -> Rounds:
+    """Cuts a program into stages, and these where towers meet.
 
     Args:
         closed: of `jax.make_jaxpr`.
@@ -36,7 +37,7 @@ def cut_program(closed: Any, num_stages: int) -> tuple[Program, list[int]]:
 
     Returns:
         The program, with calls opened, scans split and cheap steps repeated where that is needed,
-        and for each of its steps the stage.
+        and for each of its steps the stage and the round.
 
     Raises:
         ArgumentError: it cannot be cut into so many stages.
@@ -50,7 +51,9 @@ def cut_program(closed: Any, num_stages: int) -> tuple[Program, list[int]]:
         program = _opened(closed, num_stages)
         program, places = _cut_by_work(program, closed.in_avals, num_stages)
         places = _settled(program, places, num_stages - 1)
-    return _with_repeated_steps(program, places)
+    found = cut_into_rounds(program, places, num_stages)
+    program, places = _with_repeated_steps(found.program, found.places)
+    return found._replace(program=program, places=places)
 
 
 def _levels_by_marks(program: Program) -> tuple[list[int], int]:
@@ -194,7 +197,7 @@ def _settled(program: Program, places: Sequence[int], last: int) -> list[int]:
 
 
 def _with_repeated_steps(program: Program, places: Sequence[int]) -> tuple[Program, list[int]]:
-    """The program with cheap steps on its inputs in every stage that uses them.
+    """The program with cheap steps on its inputs in every segment that uses them.
 
     So a weight that is cast or transposed is sent as it is, or not at all.
     """

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -53,6 +53,10 @@ class Layout:
     def head(self) -> jax.Device:
         """Where there is one of in a process: what is neither a parameter nor kept for one."""
         return self.device(0, self.num_stages - 1)
+
+    def of_segments(self, stage_of: Sequence[int]) -> "Layout":
+        """The layout of segments, each on the devices of its stage."""
+        return replace(self, place_of=tuple(self.place_of[stage] for stage in stage_of))
 
     def placement_of(self, stage: int) -> Placement:
         """Where a stage of all replicas runs, in all processes, and for which towers."""

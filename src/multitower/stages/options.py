@@ -9,11 +9,11 @@ from multitower.stages.layout import Layout, check_layout, lay_out
 from multitower.towers.placement import find_all
 
 
-def refuse_meeting(meets: str, what: str = "loss") -> ArgumentError:
+def refuse_meeting(meets: str) -> ArgumentError:
     """The error for towers that exchange values, named by where they do so first."""
     return ArgumentError(
-        f"the {what} exchanges values between towers ({meets}), and with stages= a tower's program "
-        "is cut into parts that cannot wait for other towers. Leave stages= out, or the exchange."
+        f"the function exchanges values between towers ({meets}), and make_parallel with stages= "
+        "runs one tower after the other. Leave stages= out, or the exchange."
     )
 
 

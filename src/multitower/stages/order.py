@@ -45,6 +45,35 @@ def one_forward_one_backward(num_towers: int, place_of: Sequence[int]) -> list[l
     return ticks
 
 
+def in_rounds(
+    num_towers: int, place_of: Sequence[int], round_of: Sequence[int]
+) -> list[list[Turn]]:
+    """The turns of one replica whose towers meet with others: between two lists, they do.
+
+    All towers go forward, round by round; in the last round one forward, one backward; and then
+    backward through the other rounds. So a device holds what all of its towers need for that.
+
+    Args:
+        num_towers: of the replica.
+        place_of: for each segment its device within the replica.
+        round_of: for each segment its round, in ascending order.
+    """
+    last = max(round_of)
+    segments = [[s for s, r in enumerate(round_of) if r == n] for n in range(last + 1)]
+    before: list[list[Turn]] = []
+    after: list[list[Turn]] = []
+    for own in segments[:-1]:
+        turns = [turn for tick in forward_alone(num_towers, len(own)) for turn in tick]
+        before.append([turn._replace(stage=own[turn.stage]) for turn in turns])
+        # Backward they pass in the same order of towers, the last segment first.
+        back = [turn._replace(kind="backward", stage=own[-1 - turn.stage]) for turn in turns]
+        after.append(back)
+    ticks = one_forward_one_backward(num_towers, [place_of[s] for s in segments[-1]])
+    first = segments[-1][0]
+    middle = [turn._replace(stage=turn.stage + first) for tick in ticks for turn in tick]
+    return [*before, middle, *after[::-1]]
+
+
 def forward_alone(num_towers: int, num_stages: int) -> list[list[Turn]]:
     """The turns of one replica without backward programs, in ticks."""
     return [

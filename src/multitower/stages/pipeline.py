@@ -16,8 +16,9 @@ from multitower.engines.same_bits import current_tap
 from multitower.engines.totals import Totals as BufferTotals
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
-from multitower.stages.order import Turn, one_forward_one_backward
-from multitower.stages.programs import Programs, StageSums
+from multitower.stages.meeting.rounds import Meeting
+from multitower.stages.order import in_rounds
+from multitower.stages.programs import Executable, Programs, StageSums
 from multitower.stages.walk import Walk
 from multitower.towers.split import TowerRows
 
@@ -27,8 +28,8 @@ class Totals(NamedTuple):
 
     Attributes:
         gradients: for each replica of this process and stage the gradients of the parameters that
-            live there: its own, then those of later stages in descending order.
-        results: for each stage those of the tower, all on the head's device.
+            live there: by segment its own, then those of later segments in descending order.
+        results: for each segment those of the tower, all on the head's device.
     """
 
     gradients: list[list[list[Packed]]]
@@ -45,8 +46,12 @@ class Pipeline:
         self._additions = [
             dict(reduction.schedule(self._plan.parts[r])) for r in layout.towers.local
         ]
-        self._orders = [_turns(towers, layout.place_of) for towers in layout.towers_on]
-        self._programs = Programs(chain, layout, remat=remat)
+        self._segments = layout.of_segments(chain.stage_of)
+        self._orders = [
+            in_rounds(len(towers), self._segments.place_of, chain.round_of)
+            for towers in layout.towers_on
+        ]
+        self._programs = Programs(chain, self._segments, remat=remat)
         self._across: list[BufferTotals] = []
         if layout.towers.spans_processes:
             places = [layout.placement_of(s) for s in range(layout.num_stages)]
@@ -66,16 +71,23 @@ class Pipeline:
         """
         tap = current_tap()
         walks = [
-            Walk(self.chain, self._programs, self.layout, r, self._additions[r], tap=tap)
+            Walk(self.chain, self._programs, self._segments, r, self._additions[r], tap=tap)
             for r in range(len(self.layout.replicas))
         ]
         for walk, own in zip(walks, params, strict=True):
             walk.begin(own, rest, rows)
-        # Side by side over replicas, so that all of them have work from the start.
-        for turns in itertools.zip_longest(*self._orders):
-            for walk, turn in zip(walks, turns, strict=True):
-                if turn is not None:
-                    walk.take(turn)
+        last = self.chain.round_of[-1]
+        for phase, orders in enumerate(zip(*self._orders, strict=True)):
+            if phase > last:
+                self._meet_back(walks, 2 * last - phase)
+            # Side by side over replicas, so that all of them have work from the start.
+            for turns in itertools.zip_longest(*orders):
+                for r, turn in enumerate(turns):
+                    if turn is not None:
+                        tower = self.layout.towers_on[r][turn.tower]
+                        walks[r].take(turn._replace(tower=tower))
+            if phase < last:
+                self._meet(walks, phase)
         totals = self._totals([walk.stacks for walk in walks])
         if tap is not None:
             for r, stages in enumerate(totals.gradients):
@@ -89,33 +101,78 @@ class Pipeline:
         """The shapes of `Totals.results`."""
         return [programs[0].out_info[0].results for programs in self._programs.backward]
 
+    def _meet(self, walks: Sequence[Walk], number: int) -> None:
+        """After a round: adds up what all towers have sent, and hands it to all of them."""
+        for meeting in self._meetings(number):
+            stacks = [walk.sent.pop(meeting.after) for walk in walks]
+            add = self._programs.meet[meeting.after]
+            for walk, total in zip(walks, self._total(meeting.after, stacks, add), strict=True):
+                walk.arrive(meeting, total)
+
+    def _meet_back(self, walks: Sequence[Walk], number: int) -> None:
+        """Before a round goes backward: likewise with the cotangents."""
+        for meeting in self._meetings(number):
+            if not self.chain.answered_at(meeting):
+                continue
+            stacks = [walk.sent_back.pop(meeting.after) for walk in walks]
+            add = self._programs.meet_back[meeting.after]
+            for walk, total in zip(walks, self._total(meeting.after, stacks, add), strict=True):
+                walk.arrive_back(meeting, total)
+
+    def _meetings(self, number: int) -> list[Meeting]:
+        """Those at the end of a round."""
+        return [one for one in self.chain.meetings if self.chain.round_of[one.after] == number]
+
     def _totals(self, stacks: list[list[list[StageSums]]]) -> Totals:
         """Adds the replicas' partial sums along the rest of the tree, and hands them out.
 
         Programs that span processes start here, after all towers and in the order of stages: in
         the same order in every process, so that none waits for one that waits for it.
         """
-        stages = range(self.layout.num_stages)
+        segments = range(len(self.chain.stages))
         replicas = range(len(self.layout.replicas))
-        total = self._total_across if self._across else self._total_here
-        totals = [total(s, [stacks[r][s] for r in replicas]) for s in stages]
-        self._is_connected = True
-        gradients = [
-            [
-                jax.device_put(
-                    [totals[s][r].own]
-                    + [totals[u][r].away[s] for u in reversed(stages) if s in totals[u][r].away],
-                    self.layout.device(r, s),
-                )
-                for s in stages
-            ]
-            for r in replicas
+        totals = [
+            self._total(s, [stacks[r][s] for r in replicas], self._programs.add[s])
+            for s in segments
         ]
+        self._is_connected = True
+
+        def gradients_of(r: int, stage: int) -> list[Packed]:
+            found: list[Packed] = []
+            for s in segments:
+                if self.chain.stage_of[s] == stage:
+                    found.append(totals[s][r].own)
+                    later = [totals[u][r].away for u in reversed(segments)]
+                    found += [away[s] for away in later if s in away]
+            return jax.device_put(found, self.layout.device(r, stage))
+
+        stages = range(self.layout.num_stages)
+        gradients = [[gradients_of(r, stage) for stage in stages] for r in replicas]
         results = jax.device_put([total[0].results for total in totals], self.layout.head)
         return Totals(gradients, results)
 
-    def _total_across(self, stage: int, stacks: list[list[StageSums]]) -> list[StageSums]:
-        """The total of a stage over all processes, for each replica of this one."""
+    def _total(self, segment: int, stacks: list[list[Any]], add: Sequence[Executable]) -> list[Any]:
+        """The total of what towers have at a segment, for each replica.
+
+        Args:
+            segment: where that is.
+            stacks: for each replica the partial sums.
+            add: the sum of two of them, for each replica.
+        """
+        if self._across:
+            return self._total_across(self.chain.stage_of[segment], stacks)
+        device = lambda r: self._segments.device(r, segment)
+
+        def added(left: tuple[int, Any], right: tuple[int, Any]) -> tuple[int, Any]:
+            # The right one moves to the left one.
+            replica, sums = left
+            return replica, add[replica](sums, jax.device_put(right[1], device(replica)))
+
+        leaf = lambda at: (at[0], stacks[at[0]][at[1]])
+        return [reduction.evaluate(self._plan.rest, leaf, added)[1]] * len(stacks)
+
+    def _total_across(self, stage: int, stacks: list[list[Any]]) -> list[Any]:
+        """The same over all processes, for each replica of this one."""
         treedef = jax.tree.structure(stacks[0][0])
         if not treedef.num_leaves:
             return [stack[0] for stack in stacks]
@@ -126,20 +183,3 @@ class Pipeline:
             # connect at a time could wait for each other.
             jax.block_until_ready(totals)
         return [jax.tree.unflatten(treedef, leaves) for leaves in totals]
-
-    def _total_here(self, stage: int, stacks: list[list[StageSums]]) -> list[StageSums]:
-        """The same in one process; where partial sums meet, the right one moves to the left one."""
-
-        def add(left: tuple[int, Any], right: tuple[int, Any]) -> tuple[int, Any]:
-            replica, sums = left
-            moved = jax.device_put(right[1], self.layout.device(replica, stage))
-            return replica, self._programs.add[stage][replica](sums, moved)
-
-        leaf = lambda at: (at[0], stacks[at[0]][at[1]])
-        return [reduction.evaluate(self._plan.rest, leaf, add)[1]] * len(stacks)
-
-
-def _turns(towers: Sequence[int], place_of: Sequence[int]) -> list[Turn]:
-    """The turns of a replica with these towers, one after the other."""
-    ticks = one_forward_one_backward(len(towers), place_of)
-    return [turn._replace(tower=towers[turn.tower]) for tick in ticks for turn in tick]

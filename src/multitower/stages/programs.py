@@ -9,6 +9,7 @@ import numpy as np
 from multitower.engines import reduction
 from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, pack, unpack
+from multitower.engines.totals import with_one_nan
 from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
 from multitower.stages.passes.residuals import Residuals, keep_residuals
@@ -34,11 +35,11 @@ class StageSums(NamedTuple):
 
 
 class Programs:
-    """Executables, by stage and then by replica.
+    """Executables, by segment and then by replica.
 
     Args:
         chain: of a tower's program.
-        layout: stages on devices.
+        layout: its segments on devices.
         remat: whether backward programs compute the forward ones again.
 
     Attributes:
@@ -46,6 +47,8 @@ class Programs:
         forward: nothing for a stage that sends nothing.
         backward: it returns `StageSums`, and cotangents by number.
         add: the sum of two `StageSums`; nothing for one tower.
+        meet: of two lists of what towers send where they meet; nothing for one tower.
+        meet_back: likewise of the cotangents of the totals.
     """
 
     def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
@@ -62,7 +65,16 @@ class Programs:
         ]
         self.forward = [self._compile_forward(s) for s in stages]
         self.backward = [self._compile_backward(s) for s in stages]
-        self.add = [self._compile_add(s) for s in stages]
+        self.add = [self._compile_add(s, self.backward[s][0].out_info[0]) for s in stages]
+        self.meet = {
+            one.after: self._compile_add(one.after, self._shapes(one.sent))
+            for one in chain.meetings
+        }
+        self.meet_back = {
+            one.after: self._compile_add(one.after, self._shapes(answered))
+            for one in chain.meetings
+            if (answered := chain.answered_at(one))
+        }
 
     def number(self, value: int, device: jax.Device) -> jax.Array:
         """A whole number on a device, copied there once."""
@@ -87,6 +99,10 @@ class Programs:
         homes = chain.home_of
 
         def backward(values: Any, cotangents: Any) -> tuple[StageSums, dict[int, Any]]:
+            cotangents = [
+                [with_one_nan(each[0])] if number in chain.meeting_after else each
+                for number, each in zip(stage.answered, cotangents, strict=True)
+            ]
             found = (kept or stage).backward(values, cotangents, chain.params)
             by_home: dict[int, dict[int, Any]] = {s: {}}
             for number, one in found.gradients.items():
@@ -96,14 +112,13 @@ class Programs:
             return StageSums(own, away, pack(found.results)), found.cotangents
 
         cotangents = [
-            [shape] * sum(number in other.differentiated for other in chain.stages[s + 1 :])
+            [shape] * chain.num_answers(number)
             for number, shape in zip(stage.answered, self._shapes(stage.answered), strict=True)
         ]
         arguments = (kept.shapes if kept else self._shapes(stage.inputs), cotangents)
         return self._equal.compile_for_each(backward, arguments, self._layout.devices_of(s))
 
-    def _compile_add(self, s: int) -> list[Executable]:
-        sums = self.backward[s][0].out_info[0]
+    def _compile_add(self, s: int, sums: Any) -> list[Executable]:
         if self._layout.towers.num_towers == 1:
             return []
         return self._equal.compile_for_each(
@@ -111,6 +126,6 @@ class Programs:
         )
 
 
-def _add(left: StageSums, right: StageSums) -> StageSums:
+def _add(left: Any, right: Any) -> Any:
     a, treedef = jax.tree.flatten(left)
     return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 
+from multitower.engines.equal_programs import Executable
 from multitower.engines.same_bits import Tap
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
+from multitower.stages.meeting.rounds import Meeting
 from multitower.stages.order import Turn
 from multitower.stages.programs import Programs, StageSums
 from multitower.towers.split import TowerRows
@@ -20,13 +22,15 @@ class Walk:
     Args:
         chain: of the tower's program.
         programs: of the chain, compiled.
-        layout: stages on devices.
+        layout: its segments on devices.
         replica: which one.
         additions: for each of its towers how many additions follow it.
         tap: is shown what each program returns.
 
     Attributes:
-        stacks: for each stage the sums of its towers that are not added up yet.
+        stacks: for each segment the sums of its towers that are not added up yet.
+        sent: likewise, for each segment after which towers meet, what they send there.
+        sent_back: likewise the cotangents of the totals there.
     """
 
     def __init__(
@@ -52,7 +56,11 @@ class Walk:
         self._arrived: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
         self._held: dict[tuple[int, int], list[jax.Array]] = {}
         self._answers: dict[tuple[int, int], dict[int, list[jax.Array]]] = defaultdict(dict)
+        self._first = layout.replicas[replica][0]
+        self._back: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
         self.stacks: list[list[StageSums]] = [[] for _ in chain.stages]
+        self.sent: dict[int, list[list[jax.Array]]] = defaultdict(list)
+        self.sent_back: dict[int, list[list[jax.Array]]] = defaultdict(list)
 
     def begin(
         self, params: Mapping[int, Any], rest: Sequence[Any], rows: Sequence[TowerRows]
@@ -62,6 +70,21 @@ class Walk:
         self._whole = {**params, **dict(zip(others[: len(rest)], rest, strict=True))}
         self._rows = dict(zip(others[len(rest) :], rows, strict=True))
         self._tower_numbers = (number, num_rows, all_rows)
+
+    def arrive(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
+        """Takes what has been added up over towers: all of them get the same."""
+        for number, total in zip(meeting.totals, totals, strict=True):
+            for user in self._chain.users(number):
+                there = jax.device_put(total, self._devices[user])
+                for tower in self._additions:
+                    self._arrived[tower, user][number] = there
+
+    def arrive_back(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
+        """Takes the sums of the cotangents."""
+        there = jax.device_put(list(totals), self._devices[meeting.after])
+        for number, total in zip(self._chain.answered_at(meeting), there, strict=True):
+            for tower in self._additions:
+                self._answers[tower, meeting.after][number] = [total]
 
     def take(self, turn: Turn) -> None:
         """Starts one program, and sends what it makes to where it will be needed."""
@@ -79,7 +102,7 @@ class Walk:
         if kept is not None:
             self._held[tower, s] = kept.take(values, made)
         if self._tap is not None:
-            self._tap("forward program", tower, {f"stage {s}": made})
+            self._tap("forward program", tower, {self._chain.name(s): made})
         for number, value in zip(sent, made[: len(sent)], strict=True):
             there = {self._devices[s]: value}
             for user in self._chain.users(number):
@@ -87,6 +110,11 @@ class Walk:
                 if device not in there:
                     there[device] = jax.device_put(value, device)
                 self._arrived[tower, user][number] = there[device]
+        for meeting in self._chain.meetings:
+            if meeting.after == s:
+                values = dict(zip(sent, made, strict=False))
+                own = [values[number] for number in meeting.sent]
+                self._put(self.sent[s], own, tower, self._programs.meet.get(s, []))
 
     def _backward(self, tower: int, s: int) -> None:
         values = self._held.pop((tower, s), None)
@@ -96,16 +124,36 @@ class Walk:
         cotangents = [answers[number] for number in self._chain.stages[s].answered]
         sums, found = self._programs.backward[s][self._replica](values, cotangents)
         if self._tap is not None:
-            self._tap("backward program", tower, {f"stage {s}": (sums, found)})
+            self._tap("backward program", tower, {self._chain.name(s): (sums, found)})
         for number, one in found.items():
+            if number in self._chain.meeting_after:
+                self._meet_back(number, one, tower, s)
+                continue
             maker = self._chain.made_by(number)
             waiting = self._answers[tower, maker].setdefault(number, [])
             waiting.append(_moved(one, self._devices[s], self._devices[maker]))
-        self.stacks[s].append(sums)
+        self._put(self.stacks[s], sums, tower, self._programs.add[s])
+
+    def _meet_back(self, number: int, one: jax.Array, tower: int, s: int) -> None:
+        """Takes a cotangent of a total; when the tower has all of a meeting, it sends them."""
+        meeting = self._chain.meeting_after[number]
+        waiting = self._back[tower, meeting.after]
+        sent_as = meeting.sent[meeting.totals.index(number)]
+        waiting[sent_as] = _moved(one, self._devices[s], self._devices[meeting.after])
+        answered = self._chain.answered_at(meeting)
+        if len(waiting) == len(answered):
+            own = [waiting[x] for x in answered]
+            del self._back[tower, meeting.after]
+            add = self._programs.meet_back[meeting.after]
+            self._put(self.sent_back[meeting.after], own, tower, add)
+
+    def _put(self, stack: list[Any], own: Any, tower: int, add: Sequence[Executable]) -> None:
+        """Takes what a tower has for a sum, and adds up what the tree allows by now."""
+        stack.append(own)
         for _ in range(self._additions[tower]):
-            right = self.stacks[s].pop()
-            left = self.stacks[s].pop()
-            self.stacks[s].append(self._programs.add[s][self._replica](left, right))
+            right = stack.pop()
+            left = stack.pop()
+            stack.append(add[self._replica](left, right))
 
     def _values(self, tower: int, s: int) -> list[jax.Array]:
         """The inputs of a stage, on its device."""
@@ -119,8 +167,8 @@ class Walk:
         """An argument of the program on a stage's device, copied there once in a step."""
         device = self._devices[s]
         if number in self._rows:
-            # They lie on the device of the first stage.
-            return _moved(self._rows[number].pieces[tower], self._devices[0], device)
+            # They lie on the first device of the replica.
+            return _moved(self._rows[number].pieces[tower], self._first, device)
         if number in self._tower_numbers:
             return self._programs.number(self._number(number, tower), device)
         if (number, device) not in self._copies:

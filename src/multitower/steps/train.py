@@ -119,8 +119,9 @@ def train_step(
             gradients, optimizer state and moving average of a stage are on its devices only. The
             loss is written for one device; mark places to cut with `h = mt.cut(h)`, or have it cut
             into parts of equal work. Towers are the microbatches of the pipeline. It needs
-            `towers`, and an optimizer that treats every parameter alone. Results have the same bits
-            on any number of devices, and equal those without stages up to rounding.
+            `towers`, and an optimizer that treats every parameter alone. A loss in which towers
+            exchange values is cut there, too. Results have the same bits on any number of devices,
+            and equal those without stages up to rounding.
         layout: with `stages`, (replicas of the model, devices of each); by default one device for
             each stage, or all devices if there are fewer, and as many replicas as fit. Of several
             processes each has equally many replicas, each on devices of its own.

@@ -3,7 +3,7 @@
 import jax
 
 from multitower.hardware.devices import DeviceSpec
-from multitower.stages.options import StageOptions, refuse_meeting
+from multitower.stages.options import StageOptions
 from multitower.steps.blocks.state import ShardedState
 from multitower.steps.blocks.update import ShardedRunner
 from multitower.steps.local.options import LocalOptions
@@ -93,11 +93,6 @@ class InStages(Whole):
         from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
 
         return on_cpu(state.shared())
-
-    def check(self, meets: str | None) -> None:
-        """Refuses every such loss."""
-        if meets:
-            raise refuse_meeting(meets)
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""

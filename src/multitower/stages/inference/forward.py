@@ -54,8 +54,8 @@ def make_forward_chain(closed: Any, num_params: int, num_stages: int) -> Forward
     Raises:
         ArgumentError: it cannot be cut into so many stages.
     """
-    program, places = cut_program(closed, num_stages)
-    program, places, pieces = split_params(program, places, num_params)
+    found = cut_program(closed, num_stages)
+    program, places, pieces = split_params(found.program, found.places, num_params)
     stages = cut(program, places, num_stages)
     made = {x: (s, n) for s, stage in enumerate(stages) for n, x in enumerate(stage.outputs)}
     results: list[tuple[int, int]] = []

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.job import Shared
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
 from multitower.stages.chain import Chain, make_chain
+from multitower.stages.meeting.sums import without_collectives
 from multitower.steps.job import TowerStep
 from multitower.steps.optimizing.update import check_same_types
 from multitower.steps.parts import StepParts
@@ -30,8 +32,13 @@ class StagedJob:
 
         may_split: says whether stacked parameters may be kept in pieces.
 
+    Attributes:
+        chain: the program in stages.
+        meets: where towers meet for the first time; None if they do not.
+
     Raises:
         ArgumentError: the loss cannot be cut into so many stages.
+        OutputError: towers cannot meet where the loss says so.
     """
 
     def __init__(
@@ -51,7 +58,11 @@ class StagedJob:
         rest, self._rest = jax.tree.flatten(shapes_of(rest_of(fields, shared)))
         shapes = [*params, *rest, *shapes_of(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
         self._ends = (len(params), len(params) + len(rest))
-        closed, (_, results) = jax.make_jaxpr(self._tower, return_shape=True)(*shapes)
+        trace = jax.make_jaxpr(self._tower, axis_env=axis_of(num_towers), return_shape=True)
+        closed, (_, results) = trace(*shapes)
+        first = first_collective(closed)
+        self.meets = None if first is None else place_of(first)
+        closed = without_collectives(closed, len(shapes) - 3, num_towers)
         self._results = jax.tree.structure(results)
         self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
 

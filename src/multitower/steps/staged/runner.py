@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from multitower.engines.executable import compile_for_each
+from multitower.engines.tracing import refuse_filled
 from multitower.stages.layout import Layout
 from multitower.stages.pipeline import Pipeline
 from multitower.steps.parts import StepParts
@@ -75,7 +76,9 @@ class StagedRunner:
         self, state: TrainState, batch: BatchParts, maker: object
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
-        rows = ready_or_cut(batch.rows, batch.num_rows, self._layout.towers, self._tower_rows)
+        towers = self._layout.towers
+        rows = ready_or_cut(batch.rows, batch.num_rows, towers, self._tower_rows)
+        refuse_filled(self._job.meets, batch.num_rows, self._tower_rows, towers)
         parts = self._parts(state)
         rest, scale = jax.device_put(
             (self._rest(parts.head, batch), np.float64(rows[0].tower_rows / rows[0].num_rows)),

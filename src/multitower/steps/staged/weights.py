@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.engines.collectives import axis_of
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.same_bits import SameBits
 from multitower.engines.segments import is_call, open_calls, slice_of
@@ -52,7 +53,9 @@ class StagedWeights:
 
         number = jax.ShapeDtypeStruct((), np.int32)
         shapes = shapes_of((fields.params, rest_of(fields, shared), list(rows)))
-        closed = jax.make_jaxpr(tower)(*shapes, Tower(number, number, number))
+        axis = axis_of(layout.towers.num_towers)
+        trace = jax.make_jaxpr(tower, axis_env=axis, return_shape=True)
+        closed, self.shapes = trace(*shapes, Tower(number, number, number))
         program = open_calls(closed, is_call)
         segment = slice_of(program, program.outputs)
         num_params = len(jax.tree.leaves(fields.params))
@@ -69,7 +72,6 @@ class StagedWeights:
             given = [*shared.rest, *rows, *here]
             return TowerResult(sums=segment([given[place] for place in places]))
 
-        self.shapes = jax.eval_shape(tower, *shapes, Tower(number, number, number))
         self._devices = layout.devices_of(0)  # where the rows are
         self._engine = SameBits(Job(alone, lambda state, means, sums: sums), layout.towers)
 

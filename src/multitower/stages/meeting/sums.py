@@ -1,0 +1,94 @@
+"""Collectives between towers, each as a sum over towers and functions of one tower.
+
+What a tower sends is added up as it is, or lies in the tower's own place among zeros, so that the
+sum is all values side by side. Either has a derivative that is a sum over towers, too: each adds
+what the total means to it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from multitower.engines.collectives import (
+    check,
+    is_axis_index,
+    is_collective,
+    is_sum,
+    needs_axis,
+    received,
+    refuse_inside,
+    sent,
+)
+from multitower.engines.segments import Step, compute, read_program, values_of
+from multitower.engines.totals import with_one_nan
+
+_NAME = "multitower.sum_over_towers"
+
+
+def is_meeting(equation: Any) -> bool:
+    """Whether an equation of a jaxpr stands for a sum over towers."""
+    return equation.primitive.name == "name" and equation.params.get("name") == _NAME
+
+
+def without_collectives(closed: Any, number: int, num_towers: int) -> Any:
+    """A tower's program with marks, the identity, where values are added up over towers.
+
+    Args:
+        closed: of `jax.make_jaxpr`, traced where the axis of towers exists.
+        number: the position of the tower's own number among its arguments.
+        num_towers: how many towers there are.
+
+    Returns:
+        The program itself if it neither has a collective nor asks for the tower's number.
+
+    Raises:
+        OutputError: a collective that towers do not have, or that is where they cannot meet.
+    """
+    program = read_program(closed, needs_axis, refuse_inside)
+    if not any(needs_axis(step.equation) for step in program.steps):
+        return closed
+
+    def take(step: Step, given: list[Any], own: Any) -> Any:
+        if is_axis_index(step.equation):
+            return [own]
+        if not is_collective(step.equation):
+            return compute(step.equation, given)
+        check(step.equation)
+        return [_added(step.equation, jnp.asarray(value), own, num_towers) for value in given]
+
+    def run(*values: Any) -> list[Any]:
+        known = {**program.consts, **dict(zip(program.inputs, values, strict=True))}
+        for step in program.steps:
+            results = take(step, values_of(step.inputs, known), values[number])
+            known.update(zip(step.outputs, results, strict=True))
+        return values_of(program.outputs, known)
+
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in closed.in_avals
+    ]
+    return jax.make_jaxpr(run)(*shapes)
+
+
+def _added(equation: Any, value: jax.Array, number: Any, num_towers: int) -> jax.Array:
+    """The value of a collective, with a mark in place of the sum over towers."""
+    given = sent(equation, value)
+    dtype = given.dtype
+    # As `engines.packing` does it: 16-bit floats are added up in float32.
+    if dtype == jnp.bool_:
+        given = given.astype(jnp.int32)
+    elif jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        given = given.astype(jnp.float32)
+    if is_sum(equation):
+        given = given[None]  # so that it has an axis
+    else:
+        own = jnp.arange(num_towers) == number
+        # -0.0 leaves every number as it is, 0.0 too; 0.0 would not leave -0.0.
+        zero = -jnp.zeros((), given.dtype)
+        given = jnp.where(own.reshape(num_towers, *[1] * given.ndim), given[None], zero)
+    total = with_one_nan(checkpoint_name(given, _NAME))
+    total = (total[0] if is_sum(equation) else total).astype(dtype)
+    return received(equation, total, lax.convert_element_type(number, jnp.int32))
