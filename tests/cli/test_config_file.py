@@ -79,6 +79,7 @@ def test_options_of_the_recipe_are_flags(tmp_path):
     assert expand_train_flags([]) == []
 
 
+@pytest.mark.slow
 def test_a_saved_configuration_makes_the_same_run_and_flags_come_first(tmp_path):
     # The lie: a config file that is read, and half of it ignored.
     flags = ["--steps", "3", "--towers", "2", "--seed", "7", "--tower-batch", "4"]

@@ -77,6 +77,7 @@ def test_without_a_run_directory_there_is_a_new_one(tmp_path, monkeypatch, capsy
     assert json.loads(result.read_text())["devices"] == 1
 
 
+@pytest.mark.slow
 def test_a_result_is_replaced_only_by_force(tmp_path, capsys):
     (tmp_path / "result.json").write_text("{}")
     assert main(["train", "digits", *QUICK, "--run-dir", str(tmp_path)]) == 2

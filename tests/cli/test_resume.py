@@ -136,6 +136,7 @@ def test_resume_auto_refuses_another_run(tmp_path, capsys):
     assert "must be named" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_clip_norm_is_kept_by_a_resume(tmp_path):
     """Lie: a flag that is dropped, at the start or when the run goes on."""
     command = ["train", CIRCLE, "--steps", "4", "--batch-size", "12", "--towers", "2"]

@@ -303,6 +303,7 @@ def test_negative_zeros_and_nans_arrive_as_they_are():
         assert np.asarray(moved(x)).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["another order", "a tower left out"])
 def test_mutation_an_exchange_that_adds_in_another_way(monkeypatch, fault):
     """The tests above would see it."""
@@ -412,6 +413,7 @@ def test_trap_rows_that_only_fill_up_never_meet_others(way, what):
         run[what]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [4, None])
 def test_a_smaller_batch_that_fills_the_towers_is_exact(towers):
     """A program made for the full batch would fill it up."""

@@ -50,6 +50,7 @@ def mean_of(fun):
     return lambda *args: jnp.mean(fun(*args))
 
 
+@pytest.mark.slow
 @few
 @given(
     num_rows=st.integers(1, 20),

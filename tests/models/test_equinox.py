@@ -96,6 +96,7 @@ def two_towers():
     return train(towers_by_hand(2), jit=False)
 
 
+@pytest.mark.slow
 def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
     """Lie: one dropout mask for all, statistics of one tower only, a counter that counts towers."""
     found = train(lambda fun, **kw: mt.value_and_grad(fun, devices=2, **kw), jit=True)

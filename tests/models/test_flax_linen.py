@@ -99,6 +99,7 @@ def two_towers():
     return train(towers_by_hand(2), jit=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers, make_key):
     """Lie: half a legacy key for each tower; one mask for all; statistics of one tower only."""

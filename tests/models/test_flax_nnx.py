@@ -109,6 +109,7 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand():
     assert_close(found, train(towers_by_hand(2), jit=False))
 
 
+@pytest.mark.slow
 def test_one_tower_is_one_device():
     """With one tower even dropout is that of NNX alone."""
     found = train(lambda fun: mt.value_and_grad(fun, devices=1), jit=False)

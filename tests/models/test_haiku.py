@@ -90,6 +90,7 @@ def two_towers():
     return train(towers_by_hand(2), jit=False)
 
 
+@pytest.mark.slow
 def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
     """Lie: half a key for each tower, a counter that counts towers or is an error."""
     assert_close(train(parallel(2), jit=True), two_towers)

@@ -113,6 +113,7 @@ def two_towers(keras):
     return train(keras, towers_by_hand(2), jit=False)
 
 
+@pytest.mark.slow
 def test_law_l2_dropout_and_batch_norm_as_by_hand(keras, two_towers):
     """Lie: one mask for all towers, since Keras's seeds are plain numbers; a seed per tower."""
     found = train(keras, parallel(2), jit=True)

@@ -76,6 +76,7 @@ def stepped(way, loss, params, model_state):
     return state
 
 
+@pytest.mark.slow
 @fast_every_day
 def test_flax_linen(way):
     def loss_of(net):
@@ -102,6 +103,7 @@ def test_flax_linen(way):
     assert_close(state.model_state, after)
 
 
+@pytest.mark.slow
 @fast_every_day
 def test_haiku(way):
     def net_of(axis):
@@ -147,6 +149,7 @@ class EquinoxNet(eqx.Module):
         return x @ jnp.arange(4.0), state
 
 
+@pytest.mark.slow
 @fast_every_day
 def test_equinox(way):
     """A vmap over the rows of a tower, and the axis of towers beside its own."""

@@ -241,6 +241,7 @@ def off_apart(program, num_devices, options, most, towers=None):
     return off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", "asynchronous"])
 def test_towers_apart_are_what_is_measured(name, most):
     """Lie: one optimizer state for all towers, or one version of the parameters."""

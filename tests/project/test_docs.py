@@ -33,12 +33,20 @@ PAGES |= {"../README.md": ROOT / "README.md"}
 # Models of these pages take long to compile.
 SLOW = {
     "frameworks.md",
+    "guides/asynchronous.md",
+    "guides/check-parallel.md",
+    "guides/comparing-rows.md",
+    "guides/gradient-accumulation.md",
     "guides/language-model.md",
     "guides/large-models.md",
     "guides/mixed-precision.md",
     "guides/padding.md",
     "guides/randomness.md",
+    "guides/slow-links.md",
+    "guides/trainer.md",
+    "guides/weight-decay.md",
     "tutorial.md",
+    "which-api.md",
 }
 
 # A fence of three or more backticks, perhaps indented, to the same one again.

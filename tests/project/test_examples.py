@@ -97,6 +97,7 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
         np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
 
 
+@pytest.mark.slow
 def test_asynchronous_towers_learn():
     # The lie: a rotation that trains nothing, or a program that reads every update at once.
     every = runpy.run_path(str(EXAMPLES / "asynchronous" / "all_devices.py"))["main"]

@@ -74,6 +74,7 @@ def test_a_product_in_the_reduction_is_found_there(fault):
         check(devices=(1, 4))
 
 
+@pytest.mark.slow
 def test_a_product_in_an_exchange_is_found_in_what_a_tower_sends_next(fault):
     # The lie: only the reduction can part, so that an exchange need not be looked at.
     def fused(left, right):
@@ -90,6 +91,7 @@ def test_a_product_in_an_exchange_is_found_in_what_a_tower_sends_next(fault):
         check(devices=(1, 4), loss=centred)
 
 
+@pytest.mark.slow
 def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
     # The lie (accelerate#114): towers' random numbers that follow the devices.
     def noisy(w, batch, *, rng):
@@ -166,6 +168,7 @@ def twice(leaf):
     return leaf * 2 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "message"),
     [

@@ -27,6 +27,7 @@ def make_recipe(options):
 """
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_is_short():
     assert len(EXAMPLE.read_text().splitlines()) <= 42
     result = run(find_recipe(str(EXAMPLE)), RunOptions(devices=3, towers=4))

@@ -61,6 +61,7 @@ def test_the_loss_is_the_mean_over_predicted_bytes(params, rows):
     assert scored["bits_per_byte"] == pytest.approx(np.mean(losses) / math.log(2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_towers_with_unequal_numbers_of_bytes_are_one_device(params, rows):
     batch = {"tokens": rows[:4]}
     counted = (batch["tokens"][:, 1:] != SEPARATOR).reshape(2, -1).sum(1)
@@ -197,6 +198,7 @@ def test_a_run_says_how_many_bits_and_of_which_text(trained):
     assert f"<b>{text.test[0].decode()[:7]}</b>" in report
 
 
+@pytest.mark.slow
 def test_one_device_has_the_same_fingerprint(trained, tmp_path):
     assert main([*WORDS, "--devices", "1", "--run-dir", str(tmp_path)]) == 0
     keys = ("fingerprint", "test_bits_per_byte")

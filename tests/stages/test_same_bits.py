@@ -83,6 +83,7 @@ def test_law_l3_the_same_bits_on_any_layout(one_device, devices, options):
     assert bits(make(devices, **options)) == mt.fingerprint(one_device)
 
 
+@pytest.mark.slow
 def test_law_l3_without_recomputation(one_device):
     # The lies: residuals of another tower; a step that ignores remat=False.
     step = make(2, remat=False)

@@ -93,6 +93,7 @@ def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_large_leaves_in_buffers_of_their_own():
     """Lie: squares of the small leaves alone."""
     params = {"w": np.ones((300, 300), np.float32), "b": np.zeros(3, np.float32)}
@@ -135,6 +136,7 @@ def test_a_norm_of_zero_is_no_division_by_zero():
         np.testing.assert_array_equal(state.params["w"], np.ones(5))
 
 
+@pytest.mark.slow
 def test_complex_parameters():
     """Lie: a move of the right length in another direction, as by a norm of the real part."""
     fun = lambda p, x: jnp.abs(p * x) ** 2

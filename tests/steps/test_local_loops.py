@@ -95,6 +95,7 @@ def fields_of(state):
 WHOLE = ("step", "params", "opt_state", "ema_params", "model_state", "rng")
 
 
+@pytest.mark.slow
 def test_it_is_one_step_a_call(looped):
     """Meetings after steps 3 and 6, inside of the calls; ragged batches and short calls."""
     wanted, metrics = by_step(BATCHES, **RICH)

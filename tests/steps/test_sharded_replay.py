@@ -65,6 +65,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=f"leaf {number}")
 
 
+@pytest.mark.slow
 def test_ragged_batches_momentum_and_average():
     step = make(3)
     state = step.init(params_of())
@@ -78,6 +79,7 @@ def test_ragged_batches_momentum_and_average():
     np.testing.assert_allclose(metrics["loss"], ((BATCHES[-1] @ before - 1) ** 2).mean(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_state_that_was_taken_apart_again_goes_on():
     """Lie: blocks that are cut in another order than they are joined."""
     step = make(3)

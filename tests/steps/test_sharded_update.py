@@ -142,6 +142,7 @@ for shard_update in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_it_saves_memory_on_every_device():
     # The lie: "sharded", and everything is still everywhere. In a process of its own, as arrays
     # that other tests have left behind would count.

@@ -94,11 +94,13 @@ def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
     assert int(found.step) == 2
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_and_clipping():
     params = [w.astype(jnp.bfloat16) for w in WEIGHTS]
     check(params=params, batches=X.astype(jnp.bfloat16), clip_norm=0.1, rtol=3e-2, ema_decay=0.9)
 
 
+@pytest.mark.slow
 def test_trap_clipping_over_stages_for_many_steps():
     # torchtitan#4312: the norm added up in another order parts from step 15 on.
     batches = np.tile(X, (10, 1, 1))
@@ -108,6 +110,7 @@ def test_trap_clipping_over_stages_for_many_steps():
     check(batches=batches, **options)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_with_batch_norm_and_dropout():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -193,6 +196,7 @@ def test_what_does_not_go_together_is_refused(options, error, match):
         train(make(**options))
 
 
+@pytest.mark.slow
 def test_a_ratio_as_a_loss():
     # torchtitan#1733, DeepSpeed#7773: towers with other numbers of tokens weigh alike.
     def loss(params, batch):

@@ -191,6 +191,7 @@ if sys.argv[1] == "exit":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("blocked", 0)])
 def test_a_program_ends_with_an_iterator_that_it_holds(how, code):
     """Lie: a finished program that ends with code 134, as its thread is killed inside of XLA."""

@@ -198,6 +198,7 @@ def test_what_is_drawn_is_judged_by_the_program():
     assert "z.mean(0)" in problem.where
 
 
+@pytest.mark.slow
 def test_axes_as_in_vmap_and_what_cannot_be_tried():
     assert check_parallel(lambda x: x * 2, BATCH["x"])
     assert check_parallel(lambda x, b: x.sum(0) + b, BATCH["x"].T, jnp.ones(16), in_axes=(1, 0))
@@ -207,6 +208,7 @@ def test_axes_as_in_vmap_and_what_cannot_be_tried():
         check_parallel(by_row, W, {"x": BATCH["x"][:1], "y": BATCH["y"][:1]})
 
 
+@pytest.mark.slow
 def test_modules_are_taken():
     # The lie: a check for plain pytrees, and a user with a Flax or Equinox model.
     nnx = pytest.importorskip("flax.nnx")
@@ -364,6 +366,7 @@ def test_what_train_step_gives_a_loss_is_not_asked_for():
         check_parallel(handing_on, VECTOR, X)
 
 
+@pytest.mark.slow
 def test_dropout_of_modules_is_not_blamed():
     # The lie: "all towers would draw the same", of streams that towers have for themselves.
     nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")

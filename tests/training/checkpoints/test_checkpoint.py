@@ -192,6 +192,7 @@ def test_a_checkpoint_under_another_number_is_found(saved, tmp_path):
         checkpoints.restore(like=make(1)[1])
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
     """Lie: "damaged", of a checkpoint that the run has just replaced by a newer one."""
     like, ended, errors, read_of = make(1)[1], threading.Event(), [], set()

@@ -169,6 +169,7 @@ def test_the_second_evaluation_compiles_nothing():
     assert len(traces) == count
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 def test_nnx_modules_are_scored_in_evaluation_mode():
     # The lie: 0.841 instead of 0.872: dropout is on, BatchNorm uses the batch.
