@@ -29,7 +29,7 @@ from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Split, Tower, real_rows
 
 _WHOLE, _BY_TOWER, _ROWS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
-_STATE = Fields(*[_WHOLE] * (len(Fields._fields) - 1), local=_BY_TOWER)
+_STATE = Fields(*[_WHOLE] * len(Fields._fields))._replace(local=_BY_TOWER)
 
 
 class LoopParts(NamedTuple):
