@@ -32,7 +32,8 @@ class RunOptions:
         stages: into how many parts the model is cut, as for `multitower.train_step`.
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
         remat: whether stages compute their forward part again in the backward pass.
-        steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one.
+        steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one,
+            or with `sync_every` over several processes for those from one meeting to the next.
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
