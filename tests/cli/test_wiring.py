@@ -66,6 +66,8 @@ FLAGS = {
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
     "--compute-dtype float16": {"compute_dtype": "float16"},
     "--epochs 2.5": {"epochs": 2.5},
+    "--ema-decay 0.9": {"ema_decay": 0.9},
+    "--on-nonfinite skip": {"on_nonfinite": "skip"},
     "--extra-metrics learning_rate,gradient_norm": {"extra_metrics": "learning_rate,gradient_norm"},
     "--early-stopping accuracy:5 --evaluate-every 2": {
         "early_stopping": "accuracy:5",

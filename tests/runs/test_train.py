@@ -247,6 +247,7 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
         "layout": "1x2", "remat": False, "steps_per_call": 3, "compute_dtype": "bfloat16",
         "sync_every": 4, "asynchronous": True, "max_staleness": 1,
         "profile": "2:3", "extra_metrics": "gradient_norm", "early_stopping": "loss:2",
+        "ema_decay": 0.9, "on_nonfinite": "skip",
     }  # fmt: skip
     RecipeJob.of(LINE, RunOptions(**chosen, evaluate_every=1), tmp_path)
     wanted = {
@@ -256,20 +257,25 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
         "layout": (1, 2),
         "profile": (2, 3),
         "run_dir": tmp_path,
-        "ema_decay": LINE.ema_decay,
     }
     wanted["updates"] = "asynchronous" if wanted.pop("asynchronous") else "synchronous"
     wanted["hooks"] = []  # who runs it says what is shown
     assert given == wanted
+    RecipeJob.of(dataclasses.replace(LINE, ema_decay=0.5), RunOptions(), None)
+    assert (given["ema_decay"], given["on_nonfinite"]) == (0.5, "stop")
     names = {field.name for field in dataclasses.fields(RunOptions)}
     # The first ones are the loop's and the data's, and looked at elsewhere; "log" is a hook's.
     assert names == {*chosen, "steps", "epochs", "seed", "evaluate_every", "log"}
 
 
-def test_a_run_that_diverges_stops_and_says_where():
+def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
     wild = dataclasses.replace(LINE, optimizer=lambda steps: optax.sgd(1e18))
     with pytest.raises(mt.NonFiniteError, match=r"step [2-6] of 200: the loss is (nan|inf)"):
         run(wild, RunOptions(devices=1))
+    seen = []
+    result = run(wild, RunOptions(devices=1, steps=4, on_nonfinite="skip"), seen.append)
+    assert (result["test_loss"], result["test_accuracy"]) == (None, 0)  # JSON has no infinity
+    assert [now.metrics["skipped"] for now in seen].count(1) >= 1
 
 
 @pytest.mark.parametrize(
@@ -283,6 +289,8 @@ def test_a_run_that_diverges_stops_and_says_where():
         ({"evaluate_every": -1}, mt.RunError, "evaluate_every=-1"),
         ({"best": "highest"}, mt.RunError, "say max or min"),
         ({"steps": 3, "epochs": 2}, mt.RunError, "both steps=3 and epochs=2: a run has one"),
+        ({"on_nonfinite": "go on"}, mt.RunError, "say stop or skip"),
+        ({"ema_decay": 2.0}, mt.ArgumentError, "ema_decay=2.0: it must be a number from 0 to 1"),
         ({"epochs": 0}, mt.RunError, "epochs=0: it must be a number above 0"),
         ({"early_stopping": "loss"}, mt.RunError, "add evaluate_every"),
         ({"early_stopping": "loss:", "evaluate_every": 1}, mt.RunError, "such as accuracy:5"),

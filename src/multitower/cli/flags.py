@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -74,6 +74,39 @@ Data = Annotated[
     ),
 ]
 Steps = Annotated[WholeNumber, flag("N", "Make N updates.", "the recipe's number")]
+Epochs = Annotated[
+    Number,
+    flag("X", "Make X passes over the training data instead of --steps.", "see --steps"),
+]
+EarlyStopping = Annotated[
+    str | None,
+    flag(
+        "NAME[:N]",
+        "With --evaluate-every: end the run when N test phases in a row, 3 by default, have "
+        "not improved the test score NAME.",
+        "never",
+    ),
+]
+ExtraMetrics = Annotated[
+    str | None,
+    flag(
+        "NAMES",
+        "Report metrics of the update too: gradient_norm, learning_rate; separate them by commas.",
+        "none",
+    ),
+]
+EmaDecay = Annotated[
+    Number,
+    flag("X", "Keep a moving average of the parameters, and score it.", "the recipe's"),
+]
+OnNonfinite = Annotated[
+    Literal["stop", "skip"] | None,
+    flag(
+        "stop|skip",
+        "At a loss or parameter that is not finite: end the run, or make no update in that step.",
+        "stop",
+    ),
+]
 BatchSize = Annotated[
     WholeNumber,
     flag(

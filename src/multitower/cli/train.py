@@ -15,7 +15,12 @@ from multitower.cli.flags import (
     BatchSize,
     Data,
     Devices,
+    EarlyStopping,
+    EmaDecay,
+    Epochs,
+    ExtraMetrics,
     Number,
+    OnNonfinite,
     Seed,
     SetOptions,
     ShardParams,
@@ -89,10 +94,7 @@ def train(
         ),
     ] = None,
     steps: Steps = None,
-    epochs: Annotated[
-        Number,
-        flag("X", "Make X passes over the training data instead of --steps.", "see --steps"),
-    ] = None,
+    epochs: Epochs = None,
     batch_size: BatchSize = None,
     tower_batch: Annotated[
         WholeNumber, flag("N", "Take N examples per step and tower.", "see --batch-size")
@@ -118,15 +120,7 @@ def train(
         str | None,
         flag("NAME", "Keep the state with the best test score NAME in DIR/best.", "none"),
     ] = None,
-    early_stopping: Annotated[
-        str | None,
-        flag(
-            "NAME[:N]",
-            "With --evaluate-every: end the run when N test phases in a row, 3 by default, have "
-            "not improved the test score NAME.",
-            "never",
-        ),
-    ] = None,
+    early_stopping: EarlyStopping = None,
     best: Annotated[
         Literal["max", "min"] | None,
         flag("max|min", "Whether a high or a low score is better.", "max"),
@@ -177,6 +171,8 @@ def train(
         Number,
         flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
     ] = None,
+    ema_decay: EmaDecay = None,
+    on_nonfinite: OnNonfinite = None,
     compute_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         flag(
@@ -193,15 +189,7 @@ def train(
             "metrics.jsonl and TensorBoard files",
         ),
     ] = None,
-    extra_metrics: Annotated[
-        str | None,
-        flag(
-            "NAMES",
-            "Report metrics of the update too: gradient_norm, learning_rate; separate them by "
-            "commas.",
-            "none",
-        ),
-    ] = None,
+    extra_metrics: ExtraMetrics = None,
     profile: Annotated[
         str | None,
         flag("N:M", "Write a trace of steps N to M to DIR/profile, from JAX's profiler.", "none"),
@@ -244,6 +232,8 @@ def train(
         "shard_update": shard_update or None,
         "shard_params": shard_params or None,
         "clip_norm": clip_norm,
+        "ema_decay": ema_decay,
+        "on_nonfinite": on_nonfinite,
         "compute_dtype": compute_dtype,
         "stages": stages,
         "layout": layout,
@@ -374,4 +364,5 @@ def told_how_to_resume(directory: Path) -> Generator[None]:
 
 def _scores(result: dict[str, Any]) -> list[str]:
     names = sorted(name for name in result if name.startswith("test_"))
-    return [f"{name.replace('_', ' ')} {result[name]:.4f}" for name in names]
+    said = lambda value: "not finite" if value is None else f"{value:.4f}"
+    return [f"{name.replace('_', ' ')} {said(result[name])}" for name in names]

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 
 from multitower.errors import RunError
+from multitower.steps.arguments import check_numbers
 from multitower.steps.optimizing.extra_metrics import check_extra_metrics
 from multitower.towers.placement import check_towers
 from multitower.training.fitting.early_stopping import EarlyStopping
@@ -37,6 +38,8 @@ class RunOptions:
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
+        ema_decay: keep a moving average of the parameters, 0 to 1; by default the recipe's.
+        on_nonfinite: `"stop"` or `"skip"`, as for `multitower.Trainer`.
         compute_dtype: `"bfloat16"` or `"float16"` for mixed precision, as for
             `multitower.train_step`; None or `"float32"` for none.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
@@ -81,6 +84,8 @@ class RunOptions:
     log: str | None = None
     profile: str | None = None
     epochs: float | None = None
+    ema_decay: float | None = None
+    on_nonfinite: str = "stop"
     early_stopping: str | None = None
     extra_metrics: str | None = None
 
@@ -100,6 +105,9 @@ class RunOptions:
             raise RunError(f"best={self.best}: say max or min.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise RunError(f"clip_norm={self.clip_norm}: it must be a number above 0.")
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise RunError(f"on_nonfinite={self.on_nonfinite}: say stop or skip.")
+        check_numbers(self.ema_decay, None, None)
         if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
         if self.max_staleness is not None and not self.asynchronous:

@@ -55,7 +55,8 @@ class RecipeJob:
             devices=options.devices,
             towers=options.towers,
             global_batch=global_batch,
-            ema_decay=recipe.ema_decay,
+            ema_decay=recipe.ema_decay if options.ema_decay is None else options.ema_decay,
+            on_nonfinite="skip" if options.on_nonfinite == "skip" else "stop",
             checkpoint_every=options.checkpoint_every,
             keep_best=options.keep_best if keep_best else None,
             shard_update=options.shard_update,
@@ -178,8 +179,9 @@ class RecipeJob:
         clip_norm = clip_norm_of(self.recipe, self.options)
         if clip_norm is not None:
             facts["clip_norm"] = clip_norm
-        if self.options.epochs is not None:
-            facts["epochs"] = self.options.epochs
+        for name in ("ema_decay", "epochs"):
+            if (value := getattr(self.options, name)) is not None:
+                facts[name] = value
         if names := self.options.metric_names():
             facts["extra_metrics"] = names
         if self.options.early_stopping is not None:

@@ -1,6 +1,7 @@
 """One run of a recipe: train, score on the test set, and say what came out."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -46,16 +47,16 @@ def run(
 
     Returns:
         What goes to `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps` made,
-        `batch_size` (rows of one step over all towers); `test_loss`, `test_accuracy` and so on,
-        the recipe's metrics over all test examples; `fingerprint` of the whole training state;
-        `towers`, `devices`, and `placement`, the towers of each device; `same_bits`, whether the
-        fingerprint is the same on any number of devices; `examples_per_s` over the steps after the
-        first one, which compiles (None for a single step); `seconds`, the wall time of all of this;
-        `versions` and `host`; of several processes `processes`, how many; with stages `pipeline`,
-        as `describe_pipeline`; with clipping `clip_norm`, the run's or the recipe's; with a profile
-        `profile`, its steps; with `keep_best`, `best`: the step and the scores of the best state;
-        `epochs`, `extra_metrics` and `early_stopping`, where they were asked for, and `stopped`,
-        why a run with early stopping ended early, or None.
+        `batch_size` (rows of one step over all towers); `test_loss`, `test_accuracy` and so on, the
+        recipe's metrics over all test examples, None for one that is not finite; `fingerprint` of
+        the whole training state; `towers`, `devices`, and `placement`, the towers of each device;
+        `same_bits`, whether the fingerprint is the same on any number of devices; `examples_per_s`
+        over the steps after the first one, which compiles (None for a single step); `seconds`, the
+        wall time of all of this; `versions` and `host`; of several processes `processes`, how many;
+        with stages `pipeline`, as `describe_pipeline`; with clipping `clip_norm`, the run's or the
+        recipe's; with a profile `profile`, its steps; with `keep_best`, `best`: the step and the
+        scores of the best state; `ema_decay`, `epochs`, `extra_metrics`, `early_stopping`, if
+        asked for, and `stopped`, why a run with early stopping ended early, or None.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
@@ -105,7 +106,7 @@ def run(
     result = {
         **job.facts(),
         "steps": made,
-        **{f"test_{name}": value for name, value in tested[made].items()},
+        **{f"test_{name}": _for_json(value) for name, value in tested[made].items()},
         "fingerprint": fingerprint(state),
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
@@ -161,6 +162,11 @@ def score(
         "fingerprint": fingerprint(state),
         "examples": take_apart(job.data.test, 0, name="data").num_rows,
     }
+
+
+def _for_json(value: float) -> float | None:
+    """A number that JSON has a word for."""
+    return value if math.isfinite(value) else None
 
 
 def _find_write_report() -> Callable[..., Path]:
