@@ -44,21 +44,28 @@ class LossFunction:
     compute_dtype: Any = None
 
     @classmethod
-    def of(cls, fn: Callable[..., Any]) -> "LossFunction":
+    def of(
+        cls, fn: Callable[..., Any], what: str = "the loss", caller: str = "a step"
+    ) -> "LossFunction":
         """Reads from the signature what the loss takes.
+
+        Args:
+            fn: the loss, or another function that is called like one.
+            what: what it is, for messages.
+            caller: what calls it, likewise.
 
         Raises:
             ArgumentError: `fn` is not a function, or not one of two positional arguments.
         """
         if not callable(fn):
             raise ArgumentError(
-                f"the loss is {fn!r}: train_step takes a function loss_fn(params, batch)."
+                f"{what} is {fn!r}: {caller} needs a function of two, fn(params, batch)."
             )
         try:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins and C functions tell nothing
             return cls(fn, takes_rng=False, takes_model_state=False)
-        _check_arguments(fn, signature)
+        _check_arguments(fn, signature, what, caller)
         parameters = signature.parameters.values()
         names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return cls(fn, "rng" in names, "model_state" in names)
@@ -152,7 +159,9 @@ class LossFunction:
         return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)
 
 
-def _check_arguments(fn: Callable[..., Any], signature: inspect.Signature) -> None:
+def _check_arguments(
+    fn: Callable[..., Any], signature: inspect.Signature, what: str, caller: str
+) -> None:
     """Refuses a function that cannot be called with parameters and one batch.
 
     Raises:
@@ -171,13 +180,13 @@ def _check_arguments(fn: Callable[..., Any], signature: inspect.Signature) -> No
     extras = names[2:]
     if extras and {*extras} <= {"rng", "model_state"}:
         raise ArgumentError(
-            f"the loss {given}({', '.join(names)}) takes {' and '.join(extras)} by position, and "
-            f"a step passes them by name. Add a star: "
+            f"{what} {given}({', '.join(names)}) takes {' and '.join(extras)} by position, "
+            f"which {caller} passes by name. Add a star: "
             f"def {name}({', '.join([*names[:2], '*', *extras])}): ..."
         )
     count = "1 argument" if len(names) == 1 else f"{len(names)} arguments"
     raise ArgumentError(
-        f"the loss {given}({', '.join(names)}) takes {count}, and a step calls it with two: "
+        f"{what} {given}({', '.join(names)}) takes {count}, and {caller} calls it with two: "
         "the parameters and one batch, a pytree of arrays. Write "
         f"def {name}({names[0] if names else 'params'}, batch): {body}"
     )

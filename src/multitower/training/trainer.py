@@ -168,6 +168,10 @@ class Trainer:
                 raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
         if callable(hooks):
             raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
+        if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"early_stopping={early_stopping!r}: pass mt.EarlyStopping('accuracy', patience=3)."
+            )
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
             settings_that_decide,
             steps_per_call_of,

@@ -36,7 +36,8 @@ def check_batches(batches: Any) -> None:
             return
     raise ArgumentError(
         f"batches is {what}: give a function, batches(first), that returns an iterator of the "
-        "batches of step first, first + 1, ...: a resumed run does not begin at 0."
+        "batches of step first, first + 1, ...: a resumed run does not begin at 0. For arrays: "
+        "lambda first: mt.make_batches(arrays, global_batch=64, seed=0, first=first)."
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, RunError
 from multitower.processes.together import of_first
 from multitower.training.checkpoints.best import check_score
 
@@ -90,8 +90,17 @@ class Patience:
         self._run[_COUNTED] = counted
 
     def reason(self) -> str | None:
-        """Why the run ends now, decided by process 0; None if it goes on."""
+        """Why the run ends now, decided by process 0; None if it goes on.
+
+        Raises:
+            RunError: no test phase has been counted yet.
+        """
         counted = self._run[_COUNTED]
+        if counted["step"] == 0:
+            raise RunError(
+                f"early_stopping={self._rule.score!r}: the test phase did not call "
+                "trainer.evaluate, which passes the scores on. Call it in evaluate=."
+            )
         if not of_first(int(counted["waited"] >= self._rule.patience)):
             return None
         best, waited = counted["best"], counted["waited"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from multitower.errors import OutputError
 from multitower.functions.objective import Reduction, check_reduction
+from multitower.functions.outputs import type_in_words
 from multitower.functions.parallel import make_parallel
 from multitower.functions.ratio import Ratio, by_row, inside_tower
 from multitower.hardware.devices import DeviceSpec
@@ -88,10 +89,8 @@ def evaluate(
         score = _scorer(metrics, where, towers, stages, layout)
     except TypeError:  # an unhashable callable: nothing to remember it by
         score = _scorer.__wrapped__(metrics, where, towers, stages, layout)
-    shared = (
-        in_evaluation_mode(params),
-        model_state if LossFunction.of(metrics).takes_model_state else None,
-    )
+    takes_state = LossFunction.of(metrics, "the function metrics", "evaluate").takes_model_state
+    shared = (in_evaluation_mode(params), model_state if takes_state else None)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
     seen: dict[str, list[list[float]]] = {}
@@ -135,7 +134,7 @@ def _check(found: Any, num_rows: int) -> None:
     """
     if not isinstance(found, Mapping):
         raise OutputError(
-            f"metrics(params, batch) returned {type(found).__name__}: return a dict with one "
+            f"metrics(params, batch) returned {type_in_words(found)}: return a dict with one "
             "number per row for each name, such as {'accuracy': predicted == batch['y']}."
         )
     for name, value in found.items():
@@ -165,7 +164,7 @@ def _scorer(
     stages: int | None,
     layout: tuple[int, int] | None,
 ) -> Callable[..., Scores]:
-    takes_state = LossFunction.of(metrics).takes_model_state
+    takes_state = LossFunction.of(metrics, "the function metrics", "evaluate").takes_model_state
 
     def score_rows(shared: tuple[Any, Any], batch: Any) -> Scores:
         params, model_state = shared

@@ -69,7 +69,8 @@ def predict(
         run = _runner(fn, where, towers, stages, layout)
     except TypeError:  # an unhashable callable: nothing to remember it by
         run = _runner.__wrapped__(fn, where, towers, stages, layout)
-    state = model_state if LossFunction.of(fn).takes_model_state else None
+    takes_state = LossFunction.of(fn, "the function", "predict").takes_model_state
+    state = model_state if takes_state else None
     shared = (in_evaluation_mode(params), state)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
@@ -100,7 +101,7 @@ def _runner(
     stages: int | None,
     layout: tuple[int, int] | None,
 ) -> Callable[..., Any]:
-    takes_state = LossFunction.of(fn).takes_model_state
+    takes_state = LossFunction.of(fn, "the function", "predict").takes_model_state
 
     def run(shared: tuple[Any, Any], batch: Any) -> Any:
         params, model_state = shared
