@@ -140,13 +140,17 @@ def on_eight_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 4), (2, 2), (8, 1), (3, 1)], ids=str)
-def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
-    whats = (
-        list(on_eight_devices)
-        if layout in [(2, 4), (3, 1)]
-        else ["same_bits", "meeting", "local", "stages_elsewhere", "stages_that_meet"]
-    )
+@pytest.mark.parametrize(
+    ("layout", "whats"),
+    [
+        ((2, 4), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
+        ((3, 1), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
+        ((2, 2), ["same_bits", "stages_elsewhere", "stages_that_meet"]),
+        ((8, 1), ["same_bits", "meeting"]),
+    ],
+    ids=str,
+)
+def test_law_l3_same_bits_on_layouts(layout, whats, on_eight_devices):
     found = together(*layout, *whats, timeout_s=300)
     assert found == {what: on_eight_devices[what] for what in whats}
 
