@@ -81,7 +81,6 @@ def test_stages_split_and_wait(huge):
     kept = by_options(huge, towers=4, stages=2, remat=False)
     more = {name for name, size in kept.memory.items() if size != staged.memory[name]}
     assert more <= {"activations"}
-    assert kept.estimated
     # A row of activations for each tower, and the rows' numbers, forward or backward.
     assert staged.sent_bytes == pytest.approx(16 * WIDTH * 4, rel=0.01)
 

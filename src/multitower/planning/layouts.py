@@ -31,7 +31,7 @@ class PlannedLayout:
         sent_bytes: by each device in a step.
         messages: likewise; a collective over D devices counts D-1, an all-reduce twice as many.
         bubble: the share of the time in which devices wait for each other in a pipeline, 0 to 1.
-        estimated: the activations are no compiler's count but made of those of another layout.
+        estimated: the activations are those of a program for fewer devices.
         note: what else to know, or "".
     """
 
@@ -106,10 +106,12 @@ def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pla
     if count == 1:
         return
     for params in (False, True):
-        took = memory.with_shards(given.fields, rows, working, count, params=params)
+        program = programs.shards(tower_rows, count, params=params)
+        took = memory.with_shards(given.fields, rows, program, count, params=params)
         sent = traffic.with_shards(given.fields, count, params=params)
         name = "shard_params" if params else "shard_update"
-        yield make_layout(room, {name: True}, (took, sent), estimated=True)
+        estimated = program.num_devices != count
+        yield make_layout(room, {name: True}, (took, sent), estimated=estimated)
 
 
 def tower_layouts(

@@ -166,24 +166,25 @@ def with_blocks(
 
 
 def with_shards(
-    fields: Fields, rows: int, working: int, num_devices: int, *, params: bool
+    fields: Fields, rows: int, program: tuple[int, int], num_devices: int, *, params: bool
 ) -> Memory:
-    """Of a step without `towers=` whose state is split over the devices; an estimate.
+    """Of a step without `towers=` whose state is split over the devices.
 
     Args:
         fields: the state.
         rows: bytes of a device's rows.
-        working: as for `without_towers`, of a step whose state is whole.
+        program: what it needs beside its arguments, and for how many devices it was compiled.
         num_devices: how many there are.
         params: whether parameters and gradients are split too.
     """
     state = StateBytes.of(fields)
-    gradients = min(state.parameters, working)
-    activations = working - gradients
+    working, compiled_for = program
     own = shard_bytes(fields.params, num_devices)
-    if params:  # a gathered leaf and its gradient are whole for a moment
+    # For more devices than it was compiled for, nothing is taken off: it needs a part of it less.
+    gradients = min(own, working)
+    activations = working - gradients
+    if params and compiled_for == 1:  # a gathered leaf and its gradient are whole for a moment
         activations += 2 * max(map(num_bytes, jax.tree.leaves(fields.params)), default=0)
-        gradients = own
     return Memory(
         own if params else state.parameters,
         shard_bytes(fields.opt_state, num_devices),

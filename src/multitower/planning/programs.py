@@ -18,8 +18,11 @@ from multitower.engines.tracing import trace
 from multitower.hardware.devices import devices as find_devices
 from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.steps.job import make_job, make_weights_job
+from multitower.steps.parts import ShardOptions
 from multitower.steps.runner import FastRunner
-from multitower.towers.placement import contiguous
+from multitower.steps.shards.runner import ShardsRunner
+from multitower.steps.shards.state import StateShards
+from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Tower
 
 
@@ -39,6 +42,18 @@ class TowerProgram(NamedTuple):
     meets: str | None
 
 
+class ShardsProgram(NamedTuple):
+    """A fast step whose state is split.
+
+    Attributes:
+        working: bytes that it needs beside the state and the rows.
+        num_devices: for how many devices it was compiled.
+    """
+
+    working: int
+    num_devices: int
+
+
 class Programs:
     """Compiles the programs of a step, each once.
 
@@ -51,6 +66,7 @@ class Programs:
         self.local = find_devices()
         self._towers: dict[int, TowerProgram] = {}
         self._fast: dict[tuple[int, bool], int] = {}
+        self._shards: dict[tuple[int, bool], ShardsProgram] = {}
         self.stages: dict[tuple[int, int], Any] = {}  # by rows of a tower and number of stages
         self.apart: dict[Any, Any] = {}  # those of local and asynchronous updates
 
@@ -88,6 +104,22 @@ class Programs:
         if (tower_rows, several) not in self._fast:
             self._fast[tower_rows, several] = self._compile_fast(tower_rows, several)
         return self._fast[tower_rows, several]
+
+    def shards(self, tower_rows: int, num_devices: int, *, params: bool) -> ShardsProgram:
+        """A step without `towers=` whose state is split over the devices.
+
+        It is compiled once for so many rows, for as many of these devices as there are here.
+
+        Args:
+            tower_rows: of each device.
+            num_devices: how many devices are planned.
+            params: whether the parameters are split too.
+        """
+        key = (tower_rows, params)
+        if key not in self._shards:
+            count = min(num_devices, len(self.local))
+            self._shards[key] = self._compile_shards(tower_rows, count, params=params)
+        return self._shards[key]
 
     @property
     def largest_buffer(self) -> int:
@@ -132,19 +164,30 @@ class Programs:
         placement = contiguous(devices, len(devices))
         has_weights = bool(self.weights)
         runner = FastRunner(step, batch.split, tower_rows, placement, has_weights=has_weights)
+        given = (_on(placement.shared, fields), *self._fed(placement, tower_rows))
+        return working_bytes(runner.program.lower(*given).compile())
 
-        def on(sharding: Any, tree: Any) -> Any:
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-            )
+    def _compile_shards(self, tower_rows: int, count: int, *, params: bool) -> ShardsProgram:
+        step, fields, batch, _ = self._given
+        placement = contiguous(self.local[:count], count)
+        shards = StateShards(ShardOptions(params), placement)
+        has_weights = bool(self.weights)
+        runner = ShardsRunner(step, batch.split, tower_rows, shards, has_weights=has_weights)
+        state = jax.tree.map(lambda x, there: _on(there, x), fields, shards.shardings(fields))
+        lowered = runner.program(fields).lower(state, *self._fed(placement, tower_rows))
+        return ShardsProgram(working_bytes(lowered.compile()), count)
 
+    def _fed(self, placement: Placement, tower_rows: int) -> tuple[Any, Any, Any]:
+        """What a fast step gets beside the state, as shapes on devices."""
+        batch = self._given.batch
         rows = row_shapes(batch, tower_rows * placement.num_towers)
         count = jax.ShapeDtypeStruct((), np.int32)
-        whole = on(placement.shared, (fields, batch.shared))
-        lowered = runner.program.lower(
-            *whole, on(placement.split, rows), on(placement.shared, count)
-        )
-        return working_bytes(lowered.compile())
+        shared = placement.shared
+        return _on(shared, batch.shared), _on(placement.split, rows), _on(shared, count)
+
+
+def _on(sharding: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:

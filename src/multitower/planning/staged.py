@@ -88,7 +88,7 @@ def staged_layouts(
         yield make_layout(room, options, (took, sent), bubble=waits, note=note)
         took = _largest(stages, spread, rows, head, remat=False)
         options = {**options, "remat": False}
-        yield make_layout(room, options, (took, sent), bubble=waits, estimated=True)
+        yield make_layout(room, options, (took, sent), bubble=waits)
 
 
 def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[Stage]:

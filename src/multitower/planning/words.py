@@ -35,7 +35,7 @@ def table(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> list[st
         for row in rows
     ]
     if any(layout.estimated for layout in layouts):
-        lines.append("~ estimated from the programs of another layout")
+        lines.append("~ estimated from a program for fewer devices")
     return lines
 
 
