@@ -5,6 +5,7 @@ import os
 
 import jax
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 import multitower as mt
@@ -32,6 +33,10 @@ LEFT_OUT_ANYWAY = (
 )
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
+
+# No test looks at a clock: machines are shared.
+settings.register_profile("without a clock", deadline=None)
+settings.load_profile("without a clock")
 
 
 def start() -> None:

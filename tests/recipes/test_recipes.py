@@ -115,7 +115,7 @@ def test_digits_are_read_as_scikit_learn_reads_them(digits_data, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, digits_data, digits.load())
 
 
-@settings(max_examples=5, deadline=None)  # each size compiles jax.image.resize
+@settings(max_examples=5)  # each size compiles jax.image.resize
 @given(old=st.integers(2, 9), factor=st.floats(1, 4))
 def test_enlarging_is_bilinear(old, factor):
     size = int(old * factor)

@@ -15,7 +15,7 @@ import multitower as mt
 from processes import clean_environment
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_rows=st.integers(1, 20),
     num_devices=st.integers(1, 4),

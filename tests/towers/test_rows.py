@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import multitower as mt
@@ -18,7 +18,6 @@ from multitower.towers.rows import (
 from tower_keys import tower_key
 
 
-@settings(deadline=None)
 @given(num_rows=st.integers(1, 50), num_towers=st.integers(1, 12), spare=st.integers(0, 20))
 def test_real_rows_of_all_towers_are_all_rows(num_rows, num_towers, spare):
     """Lie: padding that counts, or rows that do not."""
