@@ -155,6 +155,10 @@ class Trainer:
             raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
         if keep_best is not None:
             warn_of_worst("keep_best", keep_best, best)
+        if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"early_stopping={early_stopping!r}: pass mt.EarlyStopping('accuracy', patience=3)."
+            )
         if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
             raise ArgumentError(
                 f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
@@ -168,10 +172,6 @@ class Trainer:
                 raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
         if callable(hooks):
             raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
-        if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(
-                f"early_stopping={early_stopping!r}: pass mt.EarlyStopping('accuracy', patience=3)."
-            )
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
             settings_that_decide,
             steps_per_call_of,
