@@ -2,5 +2,5 @@
 
 Read `chain.py` first: the program of a tower as a chain of single-device programs. `cutting.py`
 chooses the cuts, `layout.py` the devices, `order.py` who goes first, `pipeline.py` runs it.
-`inference/` is the same without gradients.
+`meeting/` is where towers exchange values, `inference/` the same without gradients.
 """
