@@ -152,22 +152,24 @@ def test_texts_of_other_lengths_arrive_whole(on_two_processes):
 @pytest.fixture(scope="module")
 def on_eight_devices():
     whats = ("same_bits", "sharded", "meeting", "local", "stages_elsewhere")
-    return {what: layout_program.ALL[what]() for what in whats}
+    found = {what: layout_program.ALL[what]() for what in whats}
+    return found | {"local_calls": [found["local"][1], found["local"][3]]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 4), (2, 2), (8, 1), (3, 1)], ids=str)
-def test_law_l3_same_bits_on_layouts(layout, on_eight_devices):
-    whats = (
-        list(on_eight_devices)
-        if layout in [(2, 4), (3, 1)]
-        else ["same_bits", "meeting", "local", "stages_elsewhere"]
-    )
-    expected = {what: on_eight_devices[what] for what in whats}
-    if layout == (2, 2):
-        whats.append("local_calls")
-        expected["local_calls"] = [expected["local"][1], expected["local"][3]]
-    assert together(*layout, *whats, timeout_s=300) == expected
+@pytest.mark.parametrize(
+    ("layout", "whats"),
+    [
+        ((2, 4), ["same_bits", "sharded", "meeting", "local", "local_calls", "stages_elsewhere"]),
+        ((3, 1), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
+        ((2, 2), ["same_bits", "stages_elsewhere"]),
+        ((8, 1), ["same_bits", "meeting"]),
+    ],
+    ids=str,
+)
+def test_law_l3_same_bits_on_layouts(layout, whats, on_eight_devices):
+    found = together(*layout, *whats, timeout_s=300)
+    assert found == {what: on_eight_devices[what] for what in whats}
 
 
 # ---------------------------------------------------------------- joining, before JAX starts

@@ -52,7 +52,7 @@ NEEDED = {
     "orbax-checkpoint": ("orbax.checkpoint", mt.Checkpoints),
     "pillow": ("PIL", draw),
     "rich": ("rich", command_line),
-    "scikit-learn": ("sklearn.datasets", lambda _: digits.load()),
+    "scikit-learn": ("sklearn", lambda _: digits.load()),
     "tensorboardX": ("tensorboardX", mt.EventFiles),
     "tyro": ("tyro", command_line),
 }

@@ -1,5 +1,8 @@
 """The recipes: their models against independent ones, their data against what they promise."""
 
+import sys
+from importlib.machinery import ModuleSpec
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,9 +102,17 @@ def test_digits_are_all_there_once(digits_data):
         assert part["image"].shape == (len(part["label"]), 28, 28, 1)
         assert (part["image"].dtype, part["label"].dtype) == (np.float32, np.int32)
         assert (part["image"].min(), part["image"].max()) == (0.0, 1.0)
-    np.testing.assert_array_equal(test["label"], load_digits().target[4::5])
+    labels = load_digits().target
+    np.testing.assert_array_equal(test["label"], labels[4::5])
     together = np.bincount(train["label"]) + np.bincount(test["label"])
-    np.testing.assert_array_equal(together, np.bincount(load_digits().target))
+    np.testing.assert_array_equal(together, np.bincount(labels))
+
+
+def test_digits_are_read_as_scikit_learn_reads_them(digits_data, monkeypatch):
+    # As where a later scikit-learn keeps its file elsewhere: load_digits finds it.
+    elsewhere = ModuleSpec("sklearn", None, is_package=True)
+    monkeypatch.setattr(digits, "find_spec", lambda _: elsewhere)
+    jax.tree.map(np.testing.assert_array_equal, digits_data, digits.load())
 
 
 @settings(max_examples=5, deadline=None)  # each size compiles jax.image.resize
@@ -151,7 +162,7 @@ def test_an_unknown_recipe_is_an_error_that_lists_those_there_are():
 
 
 def test_without_scikit_learn_digits_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(mt.RunError, match=r"Run: pip install .*scikit-learn"):
         digits.load()
 
