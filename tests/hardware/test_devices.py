@@ -132,7 +132,7 @@ def test_devices_by_number_name_and_list():
 
 def test_soft_placement_falls_back_and_says_so():
     """Lie: a program written for a GPU runs on a CPU without a word."""
-    with pytest.warns(mt.MultitowerWarning, match=r"devices=20 .* has 8: .* Using cpu:0, cpu:1"):
+    with pytest.warns(mt.MultitowerWarning, match=r"devices=20, .* has 8: .* Using cpu:0, cpu:1"):
         assert mt.devices(20, soft=True) == jax.local_devices()
     with pytest.warns(mt.MultitowerWarning, match="no device 'gpu:1'.* Using cpu:0 instead"):
         assert mt.devices("gpu:1", soft=True) == mt.devices("cpu:0")

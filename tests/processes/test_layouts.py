@@ -34,7 +34,7 @@ def on_two_processes():
 @pytest.fixture(scope="module")
 def alone():
     """One process of its own: an everyday test process may compile otherwise (conftest.py)."""
-    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "local_run", "stages"))
+    return json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local", "stages"))
 
 
 def test_law_l3_same_bits_on_two_processes(on_two_processes):
@@ -48,22 +48,6 @@ def test_law_l3_towers_meet_across_two_processes(on_two_processes):
 def test_law_l3_with_local_updates_on_two_processes(on_two_processes, alone):
     """Lie: a meeting of one process's towers; a state in which each process sees its own alone."""
     assert on_two_processes["local"] == alone["local"]
-
-
-def test_between_meetings_no_program_spans_processes(on_two_processes, alone):
-    """Process 0 makes its steps before process 1 begins; then all bits are those of one process.
-
-    The lie: metrics, or anything else, that wait for the other process in every step.
-    """
-    assert on_two_processes["local_calls"] == [alone["local"][1], alone["local"][3]]
-
-
-def test_a_run_with_local_updates_makes_calls_that_end_where_towers_meet(on_two_processes, alone):
-    """Lies: metrics that are exchanged in every step; hooks that miss some; one process's rows."""
-    found, expected = dict(on_two_processes["local_run"]), dict(alone["local_run"])
-    assert found.pop("sizes") == [2, 1, 1, 2]  # one more ends where devices are compared
-    assert expected.pop("sizes") == [None] * 6
-    assert found == expected
 
 
 def test_law_l3_with_stages_on_two_processes(on_two_processes, alone):
@@ -147,6 +131,30 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
 def test_texts_of_other_lengths_arrive_whole(on_two_processes):
     degree = "\N{DEGREE SIGN}"
     assert on_two_processes["texts"] == [degree, degree * 5001]
+
+
+@pytest.fixture(scope="module")
+def calls_on_two_processes():
+    return together(2, 1, "local_calls", "local_run")
+
+
+@pytest.mark.slow
+def test_between_meetings_no_program_spans_processes(calls_on_two_processes, alone):
+    """Process 0 makes its steps before process 1 begins; then all bits are those of one process.
+
+    The lie: metrics, or anything else, that wait for the other process in every step.
+    """
+    assert calls_on_two_processes["local_calls"] == [alone["local"][1], alone["local"][3]]
+
+
+@pytest.mark.slow
+def test_a_run_with_local_updates_makes_calls_that_end_where_towers_meet(calls_on_two_processes):
+    """Lies: metrics that are exchanged in every step; hooks that miss some; one process's rows."""
+    found = dict(calls_on_two_processes["local_run"])
+    expected = dict(json.loads(run_python(PROGRAM, "0", "1", "0", "2", "local_run"))["local_run"])
+    assert found.pop("sizes") == [2, 1, 1, 2]  # one more ends where devices are compared
+    assert expected.pop("sizes") == [None] * 6
+    assert found == expected
 
 
 @pytest.fixture(scope="module")

@@ -414,8 +414,6 @@ WHATS = {
     "same_bits": same_bits,
     "meeting": meeting,
     "local": local,
-    "local_calls": local_calls,
-    "local_run": local_run,
     "stages": stages,
     "fast": fast,
     "functions": functions,
@@ -429,6 +427,8 @@ WHATS = {
 }
 ALL = {
     **WHATS,
+    "local_calls": local_calls,
+    "local_run": local_run,
     "stages_elsewhere": functools.partial(stages, elsewhere=True),
     "stages_that_meet": functools.partial(meeting, num_stages=2),
 }
