@@ -94,7 +94,7 @@ def values_in_doubt(num_towers, size):
     return [jnp.asarray(row, jnp.float32) for row in values]
 
 
-@settings(max_examples=6, derandomize=True)
+@settings(max_examples=6)
 @given(
     num_devices=st.integers(2, 8),
     size=st.sampled_from([1, 257, 16 * 1024 + 3]),  # the last one travels in chunks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import multitower as mt
 
-few = settings(max_examples=7, deadline=None, derandomize=True)
+few = settings(max_examples=7)
 
 
 def losses(params, batch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import multitower as mt
 from tower_keys import tower_key
 
-few = settings(max_examples=8, deadline=None, derandomize=True)
+few = settings(max_examples=8)
 
 
 def assert_equal(found, expected):
