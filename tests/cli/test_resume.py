@@ -72,9 +72,17 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     assert main(["resume", str(tmp_path)]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"recipe": "digits", "options": {}}')
-    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "result.json").write_text("{")
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "result.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "result.json").write_text('{"steps": 3}')
     assert main(["resume", str(tmp_path)]) == 2
     assert "is finished" in capsys.readouterr().err
+    # The lie: an extension that deletes the result, and stops where it was.
+    (tmp_path / "result.json").write_text('{"steps": 3, "stopped": "early stopping after step 3"}')
+    assert main(["resume", str(tmp_path), "--steps", "9"]) == 2
+    assert "is finished, by early stopping after step 3. More" in capsys.readouterr().err
+    assert (tmp_path / "result.json").exists()
     (tmp_path / "result.json").unlink()
     assert main(["eval", str(tmp_path)]) == 2
     assert "no complete checkpoint" in capsys.readouterr().err

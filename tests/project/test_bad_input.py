@@ -435,15 +435,15 @@ WRONG = {
     ),
     "a test phase that tells no scores": (
         lambda: mt.Trainer(
-            losses, SGD, devices=2, early_stopping=mt.EarlyStopping("accuracy"), hooks=[]
+            losses, SGD, devices=2, early_stopping=mt.EarlyStopping("score", patience=1), hooks=[]
         ).fit(W, lambda first: iter([X]), steps=1, evaluate=lambda state: 1.0, evaluate_every=1),
         mt.RunError,
-        r"early_stopping='accuracy': .*did not call trainer\.evaluate",
+        r"early_stopping='score': .*did not call trainer\.evaluate",
     ),
     "targets that lack an axis": (
         lambda: step(lambda w, x: x @ w[:, None] - x[:, 0], W, X[:8]),
         mt.OutputError,
-        r"shape \(2, 2\) for 2 rows, .*Take prediction\[:, 0\]",
+        r"shape \(2, 2\) for 2 rows: .*loss\.mean.*\(2, 1\) minus.*take prediction\[:, 0\]",
     ),
     "metrics of an evaluation that are no dict": (
         lambda: mt.evaluate(losses, W, X, global_batch=5, devices=1),
@@ -454,6 +454,11 @@ WRONG = {
         lambda: mt.predict(add_one, W, X, global_batch=5),
         mt.ArgumentError,
         r"the function add_one\(x\) takes 1 argument, and predict calls it with two",
+    ),
+    "rng in a function to predict with": (
+        lambda: mt.predict(lambda w, x, rng: x, W, X, global_batch=5),
+        mt.ArgumentError,
+        r"takes 3 arguments, and predict calls it with two",
     ),
     "rng by position": (
         lambda: mt.train_step(lambda w, x, rng: losses(w, x), SGD),

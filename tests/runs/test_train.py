@@ -231,6 +231,8 @@ def test_a_run_that_ends_early_scores_what_it_has(tmp_path):
     assert result["early_stopping"] == "loss:2"
     assert "loss has not improved in the last 2 test phases" in result["stopped"]
     assert json.loads((tmp_path / "result.json").read_text()) == result
+    either = dataclasses.replace(options, early_stopping="loss:2:min", best="max")
+    assert either.stopping_rule() == options.stopping_rule()
     with pytest.raises(mt.RunError, match="early_stopping='lost': the test phase has no such"):
         run(still, dataclasses.replace(options, early_stopping="lost"))
 
@@ -293,7 +295,7 @@ def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
         ({"ema_decay": 2.0}, mt.ArgumentError, "ema_decay=2.0: it must be a number from 0 to 1"),
         ({"epochs": 0}, mt.RunError, "epochs=0: it must be a number above 0"),
         ({"early_stopping": "loss"}, mt.RunError, "add evaluate_every"),
-        ({"early_stopping": "loss:", "evaluate_every": 1}, mt.RunError, "such as accuracy:5"),
+        ({"early_stopping": "loss:", "evaluate_every": 1}, mt.RunError, "such as loss:5:min"),
         ({"early_stopping": "loss:0", "evaluate_every": 1}, mt.RunError, "NAME:PATIENCE"),
         ({"extra_metrics": "norm"}, mt.ArgumentError, "'gradient_norm' and 'learning_rate'"),
         ({"towers": 0}, mt.DeviceError, "towers=0"),

@@ -109,6 +109,16 @@ def test_law_l3_in_layouts_of_processes():
 
 
 @pytest.mark.slow
+def test_law_l3_in_layouts_with_local_updates():
+    # The lie: over processes a trainer makes several updates a call, and verify one.
+    words = ["--sync-every", "2", "--steps", "3", "--json"]
+    found = verified(RECIPE, "--layouts", "1x2,2x1", *words)
+    assert found.returncode == 0, found.stderr
+    fingerprints = json.loads(found.stdout)["fingerprints"]
+    assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.slow
 def test_a_process_that_computes_something_else_is_named(tmp_path):
     """Lies: fingerprints of process 0, whichever process is wrong; values of another leaf."""
     recipe = tmp_path / "recipe.py"

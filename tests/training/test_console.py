@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import multitower as mt
-from multitower.training.console import live_line, plain_lines
+from multitower.training.console import live_line, plain_lines, shown_rows
 
 
 def batches(first):
@@ -67,6 +67,17 @@ def test_lines_say_how_long_it_takes():
             break
     assert len(said) == 1
     assert said[0].endswith("step  100/4000  loss 0.5000  epoch 1.00  10 examples/s  1:05:00 left")
+
+
+def test_rows_that_are_done_are_a_part_of_all(monkeypatch):
+    # The lie: a line that is full after the first chunk.
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=120)
+    monkeypatch.setattr("multitower.training.console._terminal", lambda: console)
+    with shown_rows(np.zeros((4000, 2)), is_wanted=True) as show:
+        assert show is not None
+        show(1000)
+    assert "1000/4000" in written.getvalue()
 
 
 def test_a_terminal_has_a_live_line():

@@ -307,6 +307,7 @@ def test_the_highest_loss_is_no_silent_best(option, tmp_path):
     assert seen[0].filename == __file__
     trainer("test_loss", "min")
     trainer("accuracy", "max")
+    trainer("neg_log_loss", "max")
 
 
 def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path):

@@ -81,9 +81,9 @@ Epochs = Annotated[
 EarlyStopping = Annotated[
     str | None,
     flag(
-        "NAME[:N]",
+        "NAME[:N[:min]]",
         "With --evaluate-every: end the run when N test phases in a row, 3 by default, have "
-        "not improved the test score NAME.",
+        "not improved the test score NAME, upwards or with :min downwards.",
         "never",
     ),
 ]

@@ -46,19 +46,37 @@ def resume(
     With --towers, the result has the same bits as an uninterrupted run.
     """
     recipe, options = read_run(directory, devices)
-    before = steps_of(recipe, options)
-    if (directory / RESULT).exists() and steps in (None, before):
-        raise RunError(
-            f"{directory} is finished: {directory / RESULT} holds its result. To extend it, pass "
-            f"--steps with more than its {before} steps."
-        )
+    refuse_finished(directory, steps)
     where = start_devices(devices, simulate, options.towers, together=together)
     say(f"resuming {recipe.name} from {directory} on {where}")
     with held_for_all(directory):
         if steps is not None:
+            before = steps_of(recipe, options)  # may load data, so after JAX is set up
             options = dataclasses.replace(options, steps=steps, epochs=None)
             by_first(lambda: extend_run(directory, recipe, options, before))
         finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
+
+
+def refuse_finished(directory: Path, steps: int | None) -> None:
+    """Refuses a run that has its result, unless it is to make more steps and can."""
+    file = directory / RESULT
+    if not file.exists():
+        return
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory} is finished, but {file} cannot be read: {error}.") from error
+    if stopped := result.get("stopped"):
+        raise RunError(
+            f"{directory} is finished, by {stopped}. More steps would not change that: begin "
+            "another run, with a larger N in --early-stopping NAME:N."
+        )
+    made = result.get("steps")
+    if steps in (None, made):
+        raise RunError(
+            f"{directory} is finished: {file} holds its result. To extend it, pass --steps with "
+            f"more than its {made} steps."
+        )
 
 
 def evaluate(

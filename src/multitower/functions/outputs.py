@@ -30,18 +30,18 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
             f"the loss has dtype {loss.dtype}: it must be a real floating-point number. Take "
             ".real, jnp.abs(...) or .astype(jnp.float32), whichever is meant."
         )
-    if loss.shape == (tower_rows, tower_rows) and tower_rows > 1:
-        raise OutputError(
-            f"the loss has shape {loss.shape} for {tower_rows} rows, every row with every other: a "
-            f"prediction of shape ({tower_rows}, 1) minus a target of shape ({tower_rows},) gives "
-            "that. Take prediction[:, 0], and return one loss per row."
-        )
     if loss.shape not in ((), (tower_rows,)):
+        hint = ""
+        if loss.shape == (tower_rows, tower_rows):
+            hint = (
+                f" A prediction of shape ({tower_rows}, 1) minus a target of shape ({tower_rows},) "
+                "also has this shape, every row with every other: then take prediction[:, 0]."
+            )
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
             f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "
             "sum or average them, e.g. loss.mean(axis=tuple(range(1, loss.ndim))). For a mean over "
-            "tokens or other weighted terms return mt.ratio(loss * mask, mask)."
+            f"tokens or other weighted terms return mt.ratio(loss * mask, mask).{hint}"
         )
     return loss.shape != ()
 

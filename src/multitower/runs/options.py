@@ -147,19 +147,21 @@ class RunOptions:
         """When to end the run early."""
         if self.early_stopping is None:
             return None
-        score, colon, patience = self.early_stopping.partition(":")
-        if not score or (colon and not re.fullmatch(r"[1-9]\d*", patience)):
+        found = re.fullmatch(r"([^:]+)(?::([1-9]\d*))?(?::(min|max))?", self.early_stopping)
+        if found is None:
             raise RunError(
-                f"early_stopping={self.early_stopping}: say the name of a score, or NAME:PATIENCE, "
-                "such as accuracy:5 to stop after 5 test phases in a row without an improvement."
+                f"early_stopping={self.early_stopping}: say the name of a score, NAME:PATIENCE or "
+                "NAME:PATIENCE:min, such as loss:5:min to stop after 5 test phases in a row "
+                "without a lower loss. Without min or max, --best decides."
             )
+        score, patience, best = found.groups()
         if not self.evaluate_every:
             raise RunError(
                 f"early_stopping={self.early_stopping} is decided by test phases, and this run has "
                 "one at its end alone: add evaluate_every (--evaluate-every N)."
             )
-        rule = EarlyStopping(score, best="min" if self.best == "min" else "max")
-        return replace(rule, patience=int(patience)) if colon else rule
+        rule = EarlyStopping(score, best="min" if (best or self.best) == "min" else "max")
+        return replace(rule, patience=int(patience)) if patience else rule
 
     def profile_pair(self) -> tuple[int, int] | None:
         """The first and the last step to profile."""

@@ -1,7 +1,6 @@
 """A recipe that is set up: its trainer, its data, its first state."""
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from multitower.steps.optimizing.extra_metrics import RATE
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
 from multitower.training.checkpoints.best import check_score
+from multitower.training.fitting.epochs import steps_in
 from multitower.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ class RecipeJob:
                 facts[name] = value
         if names := self.options.metric_names():
             facts["extra_metrics"] = names
+        if self.options.on_nonfinite != "stop":
+            facts["on_nonfinite"] = self.options.on_nonfinite
         if self.options.early_stopping is not None:
             facts["early_stopping"] = self.options.early_stopping
             facts["stopped"] = self.trainer.stopped
@@ -207,7 +209,7 @@ def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) 
     if options.epochs is None:
         return options.steps or recipe.steps
     global_batch = options.global_batch or recipe.global_batch
-    return math.ceil(options.epochs * _steps_per_epoch(data or recipe.data(), global_batch))
+    return steps_in(options.epochs, _steps_per_epoch(data or recipe.data(), global_batch))
 
 
 def make_optimizer(

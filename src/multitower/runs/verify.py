@@ -78,7 +78,10 @@ def run_maker(
     """What makes a recipe's first steps on a number of devices; arguments as for `verify`."""
 
     def run(count: int) -> Run:
-        job = RecipeJob.of(recipe, replace(options, devices=count), None)
+        # Over processes a trainer makes local updates in calls: here in calls of one, everywhere.
+        steps_per_call = None if options.sync_every is None else 1
+        here = replace(options, devices=count, steps_per_call=steps_per_call)
+        job = RecipeJob.of(recipe, here, None)
         step = job.trainer.step
         state = step.init(**job.first_state())
         batches = islice(job.batches(0), options.steps)
@@ -87,7 +90,11 @@ def run_maker(
         with closing(prefetch(batches, **job.feeding())) as ahead:
             for number, batch in enumerate(ahead, start=1):
                 watch(f"step {number} of {options.steps} on {of_all}")
-                state, metrics = step(state, batch)
+                if steps_per_call is None:
+                    state, metrics = step(state, batch)
+                else:
+                    state, metrics = step(state, [batch])
+                    metrics = {name: value[0] for name, value in metrics.items()}
                 yield state, metrics
 
     return run

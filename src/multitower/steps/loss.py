@@ -178,7 +178,8 @@ def _check_arguments(
     name = given if given.isidentifier() else "loss"
     body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
     extras = names[2:]
-    if extras and {*extras} <= {"rng", "model_state"}:
+    by_name = {"model_state"} if caller in ("evaluate", "predict") else {"model_state", "rng"}
+    if extras and {*extras} <= by_name:
         raise ArgumentError(
             f"{what} {given}({', '.join(names)}) takes {' and '.join(extras)} by position, "
             f"which {caller} passes by name. Add a star: "

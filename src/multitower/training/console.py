@@ -109,8 +109,9 @@ def shown_rows(data: Any, is_wanted: bool) -> Generator[Callable[[int], None] | 
     if console is None:
         yield None
         return
-    with live_line(num_rows_of_all(data) or 0, console) as display:
-        yield lambda done: display.show(Progress("train", done, done, {}))
+    total = num_rows_of_all(data) or 0
+    with live_line(total, console) as display:
+        yield lambda done: display.show(Progress("train", done, total, {}))
 
 
 def plain_lines(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Hook:

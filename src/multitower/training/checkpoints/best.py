@@ -1,6 +1,7 @@
 """The best state so far, judged by a score of the test phase, in a directory of its own."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -10,7 +11,8 @@ from multitower.processes.together import of_first
 from multitower.steps.state.train_state import TrainState
 from multitower.training.checkpoints.checkpoint import Checkpoints
 
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "bits_per")
+_LOWER_IS_BETTER = {"loss", "losses", "error", "errors", "perplexity", "bits"}
+_TURNED_AROUND = {"neg", "negative", "minus"}
 
 
 class BestCheckpoint(NamedTuple):
@@ -87,10 +89,11 @@ def warn_of_worst(option: str, score: str, best: str) -> None:
         score: its name.
         best: `"max"` or `"min"`.
     """
-    if best == "max" and any(word in score.lower() for word in _LOWER_IS_BETTER):
+    words = {*re.split(r"[\W_]+", score.lower())}
+    if best == "max" and words & _LOWER_IS_BETTER and not words & _TURNED_AROUND:
         warn(
             f"{option} with score {score!r} and best='max': the state with the highest {score} "
-            "counts as the best. Pass best='min' for the lowest."
+            "counts as the best. Pass best='min' (--best min) for the lowest."
         )
 
 

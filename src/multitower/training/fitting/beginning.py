@@ -27,9 +27,11 @@ def check_batches(batches: Any) -> None:
     what = type(batches).__name__
     if callable(batches):
         try:
-            inspect.signature(batches).bind(0)
+            # What a decorated function takes itself.
+            inspect.signature(batches, follow_wrapped=False).bind(0)
         except TypeError:
-            what = f"{getattr(batches, '__name__', what)}{inspect.signature(batches)}"
+            signature = inspect.signature(batches, follow_wrapped=False)
+            what = f"{getattr(batches, '__name__', what)}{signature}"
         except ValueError:  # some builtins and C functions tell nothing
             return
         else:

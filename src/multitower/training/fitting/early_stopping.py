@@ -68,6 +68,7 @@ class Patience:
     def __init__(self, rule: EarlyStopping, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
         self._rule = rule
         self._run = run
+        self._uncounted = 0
         nothing = {"step": 0, "best": None, "best_step": 0, "waited": 0}
         is_of_this_rule = saved.get(RULE) == rule.in_words()
         run[_COUNTED] = saved.get(_COUNTED, nothing) if is_of_this_rule else nothing
@@ -93,10 +94,13 @@ class Patience:
         """Why the run ends now, decided by process 0; None if it goes on.
 
         Raises:
-            RunError: no test phase has been counted yet.
+            RunError: as many test phases as it waits for have passed without a score.
         """
         counted = self._run[_COUNTED]
         if counted["step"] == 0:
+            self._uncounted += 1
+            if self._uncounted < self._rule.patience:
+                return None  # a test phase may begin to score later
             raise RunError(
                 f"early_stopping={self._rule.score!r}: the test phase did not call "
                 "trainer.evaluate, which passes the scores on. Call it in evaluate=."

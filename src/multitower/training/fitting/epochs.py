@@ -58,4 +58,15 @@ def steps_of_run(
             "return an iterator of mt.make_batches. Pass steps_per_epoch=, the number of examples "
             "divided by the rows of a batch, or steps=."
         )
-    return math.ceil(epochs * size)
+    return steps_in(epochs, size)
+
+
+def steps_in(epochs: float, size: float) -> int:
+    """The updates of some epochs of `size` updates each, the last one of a part counted whole.
+
+    Example:
+        >>> from multitower.training.fitting.epochs import steps_in
+        >>> steps_in(1.5, 3), steps_in(100, 1.12)  # a product of 112.00000000000001
+        (5, 112)
+    """
+    return math.ceil(round(epochs * size, 9))
