@@ -82,7 +82,18 @@ def test_the_number_of_stages_counts_where_there_are_any(tmp_path):
     fit(tmp_path, stages=1)
     with pytest.raises(mt.RunError, match="another stages: the run there has 1, this one has 2"):
         fit(tmp_path, stages=2)
+    with pytest.raises(mt.RunError, match="another remat: the run there has True, this one has"):
+        fit(tmp_path, stages=1, remat=False)
     assert fit(tmp_path).step == 2
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_state_count(tmp_path):
+    # The lie: 0.2 in the program, and the 0.1 of the checkpoint in every update.
+    make = optax.inject_hyperparams(optax.adam)
+    fit(tmp_path, make(0.1))
+    assert fit(tmp_path, make(0.1), steps=3).step == 3
+    with pytest.raises(mt.RunError, match="another first optimizer state: .*0.1.* has .*0.2"):
+        fit(tmp_path, make(0.2), steps=4)
 
 
 def test_kernels_of_onednn_count(tmp_path, monkeypatch):

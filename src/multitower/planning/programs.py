@@ -66,7 +66,7 @@ class Programs:
         self.local = find_devices()
         self._towers: dict[int, TowerProgram] = {}
         self._fast: dict[tuple[int, bool], int] = {}
-        self._shards: dict[tuple[int, bool], ShardsProgram] = {}
+        self._shards: dict[tuple[int, int, bool], ShardsProgram] = {}
         self.stages: dict[tuple[int, int], Any] = {}  # by rows of a tower and number of stages
         self.apart: dict[Any, Any] = {}  # those of local and asynchronous updates
 
@@ -115,9 +115,9 @@ class Programs:
             num_devices: how many devices are planned.
             params: whether the parameters are split too.
         """
-        key = (tower_rows, params)
+        count = min(num_devices, len(self.local))
+        key = (tower_rows, count, params)
         if key not in self._shards:
-            count = min(num_devices, len(self.local))
             self._shards[key] = self._compile_shards(tower_rows, count, params=params)
         return self._shards[key]
 

@@ -29,11 +29,11 @@ def split_params(
 
     Args:
         program: parameters are its first inputs.
-        places: for each step its stage.
+        places: for each step its stage; where towers meet, its segment.
         num_params: how many parameters there are.
 
     Returns:
-        The program without the slices, the stages of its steps, and the pieces.
+        The program without the slices, the places of its steps, and the pieces by these.
     """
     uses: dict[int, list[tuple[Step, int]]] = defaultdict(list)
     for step, place in zip(program.steps, places, strict=True):

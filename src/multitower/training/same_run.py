@@ -57,6 +57,8 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
 
     found = {name: described(value) for name, value in settings.items()}
     found[_OPTIMIZER] = update_of(optimizer)
+    # Where optax.inject_hyperparams keeps the learning rate, it is no number of the update.
+    found["first optimizer state"] = _program(jax.make_jaxpr(optimizer.init)(shapes))
     found["onednn"] = uses_onednn()
     return {**found, "versions": {name: versions()[name] for name in ("jax", "optax")}}
 

@@ -67,9 +67,10 @@ class Trainer:
         remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
-            stops the run after a call. With `sync_every` over several processes the default is
-            `sync_every`, so that processes exchange nothing between two meetings; hooks then hear
-            of all steps of a call together. 1 makes one update in each call.
+            stops the run after a call, over several processes after that or the next one. There,
+            with `sync_every`, the default is `sync_every`, but 16 at most, so that processes
+            exchange nothing between two meetings; hooks then hear of all steps of a call together.
+            The batches of two calls lie on the devices. 1 makes one update in each call.
         sync_every: as for `multitower.train_step`: local updates, with a meeting of the towers
             after every so many steps. What is scored are the parameters of the last meeting.
         outer_optimizer: as for `multitower.train_step`: makes the update at a meeting.

@@ -14,7 +14,7 @@ import numpy as np
 
 from multitower.towers.placement import Placement
 
-# A signal is heard within about twice as long, or within two steps.
+# A signal is heard within about twice as long, or within two calls.
 VOTE_EVERY_S = 0.5
 _MOST_STEPS = 1000
 
@@ -39,8 +39,8 @@ class StopVote:
         self._clock = clock
         self._cast: jax.Array | None = None
         self._cast_at = clock()
-        self._interval = 1  # steps from the last vote to the next
-        self._since = 0  # steps since the last vote
+        self._interval = 1  # calls from the last vote to the next
+        self._since = 0  # calls since the last vote
         self._largest = None
         if placement.spans_processes:
             self._largest = jax.jit(lambda votes: votes.max(0), out_shardings=placement.shared)

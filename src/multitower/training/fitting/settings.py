@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
@@ -15,6 +17,8 @@ _ALWAYS = (
     "clip_norm",
     "reduction",
 )
+# Of local updates over several processes, where the user says nothing.
+MOST_STEPS_PER_CALL = 16
 _ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale", "momentum_correction")
 
 
@@ -32,9 +36,7 @@ def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[
         "compute_dtype": None if narrow is None else str(narrow),
     }
     if options["stages"] is not None:
-        settings["stages"] = options["stages"]
-    if not options["remat"]:
-        settings["remat"] = False
+        settings |= {name: options[name] for name in ("stages", "remat")}
     if options["sync_every"] is not None:
         settings |= {name: options[name] for name in ("sync_every", "local_state")}
         settings["outer_optimizer"] = options["outer_optimizer"] or default_outer_optimizer()
@@ -49,8 +51,11 @@ def steps_per_call_of(said: int | None, sync_every: int | None) -> int | None:
     """How many updates a call makes at most.
 
     With local updates over several processes it is those from one meeting to the next, unless the
-    user says otherwise: metrics are exchanged after a call, and a signal stops a run there.
+    user says otherwise: metrics are exchanged after a call, and a signal stops a run there. It is
+    a few at most, as their batches lie on the devices together.
     """
-    if said is None and sync_every is not None and are_several():
-        return sync_every
-    return said
+    if said is not None or sync_every is None:
+        return said
+    # Asked first, as it leaves alone what `configure` may still set.
+    is_joined = jax.distributed.is_initialized()
+    return min(sync_every, MOST_STEPS_PER_CALL) if is_joined and are_several() else None
