@@ -92,7 +92,7 @@ def test_numbers_that_an_optimizer_keeps_in_its_state_count(tmp_path):
     make = optax.inject_hyperparams(optax.adam)
     fit(tmp_path, make(0.1))
     assert fit(tmp_path, make(0.1), steps=3).step == 3
-    with pytest.raises(mt.RunError, match="another first optimizer state: .*0.1.* has .*0.2"):
+    with pytest.raises(mt.RunError, match=r"another first optimizer state: .*0\.1.* has .*0\.2"):
         fit(tmp_path, make(0.2), steps=4)
 
 

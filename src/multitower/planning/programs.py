@@ -108,17 +108,21 @@ class Programs:
     def shards(self, tower_rows: int, num_devices: int, *, params: bool) -> ShardsProgram:
         """A step without `towers=` whose state is split over the devices.
 
-        It is compiled once for so many rows, for as many of these devices as there are here.
+        It is compiled for as many of these devices as there are here, once for so many rows; what
+        was compiled for fewer of them is an estimate.
 
         Args:
             tower_rows: of each device.
             num_devices: how many devices are planned.
             params: whether the parameters are split too.
         """
-        count = min(num_devices, len(self.local))
-        key = (tower_rows, count, params)
-        if key not in self._shards:
-            self._shards[key] = self._compile_shards(tower_rows, count, params=params)
+        most = min(num_devices, len(self.local))
+        found = [
+            count for count in range(most, 0, -1) if (tower_rows, count, params) in self._shards
+        ]
+        key = (tower_rows, found[0] if found else most, params)
+        if not found:
+            self._shards[key] = self._compile_shards(tower_rows, most, params=params)
         return self._shards[key]
 
     @property
