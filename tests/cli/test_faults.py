@@ -104,7 +104,7 @@ def test_a_signal_at_any_stage(tmp_path, cache, fault, training, elsewhere):
     for stage, one in found.items():
         if stage in TRAINING and fault != "SIGKILL":
             assert f"multitower: {fault}: stopped after step" in one["said"][0]
-            assert re.search(r"go on from there: multitower resume \S+/run$", one["said"][0])
+            assert re.search(r"To continue: multitower resume \S+/run$", one["said"][0])
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_law_l4_a_module_is_saved_and_resumed(tmp_path):
 
     def fit(devices, steps, **options):
         trainer = mt.Trainer(losses, optax.adam(0.1), devices=devices, towers=4, **options)
-        return trainer, trainer.fit(Net(), batches, steps=steps, resume=True)
+        return trainer, trainer.fit(Net(), batches, steps=steps, resume="run_dir" in options)
 
     asked = []
 
