@@ -136,6 +136,7 @@ def test_a_run_in_calls_is_the_same_run(one_by_one, monkeypatch):
 def test_over_processes_a_run_makes_calls_from_one_meeting_to_the_next(monkeypatch):
     assert steps_per_call_of(None, 16) is None
     monkeypatch.setattr("multitower.training.fitting.settings.are_several", lambda: True)
-    assert steps_per_call_of(None, 16) == 16
+    monkeypatch.setattr("jax.distributed.is_initialized", lambda: True)
+    assert [steps_per_call_of(None, every) for every in (2, 16, 500)] == [2, 16, 16]
     assert steps_per_call_of(1, 16) == 1
     assert steps_per_call_of(None, None) is None
