@@ -115,9 +115,7 @@ def run_in_layout(
     """
     with tempfile.TemporaryFile("w+") as out:
         words = [*words, "--simulate", str(layout.devices)]
-        code = run_local_processes(
-            layout.processes, words, stdout=out, environment=environment or {}
-        )
+        code = run_local_processes(layout.processes, words, stdout=out, environment=environment)
         out.seek(0)
         text = out.read()
     if code == 128 + signal.SIGINT:

@@ -146,7 +146,7 @@ def train(
             "K",
             "Without --towers: make up to K updates in one call, which saves the host's time. With "
             "--sync-every also with --towers and over processes.",
-            "one; H with --sync-every H over processes",
+            "one; H, but 16 at most, with --sync-every H over processes",
         ),
     ] = None,
     sync_every: Annotated[

@@ -117,13 +117,13 @@ class Programs:
             params: whether the parameters are split too.
         """
         most = min(num_devices, len(self.local))
-        found = [
-            count for count in range(most, 0, -1) if (tower_rows, count, params) in self._shards
-        ]
-        key = (tower_rows, found[0] if found else most, params)
-        if not found:
-            self._shards[key] = self._compile_shards(tower_rows, most, params=params)
-        return self._shards[key]
+        for count in range(most, 0, -1):
+            if (found := self._shards.get((tower_rows, count, params))) is not None:
+                return found
+        found = self._shards[tower_rows, most, params] = self._compile_shards(
+            tower_rows, most, params=params
+        )
+        return found
 
     @property
     def largest_buffer(self) -> int:

@@ -34,7 +34,7 @@ class RunOptions:
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
         remat: whether stages compute their forward part again in the backward pass.
         steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one,
-            or with `sync_every` over several processes for those from one meeting to the next.
+            or with `sync_every` over several processes for up to 16, to the next meeting.
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
@@ -47,7 +47,8 @@ class RunOptions:
         log: services to log to, separated by commas, as for `multitower.ExperimentLog`.
         profile: steps to profile, such as "10:13" for steps 10 to 13.
         early_stopping: end the run when a score of its test phases no longer improves: its name,
-            and perhaps the patience, such as "accuracy:5", as for `multitower.EarlyStopping`.
+            perhaps the patience, and whether low is better, such as "accuracy:5" or "loss:5:min",
+            as for `multitower.EarlyStopping`.
         extra_metrics: metrics of the update, separated by commas, as for `multitower.train_step`.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.

@@ -55,8 +55,9 @@ def run(
         wall time of all of this; `versions` and `host`; of several processes `processes`, how many;
         with stages `pipeline`, as `describe_pipeline`; with clipping `clip_norm`, the run's or the
         recipe's; with a profile `profile`, its steps; with `keep_best`, `best`: the step and the
-        scores of the best state; `ema_decay`, `epochs`, `extra_metrics`, `early_stopping`, if
-        asked for, and `stopped`, why a run with early stopping ended early, or None.
+        scores of the best state; `ema_decay`, `epochs`, `extra_metrics`, `on_nonfinite`,
+        `early_stopping`, if asked for, and `stopped`, why a run with early stopping ended early, or
+        None.
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.

@@ -1,7 +1,7 @@
 """The loss of a training step: which extras it takes, and what it returns."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,7 +45,11 @@ class LossFunction:
 
     @classmethod
     def of(
-        cls, fn: Callable[..., Any], what: str = "the loss", caller: str = "a step"
+        cls,
+        fn: Callable[..., Any],
+        what: str = "the loss",
+        caller: str = "a step",
+        by_name: Set[str] = frozenset({"rng", "model_state"}),
     ) -> "LossFunction":
         """Reads from the signature what the loss takes.
 
@@ -53,6 +57,7 @@ class LossFunction:
             fn: the loss, or another function that is called like one.
             what: what it is, for messages.
             caller: what calls it, likewise.
+            by_name: what it may be given by name.
 
         Raises:
             ArgumentError: `fn` is not a function, or not one of two positional arguments.
@@ -65,7 +70,7 @@ class LossFunction:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):  # some builtins and C functions tell nothing
             return cls(fn, takes_rng=False, takes_model_state=False)
-        _check_arguments(fn, signature, what, caller)
+        _check_arguments(fn, signature, what, caller, by_name)
         parameters = signature.parameters.values()
         names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return cls(fn, "rng" in names, "model_state" in names)
@@ -159,8 +164,22 @@ class LossFunction:
         return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)
 
 
+def takes_model_state(fn: Callable[..., Any], what: str, caller: str) -> bool:
+    """Whether a function that is called as a loss is, but without `rng`, takes `model_state`.
+
+    Args:
+        fn: the function.
+        what: what it is, for messages.
+        caller: what calls it, likewise.
+
+    Raises:
+        ArgumentError: as for `LossFunction.of`.
+    """
+    return LossFunction.of(fn, what, caller, frozenset({"model_state"})).takes_model_state
+
+
 def _check_arguments(
-    fn: Callable[..., Any], signature: inspect.Signature, what: str, caller: str
+    fn: Callable[..., Any], signature: inspect.Signature, what: str, caller: str, by_name: Set[str]
 ) -> None:
     """Refuses a function that cannot be called with parameters and one batch.
 
@@ -178,7 +197,6 @@ def _check_arguments(
     name = given if given.isidentifier() else "loss"
     body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
     extras = names[2:]
-    by_name = {"model_state"} if caller in ("evaluate", "predict") else {"model_state", "rng"}
     if extras and {*extras} <= by_name:
         raise ArgumentError(
             f"{what} {given}({', '.join(names)}) takes {' and '.join(extras)} by position, "

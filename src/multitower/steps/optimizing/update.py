@@ -100,9 +100,8 @@ def update(
     if step.ema_decay is not None:
         decay = step.ema_decay(count) if callable(step.ema_decay) else step.ema_decay
         ema_params = jax.tree.map(lambda e, p: _ema(e, p, decay), fields.ema_params, params)
-    new = Fields(count, params, opt_state, ema_params, model_state, fields.rng)
-    new = new._replace(loss_scale=fields.loss_scale)
-    return check_same_types(fields, new)
+    given = (count, params, opt_state, ema_params, model_state, fields.rng)
+    return check_same_types(fields, Fields(*given, loss_scale=fields.loss_scale))
 
 
 def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:

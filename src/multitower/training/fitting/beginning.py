@@ -28,12 +28,13 @@ def check_batches(batches: Any) -> None:
     if callable(batches):
         try:
             # What a decorated function takes itself.
-            inspect.signature(batches, follow_wrapped=False).bind(0)
-        except TypeError:
             signature = inspect.signature(batches, follow_wrapped=False)
-            what = f"{getattr(batches, '__name__', what)}{signature}"
-        except ValueError:  # some builtins and C functions tell nothing
+        except (TypeError, ValueError):  # some builtins and C functions tell nothing
             return
+        try:
+            signature.bind(0)
+        except TypeError:
+            what = f"{getattr(batches, '__name__', what)}{signature}"
         else:
             return
     raise ArgumentError(

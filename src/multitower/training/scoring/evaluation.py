@@ -17,7 +17,7 @@ from multitower.functions.ratio import Ratio, by_row, inside_tower
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
-from multitower.steps.loss import LossFunction
+from multitower.steps.loss import takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
 # For each metric the numbers of its rows, and those of its totals and weights.
@@ -89,7 +89,7 @@ def evaluate(
         score = _scorer(metrics, where, towers, stages, layout)
     except TypeError:  # an unhashable callable: nothing to remember it by
         score = _scorer.__wrapped__(metrics, where, towers, stages, layout)
-    takes_state = LossFunction.of(metrics, "the function metrics", "evaluate").takes_model_state
+    takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
     shared = (in_evaluation_mode(params), model_state if takes_state else None)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
@@ -164,7 +164,7 @@ def _scorer(
     stages: int | None,
     layout: tuple[int, int] | None,
 ) -> Callable[..., Scores]:
-    takes_state = LossFunction.of(metrics, "the function metrics", "evaluate").takes_model_state
+    takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
 
     def score_rows(shared: tuple[Any, Any], batch: Any) -> Scores:
         params, model_state = shared

@@ -11,7 +11,7 @@ from multitower.functions.parallel import make_parallel
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
-from multitower.steps.loss import LossFunction
+from multitower.steps.loss import takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
 
@@ -69,7 +69,7 @@ def predict(
         run = _runner(fn, where, towers, stages, layout)
     except TypeError:  # an unhashable callable: nothing to remember it by
         run = _runner.__wrapped__(fn, where, towers, stages, layout)
-    takes_state = LossFunction.of(fn, "the function", "predict").takes_model_state
+    takes_state = takes_model_state(fn, "the function", "predict")
     state = model_state if takes_state else None
     shared = (in_evaluation_mode(params), state)
     if stages is not None:
@@ -101,7 +101,7 @@ def _runner(
     stages: int | None,
     layout: tuple[int, int] | None,
 ) -> Callable[..., Any]:
-    takes_state = LossFunction.of(fn, "the function", "predict").takes_model_state
+    takes_state = takes_model_state(fn, "the function", "predict")
 
     def run(shared: tuple[Any, Any], batch: Any) -> Any:
         params, model_state = shared
