@@ -53,6 +53,8 @@ train: $(stamp)  ## the main job: train the digits recipe
 test test-slow test-long mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
 test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+# Python keeps what it compiles too, whatever the shell says: hundreds of processes read our sources.
+test test-slow test-cluster test-long mutants: export PYTHONDONTWRITEBYTECODE :=
 # Nor do everyday tests wait for most optimizations; where bits are what is tested they do, and the
 # long tests run as users do (conftest.py).
 test mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1

@@ -26,10 +26,15 @@ OPTIMIZED = (
 # runs something in this process, which keeps programs that other tests have compiled.)
 LEFT_OUT_ANYWAY = (
     "cli/test_faults",
+    "cli/test_processes",
+    "cli/test_resume",
     "cluster/",
     "project/test_gpu_script",
     "project/test_peers",
     "runs/test_kill",
+    "runs/test_verify",
+    "scaling/test_layouts",
+    "training/tracking/test_log",
 )
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")

@@ -11,6 +11,7 @@ import pytest
 import multitower as mt
 from circle_run import CIRCLE
 from multitower.cli.main import main
+from processes import run_fork
 
 KEYS = {
     "recipe", "options", "seed", "steps", "batch_size", "test_accuracy", "test_loss", "fingerprint",
@@ -237,8 +238,7 @@ def test_the_same_bits_on_any_number_of_devices(tmp_path):
     for flags in (["--devices", "1"], ["--simulate", "4"]):
         where = tmp_path / "-".join(["run", *flags])
         words = ["--towers", "4", "--steps", "4", "--run-dir", str(where)]
-        done = in_new_process("train", "digits", *words, *flags)
-        assert done.returncode == 0, done.stderr
+        run_fork("-m", "multitower", "train", "digits", *words, *flags)
         fingerprints.add(json.loads((where / "result.json").read_text())["fingerprint"])
     assert len(fingerprints) == 1
 

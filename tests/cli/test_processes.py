@@ -9,8 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,8 +16,8 @@ import pytest
 
 import multitower as mt
 import places
+from forks import Fork
 from multitower.cli.local_processes import split_off_processes
-from multitower.cli.main import main
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import clean_environment, free_port
 
@@ -27,21 +25,8 @@ from processes import clean_environment, free_port
 CIRCLE = str(places.CIRCLE)
 
 
-# A script that starts the tests in the background has had SIGINT ignored, in all children too.
-MAIN = (
-    "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from multitower.cli.main import main\nsys.exit(main())"
-)
-
-
 def start(*words):
-    return subprocess.Popen(
-        [sys.executable, "-c", MAIN, *words],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Fork("-m", "multitower", *words, env=clean_environment())
 
 
 def run(*words, timeout_s=120):
@@ -52,6 +37,12 @@ def run(*words, timeout_s=120):
         process.terminate()  # the one that started the others passes it on
         process.wait()
     return process.returncode, out, errors
+
+
+def run_alone(*words):
+    """In one process, which ends well."""
+    code, _, errors = run(*words)
+    assert code == 0, errors
 
 
 def start_two(*words, devices="2"):
@@ -66,16 +57,7 @@ def start_programs(directory, text, *words):
     program = directory / "program.py"
     program.write_text(text)
     port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, str(program), port, str(number), *words],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    return [Fork(program, port, number, *words, env=clean_environment()) for number in range(2)]
 
 
 def end(running, timeout_s):
@@ -140,7 +122,7 @@ def test_two_processes_make_one_run(tmp_path):
     assert "with 1 simulated CPU device each" in out
     assert out.count("step 2/2") == 1
     assert "[Gloo]" not in out + errors
-    assert main([*words, "--devices", "2", "--run-dir", str(alone)]) == 0
+    run_alone(*words, "--simulate", "2", "--run-dir", str(alone))
     found, expected = result(together), result(alone)
     for name in ("fingerprint", "test_accuracy", "test_loss", "towers", "devices"):
         assert found[name] == expected[name], name
@@ -164,7 +146,7 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     """Laws L4 and L9: from 2 processes x 4 devices to 4 x 2, and through a kill to 1 x 1."""
     words = ["train", CIRCLE, "--steps", "300", "--batch-size", "33", "--towers", "8"]
     words += ["--checkpoint-every", "50"]
-    assert main([*words, "--devices", "1", "--run-dir", str(tmp_path / "whole")]) == 0
+    run_alone(*words, "--simulate", "1", "--run-dir", str(tmp_path / "whole"))
     run_dir = tmp_path / "broken"
 
     running = start_two(*words, "--run-dir", str(run_dir), devices="4")
@@ -195,8 +177,7 @@ def test_law_l4_stopped_killed_and_resumed_on_other_layouts(tmp_path):
     assert running[0].returncode == -signal.SIGABRT
     assert f"multitower: missing: process 1 on {socket.gethostname()}. It was killed" in errors
 
-    code, _, errors = run("resume", str(run_dir), "--simulate", "1")
-    assert code == 0, errors
+    run_alone("resume", str(run_dir), "--simulate", "1")
     assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert lines[: len(before)] == before, "it began anew"
@@ -216,7 +197,7 @@ def test_law_l4_stages_killed_on_two_processes_and_resumed_on_one_device(tmp_pat
     """Lies: a checkpoint with the stages of one process; a stage that begins anew elsewhere."""
     words = ["train", CIRCLE, "--steps", "100", "--batch-size", "33", "--towers", "4"]
     words += ["--stages", "2", "--checkpoint-every", "20"]
-    assert main([*words, "--devices", "1", "--run-dir", str(tmp_path / "whole")]) == 0
+    run_alone(*words, "--simulate", "1", "--run-dir", str(tmp_path / "whole"))
     run_dir = tmp_path / "broken"
     running = start_two(*words, "--layout", "2x2", "--run-dir", str(run_dir))
     wait_for_steps(run_dir, 30)
@@ -226,7 +207,7 @@ def test_law_l4_stages_killed_on_two_processes_and_resumed_on_one_device(tmp_pat
     assert not (run_dir / "result.json").exists(), "it has ended already"
     before = (run_dir / "metrics.jsonl").read_text().splitlines()[:20]
 
-    assert main(["resume", str(run_dir), "--devices", "1"]) == 0
+    run_alone("resume", str(run_dir), "--simulate", "1")
     assert result(run_dir)["fingerprint"] == result(tmp_path / "whole")["fingerprint"]
     # Each with its own speed: a run that begins anew comes to the same bits, and to other lines.
     assert (run_dir / "metrics.jsonl").read_text().splitlines()[:20] == before, "it began anew"
@@ -350,7 +331,7 @@ def test_the_best_state_of_two_processes(tmp_path):
     two = ["--simulate-processes", "2", "--simulate", "2"]
     code, _, errors = run(*words, *two, "--run-dir", str(together))
     assert code == 0, errors
-    assert main([*words, "--devices", "1", "--run-dir", str(alone)]) == 0
+    run_alone(*words, "--simulate", "1", "--run-dir", str(alone))
     assert result(together)["fingerprint"] == result(alone)["fingerprint"]
     assert result(together)["best"] == result(alone)["best"]
     assert (together / "best").is_dir()

@@ -4,16 +4,15 @@ import importlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 import multitower as mt
 import places
+from forks import Fork
 from multitower.cli.main import main
-from processes import clean_environment
+from processes import clean_environment, run_fork
 
 # Compiled in a moment.
 CIRCLE = str(places.CIRCLE)
@@ -33,17 +32,12 @@ def lines_of(directory):
 
 
 @pytest.mark.slow
-def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
+def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path):
     # The lie (law L4), as a user would see it: another fingerprint, another accuracy.
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert main([*FLAGS, "--devices", "1", "--run-dir", str(whole)]) == 0
+    run_fork("-m", "multitower", *FLAGS, "--simulate", "1", "--run-dir", str(whole))
     words = [*FLAGS, "--simulate", "2", "--run-dir", str(stopped), "--checkpoint-every", "50"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "multitower", *words],
-        env=clean_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Fork("-m", "multitower", *words, env=clean_environment())
     while not list(stopped.glob("checkpoints/*/about")):
         time.sleep(0.05)
         assert process.poll() is None
@@ -54,13 +48,11 @@ def test_stopped_on_two_devices_resumed_on_three_and_scored(tmp_path, capsys):
     assert not (stopped / "result.json").exists()
     before = lines_of(stopped)
     assert len(before) >= 50
-    assert main(["resume", str(stopped), "--devices", "3"]) == 0
+    run_fork("-m", "multitower", "resume", str(stopped), "--simulate", "3")
     assert lines_of(stopped)[: len(before)] == before, "it began anew"
     same = ("fingerprint", "test_accuracy", "test_loss", "steps", "towers")
     assert [result_of(stopped)[k] for k in same] == [result_of(whole)[k] for k in same]
-    capsys.readouterr()
-    assert main(["eval", str(stopped), "--devices", "2"]) == 0
-    scored = json.loads(capsys.readouterr().out)
+    scored = json.loads(run_fork("-m", "multitower", "eval", str(stopped), "--simulate", "2"))
     assert (scored["step"], scored["examples"]) == (1000, 400)
     assert [scored[k] for k in same[:3]] == [result_of(whole)[k] for k in same[:3]]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from network_hosts import two_hosts
-from processes import clean_environment, run_python
+from processes import clean_environment, run_fork
 from waiting import wait_until
 
 # Compiled in a moment.
@@ -109,7 +109,7 @@ def result(run_dir):
 def fingerprint(tmp_path_factory):
     """Of the same run in one process on one device."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    run_python("-m", "multitower", *WORDS, "--simulate", "1", "--run-dir", str(run_dir))
+    run_fork("-m", "multitower", *WORDS, "--simulate", "1", "--run-dir", str(run_dir))
     return result(run_dir)["fingerprint"]
 
 
@@ -135,7 +135,7 @@ def test_a_host_that_is_cut_off_ends_both_and_costs_no_checkpoint(hosts, tmp_pat
     assert "missing: process 1 on mt-host1." in here, here
     assert "missing: process 0 on mt-host0." in there, there
     assert not (run.run_dir / "result.json").exists()
-    run_python("-m", "multitower", "resume", str(run.run_dir), "--simulate", "1")
+    run_fork("-m", "multitower", "resume", str(run.run_dir), "--simulate", "1")
     assert run.lines()[:150] == kept
     assert result(run.run_dir)["fingerprint"] == fingerprint
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from network_hosts import require, two_hosts
-from processes import run_python
+from processes import run_fork
 from slurm import Slurm
 from waiting import wait_until
 
@@ -92,7 +92,7 @@ class Job:
 def undisturbed(directory, *words):
     """The fingerprint of the same run in one process on one device, with no cluster at all."""
     words = [*words, "--run-dir", str(directory / "whole")]
-    run_python("-m", "multitower", "train", *words, "--simulate", "1")
+    run_fork("-m", "multitower", "train", *words, "--simulate", "1")
     return json.loads((directory / "whole" / "result.json").read_text())["fingerprint"]
 
 

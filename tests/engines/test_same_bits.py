@@ -18,7 +18,7 @@ from multitower.engines import reduction, same_bits
 from multitower.towers import placement
 from multitower.towers import split as tower_rows
 from places import PROGRAMS
-from processes import run_python
+from processes import run_fork, run_python
 from same_bits_program import MODELS, OPTIMIZERS, fingerprints
 
 PROGRAM = PROGRAMS / "same_bits_program.py"
@@ -40,7 +40,7 @@ SLOW_12 = {
 
 def in_own_process(num_devices, towers, cases):
     arguments = (str(PROGRAM), str(num_devices), str(towers), *cases)
-    return json.loads(run_python(*arguments, timeout_s=400))
+    return json.loads(run_fork(*arguments, timeout_s=400))
 
 
 def assert_same_bits(device_counts, towers, cases):

@@ -14,7 +14,7 @@ from multitower.data.datasets.synthetic import make_synthetic
 from multitower.recipes import cifar10, distortions
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.networks import lenet5
-from processes import run_python
+from processes import run_fork
 
 TRAIN, TEST = make_synthetic((32, 32, 3), num_train=30, num_test=11)
 
@@ -116,7 +116,7 @@ def test_a_download_goes_where_the_data_are_read(tmp_path, monkeypatch):
 
 
 def train(run_dir, *flags):
-    run_python("-m", "multitower", "train", "cifar10", "--run-dir", str(run_dir), *flags)
+    run_fork("-m", "multitower", "train", "cifar10", "--run-dir", str(run_dir), *flags)
     return json.loads((run_dir / "result.json").read_text())
 
 

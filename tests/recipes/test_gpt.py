@@ -18,7 +18,7 @@ from multitower.recipes.packing import SEPARATOR
 from multitower.runs.options import RunOptions
 from multitower.runs.train import run
 from numpy_transformer import numpy_logits
-from processes import run_python
+from processes import run_fork
 
 MICRO = gpt.make_recipe(gpt.Options(size="micro", synthetic=True))
 # Documents of all lengths: in a batch of two rows one tower has fewer bytes to predict.
@@ -269,7 +269,7 @@ def test_the_same_bits_on_four_devices_and_on_two_processes(tmp_path):
     alone = run(find_recipe("gpt", {"size": "micro", "synthetic": "true"}), options)
     words = ["train", "gpt", "--size", "micro", "--synthetic", "--towers", "4", "--steps", "2"]
     where = ["--simulate-processes", "2", "--simulate", "2", "--run-dir", str(tmp_path)]
-    run_python("-m", "multitower", *words, *where)
+    run_fork("-m", "multitower", *words, *where)
     together = json.loads((tmp_path / "result.json").read_text())
     for key in ("fingerprint", "test_bits_per_byte"):
         assert together[key] == alone[key]
@@ -280,7 +280,7 @@ def test_trap_a_report_of_parameters_that_are_split_over_processes(tmp_path):
     # The lie: a run that trains to its end, and fails when the first process alone writes of it.
     words = ["train", "gpt", "--size", "micro", "--synthetic", "--shard-params", "--steps", "2"]
     where = ["--simulate-processes", "2", "--simulate", "1", "--run-dir", str(tmp_path)]
-    run_python("-m", "multitower", *words, *where)
+    run_fork("-m", "multitower", *words, *where)
     assert "Generated text" in (tmp_path / "report.html").read_text()
 
 
@@ -303,5 +303,5 @@ def test_every_way_to_make_a_step_trains_the_same_model():
 @pytest.mark.slow
 def test_the_default_learns(tmp_path):
     # 200 of the 1500 steps come to 3.55, from the 8 of random bytes.
-    run_python("-m", "multitower", "train", "gpt", "--steps", "200", "--run-dir", str(tmp_path))
+    run_fork("-m", "multitower", "train", "gpt", "--steps", "200", "--run-dir", str(tmp_path))
     assert json.loads((tmp_path / "result.json").read_text())["test_bits_per_byte"] < 3.8

@@ -13,7 +13,7 @@ from dataset_files import write_mnist
 from multitower.recipes import mnist
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.networks import conv_net, lenet5
-from processes import run_python
+from processes import run_fork
 
 IMAGES = np.random.default_rng(0).random((6, 28, 28, 1), np.float32)
 
@@ -86,7 +86,7 @@ def test_the_same_bits_with_dropout_on_any_number_of_devices(tmp_path):
     for count in ("1", "3"):
         words = ["--synthetic", "--towers", "3", "--steps", "4", "--batch-size", "21"]
         where = ["--simulate", count, "--run-dir", str(tmp_path / count)]
-        run_python("-m", "multitower", "train", "mnist", *words, *where)
+        run_fork("-m", "multitower", "train", "mnist", *words, *where)
         result = json.loads((tmp_path / count / "result.json").read_text())
         fingerprints.add((result["fingerprint"], result["test_loss"]))
     assert len(fingerprints) == 1

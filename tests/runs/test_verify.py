@@ -4,8 +4,6 @@ import contextlib
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,11 +13,12 @@ import pytest
 
 import places
 from faults import change_results, divide_parameters
+from forks import Fork
 from multitower.cli.main import main
 from multitower.proof.record import TOWER, Spot, StepRecord, as_facts, digest
 from multitower.runs.verified import _OPTIONS as OPTIONS
 from multitower.runs.verify import Look
-from processes import clean_environment
+from processes import clean_environment, ended
 
 RECIPE = str(places.CIRCLE)
 FLAGS = ["--towers", "2", "--steps", "2", "--batch-size", "14", "--devices", "1,2"]
@@ -80,15 +79,8 @@ recipe = replace(circle, loss=loss)
 
 def verified(recipe, *flags):
     """What the command leaves in a fresh process: this one may compile otherwise (conftest.py)."""
-    program = "import sys; from multitower.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    return subprocess.run(
-        [sys.executable, "-c", program, "verify", recipe, *FLAGS[:-2], *flags],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = ["-m", "multitower", "verify", recipe, *FLAGS[:-2], *flags]
+    return ended(Fork(*words, env=clean_environment()))
 
 
 def commands():

@@ -3,14 +3,13 @@
 import copy
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import multitower as mt
 import places
+from forks import Fork
 from multitower.cli.main import main
 from multitower.scaling.measure import ScalingOptions, _rows
 from multitower.scaling.plot import plot_scaling
@@ -22,7 +21,7 @@ from multitower.scaling.words import (
     turns_in_words,
     where_in_words,
 )
-from processes import clean_environment
+from processes import clean_environment, ended
 
 FILE = str(places.CIRCLE)
 
@@ -186,18 +185,11 @@ def test_what_cannot_be_added_to_is_refused(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_layout_of_processes_is_added(tmp_path):
     """Lies: memory and towers of process 0 alone; simulated processes that show a speed-up."""
-    program = "import sys; from multitower.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ["scale", FILE, "--towers", "2", "--batch-size", "12", "--steps", "1", "--rounds", "2"]
     for where in (["--simulate", "1"], ["--layouts", "2x1"]):
         # In a fresh process: this one may compile otherwise (conftest.py).
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words, *where, "--run-dir", str(tmp_path), "--add"],
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        to = ["--run-dir", tmp_path, "--add"]
+        done = ended(Fork("-m", "multitower", *words, *where, *to, env=clean_environment()))
         assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "scale.json").read_text())
     assert found["layouts"] == ["1 x 1", "2 x 1"]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from places import EXAMPLES
-from processes import run_python
+from processes import run_fork
 
 CIRCLE = str(EXAMPLES / "own_recipe" / "recipe.py")
 TRAIN = f"{CIRCLE} --steps 300 --batch-size 33 --towers 4 --checkpoint-every 50"
@@ -18,7 +18,7 @@ def undisturbed_fingerprint():
     """What the same command comes to in one process on one device that nobody disturbs."""
     with tempfile.TemporaryDirectory() as there:
         words = ["train", *TRAIN.split(), "--simulate", "1", "--run-dir", there]
-        run_python("-m", "multitower", *words)
+        run_fork("-m", "multitower", *words)
         return result(Path(there))["fingerprint"]
 
 

@@ -15,7 +15,7 @@ import places
 from multitower.cli.main import main
 from multitower.runs.directory import make_run_directory
 from multitower.training.tracking import log as tracking_log
-from processes import run_python
+from processes import run_fork
 
 CONFIG = {"recipe": "circle", "towers": 2}
 
@@ -228,9 +228,9 @@ def test_with_the_real_client(service, tmp_path):
     }
     words = ["train", str(places.CIRCLE), "--simulate", "1", "--batch-size", "12", "--steps", "4"]
     words += ["--checkpoint-every", "2", "--run-dir", str(run_dir), "--log", service]
-    run_python("-m", "multitower", *words, **settings)
+    run_fork("-m", "multitower", *words, **settings)
     (run_dir / "result.json").unlink()
-    run_python("-m", "multitower", "resume", str(run_dir), "--simulate", "1", **settings)
+    run_fork("-m", "multitower", "resume", str(run_dir), "--simulate", "1", **settings)
     logged = json.loads((run_dir / "logged.json").read_text())[service]
     read = {"wandb": wandb_steps, "mlflow": mlflow_steps, "trackio": trackio_steps}[service]
     assert set(read(tmp_path, logged)) == {1, 2, 3, 4}
