@@ -29,7 +29,7 @@ def start(*words):
     return Fork("-m", "multitower", *words, env=clean_environment())
 
 
-def run(*words, timeout_s=120):
+def run(*words, timeout_s=400):
     process = start(*words)
     try:
         out, errors = process.communicate(timeout=timeout_s)
@@ -71,7 +71,7 @@ def end(running, timeout_s):
             process.wait()
 
 
-def wait_for_steps(run_dir, count, timeout_s=120):
+def wait_for_steps(run_dir, count, timeout_s=400):
     """Until `metrics.jsonl` has `count` more lines."""
     file = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + timeout_s

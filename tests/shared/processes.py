@@ -17,7 +17,7 @@ def clean_environment(**settings):
     return {**env, **settings}
 
 
-def run_python(*arguments, timeout_s=120, **settings):
+def run_python(*arguments, timeout_s=400, **settings):
     """Standard output of `python ARGUMENTS`, in a clean environment plus `settings`.
 
     A process that hangs or fails is an AssertionError that shows what it wrote.
@@ -34,7 +34,7 @@ def run_python(*arguments, timeout_s=120, **settings):
     return process.stdout
 
 
-def ended(process, timeout_s=120):
+def ended(process, timeout_s=400):
     """It and what it wrote, once it is over: a `subprocess.CompletedProcess`."""
     try:
         out, errors = process.communicate(timeout=timeout_s)
@@ -43,7 +43,7 @@ def ended(process, timeout_s=120):
     return subprocess.CompletedProcess([], process.returncode, out, errors)
 
 
-def run_fork(*arguments, timeout_s=120, **settings):
+def run_fork(*arguments, timeout_s=400, **settings):
     """As `run_python`, without the time that imports take: for all that is not about the start."""
     process = ended(Fork(*arguments, env=clean_environment(**settings)), timeout_s)
     assert process.returncode == 0, f"{process.stdout}\n{process.stderr[-4000:]}"
@@ -57,7 +57,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_processes(program, num_processes, *arguments, timeout_s=120, **settings):
+def run_processes(program, num_processes, *arguments, timeout_s=400, **settings):
     """Standard output of process 0 of `python PROGRAM PORT PROCESSES PROCESS ARGUMENTS`.
 
     What JAX's collectives say there when they connect is left out. One process that fails, or all
