@@ -55,9 +55,8 @@ test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_S
 test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # Python keeps what it compiles too, whatever the shell says: hundreds of processes read our sources.
 test test-slow test-cluster test-long mutants: export PYTHONDONTWRITEBYTECODE :=
-# Nor do everyday tests wait for most optimizations; where bits are what is tested they do, and the
-# long tests run as users do (conftest.py).
-test mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+# Nor do tests wait for most optimizations, but where bits are what is tested (conftest.py).
+test test-slow test-cluster test-long mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)

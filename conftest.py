@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import multitower as mt
 
-# `make test` has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
+# The Makefile has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
 # wait for. Not so where bits or memory are what is tested: optimizations decide over both.
 LEFT_OUT = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
 OPTIMIZED = (
@@ -21,21 +21,7 @@ OPTIMIZED = (
     "stages/test_same",
     "steps/test_budgets",
 )
-# Stops, resumes and launchers, also where the long tests run: all runs are in processes of their
-# own, which are compiled alike, and their bits say who saved and sent what. (Not where a test also
-# runs something in this process, which keeps programs that other tests have compiled.)
-LEFT_OUT_ANYWAY = (
-    "cli/test_faults",
-    "cli/test_processes",
-    "cli/test_resume",
-    "cluster/",
-    "project/test_gpu_script",
-    "project/test_peers",
-    "runs/test_kill",
-    "runs/test_verify",
-    "scaling/test_layouts",
-    "training/tracking/test_log",
-)
+OPTIMIZED_IF_SLOW = ("cli/test_main", "functions/", "models/", "recipes/", "steps/")
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
 
@@ -75,17 +61,12 @@ def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures of a test: how it is compiled, here and in what it starts."""
-    if is_in(item.nodeid, OPTIMIZED):
-        jax.config.update("jax_disable_most_optimizations", False)
-    if is_in(item.nodeid, LEFT_OUT_ANYWAY):
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-
-
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After them: as the environment says."""
-    jax.config.update("jax_disable_most_optimizations", LEFT_OUT)
-    if not LEFT_OUT:
-        os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    optimized = is_in(item.nodeid, OPTIMIZED)
+    if item.get_closest_marker("slow"):
+        optimized |= is_in(item.nodeid, OPTIMIZED_IF_SLOW)
+    if LEFT_OUT:
+        jax.config.update("jax_disable_most_optimizations", not optimized)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if optimized else "1"
 
 
 class SomeFilesTogether(LoadScopeScheduling):

@@ -157,7 +157,7 @@ def test_a_run_with_local_updates_makes_calls_that_end_where_towers_meet(calls_o
 
 
 # Every process compiles all of it: with what optimizations change, two processes are seen above.
-QUICKLY = {"timeout_s": 300, "LEAVE_OUT": "1"}
+QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")

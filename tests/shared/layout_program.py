@@ -1,13 +1,11 @@
 """One process of several: `python layout_program.py PORT PROCESSES PROCESS DEVICES WHAT...`
 
 Every process simulates DEVICES devices. Process 0 prints JSON: for each WHAT what it found. With
-PORT 0 the process is alone and joins nobody. With LEAVE_OUT=1 in the environment JAX leaves out
-most optimizations, which take half of the time.
+PORT 0 the process is alone and joins nobody.
 """
 
 import functools
 import json
-import os
 import sys
 import warnings
 from typing import ClassVar
@@ -26,7 +24,6 @@ from multitower.steps.step import TrainStep
 from multitower.training.scoring.evaluation import evaluate
 
 jax.config.update("jax_enable_compilation_cache", False)
-jax.config.update("jax_disable_most_optimizations", os.environ.get("LEAVE_OUT") == "1")
 
 TOWERS = 8
 COLUMNS, HIDDEN = 6, 5

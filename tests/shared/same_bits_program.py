@@ -19,7 +19,6 @@ import multitower as mt
 
 # Every process compiles for itself, as on machines that share nothing.
 jax.config.update("jax_enable_compilation_cache", False)
-jax.config.update("jax_disable_most_optimizations", False)
 
 STEPS = 3
 
