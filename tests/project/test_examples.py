@@ -98,6 +98,28 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
 
 
 @pytest.mark.slow
+def test_a_contrastive_loss_in_stages_equals_that_of_the_whole_batch():
+    # The lies: two encoders on one device; a page that shows other lines than the file has.
+    path = EXAMPLES / "contrastive" / "in_stages.py"
+    made = runpy.run_path(str(path))
+    loss, params = versions("contrastive")[0](steps=4)
+    staged_loss, staged_params = made["main"](steps=4)
+    assert staged_loss == pytest.approx(loss, rel=1e-4)
+    for found, wanted in zip(staged_params, params, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
+    step = made["step"]
+    state, _ = step(step.init(params), np.ones((32, 8, 8), np.float32))
+    left, _, right, _ = (leaf.devices() for leaf in state.params)
+    assert not left & right
+    lines = path.read_text().splitlines()
+    page = (EXAMPLES / "README.md").read_text().split("## A contrastive loss in stages")[1]
+    shown = [line[1:] for line in page.split("```")[1].splitlines() if line.startswith("+")]
+    assert len(shown) == 2
+    assert set(shown) <= {*lines}
+    assert len(lines) < 60
+
+
+@pytest.mark.slow
 def test_asynchronous_towers_learn():
     # The lie: a rotation that trains nothing, or a program that reads every update at once.
     every = runpy.run_path(str(EXAMPLES / "asynchronous" / "all_devices.py"))["main"]
