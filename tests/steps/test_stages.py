@@ -104,11 +104,11 @@ def test_bfloat16_parameters_and_clipping():
 def test_trap_clipping_over_stages_for_many_steps():
     # torchtitan#4312: the norm added up in another order parts from step 15 on.
     batches = np.tile(X, (34, 1, 1))
-    options = {"clip_norm": 0.05, "optimizer": optax.sgd(0.1, momentum=0.9)}
+    options = {"clip_norm": 0.002, "optimizer": optax.sgd(0.1, momentum=0.9)}
     one, metrics = train(
         make(devices=1, extra_metrics=["gradient_norm"], **options), batches=batches
     )
-    assert metrics["gradient_norm"] > 0.05  # to the end
+    assert metrics["gradient_norm"] > 0.1  # so that it is clipped to the end
     assert int(one.step) == 102
     three, _ = train(make(devices=3, **options), batches=batches)
     assert mt.fingerprint(three.params) == mt.fingerprint(one.params)
