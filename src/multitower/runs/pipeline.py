@@ -3,7 +3,8 @@
 It is the order in which programs are started, with equal work in all stages or with measured times.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from multitower.runs.options import RunOptions
@@ -57,6 +58,63 @@ def describe_pipeline(
             for kind, tower, s in [slot.turn]
         ],
     }  # fmt: skip
+
+
+def traced_pipeline(
+    pipeline: Mapping[str, Any], layout: Layout, directory: Path
+) -> dict[str, Any] | None:
+    """The same of the last step in a trace of JAX's profiler, as it ran on the devices.
+
+    Args:
+        pipeline: as `describe_pipeline` returns it.
+        layout: stages and towers on devices.
+        directory: of the trace.
+
+    Returns:
+        `bubble` and `timeline`, in seconds from the start of the first program. None if the trace
+        has not every program of whole steps, and for several processes, of which one is traced.
+    """
+    from multitower.training.trace import read_executions  # noqa: PLC0415 (importing stays quick)
+
+    if layout.towers.spans_processes or "timeline" not in pipeline:
+        return None
+    executions = read_executions(directory)
+    slots: list[list[Any]] = []
+    counts: set[tuple[int, int]] = set()
+    for place, device in enumerate(layout.all_replicas[-1]):
+        for kind in ("forward", "backward"):
+            wanted = [one for one in pipeline["timeline"] if (one[0], one[4]) == (place, kind)]
+            # In the order in which they began: that of a device's programs of a kind.
+            found = [
+                one
+                for one in executions.get(device.local_hardware_id or 0, [])
+                if one.module == f"jit_{kind}"
+            ]
+            if wanted:
+                counts.add(divmod(len(found), len(wanted)))
+                last = found[-len(wanted) :]
+                slots += [
+                    [*one[:5], ran.start, ran.end] for one, ran in zip(wanted, last, strict=False)
+                ]
+    if len(counts) != 1:
+        return None
+    ((steps, rest),) = counts
+    if rest or not steps:
+        return None
+    slots.sort(key=lambda slot: slot[-2])
+    began = slots[0][-2]
+    slots = [[*what, start - began, end - began] for *what, start, end in slots]
+    return {"bubble": round(_waiting(slots), 4), "timeline": slots}
+
+
+def _waiting(slots: Sequence[Sequence[Any]]) -> float:
+    """The share of the time in which devices run none of these programs, in order of start."""
+    busy, until = 0.0, dict[int, float]()
+    for place, *_, start, end in slots:
+        # CPU devices may run two programs at a time.
+        busy += max(0.0, end - max(start, until.get(place, 0.0)))
+        until[place] = max(end, until.get(place, 0.0))
+    return 1 - busy / (len(until) * max(until.values()))
 
 
 def pipeline_in_words(pipeline: Mapping[str, Any]) -> str:

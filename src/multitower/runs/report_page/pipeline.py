@@ -27,7 +27,11 @@ def draw_pipeline(pipeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """
     if not pipeline or "timeline" not in pipeline:
         return None
-    return {**pipeline, "picture": _picture(pipeline["timeline"][:_MOST], pipeline["rounds"])}
+    rounds, traced = pipeline["rounds"], pipeline.get("traced")
+    if traced:
+        traced = {**traced, "picture": _picture(traced["timeline"][:_MOST], rounds)}
+    picture = _picture(pipeline["timeline"][:_MOST], rounds)
+    return {**pipeline, "picture": picture, "traced": traced}
 
 
 def _picture(slots: list[list[Any]], rounds: int) -> Markup:
