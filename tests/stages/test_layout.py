@@ -227,6 +227,10 @@ def test_towers_that_meet_wait_for_each_other():
     assert [ends["backward", t, 1] for t in range(3)] == [12, 14, 16]
     assert [ends["backward", t, 0] for t in range(3)] == [14, 16, 18]
     assert bubble(slots) == pytest.approx(1 - (3 * 3 + 3 * 5) / (2 * 18))
+    # The first device is free at 3, and the last tower of the second one is there at 4.
+    phases = in_rounds(3, [0, 1, 0], [0, 0, 1])
+    slots = timeline(phases, [0, 1, 0], {**times, ("backward", 1): 2, ("backward", 0): 2})
+    assert [slot.start for slot in slots if slot.turn.stage == 2] == [4, 6, 8]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))

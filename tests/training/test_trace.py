@@ -62,6 +62,9 @@ def test_no_trace_is_none(tmp_path):
     assert read_executions(tmp_path) == {}
 
 
+PROGRAMS = [("jit_forward", 0), ("jit_backward", 0), ("jit_backward", 1)]
+
+
 def pipeline_of(layout):
     segments = Segments((0, 1), (0, 0), (1, 1), (True, False))
     return describe_pipeline(layout, segments)
@@ -106,6 +109,12 @@ def test_a_trace_that_lacks_a_program_is_not_shown(tmp_path):
     write(tmp_path, [*of_first, on_cpu(5, 1, "jit_backward", 1, 5)])
     assert traced_pipeline(pipeline_of(layout), layout, tmp_path) is None
     assert traced_pipeline(pipeline_of(layout), layout, tmp_path / "none") is None
+    of_last = [on_cpu(20 + n, 1, "jit_backward", 1, 20 + n) for n in range(2)]
+    more = [on_cpu(n, 1, kind, device, n) for n, (kind, device) in enumerate(PROGRAMS, 40)]
+    write(tmp_path / "more", [*of_first, *of_last, *more])
+    assert traced_pipeline(pipeline_of(layout), layout, tmp_path / "more") is None
+    write(tmp_path / "all", [*of_first, *of_last])
+    assert traced_pipeline(pipeline_of(layout), layout, tmp_path / "all") is not None
     assert traced_pipeline({"stages": 2}, layout, tmp_path) is None
 
 
