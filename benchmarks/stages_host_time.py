@@ -1,7 +1,8 @@
 """The host's time for each program that a step with stages starts, against a call of `jax.jit`.
 
-Blocks of 8 x 8, a row for each of eight towers: devices have next to nothing to do. The time of a
-program includes its share of all else that the host does in a step, moves between devices too.
+Blocks of 8 x 8, a row for each of eight towers: devices have next to nothing to do. Measured is how
+long calls take to return; between steps the host waits for the devices, and that is not counted.
+The time of a program is its share of all that the host does in a step, moves between devices too.
 
     python benchmarks/stages_host_time.py
 """
@@ -66,17 +67,19 @@ def _measure(loss: Callable[..., Any], stages: int, devices: int) -> tuple[int, 
     per_program: list[float] = []
     ratios: list[float] = []
     for _ in range(1 + _BLOCKS):
-        began = time.perf_counter()
+        own = calls = 0.0
         for _ in range(_STEPS):
+            began = time.perf_counter()
             state, metrics = step(state, rows)
-        jax.block_until_ready((state.params, metrics))
-        own = (time.perf_counter() - began) / (_STEPS * programs)
-        began = time.perf_counter()
-        for _ in range(_STEPS * programs):
-            made = bare(*given)
-        jax.block_until_ready(made)
-        ratios.append(own / ((time.perf_counter() - began) / (_STEPS * programs)))
-        per_program.append(1e6 * own)
+            own += time.perf_counter() - began
+            jax.block_until_ready((state.params, metrics))
+            began = time.perf_counter()
+            for _ in range(programs):
+                made = bare(*given)
+            calls += time.perf_counter() - began
+            jax.block_until_ready(made)
+        ratios.append(own / calls)
+        per_program.append(1e6 * own / (_STEPS * programs))
     return programs, statistics.median(per_program[1:]), statistics.median(ratios[1:])
 
 
