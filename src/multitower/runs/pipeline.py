@@ -84,7 +84,7 @@ def traced_pipeline(
     for place, device in enumerate(layout.all_replicas[-1]):
         for kind in ("forward", "backward"):
             wanted = [one for one in pipeline["timeline"] if (one[0], one[4]) == (place, kind)]
-            # In the order in which they began: that of a device's programs of a kind.
+            # A device begins its programs in the order in which they are started.
             found = [
                 one
                 for one in executions.get(device.local_hardware_id or 0, [])
@@ -111,7 +111,7 @@ def _waiting(slots: Sequence[Sequence[Any]]) -> float:
     """The share of the time in which devices run none of these programs, in order of start."""
     busy, until = 0.0, dict[int, float]()
     for place, *_, start, end in slots:
-        # CPU devices may run two programs at a time.
+        # Should a device run two programs at a time, it is busy once.
         busy += max(0.0, end - max(start, until.get(place, 0.0)))
         until[place] = max(end, until.get(place, 0.0))
     return 1 - busy / (len(until) * max(until.values()))
