@@ -371,21 +371,27 @@ REFUSED = {
         mt.OutputError,
         r"axis_index_groups, and a collective between towers is for all of them. Leave it out",
     ),
-    "a misspelt name": (
-        lambda x: lax.pmean(x, "tower"),
-        mt.ArgumentError,
-        r'names an axis that does not exist here .*: tower.*there is one: "towers"',
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_towers_cannot_do_is_said(name):
-    """flax#2606: a misspelt axis name that nobody understood."""
     fn, error, message = REFUSED[name]
     for way in WAYS:
         with pytest.raises(error, match=message):
             called(way, functools.partial(mt.make_parallel, fn), X)
+
+
+def test_trap_a_misspelt_axis_name():
+    """flax#2606: one that nobody understood."""
+    fn = lambda x: lax.pmean(x, "tower")
+    message = r'names an axis that does not exist here .*: tower.*there is one: "towers"'
+    for way in WAYS:
+        with pytest.raises(mt.ArgumentError, match=message):
+            called(way, functools.partial(mt.make_parallel, fn), X)
+    step = mt.train_step(lambda w, x: fn(x @ w).sum(1), optax.sgd(0.1), towers=4, stages=2)
+    with pytest.raises(mt.ArgumentError, match=message):
+        step(step.init(W), X)
 
 
 def test_a_collective_in_a_rule_that_may_be_needed_yet_is_refused():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 import multitower as mt
@@ -125,6 +126,30 @@ def test_a_leaf_that_is_used_in_two_places_is_sent_once():
         ("f32[4,6]", "reduce_scatter"): 1,
         ("f32[]", "psum"): 1,
     }
+
+
+def test_trap_gathers_as_often_as_there_are_accumulated_batches():
+    """marin#6321: gradients accumulated in a loop, whose every turn gathers all parameters."""
+
+    def accumulated(w, rows):
+        turn = lambda total, row: (total + jnp.tanh(row @ w).sum(), None)
+        return jax.lax.scan(turn, 0.0, jnp.tile(rows, (4, 1)))[0]
+
+    loop, params = only("in", accumulated), {"in": PARAMS["in"]}
+    found = collectives(loop, params, ROWS)
+    assert 1 <= found[("f32[4,6]", "all_gather")] <= 2
+    assert found[("f32[4,3]", "reduce_scatter")] == 1
+
+    def loops(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                yield str(equation.params["jaxpr"])
+            for inner in core.jaxprs_in_params(equation.params):
+                yield from loops(inner)
+
+    texts = list(loops(jax.make_jaxpr(loop)(params, ROWS).jaxpr))
+    assert len(texts) >= 2
+    assert not any("all_gather" in text or "reduce_scatter" in text for text in texts)
 
 
 def test_a_loop_gathers_one_layer_at_a_time():

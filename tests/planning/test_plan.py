@@ -85,6 +85,13 @@ def test_stages_split_and_wait(huge):
     assert staged.sent_bytes == pytest.approx(16 * WIDTH * 4, rel=0.01)
 
 
+def test_trap_memory_that_no_counter_shows(huge):
+    """nemos#616: counters that do not move; the compiler knows what a program needs as it runs."""
+    hidden = 4 * 4 * WIDTH  # of a tower's rows
+    for layout in huge.layouts:
+        assert layout.estimated or layout.memory["activations"] >= hidden, layout.options
+
+
 def test_what_it_says(huge):
     """Lie: a layout that needs more than there is, or one that fits and is not named."""
     assert [one for one in huge.layouts if one.total_bytes <= 24 * 2**30] == huge.fits

@@ -1,6 +1,7 @@
 """The examples: run, equal to their one-device versions, two lines apart, and shown as they are."""
 
 import difflib
+import functools
 import json
 import runpy
 import threading
@@ -95,6 +96,29 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
     assert all_loss == pytest.approx(loss, rel=1e-4)
     for found, wanted in zip(all_params, params, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
+
+
+@pytest.mark.slow
+def test_a_contrastive_loss_in_stages_equals_that_of_the_whole_batch(monkeypatch):
+    # The lies: two encoders on one device; a page that shows other lines than the file has.
+    # On two devices, since programs for more take longer to compile.
+    monkeypatch.setattr(mt, "train_step", functools.partial(mt.train_step, devices=2))
+    path = EXAMPLES / "contrastive" / "in_stages.py"
+    made = runpy.run_path(str(path))
+    loss, params = versions("contrastive")[0](steps=4)
+    staged_loss, staged_params = made["main"](steps=4)
+    assert staged_loss == pytest.approx(loss, rel=1e-4)
+    for found, wanted in zip(staged_params, params, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
+    (runner,) = made["step"]._runners.values()
+    assert runner._job.chain.homes == (0, 0, 1, 1)
+    assert made["step"].layout.place_of == (0, 1)
+    lines = path.read_text().splitlines()
+    page = (EXAMPLES / "README.md").read_text().split("## A contrastive loss in stages")[1]
+    shown = [line[1:] for line in page.split("```")[1].splitlines() if line.startswith("+")]
+    assert len(shown) == 2
+    assert set(shown) <= {*lines}
+    assert len(lines) < 60
 
 
 @pytest.mark.slow

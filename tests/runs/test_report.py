@@ -19,9 +19,11 @@ from multitower.runs.pipeline import describe_pipeline
 from multitower.runs.report import Sample, TextSample, write_report
 from multitower.runs.report_page.charts import draw_charts
 from multitower.runs.report_page.curves import read_curves, thin
+from multitower.runs.report_page.pipeline import draw_pipeline
 from multitower.runs.report_page.scales import for_metric, for_steps, linear, logarithmic
 from multitower.runs.train import RunOptions, run
 from multitower.stages.layout import lay_out
+from multitower.stages.order import Segments
 from processes import run_python
 
 CONFIG = {
@@ -230,7 +232,8 @@ def test_every_device_shows_its_towers(tmp_path):
 def test_a_pipeline_has_a_box_for_every_program(tmp_path):
     # The lie: a figure of some other order, or of one device alone.
     layout = lay_out(jax.devices()[:4], 6, 3, (1, 3))
-    result = {**RESULT, "pipeline": describe_pipeline(layout)}
+    segments = Segments((0, 1, 2), (0, 0, 0), (1, 1, 1), (True, True, False))
+    result = {**RESULT, "pipeline": describe_pipeline(layout, segments)}
     path = write_report(tmp_path, config=CONFIG, result=result, placement=PLACEMENT)
     page = path.read_text(encoding="utf-8")
     Outline(page)
@@ -239,6 +242,25 @@ def test_a_pipeline_has_a_box_for_every_program(tmp_path):
     assert page.count('<rect class="idle"') == 3
     assert "tower 5, stage 2, backward" in page
     assert "gives 25 %" in page  # 2 / (6 + 2)
+
+
+def test_a_pipeline_of_towers_that_meet_has_a_box_for_every_round(tmp_path):
+    # The lies: one box for two programs; the formula of towers that do not meet.
+    layout = lay_out(jax.devices()[:2], 3, 2, (1, 2))
+    segments = Segments((0, 1, 1), (0, 0, 1), (1, 0.5, 0.5), (True, True, False))
+    found = draw_pipeline(describe_pipeline(layout, segments))
+    assert found["picture"].count('<rect class="forward"') == 3 * 2
+    assert found["picture"].count('<rect class="backward"') == 3 * 3
+    assert "tower 2, stage 1, round 1, backward" in found["picture"]
+    result = {**RESULT, "pipeline": describe_pipeline(layout, segments)}
+    path = write_report(tmp_path, config=CONFIG, result=result, placement=PLACEMENT)
+    page = path.read_text(encoding="utf-8")
+    assert "The towers meet 1 time" in page
+    assert "(P-1)/(M+P-1)" not in page
+    # A run that was resumed after its last step has made none.
+    result = {**RESULT, "pipeline": describe_pipeline(layout, None)}
+    path = write_report(tmp_path, config=CONFIG, result=result, placement=PLACEMENT)
+    assert "</rect>" not in path.read_text(encoding="utf-8")
 
 
 def test_trap_simulated_devices_taken_for_a_speed_up(tmp_path):

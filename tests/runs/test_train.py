@@ -12,9 +12,11 @@ import pytest
 import multitower as mt
 from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.runs.options import RunOptions
-from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
+from multitower.runs.pipeline import describe_pipeline, pipeline_in_words, planned_pipeline
 from multitower.runs.setup import RecipeJob
 from multitower.runs.train import run, score
+from multitower.stages.layout import lay_out
+from multitower.stages.order import Segments
 
 TRUE = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -69,19 +71,23 @@ def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
         2, {"cpu:0": [0, 1, 2, 3], "cpu:1": [0, 1, 2, 3]},
     )  # fmt: skip
     pipeline = json.loads(json.dumps(result["pipeline"]))
-    assert pipeline == planned_pipeline(options)
+    planned = planned_pipeline(options)
+    assert planned == {name: pipeline[name] for name in ("stages", "layout", "towers")}
     assert (pipeline["stages"], pipeline["layout"], pipeline["towers"]) == (2, [1, 2], 4)
     assert pipeline["least_bubble"] == pytest.approx(1 / 5)
     # Four towers: device 0 begins with a forward program, and ends when the last one is back.
-    assert pipeline["timeline"][0] == [0, 0, 0, "forward", 0, 1]
-    assert pipeline["timeline"][-1] == [0, 0, 3, "backward", 15, 18]
+    assert pipeline["timeline"][0] == [0, 0, 0, 0, "forward", 0, 1]
+    assert pipeline["timeline"][-1] == [0, 0, 0, 3, "backward", 15, 18]
     assert pipeline["bubble"] == pytest.approx(1 - (4 * 4 + 4 * 3) / (2 * 18), abs=1e-4)
     words = (
         "2 stages, 1 replica of 2 devices wait for 22 % of a step (4 towers pass; at least 20 %)"
     )
     assert pipeline_in_words(pipeline) == words
     # Where nothing is computed again, the order of the programs has the bubble of the formula.
-    kept = planned_pipeline(dataclasses.replace(options, remat=False))
+    layout = lay_out(jax.devices()[:2], 4, 2, (1, 2))
+    segments = Segments((0, 1), (0, 0), (1, 1), (True, False))
+    assert json.loads(json.dumps(describe_pipeline(layout, segments))) == pipeline
+    kept = describe_pipeline(layout, segments, remat=False)
     assert kept["bubble"] == kept["least_bubble"] == pytest.approx(1 / 5)
     assert kept["timeline"][-1][-1] == 15  # four towers, three units each, and one tower alone
 

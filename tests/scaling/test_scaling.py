@@ -159,10 +159,10 @@ def test_stages_are_measured_as_a_whole_and_each_program_alone(tmp_path):
         split = entry["split"]
         assert {name for name, value in split.items() if value is not None} == FAST_PARTS
         pipeline = entry["pipeline"]
-        programs = {(stage, kind): time_s for stage, kind, time_s in pipeline["programs"]}
+        programs = {(stage, kind): time_s for stage, _, kind, time_s in pipeline["programs"]}
         assert programs.keys() == {(0, "forward"), (0, "backward"), (1, "backward")}
         # Of two towers the second one waits for its forward program, and comes back last.
-        ends = {tuple(slot[1:4]): slot[-1] for slot in pipeline["timeline"]}
+        ends = {(s, tower, kind): end for _, s, _, tower, kind, _, end in pipeline["timeline"]}
         if entry["devices"] == 2:
             expected = programs[0, "forward"] + programs[1, "backward"] * 2
             assert ends[1, 1, "backward"] >= expected - 1e-9

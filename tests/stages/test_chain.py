@@ -7,8 +7,9 @@ import pytest
 
 import multitower as mt
 from multitower.errors import ArgumentError
-from multitower.stages.chain import make_chain
+from multitower.stages.chain import make_chain, shapes_of
 from multitower.stages.marks import cut
+from multitower.stages.passes.residuals import keep_residuals
 
 
 def run_chain(loss, params, *rest, stages):
@@ -86,7 +87,7 @@ def transformer(params, tokens, labels):
     return -(jax.nn.one_hot(labels, 7) * jax.nn.log_softmax(logits)).sum(-1).mean()
 
 
-def test_tied_embeddings_live_in_the_first_stage_and_are_used_in_the_last():
+def test_trap_tied_embeddings_live_in_the_first_stage_and_are_used_in_the_last():
     # The lie: the gradient of one of the two uses alone.
     tokens = np.arange(6).reshape(2, 3) % 7
     params = (array(7, 4), [array(4, 4, seed=n) for n in range(3)])
@@ -95,7 +96,8 @@ def test_tied_embeddings_live_in_the_first_stage_and_are_used_in_the_last():
     assert chain.users(chain.inputs[0]) == [0, 3]
 
 
-def test_residuals_and_shared_tables_skip_stages():
+def test_trap_residuals_and_shared_tables_skip_stages():
+    # pytorch#127964, #152827: splitters that lose what skips a stage, or constants of several.
     def loss(params, x):
         table = jnp.sin(jnp.arange(4.0))
         first = cut(jnp.tanh(x @ params[0]))
@@ -106,7 +108,8 @@ def test_residuals_and_shared_tables_skip_stages():
     check(loss, BLOCKS[:4], X, stages=4)
 
 
-def test_integers_and_keys_across_stages():
+def test_trap_integers_and_keys_across_stages():
+    # pytorch#127964: a splitter that wants a gradient of every array that crosses.
     def loss(params, x, key):
         one, two = jax.random.split(key)
         h = x @ params[0]
@@ -117,6 +120,32 @@ def test_integers_and_keys_across_stages():
         return (h[order] @ params[2]).var()
 
     check(loss, BLOCKS[:3], X, jax.random.key(0), stages=3)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_trap_dropout_under_other_cuts_and_recomputation(stages):
+    """pytorch#55036, OLMo-core#828: other masks when computed again, or when cut elsewhere."""
+
+    def loss(params, x, key):
+        for number, w in enumerate(params):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, x.shape)
+            x = cut(x + (x * kept) @ w)
+        return x.mean()
+
+    # Of powers of two, so that a mask is all that gradients can differ in.
+    x, params = np.exp2(np.arange(20.0, dtype=np.float32) % 5).reshape(5, 4), BLOCKS[:3]
+    chain = check(loss, params, x, jax.random.key(0), stages=stages)
+    known = dict(zip(chain.inputs, [*params, x, jax.random.key(0)], strict=True))
+    for stage in chain.stages[:-1]:
+        values = [known[n] for n in stage.inputs]
+        kept = keep_residuals(stage, shapes_of(chain.avals, stage.inputs), chain.params)
+        made = kept.forward(values)
+        known.update(zip(stage.sent, made, strict=False))
+        cotangents = [[jnp.ones(chain.avals[n].shape)] for n in stage.answered]
+        found = kept.backward(kept.take(values, made), cotangents, chain.params)
+        again = stage.backward(values, cotangents, chain.params)
+        for n, one in again.gradients.items():
+            np.testing.assert_allclose(found.gradients[n], one, rtol=1e-6)
 
 
 def test_checkpoint_jit_and_backward_rules_inside():
@@ -185,7 +214,7 @@ def test_a_scan_over_layers_is_cut_by_its_length(stages, reverse):
     check(jax.jit(loss), np.stack(BLOCKS), X, stages=stages)
 
 
-def test_a_mark_that_nothing_uses_is_no_cut():
+def test_trap_a_mark_that_nothing_uses_is_no_cut():
     def loss(params, x):
         h = jnp.tanh(x @ params[0])
         cut(h * 3)
@@ -204,7 +233,7 @@ def test_a_parameter_behind_stop_gradient_and_one_that_nobody_uses():
     check(loss, BLOCKS[:4], X, stages=2)
 
 
-def test_a_mark_in_a_loop_is_refused_with_its_line():
+def test_trap_a_mark_in_a_loop_is_refused_with_its_line():
     def loss(params, x):
         h, _ = jax.lax.scan(lambda h, w: (cut(h @ w), None), x, params)
         return h.sum()

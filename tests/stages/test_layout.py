@@ -12,8 +12,10 @@ from multitower.errors import ArgumentError, DeviceError
 from multitower.stages.balance import equal_groups, equal_positions
 from multitower.stages.layout import check_layout, lay_out
 from multitower.stages.order import (
+    Segments,
     bubble,
     forward_alone,
+    in_rounds,
     least_bubble,
     one_forward_one_backward,
     timeline,
@@ -167,12 +169,20 @@ def neighbours(stages, devices):
     return [s * devices // stages for s in range(stages)]
 
 
+def pass_through(towers, place_of, **options):
+    """The timeline of a step in which no towers meet."""
+    stages = range(len(place_of))
+    sends = tuple(s < stages[-1] for s in stages)
+    segments = Segments(tuple(stages), (0,) * len(stages), (1,) * len(stages), sends)
+    phases = in_rounds(towers, place_of, segments.round_of)
+    return timeline(phases, place_of, segments.equal_times(**options))
+
+
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 2))
 def test_the_bubble_of_the_timeline_is_that_of_the_formula(towers, devices, each):
     # The lies: a formula that the order of dispatch does not keep, a program before its input.
     place_of = neighbours(devices * each, devices)
-    ticks = one_forward_one_backward(towers, place_of)
-    plain, slots = timeline(ticks, place_of, recomputed=False), timeline(ticks, place_of)
+    plain, slots = pass_through(towers, place_of, recomputed=False), pass_through(towers, place_of)
     if towers >= devices:
         assert bubble(plain) == pytest.approx(least_bubble(devices, towers))
     assert sum(slot.end - slot.start for slot in plain) == 3 * towers * len(place_of)
@@ -190,20 +200,37 @@ def test_the_bubble_of_the_timeline_is_that_of_the_formula(towers, devices, each
 
 def test_the_timeline_of_measured_times():
     # The lie: a slow stage that makes nobody wait.
-    ticks = one_forward_one_backward(4, [0, 1])
+    phases = in_rounds(4, [0, 1], [0, 0])
     times = {("forward", 0): 1.0, ("backward", 0): 3.0, ("backward", 1): 3.0}
-    assert timeline(ticks, [0, 1], times=times) == timeline(ticks, [0, 1])
-    slots = timeline(ticks, [0, 1], times={**times, ("backward", 1): 8.0})
+    assert timeline(phases, [0, 1], times) == pass_through(4, [0, 1])
+    slots = timeline(phases, [0, 1], {**times, ("backward", 1): 8.0})
     # Device 1 is busy but for the first forward program and the last backward one.
     assert slots[-1].end == 1 + 4 * 8 + 3
     assert bubble(slots) == pytest.approx(1 - (4 * 8 + 4 * 4) / (2 * 36))
 
 
 def test_more_towers_make_a_smaller_bubble():
-    found = [bubble(timeline(one_forward_one_backward(n, range(4)), range(4))) for n in (4, 8, 32)]
+    found = [bubble(pass_through(n, range(4))) for n in (4, 8, 32)]
     assert found == sorted(found, reverse=True)
     assert found[-1] == pytest.approx(1 / 8, abs=0.01)  # docs/guides/large-models.md says so
-    assert bubble(timeline(one_forward_one_backward(3, [0]), [0])) == 0  # one device is always busy
+    assert bubble(pass_through(3, [0])) == 0  # one device is always busy
+
+
+def test_towers_that_meet_wait_for_each_other():
+    # The lie: the bubble of towers that pass through without a meeting, which is 1/4 here.
+    phases = in_rounds(3, [0, 1, 1], [0, 0, 1])
+    times = {("forward", 0): 1, ("forward", 1): 1, ("backward", 2): 2}
+    slots = timeline(phases, [0, 1, 1], {**times, ("backward", 1): 2, ("backward", 0): 2})
+    # All forward until 4; the last segment until 10, with the meeting before; and back until 18.
+    ends = {slot.turn: slot.end for slot in slots}
+    assert [ends["backward", t, 2] for t in range(3)] == [6, 8, 10]
+    assert [ends["backward", t, 1] for t in range(3)] == [12, 14, 16]
+    assert [ends["backward", t, 0] for t in range(3)] == [14, 16, 18]
+    assert bubble(slots) == pytest.approx(1 - (3 * 3 + 3 * 5) / (2 * 18))
+    # The first device is free at 3, and the last tower of the second one is there at 4.
+    phases = in_rounds(3, [0, 1, 0], [0, 0, 1])
+    slots = timeline(phases, [0, 1, 0], {**times, ("backward", 1): 2, ("backward", 0): 2})
+    assert [slot.start for slot in slots if slot.turn.stage == 2] == [4, 6, 8]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))

@@ -94,8 +94,9 @@ def by_hand(loss, params=WEIGHTS, batches=ROWS[:2]):
     return params
 
 
-def test_it_is_the_training_of_the_whole_batch():
-    # The lies: a negative of another tower that gets no gradient; totals in the order of devices.
+def test_trap_gradients_of_stages_that_meet_are_those_of_the_whole_batch():
+    # open_clip#616, lightly#1977: a negative of another tower that gets no gradient, or N times it.
+    # Another lie: totals in the order of devices.
     found = train(make(contrastive, devices=2, layout=(2, 1)), WEIGHTS[:1])
     close(found[0].params, by_hand(contrastive, WEIGHTS[:1]))
     assert mt.fingerprint(train(make(contrastive), WEIGHTS[:1])) == mt.fingerprint(found)
@@ -127,7 +128,7 @@ def test_stages_are_cut_where_towers_meet():
     assert chain.homes == (0, 1, 2)
     assert [chain.stage_of[one.after] for one in chain.meetings] == [0, 0, 1, 1, 2, 2, 2]
     assert chain.round_of[-1] == 7
-    assert chain.name(1) == "stage 0, round 1"
+    assert chain.segments.name(1) == "stage 0, round 1"
     # Nobody differentiates the mean and the variance of the rows as they are, or a maximum.
     answered = [len(chain.answered_at(one)) for one in chain.meetings]
     assert answered == [0, 0, 1, 1, 1, 1, 0]
@@ -162,6 +163,14 @@ def test_rows_that_only_fill_up_are_refused():
     step = make(contrastive)
     with pytest.raises(OutputError, match="7 rows, which do not fill 4 towers evenly"):
         step(step.init(WEIGHTS), ROWS[0][:7])
+
+
+@pytest.mark.slow
+def test_trap_batch_norm_of_each_tower_alone():
+    """torchgpipe#35: stages whose statistics are those of a microbatch, and not of the batch."""
+    options = {"devices": 2, "towers": 4}
+    found, _ = train(make(normalized, **options), WEIGHTS[:2])
+    close(found.params, by_hand(normalized, WEIGHTS[:2]))
 
 
 def both(params, batch):

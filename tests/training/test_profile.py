@@ -102,6 +102,27 @@ def test_a_wrong_range_is_said_before_anything_is_written(given, said, tmp_path,
 
 
 @pytest.mark.slow
+def test_a_run_in_stages_shows_how_its_programs_ran(tmp_path):
+    # The lies: devices under other numbers in the trace; a picture of the planned order again.
+    words = ["train", str(CIRCLE), "--steps", "4", "--devices", "2", "--towers", "3"]
+    words += ["--stages", "2", "--profile", "3:4", "--run-dir", str(tmp_path)]
+    assert main(words) == 0
+    pipeline = json.loads((tmp_path / "result.json").read_text())["pipeline"]
+    traced = pipeline["traced"]
+    assert sorted(slot[:5] for slot in traced["timeline"]) == sorted(
+        slot[:5] for slot in pipeline["timeline"]
+    )
+    times = {tuple(slot[1:5]): slot[5:] for slot in traced["timeline"]}
+    for (stage, _, tower, kind), (start, end) in times.items():
+        assert 0 <= start < end
+        needs = (0, 0, tower, "forward") if stage else (1, 0, tower, "backward")
+        if (stage, kind) != (0, "forward"):
+            assert times[needs][1] <= start + 1e-6
+    assert 0 < traced["bubble"] < 1
+    assert "The last step of the profile" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_a_real_trace_and_how_to_open_it(tmp_path, capsys):
     words = ["train", str(CIRCLE), "--steps", "4", "--devices", "2", "--towers", "2"]
     assert main([*words, "--profile", "3:4", "--run-dir", str(tmp_path)]) == 0

@@ -343,6 +343,9 @@ def finish(
         parts.append(f"fingerprint {result['fingerprint'][:12]}")
     say("  ".join(parts))
     say(f"wrote {directory / RESULT} and {directory / REPORT}")
+    found = result.get("pipeline", {})
+    if "bubble" in found and found["layout"][1] > 1:
+        say(pipeline_in_words(found))
     if "profile" in result:
         say(profile_in_words(directory / PROFILE, result["profile"]))
 

@@ -3,74 +3,161 @@
 It is the order in which programs are started, with equal work in all stages or with measured times.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from multitower.runs.options import RunOptions
 from multitower.stages.layout import Layout
 from multitower.stages.options import stage_options
-from multitower.stages.order import bubble, least_bubble, one_forward_one_backward, timeline
+from multitower.stages.order import Segments, bubble, in_rounds, least_bubble, timeline
 
 
 def describe_pipeline(
-    layout: Layout, *, remat: bool = True, times: Mapping[tuple[str, int], float] | None = None
+    layout: Layout,
+    segments: Segments | None,
+    *,
+    remat: bool = True,
+    times: Mapping[tuple[str, int], float] | None = None,
 ) -> dict[str, Any]:
     """What `result.json` says of the stages of a run.
 
     Args:
         layout: stages and towers on devices.
+        segments: the stages, cut where towers meet; None if no step was made.
         remat: whether backward programs repeat the forward ones.
-        times: how many seconds each program takes, by (kind, stage); None for equal work.
+        times: how many seconds each program takes, by (kind, segment); None for equal work in all
+            stages, of which each segment has its share by the operations in it.
 
     Returns:
-        `stages`; `layout`, the replicas and the devices of each; `towers`, of the last replica,
-        which has the most; `bubble`, the share of a step in which its devices wait, and
-        `least_bubble`, the same by (P - 1) / (M + P - 1), without the forward programs that
-        backward ones repeat; `timeline`, for each program of that replica its device, stage, tower
-        and kind, its start and its end in units of a forward program, or in seconds.
+        What `planned_pipeline` does; and if a step was made `rounds`, one more than towers meet in
+        it; `bubble`, the share of it in which the devices wait; `least_bubble`, the same by
+        (P - 1) / (M + P - 1), without the forward programs that backward ones repeat, or None for
+        towers that meet, where it does not hold; `timeline`, for each program of that replica its
+        device, stage, round, tower and kind, its start and its end in units of a stage's forward
+        program, or in seconds.
     """
+    planned = _described(layout)
+    if segments is None:
+        return planned
     towers = layout.towers.towers_on[-1]
-    num_devices = len(layout.all_replicas[0])
-    ticks = one_forward_one_backward(len(towers), layout.place_of)
-    slots = timeline(ticks, layout.place_of, recomputed=remat, times=times)
+    place_of = layout.of_segments(segments.stage_of).place_of
+    phases = in_rounds(len(towers), place_of, segments.round_of)
+    slots = timeline(phases, place_of, times or segments.equal_times(recomputed=remat))
+    _, devices = planned["layout"]
+    least = None if segments.num_rounds > 1 else round(least_bubble(devices, len(towers)), 4)
     return {
-        "stages": layout.num_stages,
-        "layout": [len(layout.all_replicas), num_devices],
-        "towers": len(towers),
+        **planned,
+        "rounds": segments.num_rounds,
         "bubble": round(bubble(slots), 4),
-        "least_bubble": round(least_bubble(num_devices, len(towers)), 4),
+        "least_bubble": least,
         "timeline": [
-            [slot.place, slot.turn.stage, towers[slot.turn.tower], slot.turn.kind, slot.start,
-             slot.end]
+            [slot.place, segments.stage_of[s], segments.round_of[s], towers[tower], kind,
+             slot.start, slot.end]
             for slot in slots
+            for kind, tower, s in [slot.turn]
         ],
     }  # fmt: skip
+
+
+def traced_pipeline(
+    pipeline: Mapping[str, Any], layout: Layout, directory: Path
+) -> dict[str, Any] | None:
+    """The same of the last step in a trace of JAX's profiler, as it ran on the devices.
+
+    Args:
+        pipeline: as `describe_pipeline` returns it.
+        layout: stages and towers on devices.
+        directory: of the trace.
+
+    Returns:
+        `bubble` and `timeline`, in seconds from the start of the first program. None if the trace
+        has not every program of whole steps, and for several processes, of which one is traced.
+    """
+    from multitower.training.trace import read_executions  # noqa: PLC0415 (importing stays quick)
+
+    if layout.towers.spans_processes or "timeline" not in pipeline:
+        return None
+    executions = read_executions(directory)
+    slots: list[list[Any]] = []
+    counts: set[tuple[int, int]] = set()
+    for place, device in enumerate(layout.all_replicas[-1]):
+        for kind in ("forward", "backward"):
+            wanted = [one for one in pipeline["timeline"] if (one[0], one[4]) == (place, kind)]
+            # A device begins its programs in the order in which they are started.
+            found = [
+                one
+                for one in executions.get(device.local_hardware_id or 0, [])
+                if one.module == f"jit_{kind}"
+            ]
+            if wanted:
+                counts.add(divmod(len(found), len(wanted)))
+                last = found[-len(wanted) :]
+                slots += [
+                    [*one[:5], ran.start, ran.end] for one, ran in zip(wanted, last, strict=False)
+                ]
+    if len(counts) != 1:
+        return None
+    ((steps, rest),) = counts
+    if rest or not steps:
+        return None
+    slots.sort(key=lambda slot: slot[-2])
+    began = slots[0][-2]
+    slots = [[*what, start - began, end - began] for *what, start, end in slots]
+    return {"bubble": round(_waiting(slots), 4), "timeline": slots}
+
+
+def _waiting(slots: Sequence[Sequence[Any]]) -> float:
+    """The share of the time in which devices run none of these programs, in order of start."""
+    busy, until = 0.0, dict[int, float]()
+    for place, *_, start, end in slots:
+        # Should a device run two programs at a time, it is busy once.
+        busy += max(0.0, end - max(start, until.get(place, 0.0)))
+        until[place] = max(end, until.get(place, 0.0))
+    return 1 - busy / (len(until) * max(until.values()))
 
 
 def pipeline_in_words(pipeline: Mapping[str, Any]) -> str:
     """How long devices wait, in a line.
 
     Args:
-        pipeline: as `describe_pipeline` returns it.
+        pipeline: as `describe_pipeline` or `planned_pipeline` returns it.
 
     Example:
         >>> from multitower.runs.pipeline import pipeline_in_words
-        >>> found = {"stages": 4, "layout": [2, 4], "towers": 8, "bubble": 0.286}
-        >>> pipeline_in_words({**found, "least_bubble": 0.2727})
+        >>> found = {"stages": 4, "layout": [2, 4], "towers": 8}
+        >>> pipeline_in_words(found)
+        '4 stages, 2 replicas of 4 devices (8 towers pass)'
+        >>> found |= {"rounds": 1, "bubble": 0.286, "least_bubble": 0.2727}
+        >>> pipeline_in_words(found)
         '4 stages, 2 replicas of 4 devices wait for 29 % of a step (8 towers pass; at least 27 %)'
+        >>> found |= {"rounds": 3, "bubble": 0.412, "least_bubble": None}
+        >>> pipeline_in_words(found)
+        '4 stages, 2 replicas of 4 devices wait for 41 % of a step (8 towers pass and meet twice)'
     """
     replicas, devices = pipeline["layout"]
     place = f"{pipeline['stages']} stages, {replicas} replica{'' if replicas == 1 else 's'}"
     if devices == 1:
         return f"{place} of 1 device: none waits for another"
-    return (
-        f"{place} of {devices} devices wait for {100 * pipeline['bubble']:.0f} % of a step "
-        f"({pipeline['towers']} towers pass; at least {100 * pipeline['least_bubble']:.0f} %)"
-    )
+    place = f"{place} of {devices} devices"
+    towers = f"{pipeline['towers']} towers pass"
+    if "bubble" not in pipeline:
+        return f"{place} ({towers})"
+    place = f"{place} wait for {100 * pipeline['bubble']:.0f} % of a step"
+    if pipeline["rounds"] > 1:
+        return f"{place} ({towers} and meet {_times(pipeline['rounds'] - 1)})"
+    return f"{place} ({towers}; at least {100 * pipeline['least_bubble']:.0f} %)"
 
 
 def planned_pipeline(options: RunOptions) -> dict[str, Any] | None:
     """The pipeline that a run will have; None without stages. Starts JAX.
+
+    How long devices wait is not in it: it depends on where towers meet, which is known when the
+    first step has been traced.
+
+    Returns:
+        `stages`; `layout`, the replicas and the devices of each; `towers`, of the last replica,
+        which has the most.
 
     Raises:
         MultitowerError: the layout does not fit.
@@ -78,4 +165,16 @@ def planned_pipeline(options: RunOptions) -> dict[str, Any] | None:
     stages = stage_options(options.stages, options.layout_pair(), remat=options.remat)
     if stages is None or options.towers is None:
         return None
-    return describe_pipeline(stages.on(options.devices, options.towers), remat=options.remat)
+    return _described(stages.on(options.devices, options.towers))
+
+
+def _described(layout: Layout) -> dict[str, Any]:
+    return {
+        "stages": layout.num_stages,
+        "layout": [len(layout.all_replicas), len(layout.all_replicas[0])],
+        "towers": len(layout.towers.towers_on[-1]),
+    }
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")

@@ -191,7 +191,8 @@ class RecipeJob:
             facts["stopped"] = self.trainer.stopped
         layout = self.trainer.step.layout
         if layout is not None:
-            facts["pipeline"] = describe_pipeline(layout, remat=self.options.remat)
+            step, remat = self.trainer.step, self.options.remat
+            facts["pipeline"] = describe_pipeline(layout, step.segments, remat=remat)
         if are_several():
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:

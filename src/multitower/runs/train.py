@@ -14,6 +14,7 @@ from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
+from multitower.runs.pipeline import traced_pipeline
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
 from multitower.runs.setup import RecipeJob
 from multitower.steps.state.fingerprint import fingerprint
@@ -53,7 +54,8 @@ def run(
         `same_bits`, whether the fingerprint is the same on any number of devices; `examples_per_s`
         over the steps after the first one, which compiles (None for a single step); `seconds`, the
         wall time of all of this; `versions` and `host`; of several processes `processes`, how many;
-        with stages `pipeline`, as `describe_pipeline`; with clipping `clip_norm`, the run's or the
+        with stages `pipeline`, as `describe_pipeline`, and with a profile, too, `traced` in it, as
+        `traced_pipeline`; with clipping `clip_norm`, the run's or the
         recipe's; with a profile `profile`, its steps; with `keep_best`, `best`: the step and the
         scores of the best state; `ema_decay`, `epochs`, `extra_metrics`, `on_nonfinite`,
         `early_stopping`, if asked for, and `stopped`, why a run with early stopping ended early, or
@@ -104,7 +106,7 @@ def run(
         made = int(state.step)  # fewer than asked for, if it was stopped early
         if made not in tested:
             test(state)
-    result = {
+    result: dict[str, Any] = {
         **job.facts(),
         "steps": made,
         **{f"test_{name}": _for_json(value) for name, value in tested[made].items()},
@@ -114,6 +116,10 @@ def run(
     }
     if directory is not None and (directory / PROFILE).exists():
         result["profile"] = options.profile
+        layout = job.trainer.step.layout
+        if layout is not None:
+            pipeline = result["pipeline"]
+            pipeline["traced"] = traced_pipeline(pipeline, layout, directory / PROFILE)
     if directory is not None and write_report is not None:
         if is_first():
             write_result(directory, result)

@@ -46,8 +46,8 @@ def measure_stages(
 
     Returns:
         The state after these steps; and the pipeline, as `describe_pipeline` returns it for these
-        times, with `programs`, for each stage and kind the median time over towers and steps in
-        seconds. None for a step without stages.
+        times, with `programs`, for each stage, round and kind the median time over towers and steps
+        in seconds. None for a step without stages.
     """
     if step.layout is None:
         return state, None
@@ -58,13 +58,19 @@ def measure_stages(
             state, _ = step(state, shard(batch, **where))
         for program, times_s in watch.times_s.items():
             taken[program] = [*taken.get(program, []), *times_s] if program in taken else []
-    medians: dict[tuple[str, int], float] = defaultdict(float)
-    for (kind, name), times_s in taken.items():
-        # Of a stage in which towers meet there is one for each round: "stage 1, round 0".
-        stage = int(name.removeprefix("stage ").partition(",")[0])
-        medians[kind, stage] += statistics.median(times_s)
-    pipeline = describe_pipeline(step.layout, times=medians)
-    programs = [[stage, kind, time_s] for (kind, stage), time_s in sorted(medians.items())]
+    segments = step.segments
+    assert segments is not None
+    medians = {
+        (kind, s): statistics.median(taken[kind, name])
+        for s, name in enumerate(map(segments.name, range(len(segments.stage_of))))
+        for kind in _KINDS.values()
+        if (kind, name) in taken
+    }
+    programs = [
+        [segments.stage_of[s], segments.round_of[s], kind, time_s]
+        for (kind, s), time_s in medians.items()
+    ]
+    pipeline = describe_pipeline(step.layout, segments, times=medians)
     return state, {**pipeline, "programs": programs}
 
 
@@ -88,16 +94,15 @@ def pipeline_tables(result: Mapping[str, Any]) -> list[Table]:
     """Shows the time of every program in milliseconds, on each number of devices."""
     tables: list[Table] = []
     for where, pipeline in pipelines(result):
-        times = {(kind, stage): time_s for stage, kind, time_s in pipeline["programs"]}
+        times: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+        for stage, number, kind, time_s in pipeline["programs"]:
+            times[stage, number][kind] = f"{1e3 * time_s:.3g}"
         rows = [
             (
-                str(stage),
-                *(
-                    f"{1e3 * times[kind, stage]:.3g}" if (kind, stage) in times else ABSENT
-                    for kind in _KINDS.values()
-                ),
+                str(stage) if pipeline["rounds"] == 1 else f"{stage}, round {number}",
+                *(found.get(kind, ABSENT) for kind in _KINDS.values()),
             )
-            for stage in range(pipeline["stages"])
+            for (stage, number), found in sorted(times.items())
         ]
         tables.append(Table(f"Programs on {where}: ms alone", ("stage", *_KINDS.values()), rows))
     return tables
@@ -114,6 +119,8 @@ def pipelines(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 def waiting_in_words(result: Mapping[str, Any]) -> list[str]:
     """Says how long devices wait for each other, by the measured times and by the formula.
 
+    Where towers meet, there is no formula.
+
     Example:
         >>> from multitower.scaling.stage_times import waiting_in_words
         >>> found = {"layout": [1, 2], "towers": 4, "bubble": 0.25, "least_bubble": 0.2}
@@ -121,8 +128,12 @@ def waiting_in_words(result: Mapping[str, Any]) -> list[str]:
         ['2 devices: with these times they wait for 25 % of a step; (P-1)/(M+P-1) gives 20 %.']
     """
     return [
-        f"{where}: with these times they wait for {100 * one['bubble']:.0f} % of a step; "
-        f"(P-1)/(M+P-1) gives {100 * one['least_bubble']:.0f} %."
+        f"{where}: with these times they wait for {100 * one['bubble']:.0f} % of a step"
+        + (
+            "."
+            if one["least_bubble"] is None
+            else f"; (P-1)/(M+P-1) gives {100 * one['least_bubble']:.0f} %."
+        )
         for where, one in pipelines(result)
         if one["layout"][1] > 1
     ]

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.cutting import cut_program
 from multitower.stages.meeting.rounds import Meeting, Rounds, find_meetings
+from multitower.stages.order import Segments
 from multitower.stages.passes.stage import Stage
 from multitower.stages.pieces import Pieces, split_params
+from multitower.stages.work import work_of
 
 SPLIT = -2
 
@@ -75,10 +77,16 @@ class Chain:
         """The segment that sends something."""
         return next(s for s, stage in enumerate(self.stages) if number in stage.sent)
 
-    def name(self, segment: int) -> str:
-        """What a segment is called: such as "stage 1", or "stage 1, round 2"."""
-        name = f"stage {self.stage_of[segment]}"
-        return f"{name}, round {self.round_of[segment]}" if self.meetings else name
+    @functools.cached_property
+    def segments(self) -> Segments:
+        """Which stage and which round they are of, and how much they have to do."""
+        work = [sum(work_of(step.equation) for step in one.segment.steps) for one in self.stages]
+        shares: list[float] = []
+        for stage, own in zip(self.stage_of, work, strict=True):
+            peers = [w for w, s in zip(work, self.stage_of, strict=True) if s == stage]
+            shares.append(own / sum(peers) if sum(peers) else 1 / len(peers))
+        sends = tuple(bool(stage.sent) for stage in self.stages)
+        return Segments(self.stage_of, self.round_of, tuple(shares), sends)
 
     def num_answers(self, number: int) -> int:
         """How many cotangents there are for what is sent."""

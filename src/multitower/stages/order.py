@@ -12,6 +12,48 @@ class Turn(NamedTuple):
     stage: int
 
 
+class Segments(NamedTuple):
+    """The stages of a step, cut where towers meet.
+
+    Attributes:
+        stage_of: for each segment its stage.
+        round_of: for each segment how many meetings come before it, in ascending order.
+        work: for each segment its share of the work of its stage.
+        has_forward: for each segment whether it has a forward program: the others send nothing on.
+    """
+
+    stage_of: tuple[int, ...]
+    round_of: tuple[int, ...]
+    work: tuple[float, ...]
+    has_forward: tuple[bool, ...]
+
+    @property
+    def num_rounds(self) -> int:
+        """One more than there are meetings."""
+        return 1 + self.round_of[-1]
+
+    def name(self, segment: int) -> str:
+        """What a segment is called: such as "stage 1", or "stage 1, round 2"."""
+        name = f"stage {self.stage_of[segment]}"
+        return name if self.num_rounds == 1 else f"{name}, round {self.round_of[segment]}"
+
+    def equal_times(self, *, recomputed: bool = True) -> dict[tuple[str, int], float]:
+        """How long programs take if all stages have equal work, by (kind, segment).
+
+        The forward programs of a stage together take 1. A backward program takes twice the time of
+        the forward one, and that time again if it has to compute what the forward one does.
+
+        Args:
+            recomputed: whether it has to where there is a forward program.
+        """
+        times: dict[tuple[str, int], float] = {}
+        for s, (work, has_forward) in enumerate(zip(self.work, self.has_forward, strict=True)):
+            if has_forward:
+                times["forward", s] = work
+            times["backward", s] = work * (3 if recomputed or not has_forward else 2)
+        return times
+
+
 def one_forward_one_backward(num_towers: int, place_of: Sequence[int]) -> list[list[Turn]]:
     """The turns of one replica, in ticks: what is in one list can run at the same time.
 
@@ -90,7 +132,7 @@ class Slot(NamedTuple):
     """When a turn runs: from `start` to `end`, in units of a forward program, or in seconds.
 
     Attributes:
-        turn: what runs.
+        turn: what runs; its stage is a segment.
         place: on which device of the replica.
         start: when it begins.
         end: when it ends.
@@ -103,38 +145,33 @@ class Slot(NamedTuple):
 
 
 def timeline(
-    ticks: Sequence[Sequence[Turn]],
+    phases: Sequence[Sequence[Turn]],
     place_of: Sequence[int],
-    *,
-    recomputed: bool = True,
-    times: Mapping[tuple[str, int], float] | None = None,
+    times: Mapping[tuple[str, int], float],
 ) -> list[Slot]:
-    """When each turn runs, if all stages have equal work and moves take no time.
-
-    Without `times`, a backward program takes twice the time of a forward one, and that of the
-    forward one again, which it repeats. The last stage has no forward turn, and repeats nothing.
+    """When each turn runs, if moves and sums take no time.
 
     Args:
-        ticks: the turns in the order in which they are started.
-        place_of: for each stage its device within the replica.
-        recomputed: whether backward programs repeat the forward ones.
-        times: how long the programs take instead, by (kind, stage).
+        phases: the turns in the order in which they are started, as `in_rounds` returns them. Where
+            towers meet, one phase begins when all of the one before is over.
+        place_of: for each segment its device within the replica.
+        times: how long the programs take, by (kind, segment); there may be no forward program.
     """
     last = len(place_of) - 1
     free = [0.0] * (max(place_of) + 1)
     ends: dict[Turn, float] = {}
     slots: list[Slot] = []
-    for turn in (turn for tick in ticks for turn in tick):
-        kind, tower, stage = turn
-        length = 1 if kind == "forward" else 3 if recomputed or stage == last else 2
-        if times is not None:
-            length = times.get((kind, stage), 0.0)  # a stage may have no forward program
-        needs = Turn("forward", tower, stage - 1)
-        if kind == "backward" and stage < last:
-            needs = Turn("backward", tower, stage + 1)
-        start = max(ends.get(needs, 0.0), free[place_of[stage]])
-        ends[turn] = free[place_of[stage]] = start + length
-        slots.append(Slot(turn, place_of[stage], start, start + length))
+    for phase in phases:
+        all_met = max(free)
+        for turn in phase:
+            kind, tower, s = turn
+            needs = Turn("forward", tower, s - 1)
+            if kind == "backward" and s < last:
+                needs = Turn("backward", tower, s + 1)
+            start = max(all_met, ends.get(needs, 0.0), free[place_of[s]])
+            ends[turn] = free[place_of[s]] = start + times.get((kind, s), 0.0)
+            if (kind, s) in times:
+                slots.append(Slot(turn, place_of[s], start, ends[turn]))
     return slots
 
 

@@ -102,7 +102,7 @@ class Walk:
         if kept is not None:
             self._held[tower, s] = kept.take(values, made)
         if self._tap is not None:
-            self._tap("forward program", tower, {self._chain.name(s): made})
+            self._tap("forward program", tower, {self._chain.segments.name(s): made})
         for number, value in zip(sent, made[: len(sent)], strict=True):
             there = {self._devices[s]: value}
             for user in self._chain.users(number):
@@ -124,7 +124,7 @@ class Walk:
         cotangents = [answers[number] for number in self._chain.stages[s].answered]
         sums, found = self._programs.backward[s][self._replica](values, cotangents)
         if self._tap is not None:
-            self._tap("backward program", tower, {self._chain.name(s): (sums, found)})
+            self._tap("backward program", tower, {self._chain.segments.name(s): (sums, found)})
         for number, one in found.items():
             if number in self._chain.meeting_after:
                 self._meet_back(number, one, tower, s)

@@ -38,6 +38,7 @@ from multitower.towers.surroundings import (
 )
 
 if TYPE_CHECKING:
+    from multitower.stages.order import Segments
     from multitower.steps.rotation.turns import Turns
 
 
@@ -79,6 +80,11 @@ class TrainStep:
     def turns(self) -> "Turns | None":
         """Which towers make which update, if updates are asynchronous. Reading it starts JAX."""
         return self._find_way().turns
+
+    @property
+    def segments(self) -> "Segments | None":
+        """The stages, cut where towers meet; None without `stages=`, and before the first step."""
+        return self._find_way().segments
 
     def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
         """Makes the initial training state. Your arrays are copied and never overwritten.

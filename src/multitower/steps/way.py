@@ -22,6 +22,7 @@ from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts
 
 if TYPE_CHECKING:
+    from multitower.stages.order import Segments
     from multitower.steps.rotation.turns import Turns
 
 
@@ -66,6 +67,8 @@ class Whole:
 
     # Which towers make which update, where they take turns.
     turns: "Turns | None" = None
+    # The stages as the newest runner has cut them.
+    segments: "Segments | None" = None
 
     @property
     def num_towers(self) -> int:

@@ -101,7 +101,9 @@ class InStages(Whole):
         batch, tower_rows, has_weights, _ = batches
         first = (state.fields(), batch)
         given = (step, batch.split, tower_rows, self._layout, first)
-        return StagedRunner(*given, has_weights=has_weights, remat=self._remat)
+        runner = StagedRunner(*given, has_weights=has_weights, remat=self._remat)
+        self.segments = runner.segments
+        return runner
 
 
 class InShards(Whole):

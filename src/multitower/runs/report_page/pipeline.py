@@ -20,21 +20,21 @@ def draw_pipeline(pipeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
     Example:
         >>> from multitower.runs.report_page.pipeline import draw_pipeline
-        >>> found = {"bubble": 0.0, "least_bubble": 0.0, "timeline": [[0, 0, 0, "backward", 0, 3]]}
+        >>> found = {"rounds": 1, "bubble": 0.0, "least_bubble": 0.0}
+        >>> found["timeline"] = [[0, 0, 0, 0, "backward", 0, 3]]
         >>> draw_pipeline(found)["picture"].count("<rect")
         2
     """
-    if not pipeline:
+    if not pipeline or "timeline" not in pipeline:
         return None
-    picture = _picture(pipeline["timeline"][:_MOST])
-    return {
-        "bubble": pipeline["bubble"],
-        "least_bubble": pipeline["least_bubble"],
-        "picture": picture,
-    }
+    rounds, traced = pipeline["rounds"], pipeline.get("traced")
+    if traced:
+        traced = {**traced, "picture": _picture(traced["timeline"][:_MOST], rounds)}
+    picture = _picture(pipeline["timeline"][:_MOST], rounds)
+    return {**pipeline, "picture": picture, "traced": traced}
 
 
-def _picture(slots: list[list[Any]]) -> Markup:
+def _picture(slots: list[list[Any]], rounds: int) -> Markup:
     """An SVG; a tooltip says what each box is."""
     num_devices = 1 + max(place for place, *_ in slots)
     unit = (_WIDTH - _LEFT) / max(slot[-1] for slot in slots)
@@ -45,12 +45,13 @@ def _picture(slots: list[list[Any]]) -> Markup:
         .format(_top(place) + 18, place, _LEFT, _top(place), _WIDTH - _LEFT, _ROW)
         for place in range(num_devices)
     ]  # fmt: skip
-    for place, stage, tower, kind, start, end in slots:
+    for place, stage, number, tower, kind, start, end in slots:
+        where = f"{stage}, round {number}" if rounds > 1 else str(stage)
         shapes.append(
             Markup('<rect class="{}" x="{:.2f}" y="{}" width="{:.2f}" height="{}"><title>tower {}, '
                    "stage {}, {}</title></rect>")
             .format(kind, _LEFT + unit * start, _top(place), unit * (end - start), _ROW, tower,
-                    stage, kind)
+                    where, kind)
         )  # fmt: skip
     words = "Programs of one step on each device"
     return Markup(

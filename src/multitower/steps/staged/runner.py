@@ -23,7 +23,11 @@ from multitower.towers.split import on_one_device, ready_or_cut
 
 
 class StagedRunner:
-    """Steps in stages; made for batches of one shape."""
+    """Steps in stages; made for batches of one shape.
+
+    Attributes:
+        segments: the stages, cut where towers meet.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class StagedRunner:
         loss = self._finish.out_info[2]["loss"]
         whole = WholeUpdate(step, fields, (chain.homes, rows_of), loss)
         self._homes = whole.homes
+        self.segments = chain.segments
         self._updates = Updates(step, whole, layout, chain)
 
     def run(
