@@ -145,7 +145,7 @@ def test_help_reads_well(capsys):
         (["train", "digits", "--steps", "0"], "steps=0: a run makes at least one step."),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
         (["train", "digits", "--seed", "-1"], "seed=-1 is out of range"),
-        (["train", "digits", "--towers", "0"], "towers=0 must be a whole number"),
+        (["train", "digits", "--towers", "0"], "--towers 0 must be a whole number"),
         (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
         (["train", "digits", "--simulate", "0"], "simulated_devices=0 must be a whole number"),
@@ -158,6 +158,35 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
     assert error.startswith("multitower: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--stages 2", "--stages 2 needs --towers, the microbatches that"),
+        ("--asynchronous --shard-update", "--asynchronous and --shard-update exclude each other: "),
+        (
+            "--shard-params --towers 2",
+            "--shard-params and --towers 2 exclude each other: the order of sums over parts "
+            "depends on the number of devices, and with --towers the bits must not. Leave --towers "
+            "out; or keep it, leave --shard-params out, and",
+        ),
+        (
+            "--sync-every 2 --compute-dtype float16",
+            "--compute-dtype float16 and --sync-every exclude each other: float16 needs a loss",
+        ),
+        (
+            "--asynchronous --momentum-correction",
+            "--momentum-correction, and the state of the optimizer does not hold its momentum",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_are_called_what_was_typed(
+    flags, message, tmp_path, capsys
+):
+    words = ["train", CIRCLE, "--devices", "2", *flags.split(), "--run-dir", str(tmp_path)]
+    assert main(words) == 2
+    assert f"multitower: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

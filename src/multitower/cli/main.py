@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from multitower.errors import (
+    ArgumentError,
+    DeviceError,
     Interrupted,
     MultitowerError,
     MultitowerWarning,
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
         from multitower.cli.verify import verify
+        from multitower.cli.wording import in_flags
         from multitower.processes.leaving import await_verdict_if_lost, leave_if_together
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
@@ -101,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + stop.signal
         except MultitowerError as error:
             await_verdict_if_lost(error)
-            console.show_error(str(error))
+            is_of_options = isinstance(error, ArgumentError | DeviceError)
+            console.show_error(in_flags(str(error)) if is_of_options else str(error))
             leave_if_together(2)
             return 2
         except Exception as error:

@@ -12,21 +12,31 @@ import tyro
 from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, show_progress
 from multitower.cli.flags import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_LAID_OUT_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
     BatchSize,
+    ClipNorm,
+    ComputeDtype,
     Data,
     Devices,
     EarlyStopping,
     EmaDecay,
     Epochs,
     ExtraMetrics,
-    Number,
+    LaidOutStageFlags,
+    LocalFlags,
+    MinDelta,
     OnNonfinite,
     Seed,
     SetOptions,
     ShardParams,
     ShardUpdate,
     Simulate,
-    Stages,
     Steps,
     Synthetic,
     WholeNumber,
@@ -113,6 +123,7 @@ def train(
     checkpoint_every: Annotated[
         WholeNumber, flag("N", "Save a checkpoint every N steps and after the last step.", "1000")
     ] = None,
+    keep_last: Annotated[WholeNumber, flag("N", "Keep the newest N checkpoints.", "3")] = None,
     evaluate_every: Annotated[
         WholeNumber, flag("N", "Score the test set every N steps and at the end.", "at the end")
     ] = None,
@@ -121,6 +132,7 @@ def train(
         flag("NAME", "Keep the state with the best test score NAME in DIR/best.", "none"),
     ] = None,
     early_stopping: EarlyStopping = None,
+    min_delta: MinDelta = None,
     best: Annotated[
         Literal["max", "min"] | None,
         flag("max|min", "Whether a high or a low score is better.", "max"),
@@ -128,18 +140,6 @@ def train(
     seed: Seed = None,
     shard_update: ShardUpdate = False,
     shard_params: ShardParams = False,
-    stages: Stages = None,
-    layout: Annotated[
-        str | None,
-        flag(
-            "RxD", "With --stages: R replicas in all processes, D devices each.", "as many as fit"
-        ),
-    ] = None,
-    no_remat: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        switch("With --stages: keep what the backward pass needs, and compute nothing again."),
-    ] = False,
     steps_per_call: Annotated[
         WholeNumber,
         flag(
@@ -149,38 +149,10 @@ def train(
             "one; H, but 16 at most, with --sync-every H over processes",
         ),
     ] = None,
-    sync_every: Annotated[
-        WholeNumber,
-        flag(
-            "H",
-            "Local updates (DiLoCo): every tower trains parameters of its own, and the towers meet "
-            "every H steps.",
-            "all towers make every step together",
-        ),
-    ] = None,
-    asynchronous: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        switch("Make an update with the gradient of one tower at a time, in a fixed rotation."),
-    ] = False,
-    max_staleness: Annotated[
-        WholeNumber,
-        flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
-    ] = None,
-    clip_norm: Annotated[
-        Number,
-        flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
-    ] = None,
+    clip_norm: ClipNorm = None,
     ema_decay: EmaDecay = None,
     on_nonfinite: OnNonfinite = None,
-    compute_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        flag(
-            "float32|bfloat16|float16",
-            "bfloat16 or float16 for mixed precision, faster on GPUs and slower on CPUs.",
-            "float32",
-        ),
-    ] = None,
+    compute_dtype: ComputeDtype = None,
     log: Annotated[
         str | None,
         flag(
@@ -211,6 +183,9 @@ def train(
             "start a new run",
         ),
     ] = None,
+    in_stages: Annotated[LaidOutStageFlags, STAGES] = NO_LAID_OUT_STAGES,
+    local: Annotated[LocalFlags, LOCAL] = NOT_LOCAL,
+    in_turns: Annotated[AsynchronousFlags, ASYNCHRONOUS] = SYNCHRONOUS,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Train a recipe on all devices and score it. Writes DIR/result.json and DIR/report.html."""
@@ -225,6 +200,7 @@ def train(
         "epochs": epochs,
         "global_batch": batch_size,
         "checkpoint_every": checkpoint_every,
+        "keep_last": keep_last,
         "evaluate_every": evaluate_every,
         "keep_best": keep_best,
         "best": best,
@@ -235,17 +211,15 @@ def train(
         "ema_decay": ema_decay,
         "on_nonfinite": on_nonfinite,
         "compute_dtype": compute_dtype,
-        "stages": stages,
-        "layout": layout,
-        "remat": False if no_remat else None,
         "steps_per_call": steps_per_call,
-        "sync_every": sync_every,
-        "asynchronous": asynchronous or None,
-        "max_staleness": max_staleness,
         "log": log,
         "profile": profile,
         "early_stopping": early_stopping,
+        "min_delta": min_delta,
         "extra_metrics": extra_metrics,
+        **in_stages.options(),
+        **local.options(),
+        **in_turns.options(),
     }
     given = {name: value for name, value in flags.items() if value is not None}
     for one, other in (("steps", "epochs"), ("epochs", "steps")):

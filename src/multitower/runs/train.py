@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from multitower.errors import warn
 from multitower.processes.together import is_first, of_first
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
@@ -77,6 +78,11 @@ def run(
     check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
     job.check_scores()
+    if options.keep_best is not None and not options.evaluate_every:
+        warn(
+            f"keep_best={options.keep_best}: the run has one test phase, at its end, so its last "
+            "state is kept as the best. Add evaluate_every (--evaluate-every N)."
+        )
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
 
