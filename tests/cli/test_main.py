@@ -142,9 +142,9 @@ def test_help_reads_well(capsys):
             "reg_rate=x: this option of the r",
         ),
         (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
-        (["train", "digits", "--steps", "0"], "steps=0: a run makes at least one step."),
+        (["train", "digits", "--steps", "0"], "--steps 0: a run makes at least one step."),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
-        (["train", "digits", "--seed", "-1"], "seed=-1 is out of range"),
+        (["train", "digits", "--seed", "-1"], "--seed -1 is out of range"),
         (["train", "digits", "--towers", "0"], "--towers 0 must be a whole number"),
         (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
@@ -175,6 +175,12 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
             "--sync-every 2 --compute-dtype float16",
             "--compute-dtype float16 and --sync-every exclude each other: float16 needs a loss",
         ),
+        (
+            "--outer-lr 0.5",
+            "--outer-lr 0.5 is for local updates: add sync_every (--sync-every), or",
+        ),
+        ("--towers 2 --stages 2 --layout 1x4", "--layout 1x4 gives each replica 4 devices, and"),
+        ("--extra-metrics lr", "--extra-metrics lr: give a list of names, "),
         (
             "--asynchronous --momentum-correction",
             "--momentum-correction, and the state of the optimizer does not hold its momentum",
@@ -292,6 +298,7 @@ def test_the_version(capsys):
         (["train", "digits", "--steps", "ten"], "'ten' is not a whole number, such as 8."),
         (["train", "digits", "--clip-norm", "one"], "'one' is not a number, such as 0.5."),
         (["scale", "digits", "--rounds", "1.5"], "'1.5' is not a whole number, such as 8."),
+        (["train", "digits", "--best", "None"], "'None' is not one of max, min."),
     ],
 )
 def test_a_word_in_the_place_of_a_number(words, said, capsys):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -35,6 +35,23 @@ def _number(words: list[str]) -> float:
         return float(words[0])
     except ValueError:
         raise ValueError(f"{words[0]!r} is not a number, such as 0.5.") from None
+
+
+def one_of(*choices: str) -> Any:
+    """What takes one of some words; tyro itself would offer None as one of them."""
+
+    def read(words: list[str]) -> str:
+        if words[0] not in choices:
+            raise ValueError(f"{words[0]!r} is not one of {', '.join(choices)}.")
+        return words[0]
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join(choices),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or value in choices,
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def _from_word(convert: Callable[[list[str]], float], metavar: str) -> Any:
@@ -106,10 +123,11 @@ ExtraMetrics = Annotated[
 ]
 EmaDecay = Annotated[
     Number,
-    flag("X", "Keep a moving average of the parameters, and score it.", "the recipe's"),
+    flag("X", "Keep a moving average of the parameters, which is what is scored.", "the recipe's"),
 ]
 OnNonfinite = Annotated[
-    Literal["stop", "skip"] | None,
+    str | None,
+    one_of("stop", "skip"),
     flag(
         "stop|skip",
         "At a loss or parameter that is not finite: end the run, or make no update in that step.",
@@ -120,7 +138,7 @@ BatchSize = Annotated[
     WholeNumber,
     flag(
         "N",
-        "Take N examples per step, over all towers; with --asynchronous per update.",
+        "Take N examples per step, over all towers that take part in it.",
         "the recipe's number",
     ),
 ]
@@ -146,7 +164,8 @@ ClipNorm = Annotated[
     flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
 ]
 ComputeDtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
+    str | None,
+    one_of("float32", "bfloat16", "float16"),
     flag(
         "float32|bfloat16|float16",
         "bfloat16 or float16 for mixed precision, faster on GPUs and slower on CPUs.",
@@ -239,7 +258,8 @@ class LocalFlags(Group):
         flag("X", "Nesterov momentum of that update; 0 for none.", "0.9"),
     ] = None
     local_state: Annotated[
-        Literal["keep", "average"] | None,
+        str | None,
+        one_of("keep", "average"),
         flag(
             "keep|average",
             "At a meeting every tower keeps its optimizer state, or gets the average.",

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from multitower.errors import (
-    ArgumentError,
-    DeviceError,
     Interrupted,
     MultitowerError,
     MultitowerWarning,
@@ -104,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + stop.signal
         except MultitowerError as error:
             await_verdict_if_lost(error)
-            is_of_options = isinstance(error, ArgumentError | DeviceError)
-            console.show_error(in_flags(str(error)) if is_of_options else str(error))
+            console.show_error(in_flags(str(error)))
             leave_if_together(2)
             return 2
         except Exception as error:
@@ -137,7 +134,10 @@ def _run_command(
     return tyro.extras.subcommand_cli_from_dict(  # --help, and flags that no command has
         dict(commands),
         prog="multitower",
-        description="Data-parallel training: the same answer on any number of devices.",
+        description=(
+            "Data-parallel training: the same answer on any number of devices. multitower COMMAND "
+            "--help lists the flags of a command, multitower --version shows the version."
+        ),
         args=words,
         config=config,
     )

@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -41,6 +41,7 @@ from multitower.cli.flags import (
     Synthetic,
     WholeNumber,
     flag,
+    one_of,
     switch,
 )
 from multitower.cli.settings import collect_settings, download_data
@@ -134,7 +135,8 @@ def train(
     early_stopping: EarlyStopping = None,
     min_delta: MinDelta = None,
     best: Annotated[
-        Literal["max", "min"] | None,
+        str | None,
+        one_of("max", "min"),
         flag("max|min", "Whether a high or a low score is better.", "max"),
     ] = None,
     seed: Seed = None,
@@ -175,7 +177,8 @@ def train(
         switch("Overwrite the run in --run-dir."),
     ] = False,
     resume: Annotated[
-        Literal["auto"] | None,
+        str | None,
+        one_of("auto"),
         flag(
             "auto",
             "Resume the run in --run-dir if there is one, for clusters that start a job again with "

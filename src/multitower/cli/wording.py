@@ -6,13 +6,10 @@ import re
 from multitower.runs.options import RunOptions, flag_of
 
 # Arguments of the library that are no options of a run, and the options that set them.
-_OPTION_OF = {
-    "updates": "asynchronous",
-    "outer_optimizer": "outer_lr",
-    "skip_nonfinite": "on_nonfinite",
-}
+_OPTION_OF = {"updates": "asynchronous", "outer_optimizer": "outer_lr"}
 _NAMES = "|".join([*(field.name for field in dataclasses.fields(RunOptions)), *_OPTION_OF])
-_WITH_VALUE = re.compile(rf"\b({_NAMES})=(\([\d, ]*\)|'\w*'|[\w.]*\w)?")
+# No match where a message shows code with dots: steps=...
+_WITH_VALUE = re.compile(rf"\b({_NAMES})=(?!\.\.)(\([\d, ]*\)|\[[^]]*\]|'[^']*'|-?[\w.]*\w)?")
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
 
@@ -25,6 +22,7 @@ def in_flags(message: str) -> str:
         '--stages 4 needs --towers, such as --towers 8, or leave --stages out.'
     """
     message = _LEAVE.sub(lambda found: found[1] + _flag(found[2], None), message)
+    message = re.sub(r"\bskip_nonfinite\b(=True)?", f"{flag_of('on_nonfinite')} skip", message)
     return _WITH_VALUE.sub(lambda found: _flag(found[1], found[2]), message)
 
 
@@ -33,5 +31,5 @@ def _flag(name: str, value: str | None) -> str:
     flag = flag_of(option)
     if option != name or value in (None, "True", "False", "None"):
         return flag
-    said = value.strip("'()").removeprefix("jnp.").replace(" ", "").rstrip(",")
+    said = re.sub(r"[][()' ]|jnp\.", "", value).rstrip(",")
     return f"{flag} {said.replace(',', 'x') if name == 'layout' else said}"
