@@ -13,6 +13,7 @@ import multitower as mt
 from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
+from multitower.runs.plan import plan
 from multitower.runs.setup import RecipeJob
 from multitower.runs.train import run, score
 
@@ -84,6 +85,9 @@ def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
     kept = planned_pipeline(dataclasses.replace(options, remat=False))
     assert kept["bubble"] == kept["least_bubble"] == pytest.approx(1 / 5)
     assert kept["timeline"][-1][-1] == 15  # four towers, three units each, and one tower alone
+    four = dataclasses.replace(options, stages=4, interleave=True)
+    places = {stage: place for place, stage, *_ in planned_pipeline(four)["timeline"]}
+    assert places == {0: 0, 1: 1, 2: 0, 3: 1}
 
 
 def test_a_recipe_learns_with_its_own_numbers():
@@ -277,6 +281,23 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     names = {field.name for field in dataclasses.fields(RunOptions)}
     # The first ones are the loop's and the data's, and looked at elsewhere; "log" is a hook's.
     assert names == {*chosen, *words, "steps", "epochs", "seed", "evaluate_every", "log"}
+
+
+def test_every_option_of_a_plan_reaches_it(monkeypatch):
+    # The lie: bytes of a plain step, whatever was asked for.
+    given = {}
+    monkeypatch.setattr(
+        "multitower.runs.plan.plan_step", lambda *_, **options: given.update(options)
+    )
+    chosen = {
+        "devices": 2, "towers": 4, "clip_norm": 0.5, "ema_decay": 0.9, "sync_every": 4,
+        "compute_dtype": "bfloat16", "local_state": "average", "max_staleness": 1,
+    }  # fmt: skip
+    words = {"outer_lr": 0.5, "outer_momentum": 0.0, "asynchronous": True, "rotation": "0,1"}
+    plan(LINE, RunOptions(**chosen, **words), machines=3, memory="1GB")
+    assert given.pop("outer_optimizer").init(np.ones(3)) == optax.sgd(0.5).init(np.ones(3))
+    others = {"updates": "asynchronous", "rotation": (0, 1), "machines": 3, "memory": "1GB"}
+    assert given == {**chosen, **others, "model_state": None, "rng": None}
 
 
 def test_half_of_an_outer_optimizer_has_the_other_half_of_the_default():
