@@ -195,6 +195,12 @@ def test_options_that_exclude_each_other_are_called_what_was_typed(
     assert f"multitower: {message}" in capsys.readouterr().err
 
 
+def test_a_run_that_was_refused_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", CIRCLE, "--devices", "2", "--stages", "2"]) == 2
+    assert not list((tmp_path / "runs").iterdir())
+
+
 @pytest.mark.parametrize(
     "words",
     [

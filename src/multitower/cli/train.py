@@ -47,10 +47,10 @@ from multitower.cli.flags import (
 from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.errors import Interrupted, NonFiniteError, RunError
+from multitower.errors import Interrupted, MultitowerError, NonFiniteError, RunError
 from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_for_all, held_run_directory
-from multitower.processes.together import by_first
+from multitower.processes.together import by_first, is_first
 from multitower.recipes.catalog import SHIPPED, find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name
@@ -61,6 +61,7 @@ from multitower.runs.directory import (
     RESULT,
     fresh_run_directory,
     make_run_directory,
+    remove_refused,
     run_found_in,
     write_config,
 )
@@ -265,7 +266,13 @@ def train(
         return str(directory)
 
     with contextlib.ExitStack() as held:
-        finish(Path(by_first(new_directory)), chosen, options)
+        directory = Path(by_first(new_directory))
+        try:
+            finish(directory, chosen, options)
+        except MultitowerError:
+            if run_dir is None and is_first():
+                remove_refused(directory)
+            raise
 
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
