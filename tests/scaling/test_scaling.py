@@ -396,9 +396,9 @@ def test_a_training_that_fails_is_no_measurement():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--rounds", "0"], "rounds=0: it must be 1 or more"),
+        (["--rounds", "0"], "--rounds 0: it must be 1 or more"),
         (["--steps", "0"], "--steps 0: it must be 1 or more"),
-        (["--predict", "0"], "predict=0: it must be 1 or more"),
+        (["--predict", "0"], "--predict 0: it must be 1 or more"),
         (["--predict", "8"], "at least 3 different numbers of devices"),
         (["--weak", "--predict", "8", "--devices", "1,2,4"], "there are 0"),
         (["--weak", "--towers", "2"], "weak scaling with 2 towers"),

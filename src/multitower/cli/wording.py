@@ -7,7 +7,14 @@ from multitower.runs.options import RunOptions, flag_of
 
 # Arguments of the library that are no options of a run, and the options that set them.
 _OPTION_OF = {"updates": "asynchronous", "outer_optimizer": "outer_lr"}
-_NAMES = "|".join([*(field.name for field in dataclasses.fields(RunOptions)), *_OPTION_OF])
+_OF_OTHER_COMMANDS = ("machines", "memory", "predict", "rounds", "temperature")
+_NAMES = "|".join(
+    [
+        *(field.name for field in dataclasses.fields(RunOptions)),
+        *_OPTION_OF,
+        *_OF_OTHER_COMMANDS,
+    ]
+)
 # No match where a message shows code with dots: steps=...
 _WITH_VALUE = re.compile(rf"\b({_NAMES})=(?!\.\.)(\([\d, ]*\)|\[[^]]*\]|'[^']*'|-?[\w.]*\w)?")
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
