@@ -5,10 +5,6 @@ from typing import Annotated
 
 from multitower.cli.console import say
 from multitower.cli.flags import (
-    ASYNCHRONOUS,
-    LOCAL,
-    NO_ROTATION,
-    NOT_LOCAL,
     AsJson,
     BatchSize,
     ClipNorm,
@@ -16,13 +12,19 @@ from multitower.cli.flags import (
     Count,
     Data,
     EmaDecay,
-    LocalFlags,
     RecipeName,
-    RotationFlags,
     SetOptions,
     Synthetic,
     WholeNumber,
     flag,
+)
+from multitower.cli.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_ROTATION,
+    NOT_LOCAL,
+    LocalFlags,
+    RotationFlags,
 )
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices

@@ -14,8 +14,6 @@ import tyro
 from multitower.cli.console import say, show_error
 from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
-    NO_STAGES,
-    STAGES,
     AsJson,
     BatchSize,
     ClipNorm,
@@ -28,11 +26,15 @@ from multitower.cli.flags import (
     SetOptions,
     ShardParams,
     ShardUpdate,
-    StageFlags,
     Synthetic,
     WholeNumber,
     flag,
     switch,
+)
+from multitower.cli.groups import (
+    NO_STAGES,
+    STAGES,
+    StageFlags,
 )
 from multitower.cli.layouts import (
     Layouts,

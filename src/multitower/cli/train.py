@@ -12,13 +12,6 @@ import tyro
 from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, show_progress
 from multitower.cli.flags import (
-    ASYNCHRONOUS,
-    LOCAL,
-    NO_LAID_OUT_STAGES,
-    NOT_LOCAL,
-    STAGES,
-    SYNCHRONOUS,
-    AsynchronousFlags,
     BatchSize,
     ClipNorm,
     ComputeDtype,
@@ -28,8 +21,6 @@ from multitower.cli.flags import (
     EmaDecay,
     Epochs,
     ExtraMetrics,
-    LaidOutStageFlags,
-    LocalFlags,
     MinDelta,
     OnNonfinite,
     Seed,
@@ -43,6 +34,17 @@ from multitower.cli.flags import (
     flag,
     one_of,
     switch,
+)
+from multitower.cli.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_LAID_OUT_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LaidOutStageFlags,
+    LocalFlags,
 )
 from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices

@@ -12,28 +12,30 @@ import jax
 from multitower.cli.console import say, show_error, show_work
 from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
+    AsJson,
+    BatchSize,
+    ClipNorm,
+    ComputeDtype,
+    Data,
+    EmaDecay,
+    RecipeName,
+    Seed,
+    SetOptions,
+    ShardUpdate,
+    Synthetic,
+    WholeNumber,
+    flag,
+)
+from multitower.cli.groups import (
     ASYNCHRONOUS,
     LOCAL,
     NO_STAGES,
     NOT_LOCAL,
     STAGES,
     SYNCHRONOUS,
-    AsJson,
     AsynchronousFlags,
-    BatchSize,
-    ClipNorm,
-    ComputeDtype,
-    Data,
-    EmaDecay,
     LocalFlags,
-    RecipeName,
-    Seed,
-    SetOptions,
-    ShardUpdate,
     StageFlags,
-    Synthetic,
-    WholeNumber,
-    flag,
 )
 from multitower.cli.layouts import (
     Layout,
