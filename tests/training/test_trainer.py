@@ -378,7 +378,7 @@ def test_what_keep_best_needs_is_said(tmp_path):
     with pytest.raises(mt.ArgumentError, match="pass evaluate="):
         trainer.fit(PARAMS, batches, steps=1, evaluate_every=1)
     with pytest.warns(mt.MultitowerWarning, match=r"keep_best='f1'.*no state is kept unless"):
-        state = trainer.fit(PARAMS, batches, steps=1)
+        state = trainer.fit(PARAMS, batches, steps=1, evaluate=print)  # evaluate_every is missing
     with pytest.raises(mt.RunError, match="has no such score"):
         trainer.evaluate(scores, state, DATA, global_batch=64)
 

@@ -104,7 +104,7 @@ def run(
             resume=resume,
             allow_previous=allow_previous,
             evaluate=test,
-            evaluate_every=options.evaluate_every,
+            evaluate_every=options.evaluate_every or (job.steps if options.keep_best else 0),
             **job.first_state(),
         )
         made = int(state.step)  # fewer than asked for, if it was stopped early

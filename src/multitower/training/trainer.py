@@ -315,7 +315,7 @@ class Trainer:
                 "leave resume out."
             )
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
-        self._check_test_phase(evaluate, evaluate_every)
+        self._check_test_phase(evaluate_every)
         self._warn_of_a_last_meeting(steps)
         if self._profile is not None:
             from multitower.training.profile import check_profile  # noqa: PLC0415 (likewise)
@@ -482,8 +482,8 @@ class Trainer:
             self._while_it_runs,
         )
 
-    def _check_test_phase(self, evaluate: object, evaluate_every: int) -> None:
-        if self._best is not None and evaluate is None and not evaluate_every:
+    def _check_test_phase(self, evaluate_every: int) -> None:
+        if self._best is not None and not evaluate_every:
             warn(
                 f"keep_best={self._best.metric!r}: this fit makes no test phase, and no state is "
                 "kept unless you call trainer.evaluate yourself. Pass fit(evaluate=..., "
