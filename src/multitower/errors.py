@@ -21,13 +21,19 @@ MultitowerWarning (UserWarning)         it runs, but probably not as intended
 Every class also derives from the builtin in brackets, so `except ValueError` keeps working.
 """
 
+import functools
 import importlib.metadata
+import inspect
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class MultitowerError(Exception):
@@ -145,6 +151,40 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes a decorator: an argument that the function lacks is an `ArgumentError` in words.
+
+    Args:
+        **hints: what to do instead, for arguments of other libraries' functions of that kind.
+
+    Example:
+        >>> from multitower.errors import ArgumentError, refuse_foreign
+        >>> @refuse_foreign(axis_name="Leave it out.")
+        ... def split(x, *, towers=None): ...
+        >>> try:
+        ...     split(1, axis_name="batch")
+        ... except ArgumentError as error:
+        ...     print(error)
+        split has no argument 'axis_name'. Leave it out.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        known = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **given: _P.kwargs) -> _R:
+            for name in given:
+                if name not in known:
+                    hint = hints.get(name) or did_you_mean(name, known) or "Leave it out."
+                    called = function.__qualname__.removesuffix(".__init__")
+                    raise ArgumentError(f"{called} has no argument {name!r}. {hint.strip()}")
+            return function(*args, **given)
+
+        return call
+
+    return decorate
 
 
 def warn(text: str) -> None:

@@ -143,10 +143,10 @@ def test_help_reads_well(capsys):
             "reg_rate=x: this option of the r",
         ),
         (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
-        (["train", "digits", "--steps", "0"], "steps=0: a run makes at least one step."),
+        (["train", "digits", "--steps", "0"], "--steps 0: a run makes at least one step."),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
-        (["train", "digits", "--seed", "-1"], "seed=-1 is out of range"),
-        (["train", "digits", "--towers", "0"], "towers=0 must be a whole number"),
+        (["train", "digits", "--seed", "-1"], "--seed -1 is out of range"),
+        (["train", "digits", "--towers", "0"], "--towers 0 must be a whole number"),
         (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
         (["train", "digits", "--simulate", "0"], "simulated_devices=0 must be a whole number"),
@@ -159,6 +159,47 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
     assert error.startswith("multitower: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--stages 2", "--stages 2 needs --towers, the microbatches that"),
+        ("--asynchronous --shard-update", "--asynchronous and --shard-update exclude each other: "),
+        (
+            "--shard-params --towers 2",
+            "--shard-params and --towers 2 exclude each other: the order of sums over parts "
+            "depends on the number of devices, and with --towers the bits must not. Leave --towers "
+            "out; or keep it, leave --shard-params out, and",
+        ),
+        (
+            "--sync-every 2 --compute-dtype float16",
+            "--compute-dtype float16 and --sync-every exclude each other: float16 needs a loss",
+        ),
+        (
+            "--outer-lr 0.5",
+            "--outer-lr 0.5 is for local updates: add sync_every (--sync-every), or",
+        ),
+        ("--towers 2 --stages 2 --layout 1x4", "--layout 1x4 gives each replica 4 devices, and"),
+        ("--extra-metrics lr", "--extra-metrics lr: give a list of names, "),
+        (
+            "--asynchronous --momentum-correction",
+            "--momentum-correction, and the state of the optimizer does not hold its momentum",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_are_called_what_was_typed(
+    flags, message, tmp_path, capsys
+):
+    words = ["train", CIRCLE, "--devices", "2", *flags.split(), "--run-dir", str(tmp_path)]
+    assert main(words) == 2
+    assert f"multitower: {message}" in capsys.readouterr().err
+
+
+def test_a_run_that_was_refused_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", CIRCLE, "--devices", "2", "--stages", "2"]) == 2
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -263,6 +304,7 @@ def test_the_version(capsys):
         (["train", "digits", "--steps", "ten"], "'ten' is not a whole number, such as 8."),
         (["train", "digits", "--clip-norm", "one"], "'one' is not a number, such as 0.5."),
         (["scale", "digits", "--rounds", "1.5"], "'1.5' is not a whole number, such as 8."),
+        (["train", "digits", "--best", "None"], "'None' is not one of max, min."),
     ],
 )
 def test_a_word_in_the_place_of_a_number(words, said, capsys):

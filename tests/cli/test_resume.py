@@ -115,7 +115,7 @@ def test_a_run_that_was_refused_stands_in_nobodys_way(tmp_path, capsys):
     for flags in (["--keep-best", "f1"], ["--keep-best", "f1", "--resume", "auto"]):
         assert main([*command, *flags]) == 2
         said = capsys.readouterr().err
-        assert "keep_best='f1': the test phase has no such score. It has: " in said
+        assert "--keep-best f1: the test phase has no such score. It has: " in said
         assert not (tmp_path / "checkpoints").exists()
     assert main([*command, "--keep-best", "loss", "--best", "min", "--resume", "auto"]) == 0
     assert main([*command, "--keep-best", "accuracy", "--resume", "auto"]) == 2

@@ -51,7 +51,7 @@ FLAGS = {
     "--batch-size 24": {"global_batch": 24},
     "--tower-batch 3 --towers 4": {"global_batch": 12, "towers": 4},
     "--seed 5": {"seed": 5},
-    "--checkpoint-every 3": {"checkpoint_every": 3},
+    "--checkpoint-every 3 --keep-last 1": {"checkpoint_every": 3, "keep_last": 1},
     "--evaluate-every 2": {"evaluate_every": 2},
     "--keep-best loss --best min": {"keep_best": "loss", "best": "min"},
     "--shard-update --towers 4": {"shard_update": True, "towers": 4},
@@ -59,8 +59,15 @@ FLAGS = {
     "--steps-per-call 3": {"steps_per_call": 3},
     "--stages 2 --layout 1x2 --towers 4": {"stages": 2, "layout": "1x2", "towers": 4},
     "--stages 2 --towers 4 --no-remat": {"stages": 2, "towers": 4, "remat": False},
+    "--stages 4 --towers 4 --interleave": {"stages": 4, "towers": 4, "interleave": True},
     "--clip-norm 0.5": {"clip_norm": 0.5},
     "--sync-every 4 --towers 4": {"sync_every": 4, "towers": 4},
+    "--sync-every 4 --outer-lr 1 --outer-momentum 0 --local-state average": {
+        "sync_every": 4,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "local_state": "average",
+    },
     "--profile 2:3": {"profile": "2:3"},
     "--log wandb,mlflow": {"log": "wandb,mlflow"},
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
@@ -72,6 +79,22 @@ FLAGS = {
     "--early-stopping accuracy:5 --evaluate-every 2": {
         "early_stopping": "accuracy:5",
         "evaluate_every": 2,
+    },
+    "--early-stopping loss:2:min --evaluate-every 2 --min-delta 0.01": {
+        "early_stopping": "loss:2:min",
+        "evaluate_every": 2,
+        "min_delta": 0.01,
+    },
+    "--asynchronous --max-staleness 0 --towers 4": {
+        "asynchronous": True,
+        "max_staleness": 0,
+        "towers": 4,
+    },
+    "--asynchronous --rotation 0,1,0 --stale-scale 0.5 --momentum-correction": {
+        "asynchronous": True,
+        "rotation": "0,1,0",
+        "stale_scale": 0.5,
+        "momentum_correction": True,
     },
     "--asynchronous --max-staleness 1 --towers 4 --tower-batch 3": {
         "asynchronous": True,
@@ -238,6 +261,17 @@ OF_BOTH = {
     "--seed 5": {"seed": 5},
     "--shard-update --towers 4": {"shard_update": True, "towers": 4},
     "--stages 2 --towers 4": {"stages": 2, "towers": 4},
+    "--stages 2 --towers 4 --interleave --no-remat": {
+        "stages": 2,
+        "towers": 4,
+        "interleave": True,
+        "remat": False,
+    },
+    "--clip-norm 0.5 --ema-decay 0.9 --compute-dtype bfloat16": {
+        "clip_norm": 0.5,
+        "ema_decay": 0.9,
+        "compute_dtype": "bfloat16",
+    },
 }
 
 
@@ -247,7 +281,16 @@ OF_BOTH = {
         *(("verify", *pair) for pair in OF_BOTH.items()),
         *(("scale", *pair) for pair in OF_BOTH.items()),
         ("verify", "--steps 7", {"steps": 7}),
-        ("verify", "--sync-every 4 --towers 4", {"sync_every": 4, "towers": 4}),
+        (
+            "verify",
+            "--sync-every 4 --towers 4 --outer-lr 1",
+            {"sync_every": 4, "towers": 4, "outer_lr": 1.0},
+        ),
+        (
+            "verify",
+            "--asynchronous --rotation 0,1,0",
+            {"asynchronous": True, "rotation": "0,1,0"},
+        ),
         ("scale", "--shard-params", {"shard_params": True}),
     ],
 )
@@ -259,13 +302,19 @@ def test_a_flag_of_verify_or_scale_arrives(command, flags, expected, asked, tmp_
     assert options == RunOptions(**expected)
 
 
-IN_LAYOUTS = "--towers 4|--steps 7|--batch-size 24|--seed 5|--stages 2|--set lr_base=0.25"
+IN_LAYOUTS = (
+    "--towers 4|--steps 7|--batch-size 24|--seed 5|--stages 2|--interleave|--no-remat|"
+    "--clip-norm 0.5|--compute-dtype bfloat16|--set lr_base=0.25"
+)
 
 
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        ("verify", f"{IN_LAYOUTS}|--shard-update|--sync-every 4|--set synthetic=true"),
+        (
+            "verify",
+            f"{IN_LAYOUTS}|--shard-update|--sync-every 4|--outer-momentum 0.0|--set synthetic=true",
+        ),
         ("scale", f"{IN_LAYOUTS}|--shard-update|--strong|--rounds 2|--set synthetic=true"),
         ("scale", "--shard-params|--weak|--steps 3"),
     ],
@@ -314,8 +363,16 @@ def test_flags_of_plan_arrive(monkeypatch, capsys):
     expected = RunOptions(devices=8, towers=64, global_batch=24)
     assert asked == [("circle", expected, {"machines": 4, "memory": "24GiB"})]
     for flags, wanted in (
-        ("--sync-every 16", {"sync_every": 16}),
-        ("--asynchronous --max-staleness 3", {"asynchronous": True, "max_staleness": 3}),
+        (
+            "--sync-every 16 --local-state average --outer-momentum 0",
+            {"sync_every": 16, "local_state": "average", "outer_momentum": 0.0},
+        ),
+        ("--clip-norm 1 --ema-decay 0.9", {"clip_norm": 1.0, "ema_decay": 0.9}),
+        ("--compute-dtype bfloat16", {"compute_dtype": "bfloat16"}),
+        (
+            "--asynchronous --max-staleness 3 --rotation 0,1,2,3",
+            {"asynchronous": True, "max_staleness": 3, "rotation": "0,1,2,3"},
+        ),
     ):
         assert main(["plan", CIRCLE, *flags.split()]) == 1
         assert asked[-1][1] == RunOptions(**wanted)

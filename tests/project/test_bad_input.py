@@ -428,6 +428,26 @@ WRONG = {
         mt.ArgumentError,
         r"the optimizer is Optimizer: .*optimizer\.tx",
     ),
+    "has_aux, as for jax.grad": (
+        lambda: mt.train_step(losses, SGD, has_aux=True),
+        mt.ArgumentError,
+        r"train_step has no argument 'has_aux'\. A loss may return \(loss, metrics\) as it is\.",
+    ),
+    "axis_name, as for jax.pmap": (
+        lambda: mt.make_parallel(add_one, axis_name="batch"),
+        mt.ArgumentError,
+        "make_parallel has no argument 'axis_name'.*always called 'towers'",
+    ),
+    "a mistyped option": (
+        lambda: mt.train_step(losses, SGD, stepz_per_call=2),
+        mt.ArgumentError,
+        r"no argument 'stepz_per_call'\. Did you mean 'steps_per_call'\?",
+    ),
+    "hooks for fit": (
+        lambda: TRAINER.fit(W, lambda first: iter([X]), steps=1, hooks=[print]),
+        mt.ArgumentError,
+        r"Trainer\.fit has no argument 'hooks'\. Give them to the trainer",
+    ),
     "early stopping by a name": (
         lambda: mt.Trainer(losses, SGD, early_stopping="accuracy"),
         mt.ArgumentError,

@@ -234,8 +234,8 @@ def test_a_run_writes_text(trained, capsys, monkeypatch):
     [
         (["--prompt", ""], "the prompt has 0 bytes: this model takes 1 to 15."),
         (["--prompt", "a", "--bytes", "0"], "0 bytes were asked for: it must be 1 or more."),
-        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0: it must be 0 or more."),
-        (["--prompt", "a", "--seed", "-1"], "seed=-1 is out of range"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: it must be 0 or more."),
+        (["--prompt", "a", "--seed", "-1"], "--seed -1 is out of range"),
         (["--prompt", "a", "--best"], "no state has been kept as the best"),
     ],
 )

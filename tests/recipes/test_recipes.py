@@ -15,6 +15,7 @@ from multitower.recipes import digits
 from multitower.recipes.catalog import SHIPPED, find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.recipes.networks import layers, lenet5
+from multitower.steps.rotation.stale import momenta_in
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +197,23 @@ def test_a_learning_rate_that_is_kept_changes_no_update(name):
         found.append(updates)
     assert mt.fingerprint(found[0]) == mt.fingerprint(found[1])
     assert state.hyperparams["learning_rate"] > 0
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_momentum_that_is_kept_is_that_of_the_optimizer(name):
+    # The lie: --momentum-correction that lowers a number which nothing uses.
+    params = {"w": jnp.linspace(-1, 1, 4)}
+    found = []
+    for momentum in (None, 0.9, 0.0):
+        optimizer = find_recipe(name).make_optimizer(
+            100, steps_per_epoch=10, keeps_momentum=momentum is not None
+        )
+        state = optimizer.init(params)
+        if momentum is not None:
+            assert momenta_in(state) == [np.float32(0.9)]
+            state.hyperparams["momentum"] = jnp.float32(momentum)
+        for rows in (params, {"w": jnp.ones(4)}):
+            updates, state = optimizer.update(rows, state, params)
+        found.append(updates["w"])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    assert not np.allclose(found[0], found[2], rtol=1e-2)

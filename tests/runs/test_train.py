@@ -13,6 +13,7 @@ import multitower as mt
 from multitower.recipes.definition import DataSets, Recipe, with_rate
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import describe_pipeline, pipeline_in_words, planned_pipeline
+from multitower.runs.plan import plan
 from multitower.runs.setup import RecipeJob
 from multitower.runs.train import run, score
 from multitower.stages.layout import lay_out
@@ -253,16 +254,25 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
         "devices": 2, "towers": 4, "global_batch": 8, "checkpoint_every": 3, "keep_best": "loss",
         "best": "min", "shard_update": True, "shard_params": True, "clip_norm": 0.5, "stages": 2,
         "layout": "1x2", "remat": False, "steps_per_call": 3, "compute_dtype": "bfloat16",
-        "sync_every": 4, "asynchronous": True, "max_staleness": 1,
+        "sync_every": 4, "asynchronous": True, "max_staleness": 1, "interleave": True,
+        "local_state": "average", "momentum_correction": True, "keep_last": 1,
         "profile": "2:3", "extra_metrics": "gradient_norm", "early_stopping": "loss:2",
         "ema_decay": 0.9, "on_nonfinite": "skip",
     }  # fmt: skip
-    RecipeJob.of(LINE, RunOptions(**chosen, evaluate_every=1), tmp_path)
+    words = {
+        "rotation": "0, 1", "stale_scale": 2, "outer_lr": 0.5, "outer_momentum": 0.0,
+        "min_delta": 0.25,
+    }  # fmt: skip
+    RecipeJob.of(LINE, RunOptions(**chosen, **words, evaluate_every=1), tmp_path)
+    assert given.pop("stale_scale")(np.int32(3)) == 1 / 16
+    outer = given.pop("outer_optimizer")
+    assert outer.update(np.float32(4), outer.init(np.float32(0)))[0] == -2
     wanted = {
         **chosen,
         "extra_metrics": ["gradient_norm"],
-        "early_stopping": mt.EarlyStopping("loss", patience=2, best="min"),
+        "early_stopping": mt.EarlyStopping("loss", patience=2, min_delta=0.25, best="min"),
         "layout": (1, 2),
+        "rotation": (0, 1),
         "profile": (2, 3),
         "run_dir": tmp_path,
     }
@@ -273,7 +283,39 @@ def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):
     assert (given["ema_decay"], given["on_nonfinite"]) == (0.5, "stop")
     names = {field.name for field in dataclasses.fields(RunOptions)}
     # The first ones are the loop's and the data's, and looked at elsewhere; "log" is a hook's.
-    assert names == {*chosen, "steps", "epochs", "seed", "evaluate_every", "log"}
+    assert names == {*chosen, *words, "steps", "epochs", "seed", "evaluate_every", "log"}
+
+
+def test_every_option_of_a_plan_reaches_it(monkeypatch):
+    # The lie: bytes of a plain step, whatever was asked for.
+    given = {}
+    monkeypatch.setattr(
+        "multitower.runs.plan.plan_step", lambda *_, **options: given.update(options)
+    )
+    chosen = {
+        "devices": 2, "towers": 4, "clip_norm": 0.5, "ema_decay": 0.9, "sync_every": 4,
+        "compute_dtype": "bfloat16", "local_state": "average", "max_staleness": 1,
+    }  # fmt: skip
+    words = {"outer_lr": 0.5, "outer_momentum": 0.0, "asynchronous": True, "rotation": "0,1"}
+    plan(LINE, RunOptions(**chosen, **words), machines=3, memory="1GB")
+    assert given.pop("outer_optimizer").init(np.ones(3)) == optax.sgd(0.5).init(np.ones(3))
+    others = {"updates": "asynchronous", "rotation": (0, 1), "machines": 3, "memory": "1GB"}
+    assert given == {**chosen, **others, "model_state": None, "rng": None}
+
+
+def test_half_of_an_outer_optimizer_has_the_other_half_of_the_default():
+    # The lie: --outer-lr 0.5 that also drops the momentum.
+    assert RunOptions(sync_every=2).outer_optimizer() is None
+    gradient = np.float32(1)
+    for given, meant in (
+        ({"outer_lr": 0.5}, optax.sgd(0.5, momentum=0.9, nesterov=True)),
+        ({"outer_momentum": 0.5}, optax.sgd(0.7, momentum=0.5, nesterov=True)),
+    ):
+        found = []
+        for optimizer in (RunOptions(sync_every=2, **given).outer_optimizer(), meant):
+            _, state = optimizer.update(gradient, optimizer.init(gradient))
+            found.append(optimizer.update(gradient, state)[0])
+        assert found[0] == found[1]
 
 
 def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
@@ -290,7 +332,17 @@ def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
     ("wrong", "error", "message"),
     [
         ({"steps": 0}, mt.RunError, "steps=0"),
-        ({"max_staleness": 1}, mt.RunError, "max_staleness=1 is for asynchronous updates"),
+        ({"max_staleness": 1}, mt.RunError, "max_staleness=1 is for asynchronous updates: add a"),
+        ({"rotation": "0"}, mt.RunError, "rotation=0 is for asynchronous updates"),
+        ({"interleave": True}, mt.RunError, r"interleave=True .*: add stages \(--stages\)"),
+        ({"remat": False}, mt.RunError, "remat=False is for stages of a model"),
+        ({"outer_lr": 1.0}, mt.RunError, r"local updates: add sync_every \(--sync-every\), or lea"),
+        ({"min_delta": 1.0}, mt.RunError, "min_delta=1.0 is for early stopping: add early_stopp"),
+        ({"sync_every": 2, "local_state": "mean"}, mt.RunError, "say keep or average"),
+        ({"sync_every": 2, "outer_momentum": 1.0}, mt.RunError, "0 or more, and below 1"),
+        ({"asynchronous": True, "stale_scale": -1.0}, mt.RunError, "stale_scale=-1.0: it must be"),
+        ({"asynchronous": True, "rotation": "0;1"}, mt.RunError, "such as 0,1,0,2"),
+        ({"keep_last": 0}, mt.RunError, "keep_last=0: it must be 1 or more"),
         ({"global_batch": 0}, mt.RunError, "batch of 0 examples"),
         ({"seed": -1}, mt.RunError, "seed=-1"),
         ({"seed": 2**32}, mt.RunError, "use 0 to 4294967295"),

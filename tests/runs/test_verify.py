@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import multitower as mt
 import places
 from faults import change_results, divide_parameters
 from forks import Fork
 from multitower.cli.main import main
 from multitower.proof.record import TOWER, Spot, StepRecord, as_facts, digest
-from multitower.runs.verified import _OPTIONS as OPTIONS
+from multitower.runs.options import RunOptions
+from multitower.runs.verified import OPTIONS, Verified
 from multitower.runs.verify import Look
 from processes import clean_environment, ended
 
@@ -88,6 +90,30 @@ def commands():
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             yield file.read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_asynchronous_updates_are_verified_until_a_tower_has_its_second_turn(capsys):
+    # The lie: steps that agree because no gradient is stale yet.
+    flags = "--devices 1,2 --towers 5 --asynchronous --stale-scale 1 --clip-norm 0.5"
+    assert main(["verify", RECIPE, "--batch-size", "4", *flags.split()]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[2:8]] == list("123456")
+    assert "local        same bits" in shown
+
+
+def test_a_file_decides_the_options_of_what_is_compared_with_it():
+    # The lie: a comparison with another training than the one in the file.
+    options = RunOptions(towers=4, stages=2, remat=False, clip_norm=0.5)
+    before = Verified("1", "circle", {}, {name: getattr(options, name) for name in OPTIONS}, [])
+    file = Path("one.json")
+    assert before.options_for(RunOptions(), file) == options
+    assert before.options_for(RunOptions(clip_norm=0.5), file) == options
+    with pytest.raises(mt.RunError, match=r"clip_norm 0\.5, and this command has --clip-norm 1\.0"):
+        before.options_for(RunOptions(clip_norm=1.0), file)
+    before.options["remat"] = True
+    with pytest.raises(mt.RunError, match="remat True, and this command has --no-remat: leave it"):
+        before.options_for(options, file)
 
 
 @pytest.mark.slow

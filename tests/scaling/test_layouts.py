@@ -1,6 +1,8 @@
 """Scaling over processes: measurements of several jobs in one table, told as they are."""
 
+import contextlib
 import copy
+import importlib
 import json
 import re
 
@@ -11,9 +13,10 @@ import multitower as mt
 import places
 from forks import Fork
 from multitower.cli.main import main
+from multitower.runs.options import RunOptions
 from multitower.scaling.measure import ScalingOptions, _rows
 from multitower.scaling.plot import plot_scaling
-from multitower.scaling.summary import joined, with_summary
+from multitower.scaling.summary import OPTIONS, joined, with_summary
 from multitower.scaling.words import (
     caution,
     losses_in_words,
@@ -24,6 +27,7 @@ from multitower.scaling.words import (
 from processes import clean_environment, ended
 
 FILE = str(places.CIRCLE)
+scale_command = importlib.import_module("multitower.cli.scale")
 
 
 def measurement(processes, each, *turns, batch=12, losses=(0.7, 0.6), **facts):
@@ -52,10 +56,7 @@ def measurement(processes, each, *turns, batch=12, losses=(0.7, 0.6), **facts):
         "seed": 0,
         "versions": {"jax": "1"},
         "host": {"platform": "gpu", "device_kind": "H100", "cpu_cores": 2},
-        "towers": None,
-        "shard_update": False,
-        "shard_params": False,
-        "stages": None,
+        **{name: getattr(RunOptions, name) for name in OPTIONS},
         "batch_size": 12,
         "steps": 1,
         "lead_steps": 3,
@@ -109,6 +110,7 @@ def test_another_loss_curve_of_another_job_is_named():
     ("facts", "said"),
     [
         ({"batch_size": 24}, "have batch_size 12, and this one has 24"),
+        ({"compute_dtype": "bfloat16"}, "have compute_dtype None, and this one has 'bfloat16'"),
         ({"options": {"lr": 1}}, "options of the recipe"),
         ({"host": {"platform": "gpu", "device_kind": "A100"}}, "have device 'H100'"),
         ({"versions": {"jax": "2"}}, "versions"),
@@ -180,6 +182,35 @@ def test_what_cannot_be_added_to_is_refused(tmp_path, capsys):
     flags = ["--steps", "1", "--rounds", "1", "--batch-size", "24", "--strong"]
     assert main([*words, *flags, "--run-dir", str(tmp_path)]) == 2
     assert "have batch_size 12, and this one has 24" in capsys.readouterr().err
+
+
+def test_what_another_job_adds_meanwhile_stays(monkeypatch, tmp_path):
+    """Lie: a table that was read before another job wrote its row, and written after that."""
+    written = []
+
+    @contextlib.contextmanager
+    def held_by_another_one_first(directory, **_):
+        (directory / "scale.json").write_text(json.dumps(measurement(2, 2, 0.2)))
+        yield
+
+    monkeypatch.setattr(scale_command, "measure", lambda *_: measurement(1, 1, 1.0))
+    monkeypatch.setattr(scale_command, "held_run_directory", held_by_another_one_first)
+    monkeypatch.setattr(scale_command, "_say_result", lambda _: None)
+    monkeypatch.setattr(
+        "multitower.scaling.report.write_scaling", lambda _, result: written.append(result) or []
+    )
+    words = ["scale", FILE, "--devices", "1", "--strong", "--add", "--run-dir", str(tmp_path)]
+    assert main(words) == 0
+    assert written[0]["layouts"] == ["1 x 1", "2 x 2"]
+
+
+def test_weak_scaling_of_jobs_that_began_at_once_is_refused():
+    """Lie: an efficiency of 12 rows on one device against 12 rows on four."""
+    weak = [{**measurement(1, 1, 1.0), "strong": None}, {**measurement(1, 4, 1.0), "strong": None}]
+    for one in weak:
+        one["weak"] = measurement(1, one["devices"][0], 1.0)["strong"]
+    with pytest.raises(mt.RunError, match="has 12 rows per device, and this one has 3: another"):
+        joined(*weak, None, None)
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """Scaling: what more devices give, told as it is."""
 
 import io
+import itertools
 import json
 import math
 import re
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from multitower.scaling.fit import fit_step_times, held_out
 from multitower.scaling.losses import compare_losses
 from multitower.scaling.measure import ScalingOptions, scale
 from multitower.scaling.report import write_scaling
-from multitower.scaling.run import LEAD_STEPS, ScalingRun
+from multitower.scaling.run import LEAD_STEPS, TAIL_STEPS, ScalingRun
 from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
 from multitower.scaling.words import speed_tables, split_in_words
 from multitower.steps import runner as step_runner
@@ -98,7 +100,28 @@ def test_the_losses_are_those_of_train(result, tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     trained = [line["loss"] for line in map(json.loads, lines) if line.get("phase") != "test"]
     assert run.losses == pytest.approx(trained, rel=1e-6)
-    assert len(run.losses) == 2 * (LEAD_STEPS + 1)
+    assert len(run.losses) == 2 * (LEAD_STEPS + 1 + TAIL_STEPS)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_what_the_host_does_for_a_step_is_counted_in_every_step(num_steps, monkeypatch):
+    """Lie: a step that is measured from the end of its start on, so that --steps 1 is too fast."""
+    clock = SimpleNamespace(now=0.0)
+
+    def step(state, batch):
+        clock.now += 5  # on the host; devices take no time
+        return state, {"loss": np.float32(1)}
+
+    time_of_clock = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr("multitower.scaling.run.time", time_of_clock)
+    monkeypatch.setattr(
+        "multitower.scaling.run.prefetch", lambda batches, **_: (x for x in batches)
+    )
+    run = ScalingRun.__new__(ScalingRun)
+    run._job = SimpleNamespace(trainer=SimpleNamespace(step=step), batches=itertools.count)
+    run._state, run._where, run.losses, run.turns_s, run.num_recompilations = None, {}, [], [], 0
+    run.take_turn(num_steps)
+    assert run.turns_s == [5]
 
 
 def test_simulated_devices_are_named(measured, result):
@@ -140,7 +163,7 @@ def test_with_towers_all_parts_are_seen_and_all_losses_are_equal(shard_update):
     assert found["losses"] == {
         "same": True,
         "rule": "the same bits",
-        "steps": 2 * (LEAD_STEPS + 2),
+        "steps": 2 * (LEAD_STEPS + 2 + TAIL_STEPS),
         "largest_difference": 0.0,
         "differences": (),
     }
@@ -373,9 +396,9 @@ def test_a_training_that_fails_is_no_measurement():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--rounds", "0"], "rounds=0: it must be 1 or more"),
-        (["--steps", "0"], "steps=0: it must be 1 or more"),
-        (["--predict", "0"], "predict=0: it must be 1 or more"),
+        (["--rounds", "0"], "--rounds 0: it must be 1 or more"),
+        (["--steps", "0"], "--steps 0: it must be 1 or more"),
+        (["--predict", "0"], "--predict 0: it must be 1 or more"),
         (["--predict", "8"], "at least 3 different numbers of devices"),
         (["--weak", "--predict", "8", "--devices", "1,2,4"], "there are 0"),
         (["--weak", "--towers", "2"], "weak scaling with 2 towers"),

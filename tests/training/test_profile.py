@@ -89,9 +89,12 @@ def test_an_empty_range_is_refused(pair, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("10", "profile=10: say the numbers of the first and the last step, such as 10:13"),
-        ("2:1", "profile=2:1: say the numbers"),
-        ("3:9", "profile=3:9, and the run makes 4 steps: the last one to profile is at most step"),
+        ("10", "--profile 10: say the numbers of the first and the last step, such as 10:13"),
+        ("2:1", "--profile 2:1: say the numbers"),
+        (
+            "3:9",
+            "--profile 3:9, and the run makes 4 steps: the last one to profile is at most step",
+        ),
     ],
 )
 def test_a_wrong_range_is_said_before_anything_is_written(given, said, tmp_path, capsys):

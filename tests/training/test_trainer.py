@@ -202,7 +202,7 @@ def test_a_loss_and_a_gradient_are_looked_at_each_for_itself(loss, told, untold)
 
 def test_hooks_hear_of_towers_and_evaluations():
     told = []
-    trainer = make_trainer(2, hooks=[told.append])
+    trainer = make_trainer(2, hooks=told.append)  # one alone
     state = trainer.fit(PARAMS, batches, steps=3)
     batch = next(batches(0))
     first = told[0]
@@ -239,7 +239,9 @@ def test_fewer_steps_than_the_run_has_made(tmp_path):
         ({"on_nonfinite": "ignore"}, "say 'stop' or 'skip'"),
         ({"checkpoint_every": 0}, "must be 1 or more"),
         ({"keep_last": 0}, "must be 1 or more"),
-        ({"hooks": print}, "give a list of them"),
+        ({"hooks": mt.EarlyStopping("loss")}, "pass it as early_stopping=EarlyStopping"),
+        ({"hooks": [None]}, "hooks has None: a hook is a function"),
+        ({"callbacks": [print]}, "Trainer has no argument 'callbacks'.*are hooks="),
     ],
 )
 def test_options_that_make_no_sense(options, message):
@@ -375,7 +377,8 @@ def test_what_keep_best_needs_is_said(tmp_path):
     trainer = make_trainer(1, run_dir=tmp_path, keep_best="f1")
     with pytest.raises(mt.ArgumentError, match="pass evaluate="):
         trainer.fit(PARAMS, batches, steps=1, evaluate_every=1)
-    state = trainer.fit(PARAMS, batches, steps=1)
+    with pytest.warns(mt.MultitowerWarning, match=r"keep_best='f1'.*no state is kept unless"):
+        state = trainer.fit(PARAMS, batches, steps=1, evaluate=print)  # evaluate_every is missing
     with pytest.raises(mt.RunError, match="has no such score"):
         trainer.evaluate(scores, state, DATA, global_batch=64)
 
@@ -425,6 +428,7 @@ def test_every_option_of_a_step_arrives_there(monkeypatch):
         "updates": "asynchronous", "max_staleness": 1, "rotation": (0, 1), "stale_scale": abs,
         "sync_every": 2, "outer_optimizer": optax.sgd(1.0), "local_state": "average",
         "extra_metrics": ["gradient_norm"], "remat": False, "momentum_correction": True,
+        "interleave": True,
     }  # fmt: skip
     optimizer = optax.sgd(0.1)
     mt.Trainer(losses, optimizer, on_nonfinite="skip", **chosen)

@@ -3,11 +3,9 @@
 import json
 from typing import Annotated, Any
 
-import tyro
-
 import multitower as mt
 from multitower.cli.console import say
-from multitower.cli.flags import AsJson, WholeNumber
+from multitower.cli.flags import AsJson, WholeNumber, flag
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.processes.together import is_first
@@ -17,7 +15,8 @@ from multitower.runs.doctor import examine
 def doctor(
     *,
     simulate: Annotated[
-        WholeNumber, tyro.conf.arg(metavar="N", help="Examine N simulated CPU devices.")
+        WholeNumber,
+        flag("N", "Examine N simulated CPU devices.", "all accelerators, or two simulated devices"),
     ] = None,
     as_json: AsJson = False,
     together: Annotated[Together, TOGETHER] = ALONE,

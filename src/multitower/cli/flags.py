@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -34,6 +34,23 @@ def _number(words: list[str]) -> float:
         return float(words[0])
     except ValueError:
         raise ValueError(f"{words[0]!r} is not a number, such as 0.5.") from None
+
+
+def one_of(*choices: str) -> Any:
+    """What takes one of some words; tyro itself would offer None as one of them."""
+
+    def read(words: list[str]) -> str:
+        if words[0] not in choices:
+            raise ValueError(f"{words[0]!r} is not one of {', '.join(choices)}.")
+        return words[0]
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="|".join(choices),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or value in choices,
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def _from_word(convert: Callable[[list[str]], float], metavar: str) -> Any:
@@ -87,6 +104,14 @@ EarlyStopping = Annotated[
         "never",
     ),
 ]
+MinDelta = Annotated[
+    Number,
+    flag(
+        "X",
+        "With --early-stopping: a score must be better by more than X to count as improved.",
+        "0",
+    ),
+]
 ExtraMetrics = Annotated[
     str | None,
     flag(
@@ -97,10 +122,11 @@ ExtraMetrics = Annotated[
 ]
 EmaDecay = Annotated[
     Number,
-    flag("X", "Keep a moving average of the parameters, and score it.", "the recipe's"),
+    flag("X", "Keep a moving average of the parameters, which is what is scored.", "the recipe's"),
 ]
 OnNonfinite = Annotated[
-    Literal["stop", "skip"] | None,
+    str | None,
+    one_of("stop", "skip"),
     flag(
         "stop|skip",
         "At a loss or parameter that is not finite: end the run, or make no update in that step.",
@@ -111,7 +137,7 @@ BatchSize = Annotated[
     WholeNumber,
     flag(
         "N",
-        "Take N examples per step, over all towers; with --asynchronous per update.",
+        "Take N examples per step, over all towers that take part in it.",
         "the recipe's number",
     ),
 ]
@@ -132,12 +158,17 @@ ShardParams = Annotated[
     tyro.conf.FlagCreatePairsOff,
     switch("Without --towers: split the parameters too, for models larger than a device."),
 ]
-Stages = Annotated[
-    WholeNumber,
+ClipNorm = Annotated[
+    Number,
+    flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
+]
+ComputeDtype = Annotated[
+    str | None,
+    one_of("float32", "bfloat16", "float16"),
     flag(
-        "S",
-        "With --towers: cut the model into S stages, which live on different devices.",
-        "the whole model on every device",
+        "float32|bfloat16|float16",
+        "bfloat16 or float16 for mixed precision, faster on GPUs and slower on CPUs.",
+        "float32",
     ),
 ]
 SetOptions = Annotated[

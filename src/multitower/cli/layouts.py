@@ -137,7 +137,7 @@ def started_words(
         command: its name.
         recipe: its recipe.
         settings: of the recipe.
-        **flags: its flags; None and False for those that are not there.
+        **flags: its flags, with or without dashes; None and False for those that are not there.
 
     Example:
         >>> from multitower.cli.layouts import started_words
@@ -148,7 +148,7 @@ def started_words(
     for name, value in flags.items():
         if value is None or value is False:
             continue
-        word = f"--{name.replace('_', '-')}"
+        word = name if name.startswith("--") else f"--{name.replace('_', '-')}"
         words += [word] if value is True else [word, str(value)]
     for name, value in settings.items():
         words += ["--set", f"{name}={value}"]

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multitower.cli.settings import expand_flags
         from multitower.cli.train import train
         from multitower.cli.verify import verify
+        from multitower.cli.wording import in_flags
         from multitower.processes.leaving import await_verdict_if_lost, leave_if_together
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + stop.signal
         except MultitowerError as error:
             await_verdict_if_lost(error)
-            console.show_error(str(error))
+            console.show_error(in_flags(str(error)))
             leave_if_together(2)
             return 2
         except Exception as error:
@@ -133,7 +134,10 @@ def _run_command(
     return tyro.extras.subcommand_cli_from_dict(  # --help, and flags that no command has
         dict(commands),
         prog="multitower",
-        description="Data-parallel training: the same answer on any number of devices.",
+        description=(
+            "Data-parallel training: the same answer on any number of devices. multitower COMMAND "
+            "--help lists the flags of a command, multitower --version shows the version."
+        ),
         args=words,
         config=config,
     )

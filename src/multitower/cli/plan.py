@@ -3,20 +3,28 @@
 import json
 from typing import Annotated
 
-import tyro
-
 from multitower.cli.console import say
 from multitower.cli.flags import (
     AsJson,
     BatchSize,
+    ClipNorm,
+    ComputeDtype,
     Count,
     Data,
+    EmaDecay,
     RecipeName,
     SetOptions,
     Synthetic,
     WholeNumber,
     flag,
-    switch,
+)
+from multitower.cli.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_ROTATION,
+    NOT_LOCAL,
+    LocalFlags,
+    RotationFlags,
 )
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
@@ -40,22 +48,16 @@ def plan(
     memory: Annotated[
         str | None, flag("SIZE", "Memory of one device, such as 24GiB.", "show all layouts")
     ] = None,
-    sync_every: Annotated[
-        WholeNumber,
-        flag("H", "Plan for local updates, with a meeting of towers every H steps.", "synchronous"),
-    ] = None,
-    asynchronous: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, switch("Plan for asynchronous updates.")
-    ] = False,
-    max_staleness: Annotated[
-        WholeNumber,
-        flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
-    ] = None,
     batch_size: BatchSize = None,
     data: Data = None,
     synthetic: Synthetic = False,
     set_options: SetOptions = (),
+    clip_norm: ClipNorm = None,
+    ema_decay: EmaDecay = None,
+    compute_dtype: ComputeDtype = None,
     as_json: AsJson = False,
+    local: Annotated[LocalFlags, LOCAL] = NOT_LOCAL,
+    in_turns: Annotated[RotationFlags, ASYNCHRONOUS] = NO_ROTATION,
 ) -> int:
     """Show what a recipe's steps take per device in every layout, before anything runs.
 
@@ -67,9 +69,11 @@ def plan(
         devices=devices,
         towers=towers,
         global_batch=batch_size,
-        sync_every=sync_every,
-        asynchronous=asynchronous,
-        max_staleness=max_staleness,
+        clip_norm=clip_norm,
+        ema_decay=ema_decay,
+        compute_dtype=compute_dtype,
+        **local.options(),
+        **in_turns.options(),
     )
     found = plan_recipe(chosen, options, machines=machines, memory=memory)
     if as_json:

@@ -1,5 +1,6 @@
 """`multitower scale RECIPE`."""
 
+import contextlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,25 @@ from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
     AsJson,
     BatchSize,
+    ClipNorm,
+    ComputeDtype,
     Count,
     Data,
+    EmaDecay,
     RecipeName,
     Seed,
     SetOptions,
     ShardParams,
     ShardUpdate,
-    Stages,
     Synthetic,
     WholeNumber,
     flag,
     switch,
+)
+from multitower.cli.groups import (
+    NO_STAGES,
+    STAGES,
+    StageFlags,
 )
 from multitower.cli.layouts import (
     Layouts,
@@ -39,6 +47,7 @@ from multitower.cli.layouts import (
 from multitower.cli.settings import collect_settings
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
+from multitower.processes.run_lock import held_run_directory
 from multitower.processes.together import by_first, is_first, of_first
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe
@@ -49,7 +58,7 @@ from multitower.scaling.directory import make_scaling_directory, read_measuremen
 from multitower.scaling.measure import ScalingOptions
 from multitower.scaling.measure import scale as measure
 from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
-from multitower.scaling.summary import STRONG, WEAK, check_same, joined, not_comparable
+from multitower.scaling.summary import OPTIONS, STRONG, WEAK, check_same, joined, not_comparable
 from multitower.scaling.words import (
     Table,
     caution,
@@ -62,7 +71,7 @@ from multitower.scaling.words import (
 )
 
 _DEFAULTS = ScalingOptions()
-_OF_OPTIONS = ("seed", "towers", "shard_update", "shard_params", "stages")
+_WAIT_S = 600  # for another job to write its part of a measurement
 
 
 def scale(
@@ -105,7 +114,9 @@ def scale(
     seed: Seed = None,
     shard_update: ShardUpdate = False,
     shard_params: ShardParams = False,
-    stages: Stages = None,
+    clip_norm: ClipNorm = None,
+    ema_decay: EmaDecay = None,
+    compute_dtype: ComputeDtype = None,
     run_dir: Annotated[
         Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-scale-DATE-TIME")
     ] = None,
@@ -120,6 +131,7 @@ def scale(
         switch("Add to the measurement in --run-dir, if there is one, such as in another layout."),
     ] = False,
     as_json: AsJson = False,
+    in_stages: Annotated[StageFlags, STAGES] = NO_STAGES,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> int:
     """Measure a recipe's speed on 1, 2, ... devices; writes DIR/scale.json, scale.png, scale.html.
@@ -134,23 +146,21 @@ def scale(
         seed=seed or 0,
         shard_update=shard_update,
         shard_params=shard_params,
-        stages=stages,
+        clip_norm=clip_norm,
+        ema_decay=ema_decay,
+        compute_dtype=compute_dtype,
+        **in_stages.options(),
     )
     kinds = tuple(kind for kind, asked in ((STRONG, strong), (WEAK, weak)) if asked)
     how = ScalingOptions(kinds=kinds, steps=steps, rounds=rounds, predict=predict)
     with drawing_libraries("multitower scale"):
         from multitower.scaling.report import write_scaling
     flags: dict[str, Any] = {
-        "towers": towers,
         "steps": steps,
         "rounds": rounds,
         "predict": predict,
-        "batch_size": batch_size,
-        "seed": seed,
-        "stages": stages,
         **dict.fromkeys(kinds, True),
-        "shard_update": shard_update,
-        "shard_params": shard_params,
+        **options.as_flags(["global_batch", "seed", *OPTIONS]),
     }
     where_flags = {"devices": devices, "simulate": simulate, "layouts": layouts}
     command = ["multitower", *started_words("scale", recipe, settings, **where_flags, **flags)]
@@ -163,15 +173,20 @@ def scale(
     if layouts is not None:
         refuse_with_layouts(together, devices=devices, simulate=simulate)
         words = started_words("scale", recipe, settings, **flags, add=True, json=True)
-        directory, result = _measure_layouts(plan, layouts, words, quiet=as_json)
+        directory, found = _measure_layouts(plan, layouts, words, quiet=as_json), None
     else:
         counts, where = start_counts(devices, simulate, together)
         on = where if together.settings() else f"{_listed(counts)} of {where}"
-        directory, result = plan.measure(counts, "" if as_json else on)
-    if layouts is None and not is_first():
-        return 0
-    result["command"] = shlex.join(command)
-    written = write_scaling(directory, result)
+        directory, found = plan.measure(counts, "" if as_json else on)
+        if not is_first():
+            return 0
+    alone = add or found is None  # so that what other jobs write meanwhile is not lost
+    with held_run_directory(directory, wait_s=_WAIT_S) if alone else contextlib.nullcontext():
+        result: dict[str, Any] = {
+            **plan.with_earlier(directory, found),
+            "command": shlex.join(command),
+        }
+        written = write_scaling(directory, result)
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -201,7 +216,7 @@ class _Plan:
         if self.add and (earlier := read_measurement(directory)) is not None:
             planned = {
                 "recipe": self.recipe.name,
-                **{name: getattr(self.options, name) for name in _OF_OPTIONS},
+                **{name: getattr(self.options, name) for name in ("seed", *OPTIONS)},
                 "batch_size": self.options.global_batch or self.recipe.global_batch,
                 "steps": self.how.steps,
                 "rounds": self.how.rounds,
@@ -221,11 +236,17 @@ class _Plan:
             say(f"measuring {self.recipe.name} on {where}")
         if self.add and WEAK in kinds:
             how = replace(how, rows_per_device=of_first(self._rows_per_device(directory)) or None)
-        result = measure(self.recipe, self.options, counts, how)
-        if self.add and is_first() and (earlier := read_measurement(directory)) is not None:
-            reason = not_comparable(self.recipe, self.options)
-            result = joined(earlier, result, reason, self.how.predict)
-        return directory, result
+        return directory, measure(self.recipe, self.options, counts, how)
+
+    def with_earlier(self, directory: Path, found: dict[str, Any] | None) -> dict[str, Any]:
+        """What was measured, with `--add` beside what the directory holds; None for that alone."""
+        earlier = read_measurement(directory) if self.add or found is None else None
+        if earlier is None or found is None:
+            result = earlier or found
+            assert result is not None
+            return result
+        reason = not_comparable(self.recipe, self.options)
+        return joined(earlier, found, reason, self.how.predict)
 
     def _rows_per_device(self, directory: Path) -> int:
         """Of weak scaling so far; 0 if there is none, or in another process than the first."""
@@ -236,9 +257,7 @@ class _Plan:
         return -(-base["batch_size"] // base["devices"])
 
 
-def _measure_layouts(
-    plan: _Plan, text: str, words: Sequence[str], *, quiet: bool
-) -> tuple[Path, dict[str, Any]]:
+def _measure_layouts(plan: _Plan, text: str, words: Sequence[str], *, quiet: bool) -> Path:
     """Has the processes of every layout add their measurement to the directory."""
     layouts = sorted(set(read_layouts(text)), key=lambda one: (one.total, one.processes))
     check_layouts(layouts, plan.options.towers)
@@ -255,9 +274,7 @@ def _measure_layouts(
         say(f"measuring {plan.recipe.name} on {named} (processes x simulated devices of each)")
     for layout in layouts:
         run_in_layout(layout, [*words, "--run-dir", str(directory)])
-    result = read_measurement(directory)
-    assert result is not None
-    return directory, result
+    return directory
 
 
 def _listed(counts: Sequence[int]) -> str:

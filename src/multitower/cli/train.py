@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 from collections.abc import Generator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -13,33 +13,46 @@ from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, show_progress
 from multitower.cli.flags import (
     BatchSize,
+    ClipNorm,
+    ComputeDtype,
     Data,
     Devices,
     EarlyStopping,
     EmaDecay,
     Epochs,
     ExtraMetrics,
-    Number,
+    MinDelta,
     OnNonfinite,
     Seed,
     SetOptions,
     ShardParams,
     ShardUpdate,
     Simulate,
-    Stages,
     Steps,
     Synthetic,
     WholeNumber,
     flag,
+    one_of,
     switch,
+)
+from multitower.cli.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_LAID_OUT_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LaidOutStageFlags,
+    LocalFlags,
 )
 from multitower.cli.settings import collect_settings, download_data
 from multitower.cli.start import start_devices
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.errors import Interrupted, NonFiniteError, RunError
+from multitower.errors import Interrupted, MultitowerError, NonFiniteError, RunError
 from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_for_all, held_run_directory
-from multitower.processes.together import by_first
+from multitower.processes.together import by_first, is_first
 from multitower.recipes.catalog import SHIPPED, find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name
@@ -50,6 +63,7 @@ from multitower.runs.directory import (
     RESULT,
     fresh_run_directory,
     make_run_directory,
+    remove_refused,
     run_found_in,
     write_config,
 )
@@ -113,6 +127,7 @@ def train(
     checkpoint_every: Annotated[
         WholeNumber, flag("N", "Save a checkpoint every N steps and after the last step.", "1000")
     ] = None,
+    keep_last: Annotated[WholeNumber, flag("N", "Keep the newest N checkpoints.", "3")] = None,
     evaluate_every: Annotated[
         WholeNumber, flag("N", "Score the test set every N steps and at the end.", "at the end")
     ] = None,
@@ -121,25 +136,15 @@ def train(
         flag("NAME", "Keep the state with the best test score NAME in DIR/best.", "none"),
     ] = None,
     early_stopping: EarlyStopping = None,
+    min_delta: MinDelta = None,
     best: Annotated[
-        Literal["max", "min"] | None,
+        str | None,
+        one_of("max", "min"),
         flag("max|min", "Whether a high or a low score is better.", "max"),
     ] = None,
     seed: Seed = None,
     shard_update: ShardUpdate = False,
     shard_params: ShardParams = False,
-    stages: Stages = None,
-    layout: Annotated[
-        str | None,
-        flag(
-            "RxD", "With --stages: R replicas in all processes, D devices each.", "as many as fit"
-        ),
-    ] = None,
-    no_remat: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        switch("With --stages: keep what the backward pass needs, and compute nothing again."),
-    ] = False,
     steps_per_call: Annotated[
         WholeNumber,
         flag(
@@ -149,38 +154,10 @@ def train(
             "one; H, but 16 at most, with --sync-every H over processes",
         ),
     ] = None,
-    sync_every: Annotated[
-        WholeNumber,
-        flag(
-            "H",
-            "Local updates (DiLoCo): every tower trains parameters of its own, and the towers meet "
-            "every H steps.",
-            "all towers make every step together",
-        ),
-    ] = None,
-    asynchronous: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        switch("Make an update with the gradient of one tower at a time, in a fixed rotation."),
-    ] = False,
-    max_staleness: Annotated[
-        WholeNumber,
-        flag("S", "With --asynchronous: towers take turns in S + 1 groups.", "T - 1: alone"),
-    ] = None,
-    clip_norm: Annotated[
-        Number,
-        flag("X", "Clip the mean gradient to this global norm.", "the recipe's"),
-    ] = None,
+    clip_norm: ClipNorm = None,
     ema_decay: EmaDecay = None,
     on_nonfinite: OnNonfinite = None,
-    compute_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        flag(
-            "float32|bfloat16|float16",
-            "bfloat16 or float16 for mixed precision, faster on GPUs and slower on CPUs.",
-            "float32",
-        ),
-    ] = None,
+    compute_dtype: ComputeDtype = None,
     log: Annotated[
         str | None,
         flag(
@@ -203,7 +180,8 @@ def train(
         switch("Overwrite the run in --run-dir."),
     ] = False,
     resume: Annotated[
-        Literal["auto"] | None,
+        str | None,
+        one_of("auto"),
         flag(
             "auto",
             "Resume the run in --run-dir if there is one, for clusters that start a job again with "
@@ -211,6 +189,9 @@ def train(
             "start a new run",
         ),
     ] = None,
+    in_stages: Annotated[LaidOutStageFlags, STAGES] = NO_LAID_OUT_STAGES,
+    local: Annotated[LocalFlags, LOCAL] = NOT_LOCAL,
+    in_turns: Annotated[AsynchronousFlags, ASYNCHRONOUS] = SYNCHRONOUS,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> None:
     """Train a recipe on all devices and score it. Writes DIR/result.json and DIR/report.html."""
@@ -225,6 +206,7 @@ def train(
         "epochs": epochs,
         "global_batch": batch_size,
         "checkpoint_every": checkpoint_every,
+        "keep_last": keep_last,
         "evaluate_every": evaluate_every,
         "keep_best": keep_best,
         "best": best,
@@ -235,17 +217,15 @@ def train(
         "ema_decay": ema_decay,
         "on_nonfinite": on_nonfinite,
         "compute_dtype": compute_dtype,
-        "stages": stages,
-        "layout": layout,
-        "remat": False if no_remat else None,
         "steps_per_call": steps_per_call,
-        "sync_every": sync_every,
-        "asynchronous": asynchronous or None,
-        "max_staleness": max_staleness,
         "log": log,
         "profile": profile,
         "early_stopping": early_stopping,
+        "min_delta": min_delta,
         "extra_metrics": extra_metrics,
+        **in_stages.options(),
+        **local.options(),
+        **in_turns.options(),
     }
     given = {name: value for name, value in flags.items() if value is not None}
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -288,7 +268,13 @@ def train(
         return str(directory)
 
     with contextlib.ExitStack() as held:
-        finish(Path(by_first(new_directory)), chosen, options)
+        directory = Path(by_first(new_directory))
+        try:
+            finish(directory, chosen, options)
+        except MultitowerError:
+            if run_dir is None and is_first():
+                remove_refused(directory)
+            raise
 
 
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:

@@ -14,15 +14,28 @@ from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
 from multitower.cli.flags import (
     AsJson,
     BatchSize,
+    ClipNorm,
+    ComputeDtype,
     Data,
+    EmaDecay,
     RecipeName,
     Seed,
     SetOptions,
     ShardUpdate,
-    Stages,
     Synthetic,
     WholeNumber,
     flag,
+)
+from multitower.cli.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LocalFlags,
+    StageFlags,
 )
 from multitower.cli.layouts import (
     Layout,
@@ -41,7 +54,7 @@ from multitower.proof.record import Found, StepRecord
 from multitower.proof.verification import Verification, compare_records, with_values
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
-from multitower.runs.verified import read_verified, verified_facts, verified_from
+from multitower.runs.verified import OPTIONS, read_verified, verified_facts, verified_from
 from multitower.runs.verify import Look, with_defaults
 from multitower.runs.verify import verify as compare_runs
 
@@ -65,11 +78,9 @@ def verify(
     set_options: SetOptions = (),
     seed: Seed = None,
     shard_update: ShardUpdate = False,
-    stages: Stages = None,
-    sync_every: Annotated[
-        WholeNumber,
-        flag("H", "Local updates: the towers meet every H steps.", "they meet in every step"),
-    ] = None,
+    clip_norm: ClipNorm = None,
+    ema_decay: EmaDecay = None,
+    compute_dtype: ComputeDtype = None,
     against: Annotated[
         Path | None,
         flag(
@@ -80,6 +91,9 @@ def verify(
         ),
     ] = None,
     as_json: AsJson = False,
+    in_stages: Annotated[StageFlags, STAGES] = NO_STAGES,
+    local: Annotated[LocalFlags, LOCAL] = NOT_LOCAL,
+    in_turns: Annotated[AsynchronousFlags, ASYNCHRONOUS] = SYNCHRONOUS,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> int:
     """Check that a recipe's steps give the same bits on 1, 2, ... devices and processes.
@@ -93,8 +107,12 @@ def verify(
         global_batch=batch_size,
         seed=seed or 0,
         shard_update=shard_update,
-        stages=stages,
-        sync_every=sync_every,
+        clip_norm=clip_norm,
+        ema_decay=ema_decay,
+        compute_dtype=compute_dtype,
+        **in_stages.options(),
+        **local.options(),
+        **in_turns.options(),
     )
     before = None
     if against is not None:
@@ -151,13 +169,7 @@ def _in_layouts(
         "verify",
         recipe,
         settings,
-        towers=options.towers,
-        steps=options.steps,
-        batch_size=options.global_batch,
-        seed=options.seed,
-        shard_update=options.shard_update,
-        stages=options.stages,
-        sync_every=options.sync_every,
+        **options.as_flags([*OPTIONS, "interleave"]),
         json=True,
     )
     records: list[list[StepRecord]] = []

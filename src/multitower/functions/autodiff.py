@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from multitower.errors import refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
@@ -18,6 +19,11 @@ from multitower.towers.rows import is_traced
 from multitower.towers.surroundings import refuse_inside_a_tower
 
 
+@refuse_foreign(
+    axis_name="Inside the function, the axis is always called 'towers'.",
+    holomorphic="Gradients are those of real functions.",
+    allow_int="Gradients are taken of floats.",
+)
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -124,6 +130,11 @@ def value_and_grad(
     return differentiated
 
 
+@refuse_foreign(
+    axis_name="Inside the function, the axis is always called 'towers'.",
+    holomorphic="Gradients are those of real functions.",
+    allow_int="Gradients are taken of floats.",
+)
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

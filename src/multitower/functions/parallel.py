@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.errors import ArgumentError, OutputError
+from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
@@ -28,6 +28,12 @@ class _Where(NamedTuple):
     towers: int | None
 
 
+@refuse_foreign(
+    axis_name="Inside the function, the axis is always called 'towers'.",
+    mesh="Say devices=.",
+    in_specs="Say in_axes=, as for jax.vmap.",
+    out_specs="Say out_axes=, as for jax.vmap.",
+)
 def make_parallel(
     fn: Callable[_P, _R],
     in_axes: Any = 0,

@@ -17,7 +17,7 @@ from pathlib import Path
 from multitower.errors import RunError
 from multitower.processes.together import by_first
 
-_NAME = ".lock"
+LOCK = ".lock"
 _UNWRITABLE = (errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 
 # Which thread of this process holds a directory.
@@ -55,16 +55,16 @@ def held_run_directory(path: Path, *, wait_s: float = 0, nested: bool = False) -
         yield
         return
     try:
-        descriptor = _open(path / _NAME)
+        descriptor = _open(path / LOCK)
     except OSError as error:
         if error.errno in _UNWRITABLE:
             yield
             return
-        raise RunError(f"{path / _NAME} cannot be made: {error.strerror or error}.") from error
+        raise RunError(f"{path / LOCK} cannot be made: {error.strerror or error}.") from error
     try:
         _wait_for_lock(descriptor, path, time.monotonic() + wait_s)
         with contextlib.suppress(OSError):  # a full disk: the line is only information
-            (path / _NAME).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         _holders[key] = threading.get_ident()
         try:
             yield

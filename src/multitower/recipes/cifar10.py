@@ -192,14 +192,19 @@ def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformati
         options: what `learning_rate` needs.
 
     Returns:
-        `optimizer(steps, *, steps_per_epoch, keeps_rate=False)`.
+        `optimizer(steps, *, steps_per_epoch, keeps_rate=False, keeps_momentum=False)`.
     """
 
     def optimizer(
-        steps: int, *, steps_per_epoch: float, keeps_rate: bool = False
+        steps: int,
+        *,
+        steps_per_epoch: float,
+        keeps_rate: bool = False,
+        keeps_momentum: bool = False,
     ) -> optax.GradientTransformation:
         rate = learning_rate(options, steps_per_epoch)
-        return with_rate(optax.adam, rate, keeps_rate=keeps_rate)
+        momentum = 0.9 if keeps_momentum else None
+        return with_rate(optax.adam, rate, keeps_rate=keeps_rate, momentum=momentum)
 
     return optimizer
 

@@ -57,11 +57,14 @@ def make_recipe(options: Options) -> Recipe:
         losses = scores["loss"] + options.reg_rate * resnet20.weight_penalty(params)
         return losses, {"accuracy": scores["accuracy"]}, model_state
 
-    def optimizer(steps: int, *, keeps_rate: bool = False) -> optax.GradientTransformation:
+    def optimizer(
+        steps: int, *, keeps_rate: bool = False, keeps_momentum: bool = False
+    ) -> optax.GradientTransformation:
         drops = {steps // 2: 0.1, steps * 3 // 4: 0.1}
         rate = optax.piecewise_constant_schedule(options.learning_rate, drops)
-        sgd = lambda rate: optax.sgd(rate, momentum=options.momentum)
-        return with_rate(sgd, rate, keeps_rate=keeps_rate)
+        sgd = lambda rate, momentum=options.momentum: optax.sgd(rate, momentum)
+        momentum = options.momentum if keeps_momentum else None
+        return with_rate(sgd, rate, keeps_rate=keeps_rate, momentum=momentum)
 
     return Recipe(
         name="cifar10-resnet20",

@@ -40,8 +40,9 @@ class Recipe:
             keyword-only `model_state`. With it a report shows examples, if the data sets are dicts
             of `"image"`, shape (rows, height, width, 1 or 3), and `"label"`, integers.
         optimizer: `optimizer(steps)` makes the optax optimizer of a run. It may take keyword-only
-            `steps_per_epoch`, a float, and `keeps_rate`, a bool: whether to make it by
-            `optax.inject_hyperparams`, so that the learning rate can be a metric.
+            `steps_per_epoch`, a float, and `keeps_rate` and `keeps_momentum`, bools: whether to
+            make it by `optax.inject_hyperparams`, so that the learning rate can be a metric, and
+            asynchronous updates can lower the momentum.
         steps: updates of a run that does not say.
         global_batch: rows of a step, over all towers, of a run that does not say.
         distort: `distort(batch, generator)` returns a training batch with random changes, drawn
@@ -99,7 +100,12 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def make_optimizer(
-        self, steps: int, *, steps_per_epoch: float, keeps_rate: bool = False
+        self,
+        steps: int,
+        *,
+        steps_per_epoch: float,
+        keeps_rate: bool = False,
+        keeps_momentum: bool = False,
     ) -> optax.GradientTransformation:
         """Makes the optimizer of a run.
 
@@ -107,30 +113,45 @@ class Recipe:
             steps: updates of the whole run.
             steps_per_epoch: updates in which every example is seen once.
             keeps_rate: whether its state must hold the learning rate.
+            keeps_momentum: whether its state must hold the momentum.
 
         Returns:
             What `optimizer` makes of as much of this as it takes.
         """
-        extras = {"steps_per_epoch": steps_per_epoch, "keeps_rate": keeps_rate}
+        extras = {
+            "steps_per_epoch": steps_per_epoch,
+            "keeps_rate": keeps_rate,
+            "keeps_momentum": keeps_momentum,
+        }
         taken = {name: value for name, value in extras.items() if takes(self.optimizer, name)}
         return self.optimizer(steps, **taken)
 
 
 def with_rate(
-    make: Callable[[Any], optax.GradientTransformation], rate: Any, *, keeps_rate: bool
+    make: Callable[..., optax.GradientTransformation],
+    rate: Any,
+    *,
+    keeps_rate: bool,
+    momentum: float | None = None,
 ) -> optax.GradientTransformation:
     """An optimizer with a learning rate; its updates are the same if its state keeps the rate.
 
     Args:
-        make: makes the optimizer of a learning rate.
+        make: makes the optimizer of a learning rate, and of a momentum if there is one.
         rate: a number, or a schedule.
         keeps_rate: as for `Recipe.optimizer`.
+        momentum: that its state is to keep, beside the rate; None to keep none.
     """
 
-    def made(learning_rate: Any) -> optax.GradientTransformation:
+    def of_rate(learning_rate: Any) -> optax.GradientTransformation:
         return make(learning_rate)
 
-    return optax.inject_hyperparams(made)(rate) if keeps_rate else make(rate)
+    def of_both(learning_rate: Any, momentum: Any) -> optax.GradientTransformation:
+        return make(learning_rate, momentum)
+
+    if momentum is not None:
+        return optax.inject_hyperparams(of_both)(rate, momentum)
+    return optax.inject_hyperparams(of_rate)(rate) if keeps_rate else make(rate)
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -232,13 +232,16 @@ def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformati
         options: the learning rate and the momentum.
 
     Returns:
-        `optimizer(steps, *, keeps_rate=False)`.
+        `optimizer(steps, *, keeps_rate=False, keeps_momentum=False)`.
     """
 
-    def optimizer(steps: int, *, keeps_rate: bool = False) -> optax.GradientTransformation:
+    def optimizer(
+        steps: int, *, keeps_rate: bool = False, keeps_momentum: bool = False
+    ) -> optax.GradientTransformation:
         rate = optax.cosine_decay_schedule(options.learning_rate, steps)
-        adam = lambda rate: optax.adam(rate, b1=options.momentum)
-        return with_rate(adam, rate, keeps_rate=keeps_rate)
+        adam = lambda rate, momentum=options.momentum: optax.adam(rate, momentum)
+        momentum = options.momentum if keeps_momentum else None
+        return with_rate(adam, rate, keeps_rate=keeps_rate, momentum=momentum)
 
     return optimizer
 

@@ -22,6 +22,7 @@ from multitower.recipes.options import check_range
 from multitower.recipes.packing import VOCABULARY, pack, take_tokens
 
 _TEST_BYTES = 2**17
+_MOMENTUM = 0.9  # of AdamW
 
 
 class Size(NamedTuple):
@@ -186,22 +187,25 @@ def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformati
         options: the learning rate and the weight decay.
 
     Returns:
-        `optimizer(steps, *, keeps_rate=False)`. The learning rate rises over the first twentieth of
-        the steps and falls along half a cosine to a tenth.
+        `optimizer(steps, *, keeps_rate=False, keeps_momentum=False)`. The learning rate rises over
+        the first twentieth of the steps and falls along half a cosine to a tenth.
     """
     peak = options.learning_rate
     if peak is None:
         peak = SIZES[options.size].learning_rate
 
-    def optimizer(steps: int, *, keeps_rate: bool = False) -> optax.GradientTransformation:
+    def optimizer(
+        steps: int, *, keeps_rate: bool = False, keeps_momentum: bool = False
+    ) -> optax.GradientTransformation:
         warm_up = steps // 20
         rate = optax.warmup_cosine_decay_schedule(
             peak / (warm_up + 1), peak, warm_up, steps, end_value=peak / 10
         )
-        adamw = lambda rate: optax.adamw(
-            rate, b2=0.95, weight_decay=options.weight_decay, mask=is_decayed
+        adamw = lambda rate, momentum=_MOMENTUM: optax.adamw(
+            rate, momentum, b2=0.95, weight_decay=options.weight_decay, mask=is_decayed
         )
-        return with_rate(adamw, rate, keeps_rate=keeps_rate)
+        momentum = _MOMENTUM if keeps_momentum else None
+        return with_rate(adamw, rate, keeps_rate=keeps_rate, momentum=momentum)
 
     return optimizer
 

@@ -66,8 +66,11 @@ def make_recipe(options: Options) -> Recipe:
         loss=loss_lenet5 if is_lenet5 else make_loss(options.dropout_rate),
         metrics=lambda params, batch: score(predict(params, batch), batch["label"]),
         predict=predict,
-        optimizer=lambda steps, *, keeps_rate=False: with_rate(
-            optax.adam, options.learning_rate, keeps_rate=keeps_rate
+        optimizer=lambda steps, *, keeps_rate=False, keeps_momentum=False: with_rate(
+            optax.adam,
+            options.learning_rate,
+            keeps_rate=keeps_rate,
+            momentum=0.9 if keeps_momentum else None,
         ),
         steps=1000,
         global_batch=128,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multitower.errors import RunError
-from multitower.processes.run_lock import held_run_directory
+from multitower.processes.run_lock import LOCK, held_run_directory
 from multitower.training.tracking.log import LOGGED
 
 RESULT = "result.json"
@@ -142,6 +142,12 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
             raise RunError(f"the run directory {path} cannot be made: {error.strerror}.") from error
         else:
             return path
+
+
+def remove_refused(path: Path) -> None:
+    """Removes the fresh directory of a run that was refused before it trained."""
+    if {one.name for one in path.iterdir()} <= {CONFIG, LOCK}:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> Path:

@@ -2,18 +2,37 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from multitower.errors import RunError
 from multitower.steps.arguments import check_numbers
+from multitower.steps.local.options import OUTER_LR, OUTER_MOMENTUM
 from multitower.steps.optimizing.extra_metrics import check_extra_metrics
+from multitower.steps.rotation.options import StaleScale
 from multitower.towers.placement import check_towers
 from multitower.training.fitting.early_stopping import EarlyStopping
 from multitower.training.profile import check_profile
 from multitower.training.tracking.log import check_services
 
+if TYPE_CHECKING:
+    import optax
+
 # As many bits as both NumPy's and JAX's generators take.
 LARGEST_SEED = 2**32 - 1
+# Options, what each of them is for, and which ones say more of that.
+_FOR = (
+    ("stages", "stages of a model", ("layout", "interleave", "remat")),
+    ("sync_every", "local updates", ("outer_lr", "outer_momentum", "local_state")),
+    (
+        "asynchronous",
+        "asynchronous updates",
+        ("max_staleness", "rotation", "stale_scale", "momentum_correction"),
+    ),
+    ("early_stopping", "early stopping", ("min_delta",)),
+)
+_FLAGS = {"global_batch": "batch-size", "remat": "no-remat"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +51,17 @@ class RunOptions:
         shard_params: split the parameters too, as for `multitower.train_step`.
         stages: into how many parts the model is cut, as for `multitower.train_step`.
         layout: where they run, such as "2x4": 2 replicas of 4 devices.
+        interleave: whether neighbouring stages are on different devices, as for
+            `multitower.train_step`; the bits are the same.
         remat: whether stages compute their forward part again in the backward pass.
         steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one,
             or with `sync_every` over several processes for up to 16, to the next meeting.
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
+        outer_lr: learning rate of the update where towers meet, 0 or more, by SGD; None for 0.7,
+            as for `multitower.train_step`.
+        outer_momentum: Nesterov momentum of that update, 0 to less than 1; None for 0.9.
+        local_state: `"keep"` or `"average"`, as for `multitower.train_step`.
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
         ema_decay: keep a moving average of the parameters, 0 to 1; by default the recipe's.
         on_nonfinite: `"stop"` or `"skip"`, as for `multitower.Trainer`.
@@ -44,20 +69,26 @@ class RunOptions:
             `multitower.train_step`; None or `"float32"` for none.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
         max_staleness: likewise; one less than the number of groups.
+        rotation: likewise; the groups in the order of their turns, such as "0,1,0,2".
+        stale_scale: divide every update by (1 + its staleness) to the power of this, 0 or more;
+            None for 0.
+        momentum_correction: as for `multitower.train_step`.
         log: services to log to, separated by commas, as for `multitower.ExperimentLog`.
         profile: steps to profile, such as "10:13" for steps 10 to 13.
         early_stopping: end the run when a score of its test phases no longer improves: its name,
             perhaps the patience, and whether low is better, such as "accuracy:5" or "loss:5:min",
             as for `multitower.EarlyStopping`.
+        min_delta: with `early_stopping`, how much better an improvement must be, 0 or more.
         extra_metrics: metrics of the update, separated by commas, as for `multitower.train_step`.
         seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
+        keep_last: how many checkpoints to keep, 1 or more.
         evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
         keep_best: name of the score whose best state is kept in `best`; None for none.
         best: whether the highest (`"max"`) or the lowest (`"min"`) score is the best.
 
     Raises:
-        RunError: a number of steps, rows or a seed that is none.
+        RunError: a value that makes no sense, or an option without the one that it is for.
         ArgumentError: a service that there is not.
         DeviceError: a number of towers that is none.
     """
@@ -68,6 +99,7 @@ class RunOptions:
     global_batch: int | None = None
     seed: int = 0
     checkpoint_every: int = 1000
+    keep_last: int = 3
     evaluate_every: int = 0
     keep_best: str | None = None
     best: str = "max"
@@ -77,17 +109,25 @@ class RunOptions:
     compute_dtype: str | None = None
     stages: int | None = None
     layout: str | None = None
+    interleave: bool = False
     remat: bool = True
     steps_per_call: int | None = None
     sync_every: int | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    local_state: str = "keep"
     asynchronous: bool = False
     max_staleness: int | None = None
+    rotation: str | None = None
+    stale_scale: float | None = None
+    momentum_correction: bool = False
     log: str | None = None
     profile: str | None = None
     epochs: float | None = None
     ema_decay: float | None = None
     on_nonfinite: str = "stop"
     early_stopping: str | None = None
+    min_delta: float = 0.0
     extra_metrics: str | None = None
 
     def __post_init__(self) -> None:
@@ -111,11 +151,11 @@ class RunOptions:
         check_numbers(self.ema_decay, None, None)
         if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
-        if self.max_staleness is not None and not self.asynchronous:
-            raise RunError(
-                f"max_staleness={self.max_staleness} is for asynchronous updates: add asynchronous "
-                "(--asynchronous), or leave it out."
-            )
+        if self.keep_last < 1:
+            raise RunError(f"keep_last={self.keep_last}: it must be 1 or more.")
+        self._check_together()
+        self._check_updates()
+        self.rotation_order()
         self.layout_pair()
         self.stopping_rule()
         check_extra_metrics(self.metric_names(), None)  # with sync_every, train_step refuses them
@@ -123,6 +163,21 @@ class RunOptions:
         self.profile_pair()
         if not 0 <= self.seed <= LARGEST_SEED:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")
+
+    def as_flags(self, names: Iterable[str]) -> dict[str, Any]:
+        """The flags that set some of these options, by name; those that are as by default are not.
+
+        Example:
+            >>> from multitower.runs.options import RunOptions
+            >>> RunOptions(towers=8, stages=2, remat=False).as_flags(["stages", "remat", "seed"])
+            {'--stages': 2, '--no-remat': True}
+        """
+        given = {name: getattr(self, name) for name in names}
+        return {
+            flag_of(name): True if name == "remat" else value
+            for name, value in given.items()
+            if value != getattr(RunOptions, name)
+        }
 
     def layout_pair(self) -> tuple[int, int] | None:
         """The layout as two numbers."""
@@ -135,6 +190,55 @@ class RunOptions:
                 "of 4 devices."
             )
         return int(found[1]), int(found[2])
+
+    def rotation_order(self) -> tuple[int, ...] | None:
+        """The rotation as numbers of groups."""
+        if self.rotation is None:
+            return None
+        if re.fullmatch(r"\d+(,\d+)*", words := self.rotation.replace(" ", "")) is None:
+            raise RunError(
+                f"rotation={self.rotation}: say the numbers of groups, from 0, in the order of "
+                "their turns, such as 0,1,0,2."
+            )
+        return tuple(map(int, words.split(",")))
+
+    def outer_optimizer(self) -> "optax.GradientTransformation | None":
+        """What makes the update where towers meet; None for the default."""
+        if self.outer_lr is None and self.outer_momentum is None:
+            return None
+        import optax  # noqa: PLC0415 (slow, and not needed by a command that is refused)
+
+        rate = OUTER_LR if self.outer_lr is None else self.outer_lr
+        momentum = OUTER_MOMENTUM if self.outer_momentum is None else self.outer_momentum
+        return optax.sgd(rate, momentum or None, nesterov=momentum > 0)
+
+    def scale_of_stale(self) -> StaleScale | None:
+        """What an update is multiplied by, as a function of its staleness."""
+        power = self.stale_scale
+        return None if power is None else lambda staleness: (1.0 + staleness) ** -power
+
+    def _check_together(self) -> None:
+        """Refuses options without the one that they are for."""
+        for leader, what, names in _FOR:
+            if getattr(self, leader):
+                continue
+            for name in names:
+                value = getattr(self, name)
+                if value != getattr(RunOptions, name):  # the default
+                    raise RunError(
+                        f"{name}={value} is for {what}: add {leader} ({flag_of(leader)}), or leave "
+                        "it out."
+                    )
+
+    def _check_updates(self) -> None:
+        if self.local_state not in ("keep", "average"):
+            raise RunError(f"local_state={self.local_state}: say keep or average.")
+        for name, most in (("outer_lr", math.inf), ("outer_momentum", 1), ("stale_scale", math.inf),
+                           ("min_delta", math.inf)):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < most:
+                below = "" if most == math.inf else f", and below {most}"
+                raise RunError(f"{name}={value}: it must be a number, 0 or more{below}.")
 
     def services(self) -> list[str]:
         """The services to log to."""
@@ -161,7 +265,8 @@ class RunOptions:
                 f"early_stopping={self.early_stopping} is decided by test phases, and this run has "
                 "one at its end alone: add evaluate_every (--evaluate-every N)."
             )
-        rule = EarlyStopping(score, best="min" if (best or self.best) == "min" else "max")
+        best = "min" if (best or self.best) == "min" else "max"
+        rule = EarlyStopping(score, min_delta=self.min_delta, best=best)
         return replace(rule, patience=int(patience)) if patience else rule
 
     def profile_pair(self) -> tuple[int, int] | None:
@@ -177,6 +282,17 @@ class RunOptions:
         pair = int(found[1]), int(found[2])
         check_profile(pair, self.steps)
         return pair
+
+
+def flag_of(option: str) -> str:
+    """The flag of the command line that sets an option.
+
+    Example:
+        >>> from multitower.runs.options import flag_of
+        >>> flag_of("sync_every"), flag_of("global_batch")
+        ('--sync-every', '--batch-size')
+    """
+    return "--" + _FLAGS.get(option, option).replace("_", "-")
 
 
 def _check_epochs(epochs: float, steps: int | None) -> None:

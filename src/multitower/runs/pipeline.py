@@ -162,7 +162,7 @@ def planned_pipeline(options: RunOptions) -> dict[str, Any] | None:
     Raises:
         MultitowerError: the layout does not fit.
     """
-    stages = stage_options(options.stages, options.layout_pair(), remat=options.remat)
+    stages = stage_options(options.stages, options.layout_pair(), options.interleave, options.remat)
     if stages is None or options.towers is None:
         return None
     return _described(stages.on(options.devices, options.towers))

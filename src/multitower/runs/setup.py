@@ -58,18 +58,25 @@ class RecipeJob:
             ema_decay=recipe.ema_decay if options.ema_decay is None else options.ema_decay,
             on_nonfinite="skip" if options.on_nonfinite == "skip" else "stop",
             checkpoint_every=options.checkpoint_every,
+            keep_last=options.keep_last,
             keep_best=options.keep_best if keep_best else None,
             shard_update=options.shard_update,
             shard_params=options.shard_params,
             stages=options.stages,
             layout=options.layout_pair(),
+            interleave=options.interleave,
             remat=options.remat,
             steps_per_call=options.steps_per_call,
             sync_every=options.sync_every,
+            outer_optimizer=options.outer_optimizer(),
+            local_state="average" if options.local_state == "average" else "keep",
             clip_norm=clip_norm_of(recipe, options),
             compute_dtype=options.compute_dtype,
             updates="asynchronous" if options.asynchronous else "synchronous",
             max_staleness=options.max_staleness,
+            rotation=options.rotation_order(),
+            stale_scale=options.scale_of_stale(),
+            momentum_correction=options.momentum_correction,
             extra_metrics=options.metric_names(),
             early_stopping=options.stopping_rule(),
             profile=None if directory is None else options.profile_pair(),
@@ -216,12 +223,13 @@ def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) 
 def make_optimizer(
     recipe: Recipe, options: RunOptions, steps: int, data: DataSets
 ) -> "optax.GradientTransformation":
-    """The optimizer of a run, which keeps its learning rate where that is wanted as a metric."""
+    """The optimizer of a run, whose state keeps the learning rate and momentum where needed."""
     global_batch = options.global_batch or recipe.global_batch
     return recipe.make_optimizer(
         steps,
         steps_per_epoch=_steps_per_epoch(data, global_batch),
         keeps_rate=RATE in options.metric_names(),
+        keeps_momentum=options.momentum_correction,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from multitower.errors import warn
 from multitower.processes.together import is_first, of_first
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
@@ -79,6 +80,11 @@ def run(
     check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
     job.check_scores()
+    if options.keep_best is not None and not options.evaluate_every:
+        warn(
+            f"keep_best={options.keep_best}: the run has one test phase, at its end, so its last "
+            "state is kept as the best. Add evaluate_every (--evaluate-every N)."
+        )
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
 
@@ -100,7 +106,7 @@ def run(
             resume=resume,
             allow_previous=allow_previous,
             evaluate=test,
-            evaluate_every=options.evaluate_every,
+            evaluate_every=options.evaluate_every or (job.steps if options.keep_best else 0),
             **job.first_state(),
         )
         made = int(state.step)  # fewer than asked for, if it was stopped early

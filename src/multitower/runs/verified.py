@@ -10,19 +10,30 @@ from multitower.errors import RunError
 from multitower.hardware.provenance import versions
 from multitower.proof.record import StepRecord, as_facts, from_facts
 from multitower.proof.verification import Verification
-from multitower.runs.options import RunOptions
+from multitower.runs.options import RunOptions, flag_of
 
 # What decides the bits, apart from the recipe and its settings.
-_OPTIONS = (
+OPTIONS = (
     "towers",
     "steps",
     "global_batch",
     "seed",
     "shard_update",
     "stages",
+    "remat",
     "sync_every",
+    "outer_lr",
+    "outer_momentum",
+    "local_state",
+    "asynchronous",
+    "max_staleness",
+    "rotation",
+    "stale_scale",
+    "momentum_correction",
+    "clip_norm",
+    "ema_decay",
+    "compute_dtype",
 )
-_FLAGS = {"global_batch": "batch-size"}
 _PATH = "data"  # a setting that may differ: the same files lie elsewhere
 
 
@@ -64,15 +75,15 @@ class Verified(NamedTuple):
         Raises:
             RunError: it is not.
         """
-        for name in _OPTIONS:
+        for name in OPTIONS:
             value, there = getattr(given, name), self.options[name]
-            if value not in (None, False, there) and not (name == "seed" and value == 0):
-                flag = _FLAGS.get(name, name).replace("_", "-")
+            if value not in (getattr(RunOptions, name), there):
+                said = flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {value}"
                 raise RunError(
-                    f"{path} holds a run with {flag} {there}, and this command has --{flag} "
-                    f"{value}: leave it out, or compare with another run."
+                    f"{path} holds a run with {name} {there}, and this command has {said}: leave "
+                    "it out, or compare with another run."
                 )
-        return replace(given, **{name: self.options[name] for name in _OPTIONS})
+        return replace(given, **{name: self.options[name] for name in OPTIONS})
 
 
 def verified_facts(
@@ -89,7 +100,7 @@ def verified_facts(
     return {
         "recipe": recipe,
         "settings": dict(settings),
-        "options": {name: getattr(options, name) for name in _OPTIONS},
+        "options": {name: getattr(options, name) for name in OPTIONS},
         "versions": versions(),
         "runs": list(found.runs),
         "same_bits": not found.differences,
@@ -123,6 +134,6 @@ def verified_from(text: str) -> Verified:
         str(facts["runs"][0]),
         str(facts["recipe"]),
         dict(facts["settings"]),
-        {name: facts["options"][name] for name in _OPTIONS},
+        {name: facts["options"][name] for name in OPTIONS},
         from_facts(facts["first_run"]),
     )

@@ -30,7 +30,8 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
 
     Args:
         options: without `towers` there are 8, or as many as the most devices; without `steps` 5
-            are made, or as many as it takes until the towers have met once.
+            are made, or as many as it takes until the towers have met once, or the first one has
+            had its second turn.
         most_devices: of one run, over all its processes.
 
     Raises:
@@ -42,7 +43,10 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
             f"{towers} towers cannot fill {most_devices} devices: use at most {towers} devices, or "
             f"--towers {most_devices}."
         )
-    steps = options.steps or max(_STEPS, (options.sync_every or 0) + 1)
+    turns = 0
+    if options.asynchronous:
+        turns = towers if options.max_staleness is None else options.max_staleness + 1
+    steps = options.steps or max(_STEPS, max(options.sync_every or 0, turns) + 1)
     return replace(options, towers=towers, steps=steps)
 
 

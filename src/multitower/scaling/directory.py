@@ -1,11 +1,12 @@
 """The directory of a scaling measurement, and what it leaves there."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from multitower.errors import RunError
-from multitower.runs.directory import write_whole
+from multitower.scaling.summary import OPTIONS
 
 NUMBERS = "scale.json"
 PICTURE = "scale.png"
@@ -37,21 +38,24 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False, add: bool = F
     old = path / NUMBERS
     if add and read_measurement(path) is not None:
         return path
-    if old.exists() and not overwrite:
+    if old.exists() and not (overwrite or add):
         raise RunError(
             f"{old} holds another measurement. Name another directory, or say --force to replace "
             "it, or --add to add this one."
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for name in (NUMBERS, PICTURE, PAGE):
+        # With `add`, another job may be about to write the first measurement.
+        for name in () if add else (NUMBERS, PICTURE, PAGE):
             (path / name).unlink(missing_ok=True)
+        probe = path / f".{NUMBERS}.{os.getpid()}"
+        probe.touch()  # a directory that cannot be written is an error now
+        probe.unlink()
     except OSError as error:
         raise RunError(
             f"the directory {path} cannot be used: {error.strerror or error}. Choose another "
             "directory."
         ) from error
-    write_whole(old, "{}\n").unlink()  # a directory that cannot be written is an error now
     return path
 
 
@@ -65,7 +69,8 @@ def read_measurement(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(file.read_text())
         measured = [*(found["strong"] or []), *(found["weak"] or [])]
-        if all("job" in entry and "losses" in entry for entry in measured):
+        is_whole = all("job" in entry and "losses" in entry for entry in measured)
+        if is_whole and all(name in found for name in OPTIONS):
             return found
     except FileNotFoundError:
         return None

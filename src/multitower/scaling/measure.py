@@ -20,8 +20,15 @@ from multitower.processes.together import lines_of_all, texts_of_all
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
 from multitower.scaling.fit import check_enough
-from multitower.scaling.run import LEAD_STEPS, ScalingRun
-from multitower.scaling.summary import STRONG, WEAK, not_comparable, quartiles, with_summary
+from multitower.scaling.run import LEAD_STEPS, TAIL_STEPS, ScalingRun
+from multitower.scaling.summary import (
+    OPTIONS,
+    STRONG,
+    WEAK,
+    not_comparable,
+    quartiles,
+    with_summary,
+)
 
 _Key = tuple[int, int]  # devices, rows of a step
 
@@ -146,10 +153,7 @@ def scale(
     facts = next(iter(runs.values())).facts()
     found = {
         **{name: facts[name] for name in ("recipe", "options", "seed", "versions", "host")},
-        "towers": options.towers,
-        "shard_update": options.shard_update,
-        "shard_params": options.shard_params,
-        "stages": options.stages,
+        **{name: getattr(options, name) for name in OPTIONS},
         "batch_size": batch,
         "steps": how.steps,
         "lead_steps": LEAD_STEPS,
@@ -173,7 +177,7 @@ def _measure(
     """Lets all runs take turns."""
     recipe = replace(recipe, data=functools.cache(recipe.data))  # read once for all runs
     # The optimizer's schedules end where the measurement does.
-    options = replace(options, steps=(how.rounds + 1) * (LEAD_STEPS + how.steps))
+    options = replace(options, steps=(how.rounds + 1) * (LEAD_STEPS + how.steps + TAIL_STEPS))
     runs: dict[_Key, ScalingRun] = {}
     # The most devices first: each of them holds the least, so that more is seen of the next one's
     # peak of memory.

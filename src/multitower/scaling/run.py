@@ -24,6 +24,9 @@ from multitower.towers.feeding import prefetch
 # The first steps of a turn are not counted: the pipeline of batches made ahead is filled, and what
 # the others have left in the caches goes.
 LEAD_STEPS = 3
+# The last step is not counted either: while a measured one runs, the next one is started, as in a
+# training, so that what the host does for a step is counted as often as there are measured steps.
+TAIL_STEPS = 1
 
 
 class ScalingRun:
@@ -56,15 +59,15 @@ class ScalingRun:
 
     def warm_up(self, num_steps: int) -> None:
         """Makes a turn that is not measured: it compiles."""
-        self._train(LEAD_STEPS + num_steps, self._memory.look)
+        self._train(LEAD_STEPS + num_steps + TAIL_STEPS, self._memory.look)
         self.peak = self._memory.peak()
 
     def take_turn(self, num_steps: int) -> None:
-        """Makes a turn, and measures the last `num_steps` steps of it."""
+        """Makes a turn, and measures `num_steps` steps of it."""
         with counted_compilations() as compiled:
-            ends = self._train(LEAD_STEPS + num_steps, lambda: None)
+            ends = self._train(LEAD_STEPS + num_steps + TAIL_STEPS, lambda: None)
         self.num_recompilations += len(compiled)
-        self.turns_s.append((ends[-1] - ends[LEAD_STEPS - 1]) / num_steps)
+        self.turns_s.append((ends[LEAD_STEPS + num_steps - 1] - ends[LEAD_STEPS - 1]) / num_steps)
 
     def split(self, num_steps: int) -> dict[str, float | None]:
         """Where the time of a step goes; the steps made for it leave no losses."""

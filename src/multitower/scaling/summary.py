@@ -20,14 +20,23 @@ STRONG, WEAK = "strong", "weak"
 
 Entry = dict[str, Any]
 
-# What measurements must have in common to stand in one table.
-_SAME = (
-    "recipe",
-    "seed",
+# Options of a run that are measured.
+OPTIONS = (
     "towers",
     "shard_update",
     "shard_params",
     "stages",
+    "interleave",
+    "remat",
+    "clip_norm",
+    "ema_decay",
+    "compute_dtype",
+)
+# What measurements must have in common to stand in one table.
+_SAME = (
+    "recipe",
+    "seed",
+    *OPTIONS,
     "batch_size",
     "steps",
     "rounds",
@@ -92,6 +101,8 @@ def joined(
     tables: dict[str, list[Entry] | None] = {}
     job = 1 + max(entry["job"] for kind in (STRONG, WEAK) for entry in earlier[kind] or [])
     for kind in (STRONG, WEAK):
+        if kind == WEAK and earlier[kind] and found[kind]:
+            _check_rows(earlier[kind], found[kind])
         by_layout = {_layout(entry): dict(entry) for entry in earlier[kind] or []}
         for entry in found[kind] or []:
             by_layout[_layout(entry)] = {**entry, "job": job}
@@ -121,6 +132,23 @@ def check_same(earlier: Mapping[str, Any], found: Mapping[str, Any]) -> None:
                 f"--add: the measurements in the directory have {name} {before!r}, and this one "
                 f"has {now!r}. Measure in the same way, or name another --run-dir."
             )
+
+
+def _check_rows(earlier: Sequence[Entry], found: Sequence[Entry]) -> None:
+    """Refuses weak scaling with other rows per device, as two jobs measure that start at once."""
+    before, now = (
+        {-(-entry["batch_size"] // entry["devices"]) for entry in entries}
+        for entries in (earlier, found)
+    )
+    if before != now:
+        raise RunError(
+            f"--add: weak scaling in the directory has {_some(before)} rows per device, and this "
+            f"one has {_some(now)}: another job was measured meanwhile. Run this command again."
+        )
+
+
+def _some(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def not_comparable(recipe: Recipe, options: RunOptions) -> str | None:

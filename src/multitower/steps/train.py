@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, refuse_foreign
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.steps.arguments import check_numbers, check_shards
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     import optax
 
 
+@refuse_foreign(
+    has_aux="A loss may return (loss, metrics) as it is.",
+    argnums="Gradients are taken of the first argument of the loss, the parameters.",
+    axis_name="Inside the loss, the axis is always called 'towers'.",
+    batch_size="The rows of a full batch, over all towers, are global_batch=.",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: "optax.GradientTransformation",

@@ -1,11 +1,11 @@
 """Trainer: from a loss function to a finished, resumable run."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from multitower.errors import ArgumentError, CheckpointError, warn
+from multitower.errors import ArgumentError, CheckpointError, refuse_foreign, warn
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
@@ -64,6 +64,7 @@ class Trainer:
         shard_params: as for `multitower.train_step`: split the parameters too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
+        interleave: as for `multitower.train_step`: place neighbouring stages on different devices.
         remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
@@ -85,9 +86,9 @@ class Trainer:
             longer improves. None for never.
         profile: numbers of the first and the last step of a trace, for example (10, 13). JAX's
             profiler writes it to `run_dir/profile`, with the memory in use after these steps.
-        hooks: functions that are called with a `Progress` after every step and evaluation; if one
-            has a method `flush`, it is called before a checkpoint is saved. By default, `fit` shows
-            its progress on stderr, in process 0; `hooks=[]` shows nothing.
+        hooks: functions, or one, that are called with a `Progress` after every step and evaluation;
+            if one has a method `flush`, it is called before a checkpoint is saved. By default,
+            `fit` shows its progress on stderr, in process 0; `hooks=[]` shows nothing.
 
     Attributes:
         hooks: the list of hooks.
@@ -111,6 +112,13 @@ class Trainer:
         3.0
     """
 
+    @refuse_foreign(
+        has_aux="A loss may return (loss, metrics) as it is.",
+        callbacks="Functions to be called after every step are hooks=.",
+        max_steps="Say it to fit: fit(..., steps=).",
+        max_epochs="Say it to fit: fit(..., epochs=).",
+        batch_size="The rows of a full batch, over all towers, are global_batch=.",
+    )
     def __init__(
         self,
         loss_fn: Callable[..., Any],
@@ -135,6 +143,7 @@ class Trainer:
         shard_params: bool = False,
         stages: int | None = None,
         layout: tuple[int, int] | None = None,
+        interleave: bool = False,
         remat: bool = True,
         steps_per_call: int | None = None,
         sync_every: int | None = None,
@@ -148,7 +157,7 @@ class Trainer:
         extra_metrics: Sequence[str] = (),
         early_stopping: EarlyStopping | None = None,
         profile: tuple[int, int] | None = None,
-        hooks: Sequence[Hook] | None = None,
+        hooks: Sequence[Hook] | Hook | None = None,
     ) -> None:
         _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
         _check_one_of("best", best, ("max", "min"))
@@ -171,8 +180,6 @@ class Trainer:
             check_profile(profile)
             if run_dir is None:
                 raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
-        if callable(hooks):
-            raise ArgumentError("hooks is a function: give a list of them, such as [hook].")
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
             settings_that_decide,
             steps_per_call_of,
@@ -191,6 +198,7 @@ class Trainer:
             "shard_params": shard_params,
             "stages": stages,
             "layout": layout,
+            "interleave": interleave,
             "remat": remat,
             "steps_per_call": steps_per_call_of(steps_per_call, sync_every),
             "sync_every": sync_every,
@@ -211,7 +219,7 @@ class Trainer:
         self.step: TrainStep = train_step(
             loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
         )
-        self.hooks = list(hooks or ())
+        self.hooks = _as_hooks(hooks)
         self.stopped: str | None = None
         self._is_shown = hooks is None
         self._display: Display | None = None
@@ -231,6 +239,14 @@ class Trainer:
         # Asynchronous updates have one copy of a leaf: there is nothing to compare.
         self._check_replicas_every = check_replicas_every if updates == "synchronous" else 0
 
+    @refuse_foreign(
+        hooks="Give them to the trainer: Trainer(..., hooks=[...]).",
+        callbacks="Give the trainer hooks: Trainer(..., hooks=[...]).",
+        early_stopping="Give it to the trainer: Trainer(..., early_stopping=...).",
+        validation_data="Pass evaluate=, a function of the state, and evaluate_every=.",
+        max_steps="Pass steps=.",
+        batch_size="The batches decide, see multitower.make_batches(..., global_batch=).",
+    )
     def fit(
         self,
         params: Any,
@@ -467,6 +483,12 @@ class Trainer:
         )
 
     def _check_test_phase(self, evaluate_every: int) -> None:
+        if self._best is not None and not evaluate_every:
+            warn(
+                f"keep_best={self._best.metric!r}: this fit makes no test phase, and no state is "
+                "kept unless you call trainer.evaluate yourself. Pass fit(evaluate=..., "
+                "evaluate_every=...), with a function that calls trainer.evaluate."
+            )
         if self._early_stopping is not None and not evaluate_every:
             raise ArgumentError(
                 f"early_stopping={self._early_stopping.score!r} needs a test phase: pass "
@@ -554,6 +576,19 @@ def _scored(state: TrainState) -> TrainState:
     """A state with what is scored as its parameters; what towers keep apart is not joined."""
     average = state.ema_params
     return state if average is None else TrainState(state.shared()._replace(params=average))
+
+
+def _as_hooks(hooks: Any) -> list[Hook]:
+    """The hooks that a user gives: a list of them, one alone, or None."""
+    if hooks is None:
+        return []
+    found: list[Any] = list(hooks) if isinstance(hooks, Iterable) else [hooks]
+    for hook in found:
+        if isinstance(hook, EarlyStopping):
+            raise ArgumentError(f"hooks has an EarlyStopping: pass it as early_stopping={hook!r}.")
+        if not callable(hook):
+            raise ArgumentError(f"hooks has {hook!r}: a hook is a function of an mt.Progress.")
+    return found
 
 
 def _check_one_of(name: str, value: str, words: tuple[str, ...]) -> None:

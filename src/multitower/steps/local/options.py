@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import optax
 
 LocalState = Literal["keep", "average"]
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's
 
 
 def refuse_meeting(meets: str) -> ArgumentError:
@@ -41,7 +42,7 @@ def default_outer_optimizer() -> "optax.GradientTransformation":
     """
     import optax  # noqa: PLC0415 (importing stays quick)
 
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return optax.sgd(OUTER_LR, OUTER_MOMENTUM, nesterov=True)
 
 
 def check_local(
