@@ -158,10 +158,10 @@ class TrainStep:
         if self._towers is not None or isinstance(self._division, RotationOptions):
             refuse_disabled_jit()
         check_is_state(state, "step(state, batch)")
-        way, kind = self._find_way(), None
+        way, kind, counts = self._find_way(), None, ()
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)
-            parts = work.largest
+            parts, counts = work.largest, work.counts
         else:
             leaves, treedef = jax.tree.flatten(batch)
             kind = (way.version, kind_of(leaves, treedef))
@@ -178,7 +178,7 @@ class TrainStep:
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
             passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
-            check_same_call("batch", passed, self.placement)
+            check_same_call("batch", passed, self.placement, counts)
             check_replicas(state)  # host-device sync
         runner = self._runner(state, parts, global_batch)
         result = runner.run(state, work, self)
