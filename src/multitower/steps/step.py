@@ -148,7 +148,8 @@ class TrainStep:
             StateError: it is not a state, or it has been overwritten; at the first call, processes
                 have different variables.
             BatchError: no rows, different row counts, or more rows than a full batch; at the first
-                call, processes pass different shapes or have different numbers of towers.
+                call, processes pass different shapes or have different numbers of towers, or of
+                batches in the call.
             ArgumentError: the batch has leaves that are not numbers.
             OutputError: the loss returned a value of the wrong kind or shape.
             ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
