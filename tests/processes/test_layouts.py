@@ -114,8 +114,14 @@ def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes):
 
 
 def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
-    """Lies: rows that nobody trains on, as with a DistributedSampler; two models in one run."""
+    """Lies: rows that nobody trains on, as with a DistributedSampler; two models in one run.
+
+    And a hang: a process that makes more steps in a call than another waits for it at a meeting.
+    """
     found = on_two_processes["unlike"]
+    for said in found["batches of a call"]:  # in each process
+        assert "4 towers; 3 batches of 24, 24, 24 rows, and process 1 " in said
+        assert "4 towers; 2 batches of 24, 24 rows. All processes make the same calls" in said
     assert "process 1 passes other values than process 0" in found["a part of the batch"]
     assert "process 0 passes float32[24, 6], float32[24]" in found["fewer rows"]
     assert "and process 1 float32[16, 6], float32[16]" in found["fewer rows"]

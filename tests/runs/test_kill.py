@@ -13,7 +13,12 @@ PROGRAM = str(PROGRAMS / "kill_and_resume_program.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_kills", "options", "fewest"),  # fifty take four minutes, and passed
-    [(12, {}, 4), (4, {"stages": 2}, 2), (4, {"updates": "asynchronous"}, 2)],
+    [
+        (12, {}, 4),
+        (4, {"stages": 2}, 2),
+        (4, {"updates": "asynchronous"}, 2),
+        (2, {"sync_every": 4}, 2),  # saved every 5 steps, so mostly between two meetings
+    ],
 )
 def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, num_kills, options, fewest):
     # The lie (law L4): a checkpoint that is half there, a batch seen twice, a key that starts anew.
@@ -32,3 +37,5 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(tmp_path, num_kills, o
     assert begins == sorted(begins)  # no attempt lost what was saved before it
     assert len(set(begins)) >= fewest  # and they did get on, also on a busy machine
     assert len({devices for devices, _ in found["attempts"]}) >= fewest
+    if every := options.get("sync_every"):
+        assert any((begin - 1) % every for begin in begins)

@@ -368,7 +368,9 @@ def unlike(devices=None):
 
     other = {name: leaf + here for name, leaf in first_params().items()}
     cut = {"stages": 2}
+    calls = {"sync_every": 4, "steps_per_call": 4}
     found = {
+        "batches of a call": texts_of_all(said([part(0, 24)] * (3 - here), **calls)),
         "stages": said(part(0, 24), other, **cut),
         "one replica over processes": said(part(0, 24), **cut, layout=(1, 2)),
         "a part of the batch": said(part(24 * here, 24)),

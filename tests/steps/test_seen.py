@@ -24,7 +24,8 @@ def make_batch(rows, scale):
 
 
 def make(**options):
-    step = mt.train_step(losses, optax.adam(0.1), devices=2, global_batch=8, **options)
+    given = {"devices": 2, "global_batch": 8, **options}
+    step = mt.train_step(losses, optax.adam(0.1), **given)
     return step, step.init({"w": jnp.zeros(3)})
 
 
@@ -78,7 +79,23 @@ def test_blocks_of_another_model_are_not_those_of_the_first():
         assert state.params["w"].dtype == dtype
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 40), ({"towers": 2}, 120)], ids=str)
+def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
+    # The lie: a state that a step has made has the shapes of all states that it makes.
+    step, state = make(towers=1, devices=1)
+    batch = make_batch(8, 1)
+    other = step.init({"w": np.zeros(3, np.float16)})
+    for _ in range(3):
+        state, _ = step(state, batch)
+        other, _ = step(other, batch)
+        assert (state.params["w"].dtype, other.params["w"].dtype) == (np.float32, np.float16)
+    (runner,) = step._runners.values()
+    assert len(runner._engine._compiled) == 2
+    with jax.default_matmul_precision("highest"):
+        step(state, batch)
+    assert len(runner._engine._compiled) == 3
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 40), ({"towers": 2}, 90)], ids=str)
 def test_python_calls_of_a_step(options, most):
     """How much of this library's Python runs in a step of a kind that has been seen."""
     step, state = make(**options)

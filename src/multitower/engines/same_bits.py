@@ -13,6 +13,7 @@ The number of devices decides only where these run and how often, so the bits ca
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -65,20 +66,39 @@ class Finished(NamedTuple):
         results: what `finish` returns, once per local device; nothing if there are no sums.
         rows: the rows that each local tower returned, by tower, on the tower's device.
         blocks: for each local tower its row of the total of every block, on the tower's device.
+        programs: what has made them.
     """
 
     results: list[Any]
     rows: dict[int, Any]
     blocks: dict[int, list[jax.Array]]
+    programs: "Programs"
 
 
-class _Programs(NamedTuple):
-    """Executables, one per local device each; `meets` is where towers meet, if they do."""
+class _Numbers(NamedTuple):
+    """What programs are told in numbers, on their devices.
+
+    Attributes:
+        here: for each local tower what its program knows of itself.
+        scales: for each local device what turns sums into means.
+    """
+
+    here: dict[int, Tower]
+    scales: list[jax.Array]
+
+
+@dataclass(eq=False)
+class Programs:
+    """Executables, one per local device each; `meets` is where towers meet, if they do.
+
+    `numbers` are those that they have been told, by rows of a tower and of the batch.
+    """
 
     tower: list[jax.stages.Compiled] | Exchanges
     add: list[jax.stages.Compiled]
     finish: list[jax.stages.Compiled]
     meets: str | None
+    numbers: dict[tuple[int, int], _Numbers] = field(default_factory=dict)
 
 
 class SameBits:
@@ -88,23 +108,31 @@ class SameBits:
         self._job = job
         self._placement = placement
         self._totals = Totals(placement)
-        self._compiled: dict[Any, _Programs] = {}
+        self._compiled: dict[Any, Programs] = {}
+        self._after: dict[Any, Programs] = {}
         self._constants: dict[tuple[int, Any, Any], jax.Array] = {}
-        self._towers: dict[tuple[int, int, int], Tower] = {}
 
-    def run(self, replicas: Sequence[Shared], rows: Sequence[TowerRows]) -> Finished:
+    def run(
+        self,
+        replicas: Sequence[Shared],
+        rows: Sequence[TowerRows],
+        made_by: Programs | None = None,
+    ) -> Finished:
         """Runs the job; nothing here waits for a device.
 
         Args:
             replicas: what every tower gets, once per local device, on that device; the `state`
                 in it is overwritten.
             rows: the split arrays.
+            made_by: the programs that have left this state, if they are known: what they leave is
+                alike every time, and is not looked at again.
         """
-        programs = self._programs(replicas[0], rows)
+        programs = self._programs(replicas[0], rows, made_by)
+        numbers = self._numbers(programs, rows[0])
         tap = current_tap()
         stacks = self._totals.stacks()
         returned: dict[int, Any] = {}
-        run = self._tower_program(programs, replicas, rows, tap)
+        run = self._tower_program(programs, replicas, rows, numbers.here, tap)
         for turn in self._totals.turns:
             sums, returned[turn.tower] = run(turn)
             if tap is not None:
@@ -112,20 +140,25 @@ class SameBits:
             self._totals.put(stacks, turn, sums, programs.add)
             del sums  # those of the last tower would take memory until the step ends
         if not stacks[0][0].packed.buffers:
-            return Finished([], returned, {})
+            return Finished([], returned, {}, programs)
         totals = self._totals.reduced(stacks)
         if tap is not None:
             for i, total in enumerate(totals):
                 tap("reduction", i, total)
         finished = [
-            finish(replicas[i].state, totals[i].packed, self._scale(i, rows))
+            finish(replicas[i].state, totals[i].packed, numbers.scales[i])
             for i, finish in enumerate(programs.finish)
         ]
         blocks = {tower: rows for total in totals for tower, rows in total.blocks.items()}
-        return Finished(finished, returned, blocks)
+        return Finished(finished, returned, blocks, programs)
 
     def _tower_program(
-        self, programs: _Programs, replicas: Sequence[Shared], rows: Sequence[TowerRows], tap: Any
+        self,
+        programs: Programs,
+        replicas: Sequence[Shared],
+        rows: Sequence[TowerRows],
+        here: dict[int, Tower],
+        tap: Any,
     ) -> Callable[[Turn], tuple[TowerSums, Any]]:
         """What runs the tower whose turn it is; of towers that meet all but the last round is run.
 
@@ -134,11 +167,8 @@ class SameBits:
         """
 
         def arguments(turn: Turn) -> tuple[Shared, list[Any], Tower]:
-            return (
-                replicas[turn.i],
-                [leaf.pieces[turn.tower] for leaf in rows],
-                self._here(turn, rows[0]),
-            )
+            tower = turn.tower
+            return replicas[turn.i], [leaf.pieces[tower] for leaf in rows], here[tower]
 
         tower = programs.tower
         if isinstance(tower, list):
@@ -151,17 +181,20 @@ class SameBits:
 
         return tower.run(arguments, see if tap else None)
 
-    def _here(self, turn: Turn, rows: TowerRows) -> Tower:
-        """What a tower's program knows of itself, on its device; copied there once."""
-        key = (turn.tower, rows.tower_rows, rows.num_rows)
-        if key not in self._towers:
-            counts = (self.constant(turn.i, np.int32(n)) for n in rows.counts(turn.tower))
-            self._towers[key] = Tower(*counts)
-        return self._towers[key]
-
-    def _scale(self, i: int, rows: Sequence[TowerRows]) -> jax.Array:
-        """What turns sums into means, a scalar on local device i."""
-        return self.constant(i, _SCALE(rows[0].tower_rows / rows[0].num_rows))
+    def _numbers(self, programs: Programs, rows: TowerRows) -> _Numbers:
+        """What the programs are told of rows like these; copied to the devices once."""
+        key = (rows.tower_rows, rows.num_rows)
+        if key not in programs.numbers:
+            here = {
+                turn.tower: Tower(
+                    *(self.constant(turn.i, np.int32(n)) for n in rows.counts(turn.tower))
+                )
+                for turn in self._totals.turns
+            }
+            scale = _SCALE(rows.tower_rows / rows.num_rows)
+            scales = [self.constant(i, scale) for i in range(len(self._totals.devices))]
+            programs.numbers[key] = _Numbers(here, scales)
+        return programs.numbers[key]
 
     def constant(self, i: int, value: np.generic) -> jax.Array:
         """A scalar on local device i, copied there once."""
@@ -170,14 +203,24 @@ class SameBits:
             self._constants[key] = jax.device_put(value, self._totals.devices[i])
         return self._constants[key]
 
-    def _programs(self, shared: Shared, rows: Sequence[TowerRows]) -> _Programs:
+    def _programs(
+        self, shared: Shared, rows: Sequence[TowerRows], made_by: Programs | None
+    ) -> Programs:
         pieces = [leaf.piece for leaf in rows]
+        if made_by is None:
+            return self._programs_for(shared, pieces)
+        key = (made_by, signature((shared.rest, pieces)))
+        if key not in self._after:
+            self._after[key] = self._programs_for(shared, pieces)
+        return self._after[key]
+
+    def _programs_for(self, shared: Shared, pieces: list[jax.Array]) -> Programs:
         key = signature((shared, pieces))
         if key not in self._compiled:
             self._compiled[key] = self._compile(shared, pieces)
         return self._compiled[key]
 
-    def _compile(self, shared: Shared, pieces: list[jax.Array]) -> _Programs:
+    def _compile(self, shared: Shared, pieces: list[jax.Array]) -> Programs:
         devices = self._totals.devices
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
@@ -194,11 +237,11 @@ class SameBits:
             towers = Exchanges(rounds, jax.tree.leaves(arguments), self._placement, self._totals)
             sums = towers.out_info[0]
         if not sums.packed.buffers:
-            return _Programs(towers, [], [], traced.meets)
+            return Programs(towers, [], [], traced.meets)
         adds = self._totals.compile(sums)
         given = (shared.state, sums.packed, scale_shape())
         finishes = compile_for_each(finish_function(self._job), given, devices, donate=(0,))
-        return _Programs(towers, adds, finishes, traced.meets)
+        return Programs(towers, adds, finishes, traced.meets)
 
 
 def tower_function(job: Job) -> Callable[[Shared, list[Any], Tower], tuple[TowerSums, Any]]:

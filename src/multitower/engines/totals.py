@@ -96,8 +96,8 @@ class Totals:
             buffers.append(stacked([sums.packed.buffers for sums in own], self._placement))
             blocks.append(stacked([sums.blocks for sums in own], self._placement))
         total = self._reduce(buffers, blocks)
-        whole = [on_each_device(buffer, self.devices) for buffer in total.buffers]
-        cut = [[on_each_device(row, self.devices) for row in block] for block in total.blocks]
+        whole = [self._blocks(buffer) for buffer in total.buffers]
+        cut = [[self._blocks(row) for row in block] for block in total.blocks]
         return [
             TowerSums(
                 Packed(tuple(buffer[i] for buffer in whole), layout),
@@ -119,8 +119,12 @@ class Totals:
         ]
         given = [stacked(own, self._placement) for own in parts]
         found = self._reduce(given, [[] for _ in parts]).buffers
-        whole = [on_each_device(buffer, self.devices) for buffer in found]
+        whole = [self._blocks(buffer) for buffer in found]
         return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
+
+    def _blocks(self, leaf: jax.Array) -> list[jax.Array]:
+        """The blocks of an array that is cut over the devices; much quicker than its shards."""
+        return [leaf.addressable_data(i) for i in range(len(self.devices))]
 
 
 def stacked(own: Sequence[Sequence[jax.Array]], placement: Placement) -> list[jax.Array]:

@@ -63,11 +63,12 @@ class SameBitsRunner:
         if self._weights is not None:
             rest = self._weights.after(rest, fields, rows)
         replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]
-        finished = self._engine.run(replicas, rows).results
+        finished = self._engine.run(replicas, rows, state.made_by)
         state.spend()
-        replicas = [fields for fields, _ in finished]
-        new = TrainState.of_parts(replicas, lambda each: as_global(each, self._placement), maker)
-        return new, finished[0][1]
+        copies = [fields for fields, _ in finished.results]
+        new = TrainState.of_parts(copies, lambda each: as_global(each, self._placement), maker)
+        new.made_by = finished.programs
+        return new, finished.results[0][1]
 
 
 def fast_step(

@@ -154,7 +154,8 @@ class TrainStep:
             StateError: it is not a state, or it has been overwritten; at the first call, processes
                 have different variables.
             BatchError: no rows, different row counts, or more rows than a full batch; at the first
-                call, processes pass different shapes or have different numbers of towers.
+                call, processes pass different shapes or have different numbers of towers, or of
+                batches in the call.
             ArgumentError: the batch has leaves that are not numbers.
             OutputError: the loss returned a value of the wrong kind or shape.
             ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
@@ -164,10 +165,10 @@ class TrainStep:
         if self._towers is not None or isinstance(self._division, RotationOptions):
             refuse_disabled_jit()
         check_is_state(state, "step(state, batch)")
-        way, kind = self._find_way(), None
+        way, kind, counts = self._find_way(), None, ()
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)
-            parts = work.largest
+            parts, counts = work.largest, work.counts
         else:
             leaves, treedef = jax.tree.flatten(batch)
             kind = (way.version, kind_of(leaves, treedef))
@@ -184,7 +185,7 @@ class TrainStep:
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
             passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
-            check_same_call("batch", passed, self.placement)
+            check_same_call("batch", passed, self.placement, counts)
             check_replicas(state)  # host-device sync
         runner = self._runner(state, parts, global_batch)
         result = runner.run(state, work, self)

@@ -13,7 +13,9 @@ from multitower.towers.rows import is_key
 from multitower.towers.split import TowerRows, sample_of
 
 
-def check_same_call(name: str, leaves: Sequence[Any], placement: Placement) -> None:
+def check_same_call(
+    name: str, leaves: Sequence[Any], placement: Placement, counts: Sequence[int] = ()
+) -> None:
     """Compares what the processes pass to a function; all together. Nothing for a single process.
 
     Values are compared by a few rows of what every process has whole, in a warning: rows that a
@@ -23,13 +25,17 @@ def check_same_call(name: str, leaves: Sequence[Any], placement: Placement) -> N
         name: of what is passed, such as `batch`.
         leaves: what this process passes.
         placement: where the function runs.
+        counts: of a call with several batches, the rows of each.
 
     Raises:
-        BatchError: the towers, shapes or dtypes are not those of process 0; in every process.
+        BatchError: the towers, the batches, shapes or dtypes are not those of process 0; in every
+            process.
     """
     if not placement.spans_processes:
         return
     shapes = f"{', '.join(_shape(leaf) for leaf in leaves)}; {placement.num_towers} towers"
+    if counts:
+        shapes += f"; {len(counts)} batches of {', '.join(map(str, counts))} rows"
     values = zlib.crc32(b"".join(_values(leaf) for leaf in leaves))
     # What tells them apart comes first: a line that is too long loses its end.
     lines = lines_of_all(f"{zlib.crc32(shapes.encode()):08x} {values:08x} {shapes}")

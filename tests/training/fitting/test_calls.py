@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import pytest
 
 import multitower as mt
 from multitower.data.batches import make_batches
+from multitower.steps.step import TrainStep
+from multitower.training.fitting import calls
 from multitower.training.fitting.calls import sizes_of_calls
 
 RNG = np.random.default_rng(0)
@@ -115,6 +118,27 @@ def test_batches_that_run_out_and_a_loader_that_uses_its_arrays_again():
     alone.fit(steps=6, batches=few)
     assert len(run.metrics()) == 6
     assert_close(run.metrics(), alone.metrics())
+
+
+def test_a_call_leaves_nothing_on_the_devices(monkeypatch):
+    # The lie: room for the batches of two calls, of which the first has been made.
+    alive, most, prefetch = weakref.WeakSet(), [], calls.prefetch
+
+    def counted(*given, **options):
+        for batch in prefetch(*given, **options):
+            alive.add(batch["x"])
+            most.append(len(alive))
+            yield batch
+
+    def told(step, state, batches):  # nothing to compile
+        zeros = np.zeros((len(batches), 2), np.float32)
+        return state, {"loss": zeros[:, 0], "tower_losses": zeros, "finite_params": zeros == 0}
+
+    monkeypatch.setattr(calls, "prefetch", counted)
+    monkeypatch.setattr(TrainStep, "__call__", told)
+    run = Run(towers=2, sync_every=3, steps_per_call=3)
+    run.fit(steps=6)
+    assert most == [1, 2, 3, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("borders", "first"), [((0, 0), 0), ((5, 3), 0), ((5, 0), 7), ((1,), 3)])

@@ -96,6 +96,7 @@ class TrainState:
         "_shared",
         "_shown",
         "_spent",
+        "made_by",
         "maker",
     )
 
@@ -109,6 +110,8 @@ class TrainState:
         self._spent = False
         self._shown: dict[str, Shown] = {}
         self.maker = maker
+        # The programs of the maker whose results the parts are, if it wants to know them again.
+        self.made_by: Any = None
 
     @classmethod
     def of_parts(

@@ -77,6 +77,7 @@ def _grouped(batches: Generator[Any], sizes: Iterable[int]) -> Generator[Call]:
         for size in sizes:
             if group := list(itertools.islice(batches, size)):
                 yield Call(group, [num_rows_of(batch) for batch in group])
+            del group  # else they would lie on the devices until the next call has all of its own
 
 
 def _together(

@@ -72,14 +72,16 @@ class Loop(NamedTuple):
                         f"the batches ran out after step {number} of {last}: batches(first) "
                         "must return an iterator that does not end before the run."
                     )
-                profile.before(number, len(call.num_rows), state)
+                num_rows = call.num_rows
+                profile.before(number, len(num_rows), state)
                 state, metrics = self.step(state, call.batch)
-                profile.after(number + len(call.num_rows), (state, metrics))
-                is_first, number = number == first, number + len(call.num_rows)
+                del call  # its batches lie on the devices, and the next ones need the room
+                profile.after(number + len(num_rows), (state, metrics))
+                is_first, number = number == first, number + len(num_rows)
                 # Metrics are read late, by one call or by the turns of a rotation: reading this
                 # call's would let the devices run dry, and reading none would let the host run
                 # ahead without bound.
-                reader.wait(number, metrics, call.num_rows)
+                reader.wait(number, metrics, num_rows)
                 reader.read_late()  # host-device sync
                 stop = self.vote.after_step()
                 is_saved = self.saver.is_due(number) or stop
