@@ -9,8 +9,8 @@ def change_results(monkeypatch, change):
     """What a device ends a same-bits job with becomes `change(i, num_devices, fields, metrics)`."""
     run = same_bits.SameBits.run
 
-    def changed(self, replicas, rows):
-        finished = run(self, replicas, rows)
+    def changed(self, *given):
+        finished = run(self, *given)
         count = len(finished.results)
         for i, result in enumerate(finished.results):
             finished.results[i] = change(i, count, *result)
