@@ -4,42 +4,53 @@ The server has imported what runs need and has started nothing: no thread, no de
 forked from it is what `python PROGRAM` is, with these modules there already. Where a test is about
 imports or the start of Python itself, start a real one (`subprocess`).
 
-Run as a program, this is the server: it reads requests from standard input, a line of JSON each,
-and answers on standard output.
+Run as a program, `python forks.py DESCRIPTOR`, this is the server: it answers requests in JSON on
+that socket, which brings the pipes that a new process writes to.
 """
 
+import importlib
 import json
 import os
 import runpy
-import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import warnings
 from pathlib import Path
 
 # JAX and Python read these when they are imported, and a fork comes after that.
 _READ_AT_THE_START = ("JAX", "PYTHON", "LD_")
+_LONGEST_MESSAGE = 1 << 17
+# What runs spend their first seconds with.
+_IMPORTED = (
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "multitower.cli.main",
+    "multitower.runs.report",
+    "multitower.runs.train",
+    "multitower_command",
+    "optax",
+    "orbax.checkpoint",
+    "tensorboardX",
+)
 
 
 class Server:
     """Forks processes for one environment, as far as imports depend on it."""
 
     def __init__(self, environment):
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._socket, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with its:
+            words = [sys.executable, __file__, str(its.fileno())]
+            self._process = subprocess.Popen(words, env=environment, pass_fds=[its.fileno()])
 
-    def ask(self, **request):
+    def ask(self, *descriptors, **request):
         """Its answer to a request."""
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        answer = self._socket.recv(_LONGEST_MESSAGE)
         assert answer, "the server of forks has ended"
         return json.loads(answer)
 
@@ -56,11 +67,16 @@ class Fork:
         if key not in _SERVERS:
             _SERVERS[key] = Server(env)
         self._server = _SERVERS[key]
-        words = [str(argument) for argument in arguments]
+        self._readers = [_Reader(), _Reader()]
         self.returncode = None
-        self.pid, *self._files = self._server.ask(
-            run=words, environment=env, directory=str(Path.cwd())
+        self.pid = self._server.ask(
+            *(reader.to_write for reader in self._readers),
+            run=[str(argument) for argument in arguments],
+            environment=env,
+            directory=str(Path.cwd()),
         )
+        for reader in self._readers:
+            os.close(reader.to_write)
 
     def poll(self):
         """The exit code, negative for a signal; None while it runs."""
@@ -78,10 +94,14 @@ class Fork:
         return self.returncode
 
     def communicate(self, timeout=None):
-        """Waits for its end; what it wrote on standard output and on standard error."""
+        """Waits for its end, and that of all who write for it; its standard output and error."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         self.wait(timeout)
-        out, errors = (Path(file).read_text() for file in self._files)
-        return out, errors
+        for reader in self._readers:
+            reader.join(deadline and max(deadline - time.monotonic(), 0))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(["python"], timeout)
+        return tuple(reader.text for reader in self._readers)
 
     def send_signal(self, number):
         """Unless it is known to have ended."""
@@ -97,33 +117,42 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+class _Reader(threading.Thread):
+    """Reads a pipe to its end."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self._to_read, self.to_write = os.pipe()
+        self.text = ""
+        self.start()
+
+    def run(self):
+        with os.fdopen(self._to_read) as file:
+            self.text = file.read()
+
+
 # ---------------------------------------------------------------- the server
 
 
-def imports():
-    """What runs spend their first seconds with."""
-    import tensorboardX  # noqa: F401
-
-    import multitower_command  # noqa: F401
-
-
-def serve(requests, answers, directory):
-    """Answers until there are no more requests; in a forked process, returns what it shall run."""
-    for number, line in enumerate(requests):
-        request = json.loads(line)
+def serve(client):
+    """Answers until nobody asks any more; in a forked process, returns what it shall run."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(client, _LONGEST_MESSAGE, 2)
+        if not message:
+            return None
+        request = json.loads(message)
         if "wait" in request:
             answer = ended(request["wait"], request["timeout_s"])
         else:
-            files = [f"{directory}/{number}.out", f"{directory}/{number}.errors"]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
-                child = os.fork()
-            if child == 0:
-                become(request, files)
+                answer = os.fork()
+            if answer == 0:
+                become(request, descriptors)
                 return request["run"]
-            answer = [child, *files]
-        print(json.dumps(answer), file=answers, flush=True)
-    return None
+            for descriptor in descriptors:
+                os.close(descriptor)
+        client.send(json.dumps(answer).encode())
 
 
 def ended(pid, timeout_s):
@@ -138,14 +167,15 @@ def ended(pid, timeout_s):
         time.sleep(0.005)
 
 
-def become(request, files):
-    """Makes a fork the process that was asked for; it writes to `files`."""
+def become(request, to_write):
+    """Makes a fork the process that was asked for."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for descriptor, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    for number, descriptor in enumerate(to_write, start=1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
 
 
@@ -164,16 +194,14 @@ def run(words):
         runpy.run_path(how, run_name="__main__")
 
 
-def main():
-    imports()
-    directory = tempfile.mkdtemp(prefix="forks-")
-    with os.fdopen(os.dup(1), "w") as to_client:
-        words = serve(sys.stdin, to_client, directory)
-    if words is None:
-        shutil.rmtree(directory)
-    else:
+def main(descriptor):
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    with socket.socket(fileno=int(descriptor)) as client:
+        words = serve(client)
+    if words is not None:
         run(words)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
