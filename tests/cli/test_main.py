@@ -11,6 +11,7 @@ import pytest
 import multitower as mt
 from circle_run import CIRCLE
 from multitower.cli.main import main
+from multitower.cli.wording import in_flags
 from processes import run_fork
 
 KEYS = {
@@ -196,9 +197,10 @@ def test_options_that_exclude_each_other_are_called_what_was_typed(
     assert f"multitower: {message}" in capsys.readouterr().err
 
 
-def test_a_run_that_was_refused_leaves_no_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", ["--stages 2", "--towers 2 --stages 40"])  # the last when traced
+def test_a_run_that_was_refused_leaves_no_directory(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", CIRCLE, "--devices", "2", "--stages", "2"]) == 2
+    assert main(["train", CIRCLE, "--devices", "2", *flags.split()]) == 2
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -291,6 +293,15 @@ def test_the_main_job_reaches_its_accuracy(tmp_path, seed):
     done = in_new_process("train", "digits", *where)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["test_accuracy"] >= 0.98
+
+
+def test_a_path_in_an_error_stays_as_it_is():
+    # The lie: a command to copy that names no directory.
+    said = "runs/seed=3 holds a run with seed 0: multitower resume runs/seed=3 continues it."
+    assert in_flags(said) == said
+    assert in_flags("seed=3/best=max is not there; leave steps=4 out") == (
+        "seed=3/best=max is not there; leave --steps 4 out"
+    )
 
 
 def test_the_version(capsys):

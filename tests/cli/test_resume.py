@@ -130,6 +130,12 @@ def test_resume_auto_refuses_another_run(tmp_path, capsys):
     capsys.readouterr()
     assert main([*command, *here, "--seed", "1"]) == 2
     assert "holds a run with seed 0, and this command has seed 1" in capsys.readouterr().err
+    # Nor is a run of an earlier version another one, which did not know all options.
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["options"]["keep_last"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([*command, *here]) == 0
+    capsys.readouterr()
     assert main([*command, *here, "--force"]) == 2
     assert "leave --force out" in capsys.readouterr().err
     assert main([*command, "--resume", "auto"]) == 2

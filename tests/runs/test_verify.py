@@ -19,7 +19,7 @@ from multitower.cli.main import main
 from multitower.proof.record import TOWER, Spot, StepRecord, as_facts, digest
 from multitower.runs.options import RunOptions
 from multitower.runs.verified import OPTIONS, Verified
-from multitower.runs.verify import Look
+from multitower.runs.verify import Look, with_defaults
 from processes import clean_environment, ended
 
 RECIPE = str(places.CIRCLE)
@@ -100,6 +100,12 @@ def test_asynchronous_updates_are_verified_until_a_tower_has_its_second_turn(cap
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[2:8]] == list("123456")
     assert "local        same bits" in shown
+
+
+def test_a_rotation_is_verified_until_it_begins_anew():
+    # The lie: steps of one group alone, in which nothing is stale.
+    rotation = {"asynchronous": True, "max_staleness": 1, "rotation": "0,0,0,0,0,0,1"}
+    assert with_defaults(RunOptions(towers=8, **rotation), 1).steps == 8
 
 
 def test_a_file_decides_the_options_of_what_is_compared_with_it():

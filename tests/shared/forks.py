@@ -9,6 +9,7 @@ that socket, which brings the pipes that a new process writes to.
 """
 
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -56,17 +57,24 @@ class Server:
 
 
 _SERVERS: dict[tuple, Server] = {}
+_SEEDS = itertools.cycle("01")
+
+
+def _server(environment):
+    """Neighbours are forked from two servers: they order sets in two ways, as real processes do."""
+    environment = {**environment, "PYTHONHASHSEED": next(_SEEDS)}
+    at_start = {k: v for k, v in environment.items() if k.startswith(_READ_AT_THE_START)}
+    key = tuple(sorted(at_start.items()))
+    if key not in _SERVERS:
+        _SERVERS[key] = Server(environment)
+    return _SERVERS[key]
 
 
 class Fork:
     """A process that runs `python ARGUMENTS`; used as a `subprocess.Popen` that captures text."""
 
     def __init__(self, *arguments, env):
-        at_start = {k: v for k, v in env.items() if k.startswith(_READ_AT_THE_START)}
-        key = tuple(sorted(at_start.items()))
-        if key not in _SERVERS:
-            _SERVERS[key] = Server(env)
-        self._server = _SERVERS[key]
+        self._server = _server(env)
         self._readers = [_Reader(), _Reader()]
         self.returncode = None
         self.pid = self._server.ask(

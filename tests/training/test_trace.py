@@ -126,3 +126,13 @@ def test_programs_of_one_execution_are_one(tmp_path):
     ])  # fmt: skip
     ((one,),) = read_executions(tmp_path).values()
     assert one == Execution("jit_f", 0.0, 1e-6 * 7)
+
+
+def test_a_trace_that_is_cut_off_is_none(tmp_path):
+    """Lie: a run that was killed while it wrote one, and that no resume can end."""
+    write(tmp_path, [on_cpu(0, 1, "jit_f", 0, 1)])
+    (path,) = tmp_path.rglob("*.gz")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_executions(tmp_path) == {}
+    path.write_bytes(b"")
+    assert read_executions(tmp_path) == {}

@@ -216,6 +216,17 @@ def test_hooks_hear_of_towers_and_evaluations():
     assert scores["loss"] == pytest.approx(np.mean((average - DATA["y"]) ** 2), rel=1e-5)
 
 
+def test_a_hook_that_is_a_list_too_is_a_hook():
+    # The lie: a hook that is taken for an empty list of hooks.
+    class History(list):
+        def __call__(self, progress):
+            self.append(progress.step)
+
+    history = History()
+    make_trainer(1, hooks=history).fit(PARAMS, batches, steps=2)
+    assert history == [1, 2]
+
+
 def test_batches_that_run_out_are_an_error():
     def three(first):
         return (batch for batch, _ in zip(batches(first), range(3), strict=False))

@@ -72,6 +72,7 @@ from multitower.scaling.words import (
 
 _DEFAULTS = ScalingOptions()
 _WAIT_S = 600  # for another job to write its part of a measurement
+_LOCK = ".scale.lock"  # a run may train in the same directory meanwhile
 
 
 def scale(
@@ -181,7 +182,8 @@ def scale(
         if not is_first():
             return 0
     alone = add or found is None  # so that what other jobs write meanwhile is not lost
-    with held_run_directory(directory, wait_s=_WAIT_S) if alone else contextlib.nullcontext():
+    held = held_run_directory(directory, wait_s=_WAIT_S, lock=_LOCK)
+    with held if alone else contextlib.nullcontext():
         result: dict[str, Any] = {
             **plan.with_earlier(directory, found),
             "command": shlex.join(command),
@@ -251,7 +253,7 @@ class _Plan:
     def _rows_per_device(self, directory: Path) -> int:
         """Of weak scaling so far; 0 if there is none, or in another process than the first."""
         earlier = read_measurement(directory) if is_first() else None
-        if earlier is None:
+        if earlier is None or not earlier[WEAK]:
             return 0
         base = earlier[WEAK][0]
         return -(-base["batch_size"] // base["devices"])

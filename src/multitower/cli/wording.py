@@ -15,8 +15,9 @@ _NAMES = "|".join(
         *_OF_OTHER_COMMANDS,
     ]
 )
-# No match where a message shows code with dots: steps=...
-_WITH_VALUE = re.compile(rf"\b({_NAMES})=(?!\.\.)(\([\d, ]*\)|\[[^]]*\]|'[^']*'|-?[\w.]*\w)?")
+# No match where a message shows code with dots, steps=..., or in a path: runs/seed=3/1.
+_VALUE = r"\([\d, ]*\)|\[[^]]*\]|'[^']*'|-?[\w.]*\w"
+_WITH_VALUE = re.compile(rf"(?<![\w/=.-])({_NAMES})=(?!\.\.)({_VALUE})?(?![\w.,-]*/)")
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
 

@@ -36,7 +36,9 @@ def try_lock(descriptor: int) -> bool:
 
 
 @contextlib.contextmanager
-def held_run_directory(path: Path, *, wait_s: float = 0, nested: bool = False) -> Generator[None]:
+def held_run_directory(
+    path: Path, *, wait_s: float = 0, nested: bool = False, lock: str = LOCK
+) -> Generator[None]:
     """Keeps other runs out of a directory.
 
     Where files cannot be locked, and in a read-only directory, it does nothing.
@@ -46,25 +48,26 @@ def held_run_directory(path: Path, *, wait_s: float = 0, nested: bool = False) -
         wait_s: how long to wait for another run to end, in seconds. A cluster may restart a job
             while the processes of its last attempt are still exiting.
         nested: whether to accept that this thread already holds the directory.
+        lock: the name of the file; for what may go on beside a run, another one.
 
     Raises:
         RunError: another run trains there; or the lock file cannot be made.
     """
-    key = path.absolute()
+    key = path.absolute() / lock
     if nested and _holders.get(key) == threading.get_ident():
         yield
         return
     try:
-        descriptor = _open(path / LOCK)
+        descriptor = _open(path / lock)
     except OSError as error:
         if error.errno in _UNWRITABLE:
             yield
             return
-        raise RunError(f"{path / LOCK} cannot be made: {error.strerror or error}.") from error
+        raise RunError(f"{path / lock} cannot be made: {error.strerror or error}.") from error
     try:
         _wait_for_lock(descriptor, path, time.monotonic() + wait_s)
         with contextlib.suppress(OSError):  # a full disk: the line is only information
-            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            (path / lock).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         _holders[key] = threading.get_ident()
         try:
             yield

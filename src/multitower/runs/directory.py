@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from multitower.errors import RunError
 from multitower.processes.run_lock import LOCK, held_run_directory
+from multitower.runs.options import RunOptions
 from multitower.training.tracking.log import LOGGED
 
 RESULT = "result.json"
@@ -90,7 +92,7 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
     now = _said(json.loads(json.dumps(config)))
     differs = sorted(name for name in before | now if before.get(name) != now.get(name))
     finished = (path / RESULT).exists()
-    if differs and not finished and not (path / CHECKPOINTS).exists():
+    if differs and not finished and not _saved(path):
         return "nothing"  # that command was refused before it trained
     if differs:
         name = differs[0]
@@ -146,7 +148,7 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
 
 def remove_refused(path: Path) -> None:
     """Removes the fresh directory of a run that was refused before it trained."""
-    if {one.name for one in path.iterdir()} <= {CONFIG, LOCK}:
+    if {one.name for one in path.iterdir()} <= {CONFIG, LOCK, CHECKPOINTS} and not _saved(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -259,9 +261,16 @@ def _write_json(target: Path, content: dict[str, Any]) -> Path:
 _NO_MATTER = ("devices", "log", "profile")  # they change no result
 
 
+def _saved(path: Path) -> bool:
+    """Whether there is anything among the checkpoints of a run."""
+    return any((path / CHECKPOINTS).glob("*"))
+
+
 def _said(config: dict[str, Any]) -> dict[str, Any]:
     """Every option of a configuration by name, without those that change no result."""
-    options = {**config.get("options", {}), **dict.fromkeys(_NO_MATTER)}
+    # A run of an earlier version had the defaults of what it did not know.
+    known = {**asdict(RunOptions()), **config.get("options", {})}
+    options = {**known, **dict.fromkeys(_NO_MATTER)}
     settings = {f"--set {name}": value for name, value in config.get("settings", {}).items()}
     return {"recipe": config.get("recipe"), **options, **settings}
 

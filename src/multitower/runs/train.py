@@ -23,6 +23,7 @@ from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Hook, Progress
+from multitower.training.trace import newest_trace
 from multitower.training.tracking.log import ExperimentLog, check_installed
 
 
@@ -85,6 +86,7 @@ def run(
             f"keep_best={options.keep_best}: the run has one test phase, at its end, so its last "
             "state is kept as the best. Add evaluate_every (--evaluate-every N)."
         )
+    traced_before = None if directory is None else newest_trace(directory / PROFILE)
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
 
@@ -124,8 +126,10 @@ def run(
         result["profile"] = options.profile
         layout = job.trainer.step.layout
         if layout is not None:
-            pipeline = result["pipeline"]
-            pipeline["traced"] = traced_pipeline(pipeline, layout, directory / PROFILE)
+            # One from before a resume may be of another layout.
+            is_new = newest_trace(directory / PROFILE) != traced_before
+            found = traced_pipeline(result["pipeline"], layout, directory / PROFILE)
+            result["pipeline"]["traced"] = found if is_new else None
     if directory is not None and write_report is not None:
         if is_first():
             write_result(directory, result)

@@ -30,8 +30,8 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
 
     Args:
         options: without `towers` there are 8, or as many as the most devices; without `steps` 5
-            are made, or as many as it takes until the towers have met once, or the first one has
-            had its second turn.
+            are made, or as many as it takes until the towers have met once, or their rotation
+            has begun anew.
         most_devices: of one run, over all its processes.
 
     Raises:
@@ -45,7 +45,8 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
         )
     turns = 0
     if options.asynchronous:
-        turns = towers if options.max_staleness is None else options.max_staleness + 1
+        groups = towers if options.max_staleness is None else options.max_staleness + 1
+        turns = len(options.rotation_order() or range(groups))
     steps = options.steps or max(_STEPS, max(options.sync_every or 0, turns) + 1)
     return replace(options, towers=towers, steps=steps)
 

@@ -50,7 +50,7 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False, add: bool = F
             (path / name).unlink(missing_ok=True)
         probe = path / f".{NUMBERS}.{os.getpid()}"
         probe.touch()  # a directory that cannot be written is an error now
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # a process of another host may have the same number
     except OSError as error:
         raise RunError(
             f"the directory {path} cannot be used: {error.strerror or error}. Choose another "

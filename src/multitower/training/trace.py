@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,24 +26,33 @@ class Execution(NamedTuple):
     end: float
 
 
+def newest_trace(directory: Path) -> Path | None:
+    """The file of the newest trace that `Profile` has written to a directory."""
+    paths = sorted(directory.glob("plugins/profile/*/perfetto_trace.json.gz"))
+    return paths[-1] if paths else None
+
+
 def read_executions(directory: Path) -> dict[int, list[Execution]]:
     """The executions in the newest trace of a directory, for each local device in order of start.
 
     Every operation in a trace names its program. On CPU devices it also names the device and the
     execution. A GPU has a process of its own in the trace, in which streams are threads; there an
     execution ends where another program follows, or where one of its operations comes again. So on
-    GPUs two executions of a program with a loop, one right after the other, are not told apart.
+    GPUs each turn of a loop in a program counts as an execution.
 
     Args:
         directory: that `Profile` has written to.
 
     Returns:
-        Nothing if there is no trace.
+        Nothing if there is no trace, or if it cannot be read.
     """
-    paths = sorted(directory.glob("plugins/profile/*/perfetto_trace.json.gz"))
-    if not paths:
+    path = newest_trace(directory)
+    if path is None:
         return {}
-    events = json.loads(gzip.decompress(paths[-1].read_bytes()))["traceEvents"]
+    try:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return {}  # the process was killed while it wrote this
     spans: dict[tuple[int, str, Any], tuple[float, float]] = {}
     for device, run, one in _operations(events):
         key = (device, one["args"]["hlo_module"], run)
@@ -82,5 +92,6 @@ def _operations(events: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, Any,
             module, names, number = seen.get(device, ("", set[str](), 0))
             if module != args["hlo_module"] or name in names:
                 module, names, number = args["hlo_module"], set[str](), number + 1
-            seen[device] = (module, {*names, name}, number)
+            names.add(name)
+            seen[device] = (module, names, number)
             yield device, number, one

@@ -65,6 +65,7 @@ class Trainer:
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
         interleave: as for `multitower.train_step`: place neighbouring stages on different devices.
+            Test phases place neighbours together, and copy the parameters there.
         remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
@@ -582,7 +583,8 @@ def _as_hooks(hooks: Any) -> list[Hook]:
     """The hooks that a user gives: a list of them, one alone, or None."""
     if hooks is None:
         return []
-    found: list[Any] = list(hooks) if isinstance(hooks, Iterable) else [hooks]
+    is_list = isinstance(hooks, Iterable) and not callable(hooks)
+    found: list[Any] = list(hooks) if is_list else [hooks]
     for hook in found:
         if isinstance(hook, EarlyStopping):
             raise ArgumentError(f"hooks has an EarlyStopping: pass it as early_stopping={hook!r}.")
