@@ -110,4 +110,6 @@ def test_python_calls_of_a_step(options, most):
     sys.setprofile(note)
     step(state, batch)
     sys.setprofile(None)
+    if sys.version_info < (3, 12):
+        most *= 1.3  # there a comprehension is a call
     assert 5 < count <= most
