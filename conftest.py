@@ -21,9 +21,18 @@ OPTIMIZED = (
     "stages/test_same",
     "steps/test_budgets",
 )
-OPTIMIZED_IF_SLOW = ("cli/test_main", "functions/", "models/", "recipes/", "steps/")
+# These compare processes of their own, and are left out here: a process that compiles in two ways
+# keeps what other tests have compiled, and scores by it.
+OPTIMIZED_ELSEWHERE = (*OPTIMIZED, "cli/test_main", "recipes/")
 # Files whose tests share what is dear to set up: one worker runs all of a file.
-TOGETHER = ("cluster/", "processes/test_layouts", "project/test_package", "scaling/test_scaling")
+TOGETHER = (
+    "cluster/",
+    "models/test_keras",
+    "processes/test_layouts",
+    "project/test_package",
+    "recipes/test_gpt",
+    "scaling/test_scaling",
+)
 
 # The same examples in every run, and no test looks at a clock: machines are shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -61,12 +70,10 @@ def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures of a test: how it is compiled, here and in what it starts."""
-    optimized = is_in(item.nodeid, OPTIMIZED)
-    if item.get_closest_marker("slow"):
-        optimized |= is_in(item.nodeid, OPTIMIZED_IF_SLOW)
     if LEFT_OUT:
-        jax.config.update("jax_disable_most_optimizations", not optimized)
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if optimized else "1"
+        here, elsewhere = (is_in(item.nodeid, where) for where in (OPTIMIZED, OPTIMIZED_ELSEWHERE))
+        jax.config.update("jax_disable_most_optimizations", not here)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if elsewhere else "1"
 
 
 class SomeFilesTogether(LoadScopeScheduling):

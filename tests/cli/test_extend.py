@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 import places
 from multitower.cli.main import main
 
@@ -12,6 +14,7 @@ def result_of(directory):
     return json.loads((directory / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path, capsys):
     """Lies: a run of other bits than one of so many steps; a config that still says fewer."""
     command = ["train", CIRCLE, "--batch-size", "12", "--towers", "2", "--devices", "1"]

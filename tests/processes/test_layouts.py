@@ -25,23 +25,28 @@ def together(num_processes, num_devices, *whats, timeout_s=120, **settings):
     return json.loads(run_processes(*words, timeout_s=timeout_s, **settings))
 
 
+# Every process compiles all of it. Recipes show the same bits over processes as users compile them.
+QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
 @pytest.fixture(scope="module")
 def on_two_processes():
-    return together(2, 1, *layout_program.WHATS, timeout_s=300)
+    return together(2, 1, *layout_program.WHATS, **QUICKLY)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """One process of its own: an everyday test process may compile otherwise (conftest.py)."""
-    return json.loads(run_fork(PROGRAM, "0", "1", "0", "2", "local", "stages"))
+    """One process with two devices."""
+    whats = [what for what in layout_program.WHATS if what not in {"texts", "unlike"}]
+    return json.loads(run_fork(PROGRAM, "0", "1", "0", "2", *whats, **QUICKLY))
 
 
-def test_law_l3_same_bits_on_two_processes(on_two_processes):
-    assert on_two_processes["same_bits"] == layout_program.same_bits(devices=2)
+def test_law_l3_same_bits_on_two_processes(on_two_processes, alone):
+    assert on_two_processes["same_bits"] == alone["same_bits"]
 
 
-def test_law_l3_towers_meet_across_two_processes(on_two_processes):
-    assert on_two_processes["meeting"] == layout_program.meeting(devices=2)
+def test_law_l3_towers_meet_across_two_processes(on_two_processes, alone):
+    assert on_two_processes["meeting"] == alone["meeting"]
 
 
 def test_law_l3_with_local_updates_on_two_processes(on_two_processes, alone):
@@ -54,14 +59,14 @@ def test_law_l3_with_stages_on_two_processes(on_two_processes, alone):
     assert on_two_processes["stages"] == alone["stages"]
 
 
-def test_fast_steps_on_two_processes_equal_one_process(on_two_processes):
-    params, loss = layout_program.fast()
+def test_fast_steps_on_two_processes_equal_one_process(on_two_processes, alone):
+    params, loss = alone["fast"]
     np.testing.assert_allclose(on_two_processes["fast"][0], params, rtol=1e-5)
     assert on_two_processes["fast"][1] == pytest.approx(loss, rel=1e-5)
 
 
-def test_laws_l1_l2_l7_on_two_processes(on_two_processes):
-    found, expected = on_two_processes["functions"], layout_program.functions(devices=2)
+def test_laws_l1_l2_l7_on_two_processes(on_two_processes, alone):
+    found, expected = on_two_processes["functions"], alone["functions"]
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if name.startswith("evaluate"):
@@ -72,7 +77,7 @@ def test_laws_l1_l2_l7_on_two_processes(on_two_processes):
             assert found[name] == value, name
 
 
-def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes):
+def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes, alone):
     """Process 0 of 2 has towers 0 to 3 of 8, and the first of 2 devices."""
     read, params, scored = on_two_processes["own_rows"]
     first = list(range(16))
@@ -80,37 +85,35 @@ def test_a_process_reads_only_the_rows_of_its_towers(on_two_processes):
     assert read[2] == first
     assert read[3] == list(range(13))  # which one tower a device cannot share evenly
     assert scored == [*range(12), *range(24, 36)]
-    _, expected, _ = layout_program.own_rows(devices=2)
+    _, expected, _ = alone["own_rows"]
     assert params[0] == expected[0]
     np.testing.assert_allclose(params[1], expected[1], rtol=1e-5)
 
 
-def test_arrays_of_all_processes_are_arguments(on_two_processes):
+def test_arrays_of_all_processes_are_arguments(on_two_processes, alone):
     found = dict(on_two_processes["global_arrays"])
     assert "none of its devices has all of them" in found.pop("error")
     assert "none of them has all of its rows" in found.pop("other towers")
-    expected = layout_program.global_arrays(devices=2)
+    expected = alone["global_arrays"]
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
 
 
-def test_law_l3_with_blocks_of_the_optimizers_state_on_two_processes(on_two_processes):
+def test_law_l3_with_blocks_of_the_optimizers_state_on_two_processes(on_two_processes, alone):
     """Lie: a state in which each process sees its own blocks alone."""
-    assert on_two_processes["sharded"] == layout_program.sharded(devices=2)
+    assert on_two_processes["sharded"] == alone["sharded"]
 
 
-def test_shards_of_a_state_on_two_processes_equal_one_process(on_two_processes):
+def test_shards_of_a_state_on_two_processes_equal_one_process(on_two_processes, alone):
     # The lie: parts of devices that this process does not drive.
-    for found, expected in zip(
-        on_two_processes["shards"], layout_program.shards(devices=2), strict=True
-    ):
+    for found, expected in zip(on_two_processes["shards"], alone["shards"], strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes):
+def test_law_l3_keeps_the_signs_of_zeros_on_two_processes(on_two_processes, alone):
     """Lie: rows that are gathered as a sum of what each device has of them: -0.0 + 0.0 is 0.0."""
-    assert on_two_processes["negative_zeros"] == layout_program.negative_zeros(devices=2)
+    assert on_two_processes["negative_zeros"] == alone["negative_zeros"]
 
 
 def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
@@ -140,7 +143,7 @@ def test_texts_of_other_lengths_arrive_whole(on_two_processes):
 
 @pytest.fixture(scope="module")
 def calls_on_two_processes():
-    return together(2, 1, "local_calls", "local_run")
+    return together(2, 1, "local_calls", "local_run", **QUICKLY)
 
 
 @pytest.mark.slow
@@ -156,14 +159,11 @@ def test_between_meetings_no_program_spans_processes(calls_on_two_processes, alo
 def test_a_run_with_local_updates_makes_calls_that_end_where_towers_meet(calls_on_two_processes):
     """Lies: metrics that are exchanged in every step; hooks that miss some; one process's rows."""
     found = dict(calls_on_two_processes["local_run"])
-    expected = dict(json.loads(run_fork(PROGRAM, "0", "1", "0", "2", "local_run"))["local_run"])
+    alone = json.loads(run_fork(PROGRAM, "0", "1", "0", "2", "local_run", **QUICKLY))
+    expected = dict(alone["local_run"])
     assert found.pop("sizes") == [2, 1, 1, 2]  # one more ends where devices are compared
     assert expected.pop("sizes") == [None] * 6
     assert found == expected
-
-
-# Every process compiles all of it: with what optimizations change, two processes are seen above.
-QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")

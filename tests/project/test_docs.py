@@ -363,6 +363,7 @@ def check_every_public_name_is_there(site):
         assert words(first_line) in words(text), name
 
 
+@pytest.mark.slow
 def test_the_site_builds_complete_and_needs_nothing_from_outside(tmp_path):
     """Lies: a broken link, a public name that is left out, a page that calls home.
 

@@ -96,6 +96,7 @@ def test_a_state_that_was_taken_apart_again_goes_on():
     assert_close(state.ema_params, average)
 
 
+@pytest.mark.slow
 def test_a_batch_that_lies_on_two_devices():
     """Lie: a tower gets the first rows of the block that its rows are in."""
     mesh = Mesh(np.array(mt.devices(2)), ("rows",))
