@@ -92,7 +92,7 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
     now = _said(json.loads(json.dumps(config)))
     differs = sorted(name for name in before | now if before.get(name) != now.get(name))
     finished = (path / RESULT).exists()
-    if differs and not finished and not _saved(path):
+    if differs and not finished and not (path / CHECKPOINTS).exists():
         return "nothing"  # that command was refused before it trained
     if differs:
         name = differs[0]
@@ -148,7 +148,8 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
 
 def remove_refused(path: Path) -> None:
     """Removes the fresh directory of a run that was refused before it trained."""
-    if {one.name for one in path.iterdir()} <= {CONFIG, LOCK, CHECKPOINTS} and not _saved(path):
+    saved = any((path / CHECKPOINTS).glob("*"))
+    if {one.name for one in path.iterdir()} <= {CONFIG, LOCK, CHECKPOINTS} and not saved:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -259,11 +260,6 @@ def _write_json(target: Path, content: dict[str, Any]) -> Path:
 
 
 _NO_MATTER = ("devices", "log", "profile")  # they change no result
-
-
-def _saved(path: Path) -> bool:
-    """Whether there is anything among the checkpoints of a run."""
-    return any((path / CHECKPOINTS).glob("*"))
 
 
 def _said(config: dict[str, Any]) -> dict[str, Any]:
