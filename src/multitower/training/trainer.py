@@ -72,7 +72,8 @@ class Trainer:
             stops the run after a call, over several processes after that or the next one. There,
             with `sync_every`, the default is `sync_every`, but 16 at most, so that processes
             exchange nothing within a call; hooks then hear of all steps of a call together.
-            The batches of two calls lie on the devices. 1 makes one update in each call.
+            Batches of a call that are not used up lie on the devices beside those of the next one.
+            1 makes one update in each call.
         sync_every: as for `multitower.train_step`: local updates, with a meeting of the towers
             after every so many steps. What is scored are the parameters of the last meeting.
         outer_optimizer: as for `multitower.train_step`: makes the update at a meeting.
