@@ -27,12 +27,24 @@ OPTIMIZED = (
 OPTIMIZED_ELSEWHERE = (*OPTIMIZED, "cli/test_main", "recipes/")
 # Files whose tests share what is dear to set up: one worker runs all of a file.
 TOGETHER = (
+    "cli/test_faults",
     "cluster/",
     "models/test_keras",
     "processes/test_layouts",
     "project/test_package",
     "recipes/test_gpt",
     "scaling/test_scaling",
+)
+
+# The longest tests that any worker takes begin first: at the end no core waits for one of them.
+LONG = (
+    "cli/test_main.py::test_the_",
+    "cli/test_processes",
+    "planning/test_measured",
+    "project/test_gpu_script",
+    "recipes/",
+    "runs/test_kill",
+    "stages/test_same",
 )
 
 # The same examples in every run, and no test looks at a clock: machines are shared.
@@ -78,6 +90,11 @@ def forget() -> Iterator[None]:
 def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
     """Whether a test is in one of these folders or files of tests/."""
     return nodeid.removeprefix("tests/").startswith(places)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first; a file's tests keep their order."""
+    items.sort(key=lambda item: not is_in(item.nodeid, LONG))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from places import PROGRAMS
-from processes import clean_environment
+from processes import clean_environment, run_fork
 
 PROGRAM = str(PROGRAMS / "fault_program.py")
 TRAINING = ["compile", "first step", "step", "save"]
@@ -41,44 +41,35 @@ multitower_command.main()
 """
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def checked(found, chosen):
+    """What `fault_program` wrote; every resumed run has the undisturbed bits."""
+    found = json.loads(found)
+    whole = found.pop("whole")
+    assert {fault: list(stages) for fault, stages in found.items()} == chosen
+    for fault, stages in found.items():
+        for stage, one in stages.items():
+            assert one["resumed"] == 0, (fault, stage, one["said again"])
+            assert one["fingerprint"] == whole, (fault, stage)
+            assert one["went on"], (fault, stage)  # a run that begins anew has the same bits
+    return found
+
+
+def settings(directory):
     """JAX's compiled programs: what a killed process leaves of them concerns no other test."""
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax-cache")),
+        "JAX_COMPILATION_CACHE_DIR": str(directory / "jax-cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
-def walk(directory, fault, cache):
-    """What `fault_program` found, stage by stage; every resumed run has the undisturbed bits."""
-    stages = CHOSEN[fault]
-    words = [sys.executable, PROGRAM, str(directory), fault, *stages]
-    if fault == "full-disk":
-        unshare = ["unshare", "--map-root-user", "--mount"]
-        try:
-            subprocess.run([*unshare, "true"], check=True)
-        except (FileNotFoundError, subprocess.CalledProcessError):
-            pytest.skip("needs unshare and a kernel that lets this user make namespaces")
-        words = [*unshare, *words]
-    ended = subprocess.run(
-        words,
-        env=clean_environment(**cache),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found = json.loads(ended.stdout)
-    whole = found.pop("whole")
-    assert list(found) == stages
-    for stage, one in found.items():
-        assert one["resumed"] == 0, (stage, one["said again"])
-        assert one["fingerprint"] == whole, stage
-        assert one["went on"], stage  # a run that begins anew has the same bits
-    return found
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """All faults that need no disk of their own."""
+    directory = tmp_path_factory.mktemp("faults")
+    chosen = {fault: stages for fault, stages in CHOSEN.items() if fault != "full-disk"}
+    words = (PROGRAM, str(directory), json.dumps(chosen))
+    return checked(run_fork(*words, timeout_s=550, **settings(directory)), chosen)
 
 
 def outcomes(found):
@@ -95,9 +86,9 @@ def outcomes(found):
         ("SIGKILL", (-9, 0), (-9, 0)),
     ],
 )
-def test_a_signal_at_any_stage(tmp_path, cache, fault, training, elsewhere):
+def test_a_signal_at_any_stage(found, fault, training, elsewhere):
     """Lies: a page of lines, code 0, a step that is made twice, a run that cannot go on."""
-    found = walk(tmp_path, fault, cache)
+    found = found[fault]
     assert outcomes(found) == {
         stage: training if stage in TRAINING else elsewhere for stage in found
     }
@@ -108,29 +99,42 @@ def test_a_signal_at_any_stage(tmp_path, cache, fault, training, elsewhere):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_does_not_wait_for_the_save(tmp_path, cache):
-    found = walk(tmp_path, "two-SIGINTs", cache)
-    for one in found.values():
+def test_a_second_ctrl_c_does_not_wait_for_the_save(found):
+    for one in found["two-SIGINTs"].values():
         assert (one["code"], one["said"]) == (130, ["multitower: stopped"])
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_any_stage(tmp_path, cache):
-    """Lies: hundreds of lines; a file that is half there; code 0 for what was not saved."""
-    found = walk(tmp_path, "full-disk", cache)
-    assert outcomes(found) == dict.fromkeys(found, (2, 1)) | {"exit": (0, 0)}
-    for stage, one in found.items():
-        assert stage == "exit" or "No space left on device" in one["said"][0]
-
-
-@pytest.mark.slow
-def test_an_exception_at_any_stage(tmp_path, cache):
+def test_an_exception_at_any_stage(found):
     """A mistake in a user's function shows where it is; what is saved is not lost."""
-    found = walk(tmp_path, "exception", cache)
-    for one in found.values():
+    for one in found["exception"].values():
         assert one["code"] == 1
         assert one["said"][0] == "Traceback (most recent call last):"
         assert one["said"][-1] == "RuntimeError: injected"
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_any_stage(tmp_path):
+    """Lies: hundreds of lines; a file that is half there; code 0 for what was not saved."""
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*unshare, "true"], check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("needs unshare and a kernel that lets this user make namespaces")
+    chosen = {"full-disk": CHOSEN["full-disk"]}
+    ended = subprocess.run(
+        [*unshare, sys.executable, PROGRAM, str(tmp_path), json.dumps(chosen)],
+        env=clean_environment(**settings(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = checked(ended.stdout, chosen)["full-disk"]
+    assert outcomes(found) == dict.fromkeys(found, (2, 1)) | {"exit": (0, 0)}
+    for stage, one in found.items():
+        assert stage == "exit" or "No space left on device" in one["said"][0]
 
 
 @pytest.mark.parametrize("name", ["multitower", "jax", "numpy", "optax", "tyro", "jax -m"])

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 # Compiled in a moment.
 CIRCLE = str(Path(__file__).parents[2] / "examples" / "own_recipe" / "recipe.py")
-WORDS = ["train", CIRCLE, "--steps", "1200", "--batch-size", "33", "--towers", "4"]
+WORDS = ["train", CIRCLE, "--steps", "600", "--batch-size", "33", "--towers", "4"]
 WORDS += ["--checkpoint-every", "50"]
 
 
@@ -155,7 +155,7 @@ def loss(params, batch):
 recipe = Recipe(
     name="wide", data=load, init=lambda key: jnp.ones(({NUM_PARAMETERS // 64}, 64)), loss=loss,
     metrics=lambda params, batch: {{"loss": loss(params, batch)}},
-    optimizer=lambda steps: optax.sgd(1e-3), steps=300, global_batch=8,
+    optimizer=lambda steps: optax.sgd(1e-3), steps=200, global_batch=8,
 )
 """
 
@@ -164,11 +164,11 @@ def test_a_step_sends_each_parameter_once_from_host_to_host(hosts, tmp_path):
     """2 P (D - 1) / D with two devices, however many towers: on the wire, not in the program."""
     recipe = tmp_path / "wide.py"
     recipe.write_text(WIDE)
-    words = ["train", recipe, "--towers", "8", "--checkpoint-every", "1000"]
+    words = ["train", recipe, "--towers", "4", "--checkpoint-every", "1000"]
     with Together(hosts, tmp_path, *words, devices="1") as run:
         run.wait_for_step(20)
         first, before = run.steps(), [host.sent_bytes() for host in hosts]
-        run.wait_for_step(first + 200)
+        run.wait_for_step(first + 100)
         last, after = run.steps(), [host.sent_bytes() for host in hosts]
         run.wait_for_end(120)
         assert run.codes() == [0, 0], run.explain()

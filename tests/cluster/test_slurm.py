@@ -96,14 +96,14 @@ def undisturbed(directory, *words):
     return json.loads((directory / "whole" / "result.json").read_text())["fingerprint"]
 
 
-def test_digits_killed_on_a_node_is_requeued_and_ends_with_the_same_bits(slurm, tmp_path):
-    words = ["digits", "--steps", "200", "--batch-size", "16", "--towers", "4"]
-    words += ["--checkpoint-every", "20"]
+def test_a_run_killed_on_a_node_is_requeued_and_ends_with_the_same_bits(slurm, tmp_path):
+    words = [CIRCLE, "--steps", "1000", "--batch-size", "33", "--towers", "4"]
+    words += ["--checkpoint-every", "50"]
     job = Job(slurm, tmp_path, *words, "--simulate", "2")
-    job.wait_for_step(50)
+    job.wait_for_step(200)
     processes = slurm.processes(job.number)
     assert sorted(processes) == [0, 1]
-    kept = job.lines()[:20]  # a checkpoint later than that may not be complete yet
+    kept = job.lines()[:100]  # a checkpoint later than that may not be complete yet
     os.kill(processes[1], signal.SIGKILL)
     killed = time.monotonic()
     with ThreadPoolExecutor() as meanwhile:
@@ -113,12 +113,12 @@ def test_digits_killed_on_a_node_is_requeued_and_ends_with_the_same_bits(slurm, 
         assert not (job.run_dir / "result.json").exists()
     assert "mt-host1: task 1: Killed" in job.said()
     job.wait_for("COMPLETED", 180)
-    assert "training digits on 2 processes (0 on mt-host0; 1 on mt-host1)" in job.said()
-    assert "resuming digits from" in job.said()
+    assert "training circle on 2 processes (0 on mt-host0; 1 on mt-host1)" in job.said()
+    assert "resuming circle from" in job.said()
     # A machine that is too busy may end the second attempt too; then the third one goes on.
     assert slurm.restarts(job.number) >= 1
-    assert job.lines()[:20] == kept
-    assert job.steps() == [*range(1, 201), 200]  # every step once, then the test phase
+    assert job.lines()[:100] == kept
+    assert job.steps() == [*range(1, 1001), 1000]  # every step once, then the test phase
     assert job.result()["processes"] == 2
     assert job.result()["fingerprint"] == expected.result()
 

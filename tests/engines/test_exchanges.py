@@ -220,9 +220,6 @@ def advantages(params, batch):
 L3_LOSSES = {"contrastive": contrastive, "normalised": normalised, "advantages": advantages}
 
 
-EVERY = (1, 2, 3, 8)
-
-
 def trained(loss, devices, towers, **options):
     step = mt.train_step(loss, optax.adam(0.05), towers=towers, devices=devices, **options)
     draw = np.random.default_rng(3)
@@ -240,15 +237,13 @@ def trained(loss, devices, towers, **options):
 @pytest.mark.parametrize(
     ("name", "towers", "devices", "options"),
     [
-        pytest.param("contrastive", 4, (1, 2, 3), {}, marks=pytest.mark.slow),
+        pytest.param("contrastive", 6, (1, 2, 4), {}, marks=pytest.mark.slow),
         ("advantages", 4, (1, 3), {"shard_update": True, "clip_norm": 0.5}),
-        pytest.param("normalised", 6, (1, 8), {"ema_decay": 0.9}, marks=pytest.mark.slow),
-        pytest.param("contrastive", 6, EVERY, {}, marks=pytest.mark.slow),
-        pytest.param("normalised", 4, EVERY, {"shard_update": True}, marks=pytest.mark.slow),
-        pytest.param("advantages", 8, EVERY, {"skip_nonfinite": True}, marks=pytest.mark.slow),
+        pytest.param("normalised", 6, (1, 4), {"ema_decay": 0.9}, marks=pytest.mark.slow),
+        pytest.param("normalised", 4, (1, 3), {"shard_update": True}, marks=pytest.mark.slow),
+        pytest.param("advantages", 8, (1, 8), {"skip_nonfinite": True}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:towers=:multitower.MultitowerWarning")
 def test_law_l3_same_bits_where_towers_meet(name, towers, devices, options):
     found = {d: trained(L3_LOSSES[name], d, towers, **options) for d in devices}
     assert len(set(found.values())) == 1, found

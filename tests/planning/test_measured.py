@@ -231,14 +231,13 @@ def tolerance_of(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_devices"), list(zip(PROGRAMS, (2, 4, 3, 3, 1), strict=True)))
+@pytest.mark.parametrize(("name", "num_devices"), list(zip(PROGRAMS, (2, 4, 2, 3, 1), strict=True)))
 def test_all_layouts_are_what_is_measured(name, num_devices, most):
     losses, params, batch, optimizer, more = PROGRAMS[name]
     plan = mt.plan(losses, optimizer, params, batch, devices=num_devices, **more)
-    # What is kept without recomputation is tried with two of them: it takes long.
-    tried = [
-        one for one in plan.layouts if one.options.get("remat", True) or name in tuple(PROGRAMS)[:2]
-    ]
+    # What is kept without recomputation is tried with one of them: it takes long.
+    every = name == next(iter(PROGRAMS))
+    tried = [one for one in plan.layouts if every or one.options.get("remat", True)]
     assert not any(one.estimated for one in tried)
     kinds = {name for one in tried for name in one.options}
     split = {"shard_update", "shard_params"} if num_devices > 1 else set()
@@ -290,7 +289,7 @@ def test_towers_apart_are_what_is_measured(name, most):
         ("small leaves, adam", 2, "asynchronous"),
         ("bfloat16, adamw, average", 3, "local, averaged states"),
         ("bfloat16, adamw, average", 3, "asynchronous, two groups"),
-        ("sizes that do not divide", 4, "local"),
+        ("sizes that do not divide", 2, "local"),
     ],
 )
 def test_all_layouts_of_towers_apart_are_what_is_measured(program, num_devices, name, most):

@@ -177,10 +177,11 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("layout", "whats"),
     [
-        ((2, 3), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
+        # All is tried with several devices in a process, and with unequal numbers of towers.
+        ((2, 3), ["same_bits", "stages_elsewhere"]),
         ((3, 1), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
-        ((2, 2), ["same_bits", "local_calls", "stages_that_meet"]),
-        ((8, 1), ["same_bits", "meeting"]),
+        ((2, 2), ["same_bits", "sharded", "local_calls", "stages_that_meet"]),
+        ((4, 1), ["same_bits", "meeting"]),
     ],
     ids=str,
 )

@@ -1,7 +1,6 @@
 """The comparison with other libraries: it runs, and it compares nothing but identical work."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import sys
 import pytest
 
 from places import ROOT
+from processes import run_fork
 
 PEERS = ROOT / "benchmarks" / "peers"
 ON_JAX = ["shard-map", "named-sharding", "multitower", "multitower-same-bits"]
@@ -126,8 +126,6 @@ def test_programs_whose_lines_are_counted_train_alike():
     ]
     assert len(programs) == 8
     for program in programs:
-        weights = subprocess.check_output(
-            [sys.executable, str(program)], env=os.environ | simulated, text=True
-        )
+        weights = run_fork(program, **simulated)
         found = [float(number) for number in weights.strip("[] \n").split()]
         assert found == pytest.approx([2.918754, -0.271153, 2.918053], rel=1e-4), program.name

@@ -72,7 +72,7 @@ def test_one_step_on_three_towers_is_the_step_by_hand():
     loss = augmented(recipe.loss, recipe.augment)
     optimizer = recipe.make_optimizer(10, steps_per_epoch=2.5)
     params = recipe.init(jax.random.key(0))
-    step = mt.train_step(loss, optimizer, devices=3, towers=3, ema_decay=recipe.ema_decay)
+    step = mt.train_step(loss, optimizer, devices=1, towers=3, ema_decay=recipe.ema_decay)
     state, shown = step(step.init(params), batch)
 
     @jax.jit
@@ -125,16 +125,17 @@ def test_the_same_bits_on_any_number_of_devices(tmp_path):
     write_cifar10(tmp_path, "python")
     options = ["--data", str(tmp_path), "--towers", "3", "--steps", "5", "--batch-size", "12"]
     options += ["--set", "lr_base=0.002"]
-    results = [train(tmp_path / n, *options, "--simulate", n) for n in ("1", "3")]
+    # Two devices have unequal numbers of towers.
+    results = [train(tmp_path / n, *options, "--simulate", n) for n in ("1", "2")]
     same = ("fingerprint", "test_loss", "test_accuracy")
     assert len({tuple(result[name] for name in same) for result in results}) == 1
     result = results[1]
-    assert (result["devices"], result["towers"]) == (3, 3)
+    assert (result["devices"], result["towers"]) == (2, 3)
     assert result["options"]["lr_base"] == 0.002
     # A whole number of 3 images: none twice, none left out.
     num_right = 3 * result["test_accuracy"]
     assert num_right == pytest.approx(round(num_right), abs=1e-6)
-    config = json.loads((tmp_path / "3" / "config.json").read_text())
+    config = json.loads((tmp_path / "2" / "config.json").read_text())
     assert config["settings"]["lr_base"] == "0.002"
 
 

@@ -267,10 +267,11 @@ TWO_PROCESSES = ["--simulate-processes", "2"]
 
 
 @pytest.mark.slow
-def test_the_same_bits_on_four_devices_and_on_two_processes(tmp_path):
+def test_the_same_bits_on_one_device_and_on_two_processes(tmp_path):
     words = ["train", "gpt", "--size", "micro", "--synthetic", "--towers", "4", "--steps", "2"]
+    words += ["--simulate", "1"]
     found = []
-    for number, where in enumerate((["--simulate", "4"], [*TWO_PROCESSES, "--simulate", "2"])):
+    for number, where in enumerate(([], TWO_PROCESSES)):
         run_dir = tmp_path / str(number)
         run_fork("-m", "multitower", *words, *where, "--run-dir", str(run_dir))
         result = json.loads((run_dir / "result.json").read_text())
@@ -283,22 +284,23 @@ def test_trap_a_report_of_parameters_that_are_split_over_processes(tmp_path):
     # The lie: a run that trains to its end, and fails when the first process alone writes of it.
     words = ["train", "gpt", "--size", "micro", "--synthetic", "--shard-params", "--steps", "2"]
     where = [*TWO_PROCESSES, "--simulate", "1", "--run-dir", str(tmp_path)]
-    run_fork("-m", "multitower", *words, *where)
+    run_fork("-m", "multitower", *words, *where, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     assert "Generated text" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
 def test_every_way_to_make_a_step_trains_the_same_model():
+    # With towers one device says the same as two; what blocks and shards are needs two.
     plain = run(MICRO, RunOptions(devices=1, steps=2))["test_loss"]
-    for options in (
-        {"towers": 2, "stages": 2},
-        {"towers": 2, "shard_update": True},
-        {"shard_params": True},
+    for devices, options in (
+        (1, {"towers": 2, "stages": 2}),
+        (2, {"towers": 2, "shard_update": True}),
+        (2, {"shard_params": True}),
     ):
-        found = run(MICRO, RunOptions(devices=2, steps=2, **options))["test_loss"]
+        found = run(MICRO, RunOptions(devices=devices, steps=2, **options))["test_loss"]
         assert found == pytest.approx(plain, rel=1e-5), options
     options = {"towers": 2, "stages": 2, "compute_dtype": "bfloat16"}
-    narrow = run(MICRO, RunOptions(devices=2, steps=2, **options))["test_loss"]
+    narrow = run(MICRO, RunOptions(devices=1, steps=2, **options))["test_loss"]
     assert narrow != plain
     assert narrow == pytest.approx(plain, rel=0.01)
 

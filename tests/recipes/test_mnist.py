@@ -83,7 +83,7 @@ def test_real_files_are_found(tmp_path):
 @pytest.mark.slow
 def test_the_same_bits_with_dropout_on_any_number_of_devices(tmp_path):
     fingerprints, data = set(), str(write_mnist(tmp_path))
-    for count in ("1", "3"):
+    for count in ("1", "2"):  # of which one has two towers
         words = ["--data", data, "--towers", "3", "--steps", "4", "--batch-size", "6"]
         where = ["--simulate", count, "--run-dir", str(tmp_path / count)]
         run_fork("-m", "multitower", "train", "mnist", *words, *where)

@@ -1,12 +1,13 @@
-"""Lets a fault happen at stages of a run, and resumes.
+"""Lets faults happen at stages of a run, and resumes.
 
-python fault_program.py DIR FAULT [STAGE ...]
+python fault_program.py DIR FAULTS
 
-FAULT is SIGINT, SIGTERM, SIGKILL, two-SIGINTs, exception or full-disk; the last one mounts a small
-file system, so it needs to be root, if only in a namespace (`unshare -rm`). Every run is forked
-from this process, which has imported everything and started nothing. Prints JSON: for each stage
-the exit code and what the run wrote on stderr, the code and the fingerprint of the resumed run, and
-whether it went on from the newest checkpoint; the fingerprint of a run that nothing happened to.
+FAULTS is JSON: the stages for each fault, which is SIGINT, SIGTERM, SIGKILL, two-SIGINTs, exception
+or full-disk; the last one mounts a small file system, so it needs to be root, if only in a
+namespace (`unshare -rm`). Every run is forked from this process, which has imported everything and
+started nothing. Prints JSON: for each stage of each fault the exit code and what the run wrote on
+stderr, the code and the fingerprint of the resumed run, and whether it went on from the newest
+checkpoint; under "whole" the fingerprint of a run that nothing happened to.
 """
 
 import atexit
@@ -46,7 +47,7 @@ STAGES = {
     "exit": (None, "", 1),
 }
 WORDS = [
-    *("train", str(places.CIRCLE), "--simulate", "2", "--towers", "2", "--batch-size", "12"),
+    *("train", str(places.CIRCLE), "--simulate", "1", "--towers", "2", "--batch-size", "12"),
     *("--steps", "6", "--checkpoint-every", "2", "--resume", "auto", "--run-dir"),
 ]
 
@@ -88,8 +89,8 @@ def prepare(stage, fault, disk):
     setattr(owner, name, begin)
 
 
-def fork_run(run_dir, log, stage=None, fault=None):
-    """Forks a run; returns its exit code, negative for a signal."""
+def fork_run(run_dir, log, stage=None, fault=None, reported=True):
+    """Forks a run, with its report or without; returns its exit code, negative for a signal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
@@ -97,6 +98,8 @@ def fork_run(run_dir, log, stage=None, fault=None):
         with log.open("wb") as file:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(file.fileno(), 2)
+        if not reported:
+            report.write_report = lambda *args, **kwargs: None
         if stage is not None:
             prepare(stage, fault, run_dir.parent)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
@@ -117,36 +120,41 @@ def first_lines(run_dir, count):
     return path.read_text().splitlines()[:count] if path.exists() else []
 
 
-def main(directory, fault, stages):
+def happened(fault, stage, directory):
+    """What became of a run with a fault, and of the one that resumed it."""
     log = directory / "log"
-    whole = directory / "whole" / "run"
+    disk = directory / f"{fault} {stage}".replace(" ", "-")
+    disk.mkdir()
+    if fault == "full-disk":
+        size = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+        subprocess.run(size, check=True)
+    code = fork_run(disk / "run", log, stage, fault)
+    said = log.read_text()
+    with contextlib.suppress(FileNotFoundError):
+        (disk / "filler").unlink()
+    saved = newest_checkpoint(disk / "run")
+    before = first_lines(disk / "run", saved)
+    again = fork_run(disk / "run", log, reported=stage == "report")
+    result = json.loads((disk / "run" / "result.json").read_text()) if again == 0 else {}
+    return {
+        "code": code,
+        "said": said.splitlines(),
+        "resumed": again,
+        "said again": log.read_text()[-2000:],
+        "fingerprint": result.get("fingerprint"),
+        "went on": len(before) == saved and first_lines(disk / "run", saved) == before,
+    }
+
+
+def main(directory, faults):
+    whole, log = directory / "whole" / "run", directory / "log"
     whole.parent.mkdir()
-    assert fork_run(whole, log) == 0, log.read_text()
+    assert fork_run(whole, log, reported=False) == 0, log.read_text()
     found = {"whole": json.loads((whole / "result.json").read_text())["fingerprint"]}
-    for stage in stages or STAGES:
-        disk = directory / stage.replace(" ", "-")
-        disk.mkdir()
-        if fault == "full-disk":
-            size = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-            subprocess.run(size, check=True)
-        code = fork_run(disk / "run", log, stage, fault)
-        said = log.read_text()
-        with contextlib.suppress(FileNotFoundError):
-            (disk / "filler").unlink()
-        saved = newest_checkpoint(disk / "run")
-        before = first_lines(disk / "run", saved)
-        again = fork_run(disk / "run", log)
-        result = json.loads((disk / "run" / "result.json").read_text()) if again == 0 else {}
-        found[stage] = {
-            "code": code,
-            "said": said.splitlines(),
-            "resumed": again,
-            "said again": log.read_text()[-2000:],
-            "fingerprint": result.get("fingerprint"),
-            "went on": len(before) == saved and first_lines(disk / "run", saved) == before,
-        }
+    for fault, stages in faults.items():
+        found[fault] = {stage: happened(fault, stage, directory) for stage in stages}
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

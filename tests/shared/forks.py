@@ -24,6 +24,8 @@ from pathlib import Path
 
 # JAX and Python read these when they are imported, and a fork comes after that.
 _READ_AT_THE_START = ("JAX", "PYTHON", "LD_")
+# But these a fork can still set, so that one server does for all values.
+_SET_IN_A_FORK = ("JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 _LONGEST_MESSAGE = 1 << 17
 # What runs spend their first seconds with.
 _IMPORTED = (
@@ -64,7 +66,7 @@ def _server(environment):
     """Neighbours are forked from two servers: they order sets in two ways, as real processes do."""
     environment = {**environment, "PYTHONHASHSEED": next(_SEEDS)}
     at_start = {k: v for k, v in environment.items() if k.startswith(_READ_AT_THE_START)}
-    key = tuple(sorted(at_start.items()))
+    key = tuple(sorted(item for item in at_start.items() if item[0] not in _SET_IN_A_FORK))
     if key not in _SERVERS:
         _SERVERS[key] = Server(environment)
     return _SERVERS[key]
@@ -185,6 +187,16 @@ def become(request, to_write):
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
+    set_jax()
+
+
+def set_jax():
+    """What JAX has read from the server's environment, from that of the fork."""
+    import jax
+
+    directory, quickly = map(os.environ.get, _SET_IN_A_FORK)
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_disable_most_optimizations", quickly == "1")
 
 
 def run(words):

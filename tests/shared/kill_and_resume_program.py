@@ -4,8 +4,8 @@ python kill_and_resume_program.py DIR STEPS NUM_KILLS SEED [OPTIONS]
 
 Every attempt is a fresh process on another number of simulated devices. The processes are forked
 from this one, which has imported everything and started nothing: an attempt then takes one second
-instead of four. OPTIONS are the trainer's, as JSON. Prints JSON: the fingerprint, and the step that
-each attempt began at.
+instead of four. OPTIONS are the trainer's, as JSON. Prints JSON: the fingerprint, that of a run on
+one device that nobody disturbs, and the step that each attempt began at.
 """
 
 import itertools
@@ -26,7 +26,8 @@ import orbax.checkpoint  # noqa: F401 (imported before the forks)
 import multitower as mt
 
 PACE_S = 0.05  # of a step of a killed attempt
-MOST_STEPS = 40  # of a killed attempt
+MOST_STEPS = 20  # of a killed attempt
+SAVED_EVERY = 5
 TOWERS = 4
 DEVICES = (1, 2, 3, 4)
 
@@ -46,7 +47,7 @@ def batches(first):
         yield {"x": x, "y": x.sum(1)}
 
 
-def train(directory, num_steps, num_devices, pace_s, options):
+def train(directory, num_steps, num_devices, pace_s, options, saved_every=SAVED_EVERY):
     """One attempt, on its own devices; writes where it is and, at the end, the result."""
     import jax
 
@@ -64,7 +65,7 @@ def train(directory, num_steps, num_devices, pace_s, options):
         towers=TOWERS,
         global_batch=16,
         ema_decay=0.9,
-        checkpoint_every=5,
+        checkpoint_every=saved_every,
         hooks=[note],
         **options,
     )
@@ -74,7 +75,7 @@ def train(directory, num_steps, num_devices, pace_s, options):
     (directory / "fingerprint").write_text(mt.fingerprint(state))
 
 
-def attempt(directory, num_steps, num_devices, pace_s, options, kill_after=None):
+def attempt(directory, num_steps, num_devices, pace_s, options, kill_after=None, **more):
     """Forks one attempt and kills it; returns the step it began at, or None if it got to none.
 
     It is killed after so many steps, a moment later, or so many seconds if these come first.
@@ -85,7 +86,7 @@ def attempt(directory, num_steps, num_devices, pace_s, options, kill_after=None)
         warnings.simplefilter("ignore")  # JAX warns of forks: it has started no thread here
         child = os.fork()
     if child == 0:
-        train(directory, num_steps, num_devices, pace_s, options)
+        train(directory, num_steps, num_devices, pace_s, options, **more)
         os._exit(0)
     if kill_after is not None:
         steps, moment_s, seconds = kill_after
@@ -104,8 +105,10 @@ def attempt(directory, num_steps, num_devices, pace_s, options, kill_after=None)
 def main(directory, num_steps, num_kills, seed, options="{}"):
     num_steps, num_kills, options = int(num_steps), int(num_kills), json.loads(options)
     draw = random.Random(int(seed))
-    directory = Path(directory)
-    directory.mkdir()
+    whole, directory = Path(directory) / "whole", Path(directory) / "killed"
+    for path in (whole, directory):
+        path.mkdir(parents=True)
+    attempt(whole, num_steps, 1, 0, options, saved_every=num_steps)  # which saves at its end alone
     attempts = []
     for _ in range(num_kills):
         num_devices = draw.choice(DEVICES)
@@ -118,8 +121,8 @@ def main(directory, num_steps, num_kills, seed, options="{}"):
     num_devices = draw.choice(DEVICES)
     began = attempt(directory, num_steps, num_devices, 0, options)
     attempts.append([num_devices, began])
-    fingerprint = (directory / "fingerprint").read_text()
-    print(json.dumps({"fingerprint": fingerprint, "attempts": attempts}))
+    found, expected = ((path / "fingerprint").read_text() for path in (directory, whole))
+    print(json.dumps({"fingerprint": found, "undisturbed": expected, "attempts": attempts}))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_it_is_the_training_without_stages(one_device):
     close(train(step), one_device)
 
 
-STAGES, TOWERS, DEVICES = (1, 2, 3, 4, 6), (1, 4, 8), (1, 2, 3, 4, 8)
+STAGES, TOWERS, DEVICES = (1, 2, 3, 6), (1, 4, 8), (1, 2, 3, 5)
 
 
 def covering():
@@ -151,9 +151,12 @@ def test_law_l3_a_covering_of_stages_towers_and_devices(stages):
             batch = batch + jnp.tanh(batch @ w)
         return (batch**2).sum(1)
 
-    for towers, optimizer in itertools.product((1, 5), (optax.sgd(0.1, 0.9), optax.lamb(0.05))):
+    # One more device is one more compilation: eight only where they hold two replicas.
+    most = 8 if stages == 4 else 4
+    optimizers = [optax.sgd(0.1, 0.9), optax.lamb(0.05)]
+    for towers, optimizer in zip((1, 5), optimizers[:: 1 if stages == 2 else -1], strict=True):
         found = set[str]()
-        for devices, interleave in ((1, False), (2, True), (3, False), (4, False), (8, True)):
+        for devices, interleave in ((1, False), (2, True), (3, False), (most, True)):
             step = mt.train_step(
                 blocks, optimizer, devices=devices, towers=towers, stages=stages,
                 interleave=interleave,

@@ -8,7 +8,7 @@ import pytest
 
 import multitower as mt
 from multitower.training.checkpoints.checkpoint import Checkpoints
-from processes import run_python
+from processes import run_fork
 
 ROWS = np.random.default_rng(0).normal(size=(3, 14, 4)).astype(np.float32)  # 14 rows on 4 towers
 PARAMS = {
@@ -146,7 +146,7 @@ for shard_update in (False, True):
 def test_it_saves_memory_on_every_device():
     # The lie: "sharded", and everything is still everywhere. In a process of its own, as arrays
     # that other tests have left behind would count.
-    whole, sharded = run_python("-c", MEMORY).splitlines()
+    whole, sharded = run_fork("-c", MEMORY).splitlines()
     # Parameters, two moments and a moving average; the last three in quarters.
     assert [float(x) for x in whole.split()] == pytest.approx([4] * 4, rel=0.01)
     assert [float(x) for x in sharded.split()] == pytest.approx([1 + 3 / 4] * 4, rel=0.01)

@@ -15,7 +15,7 @@ import multitower as mt
 from multitower.errors import ArgumentError, DeviceError
 from multitower.steps.state.replicas import check_replicas
 from multitower.training.checkpoints.checkpoint import Checkpoints
-from processes import run_python
+from processes import run_fork
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(3, 8, 4)).astype(np.float32)
@@ -298,7 +298,7 @@ for devices in (1, 2, 4):
 def test_a_device_holds_its_stages_alone():
     # The lie: "cut", and every device still has everything. In a process of its own, as arrays
     # that other tests have left behind would count.
-    lines = run_python("-c", MEMORY).splitlines()
+    lines = run_fork("-c", MEMORY).splitlines()
     # Eight blocks: each with two moments and a moving average.
     for line, each in zip(lines, (32, 16, 8), strict=True):
         assert [float(x) for x in line.split()] == pytest.approx([each] * (32 // each), rel=0.02)

@@ -1,7 +1,5 @@
 """shard and prefetch: every row on its tower's device, in order, ahead of need."""
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
-from processes import clean_environment
+from forks import Fork
+from processes import clean_environment, ended
 
 
 @settings(max_examples=30)
@@ -196,11 +195,8 @@ if sys.argv[1] == "exit":
 def test_a_program_ends_with_an_iterator_that_it_holds(how, code):
     """Lie: a finished program that ends with code 134, as its thread is killed inside of XLA."""
     for _ in range(1 if how == "blocked" else 2):
-        words = [sys.executable, "-c", HELD, how]
-        ended = subprocess.run(
-            words, env=clean_environment(), capture_output=True, text=True, check=False, timeout=60
-        )
-        assert (ended.returncode, ended.stderr) == (code, "")
+        found = ended(Fork("-c", HELD, how, env=clean_environment()), timeout_s=60)
+        assert (found.returncode, found.stderr) == (code, "")
 
 
 def test_prefetch_that_nobody_reads_to_the_end_leaves_no_thread():
