@@ -229,6 +229,29 @@ def test_towers_draw_the_numbers_that_they_draw_without_stages():
           mt.make_parallel(noisy, **options)(*given))  # fmt: skip
 
 
+def matching(params, x):
+    """Towers meet twice in every stage: for the mean of all rows, and at last for all rows."""
+    for w in params:
+        x = mt.cut(x + jnp.tanh((x - jax.lax.pmean(x.mean(0), "towers")) @ w))
+    return {"scores": x @ mt.all_rows(x).T, "rows": mt.row_index(x)}
+
+
+def test_law_l3_towers_that_meet():
+    # The lies: sums over a replica's towers alone, a tower's rows in another one's place.
+    x, params = np.asarray(X, np.float64), [np.asarray(w, np.float64) for w in WEIGHTS[:2]]
+    for w in params:
+        x = x + np.tanh((x - x.mean(0)) @ w)
+    found = []
+    for devices, layout in [(1, None), (4, (2, 2)), (3, (3, 1))]:
+        infer = mt.make_parallel(
+            matching, in_axes=(None, 0), towers=4, stages=2, devices=devices, layout=layout
+        )
+        found.append(infer(WEIGHTS[:2], X))
+    assert len({mt.fingerprint(one) for one in found}) == 1
+    np.testing.assert_allclose(found[0]["scores"], x @ x.T, rtol=1e-5, atol=1e-5)
+    assert np.array_equal(found[0]["rows"], np.arange(12))
+
+
 def call(fn=lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), around=lambda f: f, **options):
     infer = mt.make_parallel(fn, **{"in_axes": (None, 0), "stages": 2, "devices": 2, **options})
     return around(infer)(np.eye(4, dtype=np.float32), X)
@@ -244,9 +267,9 @@ def call(fn=lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), around=lambda f: f, **op
         ({"fn": lambda w, x: x @ w}, ArgumentError, "the model cannot be cut"),
         ({"fn": lambda w, x: mt.cut(x @ w), "stages": 3}, ArgumentError, "Mark 1 more"),
         ({"fn": lambda w, x: (x @ w @ w).mean(0)}, OutputError, "one entry per row"),
-        ({"fn": lambda w, x: mt.all_rows(x @ w) @ w}, ArgumentError, "between towers"),
-        ({"fn": lambda w, x: (x @ w @ w) + mt.row_index(x)[:, None]}, ArgumentError,
-         "between towers"),
+        ({"fn": lambda w, x: mt.cut(x @ w) @ mt.all_rows(x).T, "towers": 5}, OutputError,
+         "12 rows, which do not fill 5 towers"),
+        ({"fn": lambda w, x: jax.lax.map(mt.all_rows, mt.cut(x @ w)) @ w}, OutputError, "loop"),
         ({"around": jax.jit}, ArgumentError, "call it outside"),
         ({"around": lambda f: jax.grad(lambda w, x: f(w, x).sum())}, ArgumentError,
          r"train_step\(stages=\)"),

@@ -14,7 +14,7 @@ from multitower.stages.layout import check_layout, lay_out
 from multitower.stages.order import (
     Segments,
     bubble,
-    forward_alone,
+    forward_in_rounds,
     in_rounds,
     least_bubble,
     one_forward_one_backward,
@@ -154,14 +154,15 @@ def test_one_forward_one_backward(towers, place_of):
 
 
 @given(st.integers(1, 9), st.integers(1, 5))
-def test_forward_alone_takes_every_tower_through_every_stage(towers, stages):
+def test_forward_in_rounds_takes_every_tower_through_every_stage(towers, stages):
     # The lie: a tower in a stage before it was in the one before.
     done = []
-    for tick in forward_alone(towers, stages):
-        for kind, tower, stage in tick:
+    for number, turns in enumerate(forward_in_rounds(towers, [s // 2 for s in range(stages)])):
+        for kind, tower, stage in turns:
             assert kind == "forward"
+            assert stage // 2 == number
             assert stage == 0 or (tower, stage - 1) in done
-        done.extend(turn[1:] for turn in tick)
+            done.append((tower, stage))
     assert sorted(done) == [(t, s) for t in range(towers) for s in range(stages)]
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import jax
 
@@ -116,6 +117,21 @@ def test_a_trace_that_lacks_a_program_is_not_shown(tmp_path):
     write(tmp_path / "all", [*of_first, *of_last])
     assert traced_pipeline(pipeline_of(layout), layout, tmp_path / "all") is not None
     assert traced_pipeline({"stages": 2}, layout, tmp_path) is None
+
+
+def test_of_several_processes_it_is_the_replica_of_this_one(tmp_path):
+    # The lie: what ran here is drawn as the towers of another process.
+    devices = [
+        SimpleNamespace(process_index=p, local_hardware_id=n) for p in (0, 1) for n in (0, 1)
+    ]
+    programs = [("jit_forward", 0)] * 2 + [("jit_backward", 0)] * 2 + [("jit_backward", 1)] * 2
+    write(tmp_path, [on_cpu(n, 1, kind, d, n) for n, (kind, d) in enumerate(programs)])
+    layout = lay_out(devices, 4, 2, (2, 2))
+    assert {slot[3] for slot in pipeline_of(layout)["timeline"]} == {2, 3}
+    found = traced_pipeline(pipeline_of(layout), layout, tmp_path)
+    assert [slot[3] for slot in found["timeline"]] == [0, 1] * 3
+    layout = lay_out(devices, 3, 2, (2, 2))  # one tower passes through the last replica
+    assert traced_pipeline(pipeline_of(layout), layout, tmp_path) is None
 
 
 def test_programs_of_one_execution_are_one(tmp_path):

@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.engines.collectives import first_collective, needs_axis, place_of
 from multitower.engines.executable import signature
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.engines.tracing import trace
+from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.calls import Kind, TowerFunction, join_rows, ragged_of
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.inference.forward import Forward, make_forward_chain
 from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
-from multitower.stages.options import StageOptions, refuse_meeting
+from multitower.stages.meeting.sums import without_collectives
+from multitower.stages.options import StageOptions
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Tower, device_dtype, is_traced
 from multitower.towers.same_call import check_same_call
@@ -33,7 +33,7 @@ class StagedFunction(TowerFunction):
         self._stages = stages
         self._layout: Layout | None = None
         self._placed = Placed()
-        self._compiled: dict[Any, tuple[Forward, Any]] = {}
+        self._compiled: dict[Any, tuple[Forward, Traced]] = {}
         super().__init__(kind, devices, towers)
 
     def placement(self) -> Placement:
@@ -53,9 +53,10 @@ class StagedFunction(TowerFunction):
         rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
         if not self._looked_at:
             check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
-        forward, treedef = self._program(parts, rows)
+        forward, traced = self._program(parts, rows)
+        refuse_filled(traced.meets, parts.num_rows, rows[0].tower_rows, placement)
         found = {
-            tower: jax.tree.unflatten(treedef, leaves)
+            tower: jax.tree.unflatten(traced.treedef, leaves)
             for tower, leaves in forward.run(parts.shared, rows).items()
         }
         layout = self._found_layout()
@@ -76,8 +77,8 @@ class StagedFunction(TowerFunction):
             )
         return first.means, first.sums
 
-    def _program(self, parts: Parts, rows: Sequence[TowerRows]) -> tuple[Forward, Any]:
-        """What runs a call, and the structure of what one tower returns."""
+    def _program(self, parts: Parts, rows: Sequence[TowerRows]) -> tuple[Forward, Traced]:
+        """What runs a call, and the program of one tower that it is made of."""
         ragged = ragged_of(parts.num_rows, rows[0].placement.num_towers)
         tower_rows = rows[0].tower_rows
         shared = [_shape(leaf) for leaf in parts.shared]
@@ -88,23 +89,21 @@ class StagedFunction(TowerFunction):
             self._compiled[key] = self._compile(job, shared, pieces)
         return self._compiled[key]
 
-    def _compile(self, job: Job, shared: list[Any], rows: list[Any]) -> tuple[Forward, Any]:
+    def _compile(self, job: Job, shared: list[Any], rows: list[Any]) -> tuple[Forward, Traced]:
         def tower(shared: list[Any], rows: list[Any], here: Tower) -> TowerResult:
             return job.tower(Shared((), shared), rows, here)
 
         layout = self._found_layout()
         scalar = jax.ShapeDtypeStruct((), np.int32)
         traced = trace(tower, (shared, rows, Tower(scalar, scalar, scalar)), self._num_towers)
-        meets = first_collective(traced.program, needs_axis)
-        if meets is not None:
-            raise refuse_meeting(place_of(meets))
         if jax.tree.leaves(traced.shapes.means):
             raise OutputError(
                 "the model changes its own state, such as BatchNorm's averages, and with stages= "
                 "nothing is averaged over towers. Call model.eval() before, or leave stages= out."
             )
-        chain = make_forward_chain(traced.program, len(shared), layout.num_stages)
-        return Forward(chain, layout, self._placed), traced.treedef
+        program = without_collectives(traced.program, traced.number, self._num_towers)
+        chain = make_forward_chain(program, len(shared), layout.num_stages)
+        return Forward(chain, layout, self._placed), traced
 
     @property
     def _num_towers(self) -> int:

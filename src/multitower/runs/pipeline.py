@@ -71,17 +71,22 @@ def traced_pipeline(
         directory: of the trace.
 
     Returns:
-        `bubble` and `timeline`, in seconds from the start of the first program. None if the trace
-        has not every program of whole steps, and for several processes, of which one is traced.
+        `bubble` and `timeline`, in seconds from the start of the first program; of several
+        processes those of the last replica of this one, if as many towers pass through it as
+        through the last of all. None if the trace has not every program of whole steps.
     """
     from multitower.training.trace import read_executions  # noqa: PLC0415 (importing stays quick)
 
-    if layout.towers.spans_processes or "timeline" not in pipeline:
+    if "timeline" not in pipeline:
         return None
+    described, own = layout.towers.towers_on[-1], layout.towers_on[-1]
+    if len(own) != len(described):
+        return None
+    tower = dict(zip(described, own, strict=True))
     executions = read_executions(directory)
     slots: list[list[Any]] = []
     counts: set[tuple[int, int]] = set()
-    for place, device in enumerate(layout.all_replicas[-1]):
+    for place, device in enumerate(layout.replicas[-1]):
         for kind in ("forward", "backward"):
             wanted = [one for one in pipeline["timeline"] if (one[0], one[4]) == (place, kind)]
             # A device begins its programs in the order in which they are started.
@@ -94,7 +99,8 @@ def traced_pipeline(
                 counts.add(divmod(len(found), len(wanted)))
                 last = found[-len(wanted) :]
                 slots += [
-                    [*one[:5], ran.start, ran.end] for one, ran in zip(wanted, last, strict=False)
+                    [*one[:3], tower[one[3]], one[4], ran.start, ran.end]
+                    for one, ran in zip(wanted, last, strict=False)
                 ]
     if len(counts) != 1:
         return None

@@ -9,15 +9,6 @@ from multitower.stages.layout import Layout, check_layout, lay_out
 from multitower.towers.placement import find_all
 
 
-def refuse_meeting(meets: str) -> ArgumentError:
-    """The error for towers that exchange values, named by where they do so first."""
-    return ArgumentError(
-        f"the function exchanges values between towers ({meets}), and make_parallel with stages= "
-        "runs one tower after the other. Return the values of each tower's own rows, such as their "
-        "embeddings, and compare the rows outside of the function; or leave stages= out."
-    )
-
-
 class StageOptions(NamedTuple):
     """How a model is cut over devices.
 

@@ -100,32 +100,38 @@ def in_rounds(
         place_of: for each segment its device within the replica.
         round_of: for each segment its round, in ascending order.
     """
-    last = max(round_of)
-    segments = [[s for s, r in enumerate(round_of) if r == n] for n in range(last + 1)]
-    before: list[list[Turn]] = []
+    before = forward_in_rounds(num_towers, round_of)[:-1]
     after: list[list[Turn]] = []
-    for own in segments[:-1]:
-        turns = [turn for tick in forward_alone(num_towers, len(own)) for turn in tick]
-        before.append([turn._replace(stage=own[turn.stage]) for turn in turns])
+    for turns in before:
         # Backward they pass in the same order of towers, the last segment first.
-        back = [turn._replace(kind="backward", stage=own[-1 - turn.stage]) for turn in turns]
+        first, last = turns[0].stage, turns[-1].stage
+        back = [turn._replace(kind="backward", stage=first + last - turn.stage) for turn in turns]
         after.append(back)
-    ticks = one_forward_one_backward(num_towers, [place_of[s] for s in segments[-1]])
-    first = segments[-1][0]
-    middle = [turn._replace(stage=turn.stage + first) for tick in ticks for turn in tick]
+    own = [s for s, r in enumerate(round_of) if r == max(round_of)]
+    ticks = one_forward_one_backward(num_towers, [place_of[s] for s in own])
+    middle = [turn._replace(stage=turn.stage + own[0]) for tick in ticks for turn in tick]
     return [*before, middle, *after[::-1]]
 
 
-def forward_alone(num_towers: int, num_stages: int) -> list[list[Turn]]:
-    """The turns of one replica without backward programs, in ticks."""
-    return [
-        [
-            Turn("forward", tick - stage, stage)
-            for stage in range(num_stages)
-            if 0 <= tick - stage < num_towers
-        ]
-        for tick in range(num_towers + num_stages - 1)
-    ]
+def forward_in_rounds(num_towers: int, round_of: Sequence[int]) -> list[list[Turn]]:
+    """The same without backward programs, a list for each round.
+
+    Args:
+        num_towers: of the replica.
+        round_of: for each segment its round, in ascending order.
+    """
+    found: list[list[Turn]] = []
+    for number in range(max(round_of) + 1):
+        own = [s for s, r in enumerate(round_of) if r == number]
+        found.append(
+            [
+                Turn("forward", tick - place, s)
+                for tick in range(num_towers + len(own) - 1)
+                for place, s in enumerate(own)
+                if 0 <= tick - place < num_towers
+            ]
+        )
+    return found
 
 
 class Slot(NamedTuple):

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.engines import reduction
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import current_tap
-from multitower.engines.totals import Totals as BufferTotals
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.meeting.rounds import Meeting
+from multitower.stages.meeting.totals import StageTotals
 from multitower.stages.order import in_rounds
 from multitower.stages.programs import Executable, Programs, StageSums
 from multitower.stages.walk import Walk
@@ -42,21 +41,13 @@ class Pipeline:
     def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
         self.chain = chain
         self.layout = layout
-        self._plan = reduction.plan(layout.towers)
-        self._additions = [
-            dict(reduction.schedule(self._plan.parts[r])) for r in layout.towers.local
-        ]
+        self._over_towers = StageTotals(layout)
         self._segments = layout.of_segments(chain.stage_of)
         self._orders = [
             in_rounds(len(towers), self._segments.place_of, chain.round_of)
             for towers in layout.towers_on
         ]
         self._programs = Programs(chain, self._segments, remat=remat)
-        self._across: list[BufferTotals] = []
-        if layout.towers.spans_processes:
-            places = [layout.placement_of(s) for s in range(layout.num_stages)]
-            self._across = [BufferTotals(place) for place in places]
-        self._is_connected = False
 
     def run(
         self, params: Sequence[Mapping[int, Any]], rest: Sequence[Any], rows: Sequence[TowerRows]
@@ -71,8 +62,8 @@ class Pipeline:
         """
         tap = current_tap()
         walks = [
-            Walk(self.chain, self._programs, self._segments, r, self._additions[r], tap=tap)
-            for r in range(len(self.layout.replicas))
+            Walk(self.chain, self._programs, self._segments, r, own, tap=tap)
+            for r, own in enumerate(self._over_towers.additions)
         ]
         for walk, own in zip(walks, params, strict=True):
             walk.begin(own, rest, rows)
@@ -135,7 +126,7 @@ class Pipeline:
             self._total(s, [stacks[r][s] for r in replicas], self._programs.add[s])
             for s in segments
         ]
-        self._is_connected = True
+        self._over_towers.connected()
 
         def gradients_of(r: int, stage: int) -> list[Packed]:
             found: list[Packed] = []
@@ -152,34 +143,5 @@ class Pipeline:
         return Totals(gradients, results)
 
     def _total(self, segment: int, stacks: list[list[Any]], add: Sequence[Executable]) -> list[Any]:
-        """The total of what towers have at a segment, for each replica.
-
-        Args:
-            segment: where that is.
-            stacks: for each replica the partial sums.
-            add: the sum of two of them, for each replica.
-        """
-        if self._across:
-            return self._total_across(self.chain.stage_of[segment], stacks)
-        device = lambda r: self._segments.device(r, segment)
-
-        def added(left: tuple[int, Any], right: tuple[int, Any]) -> tuple[int, Any]:
-            # The right one moves to the left one.
-            replica, sums = left
-            return replica, add[replica](sums, jax.device_put(right[1], device(replica)))
-
-        leaf = lambda at: (at[0], stacks[at[0]][at[1]])
-        return [reduction.evaluate(self._plan.rest, leaf, added)[1]] * len(stacks)
-
-    def _total_across(self, stage: int, stacks: list[list[Any]]) -> list[Any]:
-        """The same over all processes, for each replica of this one."""
-        treedef = jax.tree.structure(stacks[0][0])
-        if not treedef.num_leaves:
-            return [stack[0] for stack in stacks]
-        buffers = [[jax.tree.leaves(sums) for sums in stack] for stack in stacks]
-        totals = self._across[stage].of_buffers(buffers)
-        if not self._is_connected:
-            # host-device sync: once. The first program connects the processes, and two stages that
-            # connect at a time could wait for each other.
-            jax.block_until_ready(totals)
-        return [jax.tree.unflatten(treedef, leaves) for leaves in totals]
+        """The total of what towers have at a segment, for each replica."""
+        return self._over_towers.total(self.chain.stage_of[segment], stacks, add)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from multitower.engines import reduction
 from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.engines.totals import with_one_nan
 from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
+from multitower.stages.meeting.totals import compile_add
 from multitower.stages.passes.residuals import Residuals, keep_residuals
 
 
@@ -123,13 +123,5 @@ class Programs:
         return self._equal.compile_for_each(backward, arguments, self._layout.devices_of(s))
 
     def _compile_add(self, s: int, sums: Any) -> list[Executable]:
-        if self._layout.towers.num_towers == 1:
-            return []
-        return self._equal.compile_for_each(
-            _add, (sums, sums), self._layout.devices_of(s), donate=(0,)
-        )
-
-
-def _add(left: Any, right: Any) -> Any:
-    a, treedef = jax.tree.flatten(left)
-    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))
+        num_towers = self._layout.towers.num_towers
+        return compile_add(self._equal, sums, self._layout.devices_of(s), num_towers)

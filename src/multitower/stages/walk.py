@@ -11,6 +11,7 @@ from multitower.engines.same_bits import Tap
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.meeting.rounds import Meeting
+from multitower.stages.meeting.totals import put
 from multitower.stages.order import Turn
 from multitower.stages.programs import Programs, StageSums
 from multitower.towers.split import TowerRows
@@ -148,12 +149,8 @@ class Walk:
             self._put(self.sent_back[meeting.after], own, tower, add)
 
     def _put(self, stack: list[Any], own: Any, tower: int, add: Sequence[Executable]) -> None:
-        """Takes what a tower has for a sum, and adds up what the tree allows by now."""
-        stack.append(own)
-        for _ in range(self._additions[tower]):
-            right = stack.pop()
-            left = stack.pop()
-            stack.append(add[self._replica](left, right))
+        """Takes what a tower has for a sum."""
+        put(stack, own, self._additions[tower], add[self._replica] if add else None)
 
     def _values(self, tower: int, s: int) -> list[jax.Array]:
         """The inputs of a stage, on its device."""

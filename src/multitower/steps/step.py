@@ -11,7 +11,7 @@ from multitower.errors import ArgumentError, BatchError
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.modules import is_model, take_model
+from multitower.models.modules import Model
 from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
@@ -93,7 +93,9 @@ class TrainStep:
             params: a pytree of float arrays, or a Flax NNX or Equinox module, which the loss then
                 takes as its first argument. `state.params` holds the module's weights, and
                 `step.model(state)` returns the module. The other Variables of an NNX module, which
-                the loss may change in place, are in `state.model_state`.
+                the loss may change in place, are in `state.model_state`. Or a function without
+                arguments that returns one of these: with `stages` and `shard_params` it is traced,
+                and no device makes more of the parameters than it keeps.
             model_state: a pytree of arrays, which the loss takes as `model_state`.
             rng: a typed PRNG key, shape (), from which the loss's `rng` is made.
 
@@ -110,12 +112,17 @@ class TrainStep:
         refuse_a_mesh()
         refuse_a_state(params)
         self._step.loss.check_extras(model_state, rng)
-        if is_model(params):
-            params, model_state = self._take(params, model_state)
+        from multitower.steps.unmade import take_params  # noqa: PLC0415 (importing stays quick)
+
+        way = self._find_way()
+        name = type(params).__name__
+        params = take_params(params, in_parts=way.makes_in_parts)
+        if isinstance(params, Model):
+            params, model_state = self._take(params, name, model_state)
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
-        return self._find_way().first(self._step, self._with_scale(fields), self)
+        return way.first(self._step, self._with_scale(fields), self)
 
     def model(self, state: TrainState) -> Any:
         """Returns the parameters or the module with the values of a state.
@@ -217,13 +224,12 @@ class TrainStep:
             self._way = find_way(self._division, self._devices, self._towers)
         return self._way
 
-    def _take(self, module: Any, model_state: Any) -> tuple[Any, Any]:
+    def _take(self, model: Model, name: str, model_state: Any) -> tuple[Any, Any]:
         """Parameters and model state of a module; the loss is told how to put it together."""
-        model = take_model(module)
         loss = self._step.loss
         if model.how.changes_in_place and loss.takes_model_state:
             raise ArgumentError(
-                f"the loss takes model_state, and a {type(module).__name__} keeps its own: write "
+                f"the loss takes model_state, and a {name} keeps its own: write "
                 "loss_fn(model, batch), and let the model change in it."
             )
         if loss.model is None or loss.model.how != model.how or model.fixed:
@@ -276,12 +282,14 @@ class TrainStep:
         """What there is to know of the loss before a program is made of it."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in self._looked:
-            self._looked[key] = look_at_loss(
+            way = self._find_way()
+            look = lambda fields: look_at_loss(
                 self._step,
                 parts,
-                self._find_way().seen_by_loss(state),  # dear: it may join what devices have
+                fields,
                 tower_rows,
-                num_towers=self._find_way().num_towers,
+                num_towers=way.num_towers,
                 is_by_device=self._towers is None,
             )
+            self._looked[key] = way.look(state, look)  # dear: it may join what devices have
         return self._looked[key]

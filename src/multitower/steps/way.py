@@ -1,5 +1,6 @@
 """A way to keep a training state on devices: it makes states, and what runs a batch on them."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -7,6 +8,7 @@ import jax
 from multitower.errors import StateError
 from multitower.functions.outputs import wide
 from multitower.stages.layout import Layout
+from multitower.steps.job import Looked
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import (
     FastRunner,
@@ -65,6 +67,8 @@ class Whole:
         self.layout = layout
         self._runner = SameBitsRunner if same_bits else FastRunner
 
+    # Whether a function's parameters are made in parts, each on its device.
+    makes_in_parts = False
     # Which towers make which update, where they take turns.
     turns: "Turns | None" = None
     # The stages as the newest runner has cut them.
@@ -109,9 +113,9 @@ class Whole:
         """The state with what somebody has written into it; other leaves are not copied."""
         return take_changes(state, changes, self.placement, maker)
 
-    def seen_by_loss(self, state: TrainState) -> Fields:
-        """What a loss is tried on, before a program is made of it."""
-        return state.shared()
+    def look(self, state: TrainState, look: Callable[[Fields], Looked]) -> Looked:
+        """Looks at a loss with this state, before a program is made of it."""
+        return look(state.shared())
 
     def check(self, meets: str | None) -> None:
         """Refuses a loss in which towers meet, named by where they do, if they cannot here."""

@@ -1,11 +1,15 @@
 """Ways to keep a training state on devices, beside the whole of it on every one."""
 
+from collections.abc import Callable
+
 import jax
 
+from multitower.engines.tracing import look_by_shapes
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.options import StageOptions
 from multitower.steps.blocks.state import ShardedState
 from multitower.steps.blocks.update import ShardedRunner
+from multitower.steps.job import Looked
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
 from multitower.steps.parts import ShardOptions, StepParts
@@ -69,16 +73,18 @@ class InBlocks(Whole):
 class InStages(Whole):
     """Every stage's devices keep what belongs to it."""
 
+    makes_in_parts = True
+
     def __init__(self, options: StageOptions, devices: DeviceSpec | None, towers: int) -> None:
         self._layout = options.on(devices, towers)
         self._remat = options.remat
         super().__init__(self._layout.towers, same_bits=True, layout=self._layout)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """As in `Whole`; it goes to its devices when it is known what lives where."""
-        from multitower.steps.staged.state import first_fields  # noqa: PLC0415 (importing stays quick)
+        """As in `Whole`; it is made on its devices when it is known what lives where."""
+        from multitower.steps.staged.first import First  # noqa: PLC0415 (importing stays quick)
 
-        return TrainState(first_fields(step, fields), maker)
+        return First.state(step, fields, maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; likewise."""
@@ -88,18 +94,20 @@ class InStages(Whole):
         """As in `Whole`."""
         return TrainState(with_changes(state.fields(), changes), maker)
 
-    def seen_by_loss(self, state: TrainState) -> Fields:
-        """As in `Whole`: in the host's memory, since no device has all of it."""
+    def look(self, state: TrainState, look: Callable[[Fields], Looked]) -> Looked:
+        """As in `Whole`: without the values of parameters, since no device has all of them."""
         from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
 
-        return on_cpu(state.shared())
+        rest = on_cpu(state.shared()._replace(params=None, opt_state=None, ema_params=None))
+        shapes = state.shapes().params
+        return look_by_shapes(lambda params: look(rest._replace(params=params)), shapes)
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
         from multitower.steps.staged.runner import StagedRunner  # noqa: PLC0415 (importing stays quick)
 
         batch, tower_rows, has_weights, _ = batches
-        first = (state.fields(), batch)
+        first = (state.shapes(), batch)
         given = (step, batch.split, tower_rows, self._layout, first)
         runner = StagedRunner(*given, has_weights=has_weights, remat=self._remat)
         self.segments = runner.segments
@@ -108,6 +116,8 @@ class InStages(Whole):
 
 class InShards(Whole):
     """Every device keeps a part of each large array; fast steps."""
+
+    makes_in_parts = True
 
     def __init__(self, options: ShardOptions, placement: Placement) -> None:
         super().__init__(placement, same_bits=False)

@@ -269,7 +269,8 @@ class Trainer:
         """Trains until so many updates have been made, from the start or from a checkpoint.
 
         Args:
-            params: the initial parameters; on a resume their values are not used.
+            params: the initial parameters, or a function without arguments that returns them (see
+                `TrainStep.init`); on a resume their values are not used.
             batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
                 ... A batch must depend on its number alone, so that a resume gets the same ones.
             steps: updates in all, over the first run and all resumes. More than a finished run has
@@ -329,7 +330,7 @@ class Trainer:
         how = Resume(steps, resume, allow_previous, allow_changes)
         call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
-        run = describe_run(self._optimizer, state.params, self._settings)
+        run = describe_run(self._optimizer, state.shapes().params, self._settings)
         with self._checkpoints() as checkpoints:
             return self._around().run(state, run, checkpoints, call)
 

@@ -1,7 +1,7 @@
 """Forward alone: the program of one tower in stages, and all towers through them.
 
-Single-device programs, and between them nothing but moves: so the bits are the same on any layout.
-Nothing here waits for a device.
+Single-device programs, and between them nothing but moves, and sums where towers meet: so the bits
+are the same on any layout. Nothing here waits for a device.
 """
 
 import itertools
@@ -18,24 +18,33 @@ from multitower.stages.chain import avals_of, shapes_of
 from multitower.stages.cutting import cut_program
 from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
-from multitower.stages.order import forward_alone
+from multitower.stages.meeting.rounds import Meeting, find_meetings
+from multitower.stages.meeting.totals import StageTotals, compile_add, put
+from multitower.stages.order import forward_in_rounds
 from multitower.stages.pieces import Pieces, split_params
 from multitower.towers.split import TowerRows
 
 
 class ForwardChain(NamedTuple):
-    """A tower's program in stages.
+    """A tower's program in stages, each cut where towers meet: in segments.
 
     Attributes:
-        stages: in their order; the outputs of each are what others need of it.
+        segments: in their order; the outputs of each are what others need of it.
+        stage_of: for each segment its stage.
+        round_of: for each segment how many meetings come before it, in ascending order.
+        meetings: where towers meet.
         avals: shape and dtype of every number.
         inputs: numbers of the program's arguments.
         num_params: how many of these are whole in every tower; they come first.
-        pieces: for each of these that stages only take some rows of, these by stage.
-        results: for each result of the tower its stage, and its place among the stage's outputs.
+        pieces: for each of these that segments only take some rows of, these by segment.
+        results: for each result of the tower its segment, and its place among the segment's
+            outputs.
     """
 
-    stages: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
+    stage_of: tuple[int, ...]
+    round_of: tuple[int, ...]
+    meetings: tuple[Meeting, ...]
     avals: Mapping[int, Any]
     inputs: tuple[int, ...]
     num_params: int
@@ -47,7 +56,8 @@ def make_forward_chain(closed: Any, num_params: int, num_stages: int) -> Forward
     """Cuts a tower's program.
 
     Args:
-        closed: of `jax.make_jaxpr`; what is whole in every tower comes first.
+        closed: of `jax.make_jaxpr`; what is whole in every tower comes first. Where towers meet it
+            has the marks of `without_collectives`.
         num_params: how many arguments that are.
         num_stages: how many stages.
 
@@ -56,28 +66,36 @@ def make_forward_chain(closed: Any, num_params: int, num_stages: int) -> Forward
     """
     found = cut_program(closed, num_stages)
     program, places, pieces = split_params(found.program, found.places, num_params)
-    stages = cut(program, places, num_stages)
-    made = {x: (s, n) for s, stage in enumerate(stages) for n, x in enumerate(stage.outputs)}
+    segments = cut(program, places, len(found.stage_of))
+    made = {x: (s, n) for s, one in enumerate(segments) for n, x in enumerate(one.outputs)}
     results: list[tuple[int, int]] = []
     for x in program.outputs:
         if not isinstance(x, int) or x not in made:  # an argument, or a constant
-            results.append((num_stages - 1, len(stages[-1].outputs)))
-            stages[-1] = _handing_on(stages[-1], x, program)
+            results.append((len(segments) - 1, len(segments[-1].outputs)))
+            segments[-1] = _handing_on(segments[-1], x, program)
         else:
             results.append(made[x])
-    avals = avals_of(program, closed, pieces)
-    inputs = tuple(program.inputs)
-    return ForwardChain(tuple(stages), avals, inputs, num_params, pieces, tuple(results))
+    return ForwardChain(
+        tuple(segments),
+        found.stage_of,
+        found.round_of,
+        find_meetings(program, places),
+        avals_of(program, closed, pieces),
+        tuple(program.inputs),
+        num_params,
+        pieces,
+        tuple(results),
+    )
 
 
-def _handing_on(stage: Segment, x: Any, program: Program) -> Segment:
-    """A stage that has one result more, which nobody computes."""
-    inputs, consts = stage.inputs, dict(stage.consts)
+def _handing_on(segment: Segment, x: Any, program: Program) -> Segment:
+    """A segment that has one result more, which nobody computes."""
+    inputs, consts = segment.inputs, dict(segment.consts)
     if isinstance(x, int) and x in program.consts:
         consts[x] = program.consts[x]
     elif isinstance(x, int):
         inputs = tuple(sorted({*inputs, x}))
-    return replace(stage, inputs=inputs, outputs=(*stage.outputs, x), consts=consts)
+    return replace(segment, inputs=inputs, outputs=(*segment.outputs, x), consts=consts)
 
 
 class Forward:
@@ -92,18 +110,30 @@ class Forward:
     def __init__(self, chain: ForwardChain, layout: Layout, placed: Placed) -> None:
         self.chain = chain
         self.layout = layout
+        self.segments = layout.of_segments(chain.stage_of)
         self.placed = placed
+        self._over_towers = StageTotals(layout)
         equal = EqualPrograms()
+        devices = [self.segments.devices_of(s) for s in range(len(chain.segments))]
         self.programs = [
             equal.compile_for_each(
-                stage.__call__, (shapes_of(chain.avals, stage.inputs),), layout.devices_of(s)
+                segment.__call__, (shapes_of(chain.avals, segment.inputs),), devices[s]
             )
-            for s, stage in enumerate(chain.stages)
+            for s, segment in enumerate(chain.segments)
         ]
+        num_towers = layout.towers.num_towers
+        self.adds = {
+            one.after: compile_add(
+                equal, shapes_of(chain.avals, one.sent), devices[one.after], num_towers
+            )
+            for one in chain.meetings
+        }
+        made = [segment.outputs for segment in chain.segments]
+        made += [one.totals for one in chain.meetings]
         self.users = {
-            x: [s for s, stage in enumerate(chain.stages) if x in stage.inputs]
-            for stage in chain.stages
-            for x in stage.outputs
+            x: [s for s, segment in enumerate(chain.segments) if x in segment.inputs]
+            for numbers in made
+            for x in numbers
             if isinstance(x, int)
         }
 
@@ -118,17 +148,28 @@ class Forward:
             For each tower of this process its results, on the device of its last stage.
         """
         towers_on = self.layout.towers_on
-        walks = [_Walk(self, r, params, rows) for r in range(len(towers_on))]
-        orders = [
-            [turn for tick in forward_alone(len(towers), self.layout.num_stages) for turn in tick]
-            for towers in towers_on
-        ]
-        # Side by side over replicas, so that all of them have work from the start.
-        for turns in itertools.zip_longest(*orders):
-            for r, turn in enumerate(turns):
-                if turn is not None:
-                    walks[r].take(towers_on[r][turn.tower], turn.stage)
+        additions = self._over_towers.additions
+        walks = [_Walk(self, r, params, rows, additions[r]) for r in range(len(towers_on))]
+        orders = [forward_in_rounds(len(towers), self.chain.round_of) for towers in towers_on]
+        for number, own in enumerate(zip(*orders, strict=True)):
+            # Side by side over replicas, so that all of them have work from the start.
+            for turns in itertools.zip_longest(*own):
+                for r, turn in enumerate(turns):
+                    if turn is not None:
+                        walks[r].take(towers_on[r][turn.tower], turn.stage)
+            self._meet(walks, number)
+        self._over_towers.connected()
         return {tower: results for walk in walks for tower, results in walk.results.items()}
+
+    def _meet(self, walks: Sequence["_Walk"], number: int) -> None:
+        """After a round: adds up what all towers have sent, and hands it to all of them."""
+        for one in self.chain.meetings:
+            if self.chain.round_of[one.after] == number:
+                stacks = [walk.sent.pop(one.after) for walk in walks]
+                stage = self.chain.stage_of[one.after]
+                totals = self._over_towers.total(stage, stacks, self.adds[one.after])
+                for walk, total in zip(walks, totals, strict=True):
+                    walk.arrive(one, total)
 
 
 class _Walk:
@@ -136,40 +177,66 @@ class _Walk:
 
     Attributes:
         results: of the towers.
+        sent: for each segment after which towers meet the sums of what they send there.
     """
 
     def __init__(
-        self, forward: Forward, replica: int, params: Sequence[Any], rows: Sequence[TowerRows]
+        self,
+        forward: Forward,
+        replica: int,
+        params: Sequence[Any],
+        rows: Sequence[TowerRows],
+        additions: Mapping[int, int],
     ) -> None:
         chain, layout = forward.chain, forward.layout
+        segments = range(len(chain.segments))
         self._forward = forward
         self._replica = replica
-        self._devices = [layout.device(replica, s) for s in range(layout.num_stages)]
-        self._whole = [self._params(s, params) for s in range(layout.num_stages)]
+        self._additions = additions
+        # The rows are on the first one, and on the last one the results are wanted.
+        self._ends = [layout.device(replica, s) for s in (0, layout.num_stages - 1)]
+        self._devices = [forward.segments.device(replica, s) for s in segments]
+        self._whole = [self._params(s, params) for s in segments]
         self._rows = dict(zip(chain.inputs[chain.num_params : -3], rows, strict=True))
         self._counts = [rows[0].counts(tower) for tower in range(layout.towers.num_towers)]
         self._arrived: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
         self.results: dict[int, list[Any]] = defaultdict(lambda: [None] * len(chain.results))
+        self.sent: dict[int, list[list[jax.Array]]] = defaultdict(list)
 
     def take(self, tower: int, s: int) -> None:
         """Starts one program, and sends what it makes to where it will be needed."""
         chain = self._forward.chain
         known = {**self._whole[s], **self._arrived.pop((tower, s), {})}
         values = [
-            known[x] if x in known else self._own(x, tower, s) for x in chain.stages[s].inputs
+            known[x] if x in known else self._own(x, tower, s) for x in chain.segments[s].inputs
         ]
         made = self._forward.programs[s][self._replica](values)
-        for x, value in zip(chain.stages[s].outputs, made, strict=True):
+        outputs = chain.segments[s].outputs
+        for x, value in zip(outputs, made, strict=True):
             for user in self._forward.users[x] if isinstance(x, int) else []:
-                self._arrived[tower, user][x] = self._moved(value, s, user)
+                there = _moved(value, self._devices[s], self._devices[user])
+                self._arrived[tower, user][x] = there
+        for one in chain.meetings:
+            if one.after == s:
+                own = [made[outputs.index(x)] for x in one.sent]
+                add = self._forward.adds[s]
+                put(self.sent[s], own, self._additions[tower], add[self._replica] if add else None)
         for place, (stage, n) in enumerate(chain.results):
             if stage == s:
-                self.results[tower][place] = self._moved(made[n], s, -1)
+                self.results[tower][place] = _moved(made[n], self._devices[s], self._ends[1])
+
+    def arrive(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
+        """Takes what has been added up over towers: all of them get the same."""
+        for x, total in zip(meeting.totals, totals, strict=True):
+            for user in self._forward.users[x]:
+                there = jax.device_put(total, self._devices[user])
+                for tower in self._additions:
+                    self._arrived[tower, user][x] = there
 
     def _params(self, s: int, params: Sequence[Any]) -> dict[int, jax.Array]:
-        """What a stage needs of them, on its device."""
+        """What a segment needs of them, on its device."""
         chain, placed = self._forward.chain, self._forward.placed
-        needed = {*chain.stages[s].inputs}
+        needed = {*chain.segments[s].inputs}
         found: dict[int, jax.Array] = {}
         for i, (leaf, number) in enumerate(zip(params, chain.inputs, strict=False)):
             piece = chain.pieces.get(i, {}).get(s)
@@ -181,13 +248,13 @@ class _Walk:
         return found
 
     def _own(self, x: int, tower: int, s: int) -> jax.Array:
-        """A tower's rows, or what it knows of itself, on the device of a stage."""
+        """A tower's rows, or what it knows of itself, on the device of a segment."""
         if x in self._rows:
-            return self._moved(self._rows[x].pieces[tower], 0, s)
+            return _moved(self._rows[x].pieces[tower], self._ends[0], self._devices[s])
         count = self._counts[tower][self._forward.chain.inputs[-3:].index(x)]
         return self._forward.placed.number(count, self._devices[s])
 
-    def _moved(self, value: Any, source: int, target: int) -> Any:
-        """A value of one stage on the device of another; no call of JAX if it is there."""
-        source_device, device = self._devices[source], self._devices[target]
-        return value if source_device is device else jax.device_put(value, device)
+
+def _moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
+    """A value on another device; no call of JAX if it is there."""
+    return value if source is target else jax.device_put(value, target)

@@ -14,6 +14,7 @@ from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
+from multitower.steps.unmade import Unmade, made_in_parts
 from multitower.towers.leaf_shards import shardings_of
 from multitower.towers.placement import Placement
 from multitower.towers.rows import is_key
@@ -58,8 +59,18 @@ class StateShards:
         return placed._replace(opt_state=made[0], ema_params=made[1])
 
     def place(self, fields: Fields) -> Fields:
-        """Copies of a state's leaves, on their devices; the originals are never overwritten."""
-        return jax.tree.map(_copy, fields, self.shardings(fields))
+        """Copies of a state's leaves, on their devices; the originals are never overwritten.
+
+        Parameters that a function makes are made there.
+        """
+        there = self.shardings(fields)
+        leaves, treedef = jax.tree.flatten(fields.params)
+        if any(isinstance(leaf, Unmade) for leaf in leaves):
+            made = made_in_parts(leaves, jax.tree.leaves(there.params))
+            fields = fields._replace(params=None)
+            placed = jax.tree.map(_copy, fields, there._replace(params=None))
+            return placed._replace(params=treedef.unflatten(made))
+        return jax.tree.map(_copy, fields, there)
 
     def take_changes(self, fields: Fields, changes: Changes) -> Fields:
         """The state with what a user has written into it; other leaves are not copied."""

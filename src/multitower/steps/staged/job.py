@@ -15,8 +15,8 @@ from multitower.stages.meeting.sums import without_collectives
 from multitower.steps.job import TowerStep
 from multitower.steps.optimizing.update import check_same_types
 from multitower.steps.parts import StepParts
-from multitower.steps.state.fields import Fields
-from multitower.towers.rows import Split, Tower, device_dtype
+from multitower.steps.state.fields import Fields, shapes_of
+from multitower.towers.rows import Split, Tower
 
 
 class StagedJob:
@@ -96,13 +96,3 @@ class StagedJob:
 def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:
     """What a tower gets beside parameters and rows."""
     return (fields.step, fields.model_state, fields.rng), list(shared)
-
-
-def shapes_of(tree: Any) -> Any:
-    """Shapes and dtypes of arrays, as programs are traced with."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, device_dtype(x), weak_type=getattr(x, "weak_type", False)
-        ),
-        tree,
-    )

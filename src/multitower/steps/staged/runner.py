@@ -10,12 +10,14 @@ from multitower.engines.tracing import refuse_filled
 from multitower.stages.layout import Layout
 from multitower.stages.pipeline import Pipeline
 from multitower.steps.parts import StepParts
+from multitower.steps.staged.first import First
 from multitower.steps.staged.job import StagedJob, rest_of
 from multitower.steps.staged.state import Head, Parts, take_apart
 from multitower.steps.staged.update import WholeUpdate
 from multitower.steps.staged.updates import Updates
 from multitower.steps.staged.weights import StagedWeights
 from multitower.steps.state.fields import Fields
+from multitower.steps.state.replicas import check_stages
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split, device_dtype
@@ -105,7 +107,11 @@ class StagedRunner:
     def _parts(self, state: TrainState) -> Parts:
         """The state in the parts of these stages; another runner may have cut elsewhere."""
         parts = state.parts()
-        if parts is None or parts.homes != self._homes:
+        if isinstance(parts, First):
+            parts = parts.on_devices(self._homes, self._layout)
+            if parts.spans_processes:
+                check_stages(parts.by_stage(), several=True)  # host-device sync
+        elif parts is None or parts.homes != self._homes:
             parts = take_apart(state.fields(), self._homes, self._layout)
         return parts
 

@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.functions.outputs import wide
 from multitower.processes.together import whole_on_host
 from multitower.stages.layout import Layout
-from multitower.steps.parts import StepParts
 from multitower.steps.runner import own_copy
 from multitower.steps.staged.update import SHARED, Homes, Rows
 from multitower.steps.state.fields import Fields
-from multitower.towers.rows import device_dtype, is_key
 from multitower.towers.split import on_one_device
 
 
@@ -93,7 +90,9 @@ class Parts(NamedTuple):
                 for i, leaf in leaves.items()
             }
 
-        return [[named(block) for block in copies] for copies in zip(*self.blocks, strict=True)]
+        found = [[named(block) for block in copies] for copies in zip(*self.blocks, strict=True)]
+        # What belongs to no stage is there once, like a stage that all replicas have.
+        return [*found, [named(Block({}, self.head.opt_state, {}))] * len(self.blocks)]
 
     def fields(self) -> Fields:
         """The state as it looks from outside, each leaf where it lives; pieces on the host."""
@@ -130,7 +129,7 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
 
     def chosen(leaves: list[Any], numbers: list[int], rows: Rows, stage: int, device: Any) -> Any:
         return {
-            i: _copy(leaves[i][slice(*rows[i][stage])] if i in rows else leaves[i], device)
+            i: copied(leaves[i][slice(*rows[i][stage])] if i in rows else leaves[i], device)
             for i in numbers
             if i < len(leaves)
         }
@@ -148,22 +147,9 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
     blocks = [[block(r, s) for s in stages] for r in range(len(layout.replicas))]
     shared = chosen(opt_state, homes.opt_state_of(SHARED), {}, SHARED, layout.head)
     rest = (fields.step, fields.model_state, fields.rng)
-    count, model_state, rng = jax.tree.map(lambda leaf: _copy(leaf, layout.head), rest)
+    count, model_state, rng = jax.tree.map(lambda leaf: copied(leaf, layout.head), rest)
     head = Head(count, model_state, rng, shared)
     return Parts(blocks, head, homes, Trees.of(fields), layout.towers.spans_processes)
-
-
-def first_fields(step: StepParts, fields: Fields) -> Fields:
-    """A first state, in the host's memory, where there is room for all of it; keys stay.
-
-    Args:
-        step: with the optimizer.
-        fields: without the optimizer's state and the average.
-    """
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
-        opt_state = step.optimizer.init(fields.params)
-    return jax.tree.map(_on_host, fields._replace(opt_state=opt_state, ema_params=ema))
 
 
 def on_cpu(fields: Fields) -> Fields:
@@ -179,13 +165,8 @@ def _of_this_process(leaf: Any) -> Any:
     return on_one_device(leaf) if leaf.is_fully_replicated else whole_on_host(leaf)
 
 
-def _on_host(leaf: Any) -> Any:
-    if is_key(leaf):
-        return leaf
-    return np.array(leaf, dtype=device_dtype(jnp.asarray(leaf)))
-
-
-def _copy(leaf: Any, device: jax.Device) -> jax.Array:
+def copied(leaf: Any, device: jax.Device) -> jax.Array:
+    """A copy of a leaf that nobody else has, on a device."""
     with jax.default_device(device):  # what is on the host goes there alone
         return jax.device_put(own_copy(leaf), device)
 

@@ -14,8 +14,8 @@ from multitower.errors import ArgumentError
 from multitower.stages.layout import Layout
 from multitower.steps.job import make_weights_job
 from multitower.steps.parts import StepParts
-from multitower.steps.staged.job import rest_of, shapes_of
-from multitower.steps.state.fields import Fields
+from multitower.steps.staged.job import rest_of
+from multitower.steps.state.fields import Fields, shapes_of
 from multitower.towers.rows import Split, Tower
 from multitower.towers.split import TowerRows
 

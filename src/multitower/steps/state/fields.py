@@ -2,6 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import jax
+
+from multitower.towers.rows import device_dtype
+
 
 class Fields(NamedTuple):
     """The contents of a training state, as a plain pytree; the attributes of a `TrainState`."""
@@ -14,3 +18,13 @@ class Fields(NamedTuple):
     rng: Any
     local: Any = None
     loss_scale: Any = None
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes of arrays, as programs are traced with."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, device_dtype(x), weak_type=getattr(x, "weak_type", False)
+        ),
+        tree,
+    )

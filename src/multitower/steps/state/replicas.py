@@ -35,7 +35,7 @@ def check_replicas(state: TrainState) -> None:
     """
     by_stage = getattr(state.parts(), "by_stage", None)
     if by_stage is not None:
-        _check_stages(by_stage(), state.parts().spans_processes)
+        check_stages(by_stage(), state.parts().spans_processes)
         return
     # What is kept in blocks or by one tower, or is split over the devices, has no copies.
     whole = state.shared()._replace(local=None)
@@ -57,8 +57,16 @@ def check_replicas(state: TrainState) -> None:
     _compare(on_host, names, lambda i, _: devices[i], several)
 
 
-def _check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: bool) -> None:
-    """The same of a model in stages: for each of them what every replica keeps, by name."""
+def check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: bool) -> None:
+    """The same of a model in stages.
+
+    Args:
+        stages: for each of them what every replica keeps, by its path in the state.
+        several: whether other processes have replicas, too.
+
+    Raises:
+        StateError: as `check_replicas`.
+    """
     kept = [copies for copies in stages if copies[0] and (several or len(copies) > 1)]
     if not kept:
         return

@@ -7,7 +7,7 @@ import jax
 
 from multitower.errors import ArgumentError, StateError
 from multitower.steps.state.changes import Changes, Shown
-from multitower.steps.state.fields import Fields
+from multitower.steps.state.fields import Fields, shapes_of
 
 
 def check_is_state(
@@ -206,6 +206,13 @@ class TrainState:
         if self._shared is None:
             self._shared = self._join_shared(self._parts)
         return self._shared
+
+    def shapes(self) -> Fields:
+        """Shapes and dtypes of the contents; what is not made yet is not made for it."""
+        self._check_not_spent()
+        if self._fields is None and hasattr(self._parts, "shapes"):
+            return self._parts.shapes()
+        return shapes_of(self.fields())
 
     def parts(self) -> Any:
         """What `of_parts` was given, or None."""
