@@ -102,6 +102,33 @@ def lenet(num_devices: int) -> Work:
     return Work("LeNet-5", params, losses, batch, optax.adam(1e-3), 20)
 
 
+def deep(num_devices: int) -> Work:
+    """32 narrow layers with weights, biases and scales, 32 rows a device: many small leaves."""
+    import jax
+    import numpy as np
+    import optax
+
+    rng = np.random.default_rng(0)
+    layers = [
+        {
+            "w": (rng.normal(size=(32, 32)) / 32**0.5).astype("f"),
+            "b": np.zeros(32, "f"),
+            "scale": np.ones(32, "f"),
+        }
+        for _ in range(32)
+    ]
+
+    def losses(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for layer in params:
+            x = x + layer["scale"] * jax.nn.relu(x @ layer["w"] + layer["b"])
+        return ((x - batch["y"]) ** 2).mean(1)
+
+    rows = 32 * num_devices
+    batch = {name: rng.normal(size=(rows, 32)).astype("f") for name in ("x", "y")}
+    return Work("32 layers", layers, losses, batch, optax.adam(1e-3), 50)
+
+
 def hand_written(work: Work, devices: list[Any]) -> Callable[[int], None]:
     """The step that a careful user would write."""
     import jax
@@ -267,7 +294,7 @@ def main() -> None:
     wanted = [name for name in options.only.split(",") if name]
     results: dict[str, Any] = {}
     say(f"{'work':10} {'contender':16} {'ms/step':>9} {'ratio':>7} {'quartiles':>15} {'+ms':>8}")
-    for make in (polynomial, mlp, lenet):
+    for make in (polynomial, mlp, lenet, deep):
         work = make(rows_for)
         if wanted and work.name not in wanted:
             continue

@@ -22,6 +22,7 @@ from multitower.steps.parts import ShardOptions
 from multitower.steps.runner import FastRunner
 from multitower.steps.shards.runner import ShardsRunner
 from multitower.steps.shards.state import StateShards
+from multitower.steps.state.bundles import bundled, bundled_job
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Tower
 
@@ -89,8 +90,9 @@ class Programs:
     def update(self) -> int:
         """Bytes that the update needs beside the state and the sums."""
         step, fields, batch, _ = self._given
-        job = make_job(step, batch.split, 1, 1)
-        given = (fields, self.sums, scale_shape())
+        job = bundled_job(make_job(step, batch.split, 1, 1))
+        (state,) = jax.eval_shape(bundled, [fields])
+        given = (state, self.sums, scale_shape())
         (compiled,) = compile_for_each(finish_function(job), given, self.local[:1], donate=(0,))
         return working_bytes(compiled)
 

@@ -19,6 +19,7 @@ from multitower.engines.totals import TowerSums
 from multitower.processes.together import texts_of_all, whole_on_host
 from multitower.stages.programs import StageSums
 from multitower.steps.staged.state import Parts as StagedParts
+from multitower.steps.state.bundles import shown
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 
@@ -178,7 +179,7 @@ def _copies(state: TrainState) -> list[Any]:
     parts = state.parts()
     if isinstance(parts, StagedParts):
         return parts.copies()
-    return parts if isinstance(parts, list) else [state.fields()]
+    return [shown(copy) for copy in parts] if isinstance(parts, list) else [state.fields()]
 
 
 def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -> None:

@@ -25,6 +25,7 @@ from multitower.steps.optimizing.extra_metrics import refuse_taken_names
 from multitower.steps.optimizing.update import update_if_good
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import scaled, unscaled
+from multitower.steps.state.bundles import opened
 from multitower.steps.state.fields import Fields
 from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
@@ -155,7 +156,7 @@ def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:
     forward = _forward(step, split, tower_rows)
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
-        fields, rest = shared.rest
+        fields, rest = opened(shared.rest[0]), shared.rest[1]
         output = forward(fields.params, Shared(fields, rest), rows, here)
         return TowerResult(sums=weights_of(output.loss, here, tower_rows))
 

@@ -13,6 +13,7 @@ from multitower.engines.same_bits import SameBits
 from multitower.functions.calls import as_global, replicate
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import StepParts
+from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
@@ -51,14 +52,15 @@ class SameBitsRunner:
         has_weights: bool,
     ) -> None:
         self._weights = Weights(step, split, tower_rows, placement) if has_weights else None
-        self._engine = SameBits(make_job(step, split, tower_rows, placement.num_towers), placement)
+        job = bundled_job(make_job(step, split, tower_rows, placement.num_towers))
+        self._engine = SameBits(job, placement)
         self._tower_rows = tower_rows
         self._placement = placement
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         rows = ready_or_cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
-        fields = state.parts() or replicate(state.fields(), self._placement)
+        fields = state.parts() or bundled(replicate(state.fields(), self._placement))
         rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
         if self._weights is not None:
             rest = self._weights.after(rest, fields, rows)
@@ -66,7 +68,7 @@ class SameBitsRunner:
         finished = self._engine.run(replicas, rows, state.made_by)
         state.spend()
         copies = [fields for fields, _ in finished.results]
-        new = TrainState.of_parts(copies, lambda each: as_global(each, self._placement), maker)
+        new = TrainState.of_parts(copies, lambda each: as_shown(each, self._placement), maker)
         new.made_by = finished.programs
         return new, finished.results[0][1]
 
@@ -150,12 +152,17 @@ def take_changes(
 ) -> TrainState:
     """The state with what a user has written into it; other leaves are not copied."""
     parts = state.parts()
-    if parts is None:
+    if parts is None or isinstance(parts[0], Bundle):
         placed = {name: on_all_devices(leaves, placement) for name, leaves in changes.items()}
         return TrainState(with_changes(state.fields(), placed), maker)
     copies = replicate(dict(changes), placement)
     parts = [with_changes(*pair) for pair in zip(parts, copies, strict=True)]
-    return TrainState.of_parts(parts, lambda each: as_global(each, placement), maker)
+    return TrainState.of_parts(parts, lambda each: as_shown(each, placement), maker)
+
+
+def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
+    """What a user sees of the state, of which every local device has a copy."""
+    return as_global([shown(copy) for copy in copies], placement)
 
 
 def on_all_devices(fields: Any, placement: Placement) -> Any:

@@ -23,7 +23,6 @@ from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
 from multitower.steps.seen import Seen, kind_of
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.replicas import check_replicas
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
@@ -191,6 +190,8 @@ class TrainStep:
             state = way.with_changes(state, changes, self)
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
+            from multitower.steps.state.replicas import check_replicas  # noqa: PLC0415 (importing stays quick)
+
             passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
             check_same_call("batch", passed, self.placement, counts)
             check_replicas(state)  # host-device sync

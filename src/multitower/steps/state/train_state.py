@@ -85,8 +85,9 @@ class TrainState:
         (0, 0.0)
     """
 
-    # A same-bits step works on one copy per device. The arrays that span all devices, which a
-    # user sees, are made of those copies when somebody looks: that costs the host 8 us a leaf.
+    # A same-bits step works on one copy per device, with many small leaves in `bundles`. The arrays
+    # that span all devices, which a user sees, are made of those copies when somebody looks: that
+    # costs the host 8 us a leaf.
     __slots__ = (
         "_apart",
         "_fields",

@@ -1,0 +1,160 @@
+"""Bundles: a state of many small leaves travels in few arrays, and nobody can tell."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+from multitower.steps.state import bundles
+from multitower.steps.state.bundles import SMALL, Bundle, bundled, opened, shown
+from multitower.steps.state.leaves import named_leaves, on_host
+from multitower.steps.state.replicas import check_replicas
+
+DRAW = np.random.default_rng(0)
+FEWEST = 4  # leaves that are worth a vector, for these tests: small programs compile quickly
+NAMES = [f"w{number}" for number in range(FEWEST)]
+ROWS = [DRAW.normal(size=(6, 3)).astype(np.float32) for _ in range(4)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_are_worth_it():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "FEWEST", FEWEST)
+        yield
+
+
+def a_tree():
+    """Leaves of all kinds, each with values of its own; dtypes take turns."""
+    few = {"few": [jnp.float16(n) for n in range(FEWEST - 1)], "key": jax.random.key(3)}
+    keys = {"keys": list(jax.random.split(jax.random.key(4), FEWEST)), "none": None}
+    large = {"large": DRAW.normal(size=SMALL + 1), "most": DRAW.normal(size=SMALL)}
+    many = {
+        f"{number}": {
+            "matrix": jnp.full((number % 3, 2), number, jnp.float32),  # also without elements
+            "scalar": (jnp.int32(number), jnp.float32(-number)),
+            "flag": jnp.array([number % 2 == 0]),
+            "brain": jnp.full(2, number, jnp.bfloat16),
+        }
+        for number in range(FEWEST)
+    }
+    return few | keys | many | jax.tree.map(jnp.float32, large)
+
+
+def test_a_tree_of_all_kinds_comes_back_as_it_was():
+    tree = a_tree()
+    (packed,) = bundled([tree])
+    assert len(packed.vectors) == 4  # float32, int32, bool, bfloat16
+    assert len(packed.alone) == 2 * FEWEST + 1  # few, keys, large
+    for back in (shown(packed), jax.jit(opened)(packed)):
+        assert jax.tree.structure(back) == jax.tree.structure(tree)
+        assert jax.tree.map(lambda x: x.dtype, back) == jax.tree.map(lambda x: x.dtype, tree)
+        assert mt.fingerprint(back) == mt.fingerprint(tree)
+    assert shown(packed)["large"] is tree["large"]  # large ones are not copied
+
+
+def test_few_leaves_travel_alone():
+    tree = {"few": [jnp.float32(0)] * (FEWEST - 1), "large": [jnp.zeros(SMALL + 1)] * FEWEST}
+    assert bundled([tree])[0] is tree
+    assert shown(tree) is tree
+
+
+def losses(params, batch, *, model_state, rng):
+    """A ratio, with everything that a state may hold; the last batch has a NaN."""
+    slope = sum(jnp.sum(params[name]) * (number + 1) for number, name in enumerate(NAMES))
+    error = (batch * slope + params["scale"] - jax.random.normal(rng)) ** 2
+    state = {"seen": model_state["seen"] + error.mean(), "count": model_state["count"] + 1}
+    return mt.ratio(error.sum(1), jnp.abs(batch).sum(1)), {}, state
+
+
+def start(num_devices):
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    step = mt.train_step(
+        losses, optimizer, devices=num_devices, towers=2, ema_decay=0.5, skip_nonfinite=True
+    )
+    params = {name: np.full(2, 0.01 * n, np.float32) for n, name in enumerate(NAMES)}
+    params["scale"] = np.float32(0.2)
+    model_state = {"seen": np.float32(0), "count": np.int32(0)}
+    return step, step.init(params, model_state=model_state, rng=jax.random.key(1))
+
+
+def finish(step, state):
+    """Four steps: the second with another learning rate, the third without an update."""
+    for number, rows in enumerate(ROWS):
+        if number == 1:
+            state.opt_state.hyperparams["learning_rate"] = jnp.float32(0.05)
+        state, metrics = step(state, rows * np.float32(np.nan) if number == 2 else rows)
+        assert int(metrics["skipped"]) == (number == 2)
+    return state
+
+
+@pytest.fixture(scope="module")
+def two():
+    """A step on two devices, and its state at the end."""
+    step, state = start(2)
+    return step, finish(step, state)
+
+
+def test_the_state_travels_in_few_arrays(two):
+    # The lie: every leaf enters and leaves the programs, on every device.
+    _, state = two
+    copies = state.parts()
+    assert all(isinstance(copy, Bundle) for copy in copies)
+    num_alone = len(jax.tree.leaves(state)) - 4 * len(NAMES)
+    assert len(jax.tree.leaves(copies[0])) <= num_alone
+
+
+def test_bits_are_those_of_one_device_and_values_those_of_leaves_alone(two, monkeypatch):
+    one = finish(*start(1))
+    assert mt.fingerprint(one) == mt.fingerprint(two[1])
+    monkeypatch.setattr(bundles, "FEWEST", 10**9)
+    alone = finish(*start(1))
+    assert not isinstance(alone.parts()[0], Bundle)
+    for (name, leaf), (other, wanted) in zip(named_leaves(one), named_leaves(alone), strict=True):
+        assert (name, leaf.dtype) == (other, wanted.dtype)
+        np.testing.assert_allclose(on_host(leaf), on_host(wanted), 1e-5, 1e-6, err_msg=name)
+
+
+def test_what_was_seen_is_neither_stale_nor_overwritten(two):
+    step, given = two
+    state = jax.tree.map(jnp.copy, given)
+    copy = jax.tree.map(jnp.copy, given)
+    state, _ = step(state, ROWS[0])
+    before = {name: np.array(leaf) for name, leaf in state.params.items()}
+    held = state.params
+    last, (state, _) = state, step(state, ROWS[1])
+    with pytest.raises(mt.StateError, match="overwritten"):
+        last.params  # noqa: B018
+    with pytest.raises(mt.StateError, match="overwritten"):
+        step(last, ROWS[1])
+    assert all(np.any(np.asarray(state.params[name]) != before[name]) for name in NAMES)
+    for name in NAMES:
+        np.testing.assert_array_equal(held[name], before[name])
+    for rows in ROWS[:2]:  # nobody looks at this one
+        copy, _ = step(copy, rows)
+    assert mt.fingerprint(copy) == mt.fingerprint(state)
+
+
+def test_what_a_user_writes_into_a_state_is_taken_over(two):
+    step, given = two
+    state, _ = step(jax.tree.map(jnp.copy, given), ROWS[0])
+    other = jax.tree.map(jnp.copy, state)
+    state.params["w3"] = np.full(2, 7, np.float32)
+    other = other.replace(params={**other.params, "w3": jnp.full(2, 7, jnp.float32)})
+    state, _ = step(state, ROWS[1])
+    other, _ = step(other, ROWS[1])
+    assert mt.fingerprint(state) == mt.fingerprint(other)
+
+
+def test_a_broken_vector_of_one_device_is_found(two):
+    # The lie: the copies that are compared are those of one device.
+    step, given = two
+    state, _ = step(jax.tree.map(jnp.copy, given), ROWS[0])
+    check_replicas(state)
+    state, _ = step(state, ROWS[0])
+    vectors = state.parts()[1].vectors
+    (place,) = (n for n, vector in enumerate(vectors) if vector.dtype == jnp.float32)
+    vectors[place] = vectors[place].at[1].add(1)  # after "scale"
+    with pytest.raises(mt.StateError, match=r"holds other bits in state\.params\['w0'\]"):
+        check_replicas(state)
