@@ -11,12 +11,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-.venv/bin/python}
 here=(--devices 1,1)
-same=(--towers 8 --steps 3)
+same=(digits --towers 8 --steps 3)
 overhead=(--rounds 7)
 models=(--rounds 5 --steps 10)
 if [[ ${1:-} == --small ]]; then
   here=(--simulate 1,1)
-  same=(--towers 2 --steps 1)
+  same=(examples/own_recipe/recipe.py --towers 2 --steps 1)  # is compiled in a moment
   overhead=(--rounds 2 --only Polynomial)
   models=(--small --rounds 2 --steps 2)
 fi
@@ -26,12 +26,12 @@ heading() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 heading "doctor"
 "$python" -m multitower doctor
 heading "the same bits on one device, twice"
-"$python" -m multitower verify digits "${same[@]}" "${here[@]}"
+"$python" -m multitower verify "${same[@]}" "${here[@]}"
 if [[ ${1:-} != --small ]]; then
   count=$("$python" -c 'import multitower as mt; print(len(mt.devices("gpu")))')
   if ((count > 1)); then
     heading "the same bits on 1 and on $count devices"
-    "$python" -m multitower verify digits "${same[@]}" --devices "1,$count"
+    "$python" -m multitower verify "${same[@]}" --devices "1,$count"
   fi
   overhead+=(--devices "$count" --real)
 fi

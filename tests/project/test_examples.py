@@ -1,7 +1,6 @@
 """The examples: run, equal to their one-device versions, two lines apart, and shown as they are."""
 
 import difflib
-import functools
 import json
 import runpy
 import threading
@@ -88,6 +87,7 @@ def test_matrix_powers_equal_one_device_and_numpy():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
 def test_a_contrastive_loss_equals_that_of_the_whole_batch():
     # The lie: negatives of a tower's own rows only, which trains, to something else.
     one, every = versions("contrastive")
@@ -99,10 +99,9 @@ def test_a_contrastive_loss_equals_that_of_the_whole_batch():
 
 
 @pytest.mark.slow
-def test_a_contrastive_loss_in_stages_equals_that_of_the_whole_batch(monkeypatch):
+@pytest.mark.usefixtures("two_devices")
+def test_a_contrastive_loss_in_stages_equals_that_of_the_whole_batch():
     # The lies: two encoders on one device; a page that shows other lines than the file has.
-    # On two devices, since programs for more take longer to compile.
-    monkeypatch.setattr(mt, "train_step", functools.partial(mt.train_step, devices=2))
     path = EXAMPLES / "contrastive" / "in_stages.py"
     made = runpy.run_path(str(path))
     loss, params = versions("contrastive")[0](steps=4)
@@ -122,6 +121,7 @@ def test_a_contrastive_loss_in_stages_equals_that_of_the_whole_batch(monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
 def test_asynchronous_towers_learn():
     # The lie: a rotation that trains nothing, or a program that reads every update at once.
     every = runpy.run_path(str(EXAMPLES / "asynchronous" / "all_devices.py"))["main"]
@@ -131,6 +131,7 @@ def test_asynchronous_towers_learn():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
 def test_a_model_cut_over_devices_is_the_one_of_one_device():
     # The lies: "cut" that leaves the whole model on every device; another training.
     one, every = versions("large_model")
@@ -144,6 +145,7 @@ def test_a_model_cut_over_devices_is_the_one_of_one_device():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
 def test_towers_that_train_on_their_own_learn_too():
     # The lies: towers that never meet, or an average that has learnt nothing.
     one, every = versions("local_updates")
@@ -180,6 +182,7 @@ def test_two_products_run_at_the_same_time():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
@@ -193,7 +196,7 @@ def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
     if name == "plain_jax":  # neither dropout nor BatchNorm: equal up to rounding
         np.testing.assert_allclose(all_losses, losses, rtol=2e-2, atol=2e-3)
     else:
-        # Towers draw and normalise on their own, over 8 rows instead of 64: another, noisier
+        # Towers draw and normalise on their own, over 32 rows instead of 64: another, noisier
         # training loss by design (test_haiku and its like replay it exactly), an equal model.
         assert np.mean(all_losses[-20:]) < 0.1 * all_losses[0]
         assert abs(all_accuracy - accuracy) < 0.05
@@ -201,6 +204,7 @@ def test_a_framework_learns_on_all_devices_as_on_one(name, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_devices")
 def test_the_server_answers_many_at_once():
     # The lies: answers of another request; rows that filled a batch up; a mistake that ends it.
     made = runpy.run_path(str(EXAMPLES / "serving" / "server.py"))

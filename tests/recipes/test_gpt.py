@@ -307,6 +307,6 @@ def test_every_way_to_make_a_step_trains_the_same_model():
 
 @pytest.mark.slow
 def test_the_default_learns(tmp_path):
-    # 200 of the 1500 steps come to 3.55, from the 8 of random bytes.
-    run_fork("-m", "multitower", "train", "gpt", "--steps", "200", "--run-dir", str(tmp_path))
-    assert json.loads((tmp_path / "result.json").read_text())["test_bits_per_byte"] < 3.8
+    # 100 of the 1500 steps come to 3.97, from the 8 of random bytes; to count bytes gives over 4.5.
+    run_fork("-m", "multitower", "train", "gpt", "--steps", "100", "--run-dir", str(tmp_path))
+    assert json.loads((tmp_path / "result.json").read_text())["test_bits_per_byte"] < 4.2
