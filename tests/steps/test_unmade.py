@@ -157,6 +157,7 @@ def train(make, loss=scanned, optimizer=PULLED_BACK, **options):
     return state, metrics
 
 
+@pytest.mark.slow
 def test_a_function_gives_what_its_arrays_give_on_any_layout():
     # The lies: a piece of a stacked array in another stage's place, one array made of another's
     # random numbers, an optimizer's state of stand-ins instead of parameters.
