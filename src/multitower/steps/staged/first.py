@@ -174,7 +174,8 @@ def _made(leaf: Any, device: jax.Device) -> jax.Array:
 def _on_host(leaf: Any) -> Any:
     if is_key(leaf) or isinstance(leaf, Unmade):
         return leaf
-    return np.array(leaf, dtype=device_dtype(jnp.asarray(leaf)))
+    leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+    return np.array(leaf, dtype=device_dtype(leaf))
 
 
 def _strong(leaf: Any, dtype: Any) -> Any:
