@@ -72,6 +72,7 @@ FLAGS = {
     "--log wandb,mlflow": {"log": "wandb,mlflow"},
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
     "--compute-dtype float16": {"compute_dtype": "float16"},
+    "--compute-dtype float32": {},  # the same program as without
     "--epochs 2.5": {"epochs": 2.5},
     "--ema-decay 0.9": {"ema_decay": 0.9},
     "--on-nonfinite skip": {"on_nonfinite": "skip"},
@@ -203,6 +204,7 @@ def test_resume_auto_goes_on_only_with_the_same_settings(passed, stopped, capsys
     assert how["resume"]
     assert main([*words, "--seed", "4"]) == 2
     assert "holds a run with seed 3, and this command has seed 4" in capsys.readouterr().err
+    assert main([*words, "--seed", "3", "--compute-dtype", "float32"]) == 0
     begun = ["train", "cifar10", "--synthetic", "--run-dir", str(stopped.parent / "set")]
     assert main([*begun, "--set", "lr_base=0.1"]) == 0
     (stopped.parent / "set" / "checkpoints").mkdir()

@@ -66,7 +66,7 @@ class RunOptions:
         ema_decay: keep a moving average of the parameters, 0 to 1; by default the recipe's.
         on_nonfinite: `"stop"` or `"skip"`, as for `multitower.Trainer`.
         compute_dtype: `"bfloat16"` or `"float16"` for mixed precision, as for
-            `multitower.train_step`; None or `"float32"` for none.
+            `multitower.train_step`; None or `"float32"`, which is read as None, for none.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
         max_staleness: likewise; one less than the number of groups.
         rotation: likewise; the groups in the order of their turns, such as "0,1,0,2".
@@ -151,6 +151,8 @@ class RunOptions:
         check_numbers(self.ema_decay, None, None)
         if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
+        if self.compute_dtype == "float32":  # casts nothing: the program is the one without
+            object.__setattr__(self, "compute_dtype", None)
         if self.keep_last < 1:
             raise RunError(f"keep_last={self.keep_last}: it must be 1 or more.")
         self._check_together()
