@@ -13,6 +13,7 @@ from multitower.steps.optimizing.extra_metrics import check_extra_metrics
 from multitower.steps.rotation.options import StaleScale
 from multitower.towers.placement import check_towers
 from multitower.training.fitting.early_stopping import EarlyStopping
+from multitower.training.fitting.epochs import check_steps
 from multitower.training.profile import check_profile
 from multitower.training.tracking.log import check_services
 
@@ -32,7 +33,7 @@ _FOR = (
     ),
     ("early_stopping", "early stopping", ("min_delta",)),
 )
-_FLAGS = {"global_batch": "batch-size", "remat": "no-remat"}
+_FLAGS = {"global_batch": "batch-size", "remat": "no-remat", "simulated_devices": "simulate"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +133,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
-        if self.steps is not None and self.steps < 1:
-            raise RunError(f"steps={self.steps}: a run makes at least one step.")
+        if self.steps is not None:
+            check_steps(self.steps)
         if self.epochs is not None:
             _check_epochs(self.epochs, self.steps)
         if self.global_batch is not None and self.global_batch < 1:
