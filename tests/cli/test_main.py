@@ -5,13 +5,17 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 import multitower as mt
 from circle_run import CIRCLE
+from multitower.cli.console import make_show_warning
 from multitower.cli.main import main
 from multitower.cli.wording import in_flags
+from multitower.towers.placement import place
+from multitower.training.checkpoints.best import warn_of_worst
 from processes import run_fork
 
 KEYS = {
@@ -145,12 +149,13 @@ def test_help_reads_well(capsys):
         ),
         (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
         (["train", "digits", "--steps", "0"], "--steps 0: a run makes at least one step."),
+        (["train", "digits", "--steps", "3000000000"], "--steps 3000000000: a run makes at most"),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
         (["train", "digits", "--seed", "-1"], "--seed -1 is out of range"),
         (["train", "digits", "--towers", "0"], "--towers 0 must be a whole number"),
         (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
-        (["train", "digits", "--simulate", "0"], "simulated_devices=0 must be a whole number"),
+        (["train", "digits", "--simulate", "0"], "--simulate 0 must be a whole number"),
         (["train", "digits", "--simulate", "5"], "came too late"),
     ],
 )
@@ -179,7 +184,7 @@ def test_mistakes_are_one_line_and_code_2(words, message, capsys):
         ),
         (
             "--outer-lr 0.5",
-            "--outer-lr 0.5 is for local updates: add sync_every (--sync-every), or",
+            "--outer-lr 0.5 is for local updates: add --sync-every, or",
         ),
         ("--towers 2 --stages 2 --layout 1x4", "--layout 1x4 gives each replica 4 devices, and"),
         ("--extra-metrics lr", "--extra-metrics lr: give a list of names, "),
@@ -301,6 +306,25 @@ def test_a_path_in_an_error_stays_as_it_is():
     assert in_flags(said) == said
     assert in_flags("seed=3/best=max is not there; leave steps=4 out") == (
         "seed=3/best=max is not there; leave --steps 4 out"
+    )
+
+
+def test_a_warning_names_flags(capsys):
+    """Lie: arguments of Python, where there are only flags; and two names for one thing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = make_show_warning()
+        place(None, 2)
+        warn_of_worst("keep_best", "loss", "max")
+    busy, direction = capsys.readouterr().err.splitlines()
+    assert "--towers 2 keep 2 of 8 devices busy; 6 stay idle. Use --towers 8 or" in busy
+    assert "or --devices 2." in busy
+    assert direction == (
+        "multitower: --keep-best loss and --best max: the state with the highest loss counts as "
+        "the best. Pass --best min for the lowest."
+    )
+    assert in_flags("write train_step(clip_norm=...), or mt.configure(simulated_devices=4)") == (
+        "write --clip-norm, or --simulate 4"
     )
 
 

@@ -7,13 +7,17 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import re
 import shlex
+from collections import defaultdict
 
 import pytest
 
 import multitower as mt
 import places
 from multitower.cli.main import main
+from multitower.planning.layouts import PlannedLayout
+from multitower.planning.plan import Plan
 from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_run_directory
 from multitower.runs.options import RunOptions
@@ -72,6 +76,7 @@ FLAGS = {
     "--log wandb,mlflow": {"log": "wandb,mlflow"},
     "--compute-dtype bfloat16": {"compute_dtype": "bfloat16"},
     "--compute-dtype float16": {"compute_dtype": "float16"},
+    "--compute-dtype float32": {},  # the same program as without
     "--epochs 2.5": {"epochs": 2.5},
     "--ema-decay 0.9": {"ema_decay": 0.9},
     "--on-nonfinite skip": {"on_nonfinite": "skip"},
@@ -203,6 +208,7 @@ def test_resume_auto_goes_on_only_with_the_same_settings(passed, stopped, capsys
     assert how["resume"]
     assert main([*words, "--seed", "4"]) == 2
     assert "holds a run with seed 3, and this command has seed 4" in capsys.readouterr().err
+    assert main([*words, "--seed", "3", "--compute-dtype", "float32"]) == 0
     begun = ["train", "cifar10", "--synthetic", "--run-dir", str(stopped.parent / "set")]
     assert main([*begun, "--set", "lr_base=0.1"]) == 0
     (stopped.parent / "set" / "checkpoints").mkdir()
@@ -267,6 +273,13 @@ OF_BOTH = {
         "interleave": True,
         "remat": False,
     },
+    "--sync-every 4 --towers 4 --outer-lr 1": {"sync_every": 4, "towers": 4, "outer_lr": 1.0},
+    "--asynchronous --rotation 0,1,2,3 --towers 4 --stale-scale 1": {
+        "asynchronous": True,
+        "rotation": "0,1,2,3",
+        "towers": 4,
+        "stale_scale": 1.0,
+    },
     "--clip-norm 0.5 --ema-decay 0.9 --compute-dtype bfloat16": {
         "clip_norm": 0.5,
         "ema_decay": 0.9,
@@ -281,16 +294,6 @@ OF_BOTH = {
         *(("verify", *pair) for pair in OF_BOTH.items()),
         *(("scale", *pair) for pair in OF_BOTH.items()),
         ("verify", "--steps 7", {"steps": 7}),
-        (
-            "verify",
-            "--sync-every 4 --towers 4 --outer-lr 1",
-            {"sync_every": 4, "towers": 4, "outer_lr": 1.0},
-        ),
-        (
-            "verify",
-            "--asynchronous --rotation 0,1,0",
-            {"asynchronous": True, "rotation": "0,1,0"},
-        ),
         ("scale", "--shard-params", {"shard_params": True}),
     ],
 )
@@ -343,23 +346,22 @@ def test_flags_reach_the_processes_of_layouts(command, flags, monkeypatch, tmp_p
 def test_flags_of_plan_arrive(monkeypatch, capsys):
     asked = []
 
-    class Found:
-        num_rows, fits = 24, []
-
-        def to_dict(self):
-            return {"advice": "none"}
-
-        def __str__(self):
-            return "the table"
+    memory = defaultdict(int)
+    layout = PlannedLayout({"devices": 8, "stages": 2, "layout": (4, 2)}, 8, memory, 100, 0, 0)
+    notes, limits = ("stages=3 is left out: no.",), ("What breaks first: 9 (stages=2: ...).",)
+    found = Plan([layout], 10, 24, 1, 8, 4, notes, limits, None)
 
     def look(recipe, options, **how):
         asked.append((recipe.name, options, how))
-        return Found()
+        return found
 
     monkeypatch.setattr(plan_command, "plan_recipe", look)
     flags = "--devices 8 --machines 4 --towers 64 --batch-size 24 --memory 24GiB"
     assert main(["plan", CIRCLE, *flags.split()]) == 1  # nothing fits
-    assert "the table" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(r"flags of train +devices .*\n--stages 2 --layout 4x2 +8 ", printed)
+    assert "10 B: --stages 2 --layout 4x2 needs least" in printed
+    assert "What breaks first: 9 (--stages 2: ...).\n--stages 3 is left out: no.\n" in printed
     expected = RunOptions(devices=8, towers=64, global_batch=24)
     assert asked == [("circle", expected, {"machines": 4, "memory": "24GiB"})]
     for flags, wanted in (
@@ -378,7 +380,7 @@ def test_flags_of_plan_arrive(monkeypatch, capsys):
         assert asked[-1][1] == RunOptions(**wanted)
     capsys.readouterr()
     assert main(["plan", CIRCLE, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"advice": "none"}
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["options"]["layout"] == [4, 2]
 
 
 def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):

@@ -111,12 +111,22 @@ def test_the_sizes_are_those_of_their_names():
         assert count == pytest.approx(1e6 * millions, rel=0.02), name
 
 
+@pytest.mark.parametrize("content", [b"xy", b"abc\n" * 30, b"x" * 120])
+def test_a_text_that_fills_no_row_is_refused_in_words(content, tmp_path):
+    """Lie: a run that trains on rows of filling."""
+    file = tmp_path / "short.txt"
+    file.write_bytes(content)
+    recipe = gpt.make_recipe(gpt.Options(data=file))
+    with pytest.raises(mt.DataError, match="a row of this model takes 128"):
+        recipe.data()
+
+
 def test_128_kib_of_what_is_held_out_are_scored_from_its_beginning_to_its_end():
-    text = Text([b"a"], [bytes([n]) * 2**18 for n in range(1, 5)])
+    text = Text([b"a" * 128], [bytes([n]) * 2**18 for n in range(1, 5)])
     tokens = gpt.make_data(text, 128).test["tokens"]
     assert tokens.shape == (1024, 129)
     assert np.bincount(tokens[:, 5], minlength=5).tolist() == [0, 256, 256, 256, 256]
-    few = Text([b"a"], [b"bcd"])
+    few = Text([b"aa"], [b"bcd"])
     assert gpt.make_data(few, 2).test["tokens"].tolist() == [[256, 98, 99], [99, 100, 256]]
 
 

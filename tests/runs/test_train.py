@@ -179,7 +179,7 @@ def test_one_step_has_no_rate():
     assert run(LINE, RunOptions(devices=1, steps=1))["examples_per_s"] is None
 
 
-@pytest.mark.filterwarnings("ignore:keep_best with score 'loss' and best='max'")
+@pytest.mark.filterwarnings("ignore:keep_best='loss' and best='max'")
 def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     # Two test phases in one run, and the last one only once. The loss falls, so that the highest
     # one is not the last: who kept the last state, or the lowest score, would be seen.

@@ -1,6 +1,7 @@
 """multitower verify: a table for equal runs; a code and a line for those that are not."""
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import re
@@ -113,13 +114,41 @@ def test_a_file_decides_the_options_of_what_is_compared_with_it():
     options = RunOptions(towers=4, stages=2, remat=False, clip_norm=0.5)
     before = Verified("1", "circle", {}, {name: getattr(options, name) for name in OPTIONS}, [])
     file = Path("one.json")
-    assert before.options_for(RunOptions(), file) == options
-    assert before.options_for(RunOptions(clip_norm=0.5), file) == options
-    with pytest.raises(mt.RunError, match=r"clip_norm 0\.5, and this command has --clip-norm 1\.0"):
-        before.options_for(RunOptions(clip_norm=1.0), file)
+    assert before.options_for({}, file) == options
+    assert before.options_for({"clip_norm": 0.5, "compute_dtype": "float32"}, file) == options
+    with pytest.raises(mt.RunError, match=r"--clip-norm 0\.5, and this command has --clip-norm 1"):
+        before.options_for({"clip_norm": 1.0}, file)
+    with pytest.raises(mt.RunError, match="without --shard-update, and this command has --shard-u"):
+        before.options_for({"shard_update": True}, file)
     before.options["remat"] = True
-    with pytest.raises(mt.RunError, match="remat True, and this command has --no-remat: leave it"):
-        before.options_for(options, file)
+    with pytest.raises(mt.RunError, match="without --no-remat, and this command has --no-remat: l"):
+        before.options_for({"remat": False}, file)
+
+
+@pytest.mark.parametrize(
+    ("there", "flags", "said"),
+    [
+        ({"seed": 5}, "--seed 0", "with --seed 5, and this command has --seed 0"),
+        (
+            {"sync_every": 2, "local_state": "average"},
+            "--local-state keep",
+            "with --local-state average, and this command has --local-state keep",
+        ),
+        (
+            {"compute_dtype": "bfloat16"},
+            "--compute-dtype float32",
+            "with --compute-dtype bfloat16, and this command has --compute-dtype float32: leave it",
+        ),
+    ],
+)
+def test_a_flag_that_says_the_default_is_no_flag_left_out(there, flags, said, tmp_path, capsys):
+    """Lie: the file's option, run in spite of what was typed."""
+    file = tmp_path / "one.json"
+    options = dataclasses.asdict(RunOptions(towers=2, steps=1, **there))
+    facts = {"runs": ["1"], "recipe": "circle", "settings": {}, "options": options}
+    file.write_text(json.dumps({**facts, "first_run": as_facts([])}))
+    assert main(["verify", RECIPE, "--against", str(file), *flags.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -217,7 +246,7 @@ def test_a_run_is_compared_with_a_file(tmp_path, monkeypatch, capsys):
     assert main(against) == 0
     assert f"step  {file} (1 device)  2 devices" in capsys.readouterr().out
     assert main([*against, "--towers", "4"]) == 2
-    assert "holds a run with towers 2, and this command has --towers 4" in capsys.readouterr().err
+    assert "holds a run with --towers 2, and this command has --towers 4" in capsys.readouterr().err
     assert main(["verify", "digits", "--against", str(file)]) == 2
     assert "holds a run of circle, and this is digits" in capsys.readouterr().err
     change_results(monkeypatch, divide_parameters)

@@ -1,7 +1,6 @@
 """Scaling: what more devices give, told as it is."""
 
 import io
-import itertools
 import json
 import math
 import re
@@ -103,8 +102,59 @@ def test_the_losses_are_those_of_train(result, tmp_path):
     assert len(run.losses) == 2 * (LEAD_STEPS + 1 + TAIL_STEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "counted", "said"),
+    [
+        (["--sync-every", "3"], 3, "of which one in 3 ends with a meeting of the towers"),
+        (["--asynchronous", "--max-staleness", "1"], 2, "A step is one update, and a time is the"),
+    ],
+)
+def test_local_and_asynchronous_updates_are_measured(flags, counted, said, tmp_path, capsys):
+    """Lies: another training than train's; rounds that are cut; parts of steps that differ."""
+    training = ["--towers", "4", "--batch-size", "12", *flags]
+    turns = ["--steps", "2", "--rounds", "1", "--devices", "1,2"]
+    assert main(["scale", FILE, *training, *turns, "--run-dir", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert (found["steps"], found["counted_steps"]) == (2, counted)
+    assert found["losses"]["rule"] == "the same bits"
+    assert found["losses"]["same"] is True
+    for entry in found["strong"]:
+        assert set(entry["split"].values()) == {None}
+        assert entry["speedup"]["median"] > 0
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "ms in each part" not in printed
+    assert said in (tmp_path / "scale.html").read_text()
+    losses = found["strong"][0]["losses"]
+    length = ["--steps", str(len(losses)), "--devices", "1", "--run-dir", str(tmp_path)]
+    assert main(["train", FILE, *training, *length]) == 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    trained = [line["loss"] for line in map(json.loads, lines) if line.get("phase") != "test"]
+    assert losses == pytest.approx(trained, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--sync-every 4", "--sync-every 4 without --towers: every number of devices would have"),
+        ("--asynchronous", "--asynchronous without --towers: every number of devices would have"),
+        ("--sync-every 4 --towers 4 --layouts 1x2,2x1", "--sync-every 4 over 2 processes: train"),
+        ("--asynchronous --towers 4 --layouts 2x1", "--asynchronous over 2 processes: they run in"),
+        ("--asynchronous --towers 4 --max-staleness 2", "makes 3 groups of towers, and 4 towers"),
+    ],
+)
+def test_updates_that_cannot_be_compared_are_refused(flags, said, tmp_path, capsys):
+    directory = tmp_path / "run"
+    where = [] if "--layouts" in flags else ["--devices", "1,2"]
+    assert main(["scale", FILE, *flags.split(), *where, "--run-dir", str(directory)]) == 2
+    assert said in capsys.readouterr().err
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_what_the_host_does_for_a_step_is_counted_in_every_step(num_steps, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True, "towers": 4}])
+def test_what_the_host_does_for_a_step_is_counted_in_every_step(options, num_steps, monkeypatch):
     """Lie: a step that is measured from the end of its start on, so that --steps 1 is too fast."""
     clock = SimpleNamespace(now=0.0)
 
@@ -114,12 +164,11 @@ def test_what_the_host_does_for_a_step_is_counted_in_every_step(num_steps, monke
 
     time_of_clock = SimpleNamespace(perf_counter=lambda: clock.now)
     monkeypatch.setattr("multitower.scaling.run.time", time_of_clock)
-    monkeypatch.setattr(
-        "multitower.scaling.run.prefetch", lambda batches, **_: (x for x in batches)
-    )
     run = ScalingRun.__new__(ScalingRun)
-    run._job = SimpleNamespace(trainer=SimpleNamespace(step=step), batches=itertools.count)
-    run._state, run._where, run.losses, run.turns_s, run.num_recompilations = None, {}, [], [], 0
+    calls = lambda first, last: (SimpleNamespace(batch=n) for n in range(first, last))
+    trainer = SimpleNamespace(step=step)
+    run._job = SimpleNamespace(trainer=trainer, calls=calls, options=RunOptions(**options))
+    run._state, run.losses, run.turns_s, run.num_recompilations = None, [], [], 0
     run.take_turn(num_steps)
     assert run.turns_s == [5]
 
@@ -224,7 +273,7 @@ def test_a_turn_is_timed_without_its_first_steps(monkeypatch):
     """Lie: the first steps of a turn, with batches that were made before it."""
     run = ScalingRun(RECIPE, RunOptions(devices=1, global_batch=4, steps=20))
     ends = [0.0, 7.0, 8.0, 10.0, 11.0, 15.0]
-    monkeypatch.setattr(run, "_train", lambda num_steps, look: ends[:num_steps])
+    monkeypatch.setattr(run, "_train", lambda turn, look: ends[: turn.total])
     run.take_turn(2)
     assert run.turns_s == [(11.0 - 8.0) / 2]
 

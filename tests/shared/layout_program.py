@@ -67,6 +67,22 @@ def same_bits(devices=None):
     return mt.fingerprint((state, history))
 
 
+def float16(devices=None):
+    """A loss scale that is halved, since gradients of the last tower overflow: in one process."""
+    where = {"towers": TOWERS, "devices": devices}
+    step = mt.train_step(losses, optax.adam(1e-2), compute_dtype=jnp.float16, **where)
+    statistics = {"mean": np.zeros(HIDDEN, np.float32), "updates": np.int32(0)}
+    state = step.init(first_params(), model_state=statistics, rng=jax.random.key(7))
+    history = []
+    for number in range(3):
+        rows = batch(number, 32)
+        if number == 1:
+            rows["y"][-1] = 1e4
+        state, metrics = step(state, rows)
+        history.append(metrics)
+    return [*(float(one["skipped"]) for one in history), mt.fingerprint((state, history))]
+
+
 def local_step(devices, **options):
     """Towers that update their own, and a first state."""
     step = mt.train_step(
@@ -428,6 +444,7 @@ WHATS = {
 }
 ALL = {
     **WHATS,
+    "float16": float16,
     "local_calls": local_calls,
     "local_run": local_run,
     "stages_elsewhere": functools.partial(stages, elsewhere=True),

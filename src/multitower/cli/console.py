@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from multitower.cli.wording import in_flags
 from multitower.errors import MultitowerWarning
 from multitower.training.console import LINE_EVERY, REFRESH_PER_S, live_line
 from multitower.training.display import WorkLine, line_in_words
@@ -49,7 +50,7 @@ def make_show_warning() -> Callable[..., None]:
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any
     ) -> None:
         is_ours = issubclass(category, MultitowerWarning)
-        text = f"multitower: {message}\n"
+        text = f"multitower: {in_flags(str(message))}\n"
         if not is_ours:
             text = warnings.formatwarning(message, category, filename, lineno)
         if text not in shown:

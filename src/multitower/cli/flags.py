@@ -22,6 +22,19 @@ def switch(text: str) -> Any:
     return tyro.conf.arg(help=text, help_behavior_hint="")
 
 
+def typed(**flags: Any) -> dict[str, Any]:
+    """The flags that were typed: those that were not are None, or False where they are switches.
+
+    A flag that is typed counts also where it says the default.
+
+    Example:
+        >>> from multitower.cli.flags import typed
+        >>> typed(seed=0, towers=None, local_state="keep", shard_update=False)
+        {'seed': 0, 'local_state': 'keep'}
+    """
+    return {name: v for name, v in flags.items() if v is not None and v is not False}
+
+
 def _whole_number(words: list[str]) -> int:
     try:
         return int(words[0])

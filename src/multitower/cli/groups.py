@@ -5,16 +5,15 @@ from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.flags import Number, WholeNumber, flag, one_of, switch
+from multitower.cli.flags import Number, WholeNumber, flag, one_of, switch, typed
 
 
 class Group:
     """Flags under a heading of their own in --help; their names are those of `RunOptions`."""
 
     def options(self) -> dict[str, Any]:
-        """The options that are given."""
-        given: dict[str, Any] = asdict(self)  # pyright: ignore[reportArgumentType] (of a dataclass)
-        return {n: value for n, value in given.items() if value is not None and value is not False}
+        """The options that were typed."""
+        return typed(**asdict(self))  # pyright: ignore[reportArgumentType] (of a dataclass)
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class StageFlags(Group):
     ] = False
 
     def options(self) -> dict[str, Any]:
-        """The options that are given."""
+        """The options that were typed."""
         given = super().options()
         return {**given, "remat": False} if given.pop("no_remat", False) else given
 

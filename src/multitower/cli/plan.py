@@ -28,6 +28,8 @@ from multitower.cli.groups import (
 )
 from multitower.cli.settings import collect_settings
 from multitower.cli.start import start_devices
+from multitower.cli.wording import in_flags, options_in_flags
+from multitower.planning.words import in_lines
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.plan import plan as plan_recipe
@@ -80,5 +82,7 @@ def plan(
         print(json.dumps(found.to_dict(), indent=2))
     else:
         say(f"planning {chosen.name} for a batch of {found.num_rows} examples")
-        say(str(found))
+        about = (found.layouts, found.memory_bytes, found.limits, found.notes)
+        for line in in_lines(*about, head="flags of train", named=options_in_flags):
+            say(in_flags(line))
     return 0 if found.fits else 1

@@ -1,5 +1,6 @@
 """`multitower sample DIR --prompt TEXT`."""
 
+import sys
 from typing import Annotated
 
 import tyro
@@ -44,4 +45,6 @@ def sample(
         seed=seed or 0,
         best=best,
     )
-    print(prompt + text)
+    # Bytes of the prompt may be no UTF-8, and the terminal may lack characters.
+    encoding = sys.stdout.encoding or "utf-8"
+    print((prompt + text).encode(encoding, "replace").decode(encoding))

@@ -32,8 +32,14 @@ from multitower.cli.flags import (
     switch,
 )
 from multitower.cli.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
     NO_STAGES,
+    NOT_LOCAL,
     STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LocalFlags,
     StageFlags,
 )
 from multitower.cli.layouts import (
@@ -55,7 +61,7 @@ from multitower.runs.directory import fresh_run_directory
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
 from multitower.scaling.directory import make_scaling_directory, read_measurement
-from multitower.scaling.measure import ScalingOptions
+from multitower.scaling.measure import ScalingOptions, check_measurable
 from multitower.scaling.measure import scale as measure
 from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
 from multitower.scaling.summary import OPTIONS, STRONG, WEAK, check_same, joined, not_comparable
@@ -133,6 +139,8 @@ def scale(
     ] = False,
     as_json: AsJson = False,
     in_stages: Annotated[StageFlags, STAGES] = NO_STAGES,
+    local: Annotated[LocalFlags, LOCAL] = NOT_LOCAL,
+    in_turns: Annotated[AsynchronousFlags, ASYNCHRONOUS] = SYNCHRONOUS,
     together: Annotated[Together, TOGETHER] = ALONE,
 ) -> int:
     """Measure a recipe's speed on 1, 2, ... devices; writes DIR/scale.json, scale.png, scale.html.
@@ -151,6 +159,8 @@ def scale(
         ema_decay=ema_decay,
         compute_dtype=compute_dtype,
         **in_stages.options(),
+        **local.options(),
+        **in_turns.options(),
     )
     kinds = tuple(kind for kind, asked in ((STRONG, strong), (WEAK, weak)) if asked)
     how = ScalingOptions(kinds=kinds, steps=steps, rounds=rounds, predict=predict)
@@ -232,6 +242,7 @@ class _Plan:
         how = replace(self.how, predict=None) if self.add else self.how
         all_counts = [jax.process_count() * count for count in counts]
         # Mistakes are said before anything is made.
+        check_measurable(self.options, jax.process_count())
         kinds = how.kinds_on(all_counts, self.options.towers)
         directory = Path(by_first(lambda: self.directory(kinds)))
         if where:
@@ -263,6 +274,7 @@ def _measure_layouts(plan: _Plan, text: str, words: Sequence[str], *, quiet: boo
     """Has the processes of every layout add their measurement to the directory."""
     layouts = sorted(set(read_layouts(text)), key=lambda one: (one.total, one.processes))
     check_layouts(layouts, plan.options.towers)
+    check_measurable(plan.options, max(layout.processes for layout in layouts))
     counts = [layout.total for layout in layouts]
     kinds = plan.how.kinds_on(counts, plan.options.towers)
     if plan.how.predict is not None and len(set(counts)) < len(counts):

@@ -34,6 +34,7 @@ from multitower.cli.flags import (
     flag,
     one_of,
     switch,
+    typed,
 )
 from multitower.cli.groups import (
     ASYNCHRONOUS,
@@ -199,35 +200,36 @@ def train(
     name = _recipe_name(recipe, file, config)
     settings = collect_settings(set_options, data, synthetic, before=file.settings)
     chosen = find_recipe(name, settings)
-    flags: dict[str, Any] = {
-        "devices": devices,
-        "towers": towers,
-        "steps": steps,
-        "epochs": epochs,
-        "global_batch": batch_size,
-        "checkpoint_every": checkpoint_every,
-        "keep_last": keep_last,
-        "evaluate_every": evaluate_every,
-        "keep_best": keep_best,
-        "best": best,
-        "seed": seed,
-        "shard_update": shard_update or None,
-        "shard_params": shard_params or None,
-        "clip_norm": clip_norm,
-        "ema_decay": ema_decay,
-        "on_nonfinite": on_nonfinite,
-        "compute_dtype": compute_dtype,
-        "steps_per_call": steps_per_call,
-        "log": log,
-        "profile": profile,
-        "early_stopping": early_stopping,
-        "min_delta": min_delta,
-        "extra_metrics": extra_metrics,
+    given = {
+        **typed(
+            devices=devices,
+            towers=towers,
+            steps=steps,
+            epochs=epochs,
+            global_batch=batch_size,
+            checkpoint_every=checkpoint_every,
+            keep_last=keep_last,
+            evaluate_every=evaluate_every,
+            keep_best=keep_best,
+            best=best,
+            seed=seed,
+            shard_update=shard_update,
+            shard_params=shard_params,
+            clip_norm=clip_norm,
+            ema_decay=ema_decay,
+            on_nonfinite=on_nonfinite,
+            compute_dtype=compute_dtype,
+            steps_per_call=steps_per_call,
+            log=log,
+            profile=profile,
+            early_stopping=early_stopping,
+            min_delta=min_delta,
+            extra_metrics=extra_metrics,
+        ),
         **in_stages.options(),
         **local.options(),
         **in_turns.options(),
     }
-    given = {name: value for name, value in flags.items() if value is not None}
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in given:
             given.setdefault(other, None)  # a flag takes the place of what the file says

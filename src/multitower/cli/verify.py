@@ -25,6 +25,7 @@ from multitower.cli.flags import (
     Synthetic,
     WholeNumber,
     flag,
+    typed,
 )
 from multitower.cli.groups import (
     ASYNCHRONOUS,
@@ -54,7 +55,13 @@ from multitower.proof.record import Found, StepRecord
 from multitower.proof.verification import Verification, compare_records, with_values
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
-from multitower.runs.verified import OPTIONS, read_verified, verified_facts, verified_from
+from multitower.runs.verified import (
+    OPTIONS,
+    Verified,
+    read_verified,
+    verified_facts,
+    verified_from,
+)
 from multitower.runs.verify import Look, with_defaults
 from multitower.runs.verify import verify as compare_runs
 
@@ -101,24 +108,22 @@ def verify(
     Exit code 0 if all of them agree, 1 if not.
     """
     settings = collect_settings(set_options, data, synthetic)
-    options = RunOptions(
-        towers=towers,
-        steps=steps,
-        global_batch=batch_size,
-        seed=seed or 0,
-        shard_update=shard_update,
-        clip_norm=clip_norm,
-        ema_decay=ema_decay,
-        compute_dtype=compute_dtype,
+    given = {
+        **typed(
+            towers=towers,
+            steps=steps,
+            global_batch=batch_size,
+            seed=seed,
+            shard_update=shard_update,
+            clip_norm=clip_norm,
+            ema_decay=ema_decay,
+            compute_dtype=compute_dtype,
+        ),
         **in_stages.options(),
         **local.options(),
         **in_turns.options(),
-    )
-    before = None
-    if against is not None:
-        before = read_verified(against)
-        settings = before.settings_for(settings, against)
-        options = before.options_for(options, against)
+    }
+    before, settings, options = _with_file(against, settings, given)
     chosen = find_recipe(recipe, settings)
     if before is not None and before.recipe != chosen.name:
         raise RunError(f"{against} holds a run of {before.recipe}, and this is {chosen.name}.")
@@ -154,6 +159,16 @@ def verify(
         for difference in found.differences:
             show_error(str(difference))
     return 1 if found.differences else 0
+
+
+def _with_file(
+    against: Path | None, settings: Mapping[str, str], given: Mapping[str, Any]
+) -> tuple[Verified | None, Mapping[str, str], RunOptions]:
+    """The run of `--against`, and the settings and options of both."""
+    if against is None:
+        return None, settings, RunOptions(**given)
+    before = read_verified(against)
+    return before, before.settings_for(settings, against), before.options_for(given, against)
 
 
 def _in_layouts(

@@ -1,13 +1,15 @@
-"""An error of the library in the words of the command line: `stages=4` is said as `--stages 4`."""
+"""What the library says in the words of the command line: `stages=4` is said as `--stages 4`."""
 
 import dataclasses
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from multitower.runs.options import RunOptions, flag_of
 
 # Arguments of the library that are no options of a run, and the options that set them.
 _OPTION_OF = {"updates": "asynchronous", "outer_optimizer": "outer_lr"}
-_OF_OTHER_COMMANDS = ("machines", "memory", "predict", "rounds", "temperature")
+_OF_OTHER_COMMANDS = ("machines", "memory", "predict", "rounds", "simulated_devices", "temperature")
 _NAMES = "|".join(
     [
         *(field.name for field in dataclasses.fields(RunOptions)),
@@ -18,20 +20,41 @@ _NAMES = "|".join(
 # No match where a message shows code with dots, steps=..., or in a path: runs/seed=3/1.
 _VALUE = r"\([\d, ]*\)|\[[^]]*\]|'[^']*'|-?[\w.]*\w"
 _WITH_VALUE = re.compile(rf"(?<![\w/=.-])({_NAMES})=(?!\.\.)({_VALUE})?(?![\w.,-]*/)")
+# What a message says in both ways: add evaluate_every (--evaluate-every N).
+_IN_BOTH = re.compile(rf"\b({_NAMES})(=({_VALUE}))? \((--[^()]*)\)")
+_CALLS = (
+    (re.compile(rf"\btrain_step\(({_NAMES})=\.\.\.\)"), lambda found: flag_of(found[1])),
+    (re.compile(r"\bmt\.configure\(simulated_devices=(\d+)\)"), r"--simulate \1"),
+)
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
 
 def in_flags(message: str) -> str:
-    """An error message with flags in the place of arguments.
+    """An error or a warning with flags in the place of arguments.
 
     Example:
         >>> from multitower.cli.wording import in_flags
         >>> in_flags("stages=4 needs towers=, such as towers=8, or leave stages out.")
         '--stages 4 needs --towers, such as --towers 8, or leave --stages out.'
     """
+    message = _IN_BOTH.sub(r"\4", message)
+    for pattern, said in _CALLS:
+        message = pattern.sub(said, message)
     message = _LEAVE.sub(lambda found: found[1] + _flag(found[2], None), message)
     message = re.sub(r"\bskip_nonfinite\b(=True)?", f"{flag_of('on_nonfinite')} skip", message)
     return _WITH_VALUE.sub(lambda found: _flag(found[1], found[2]), message)
+
+
+def options_in_flags(options: Mapping[str, Any]) -> str:
+    """Options of a layout as flags, without the devices.
+
+    Example:
+        >>> from multitower.cli.wording import options_in_flags
+        >>> options_in_flags({"devices": 8, "towers": 8, "layout": (2, 4), "shard_update": True})
+        '--towers 8 --layout 2x4 --shard-update'
+    """
+    given = {name: value for name, value in options.items() if name != "devices"}
+    return " ".join(_flag(name, repr(value)) for name, value in given.items()) or "(no flag)"
 
 
 def _flag(name: str, value: str | None) -> str:

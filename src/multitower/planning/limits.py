@@ -40,7 +40,8 @@ def limits_of(
             )
         )
     if given.apart is None and (most := _splits_up_to(given)) > 1:
-        found.append((most, "shard_params: no dimension of a large parameter is divided by more"))
+        why = "shard_params=True: no dimension of a large parameter is divided by more"
+        found.append((most, why))
     stages = max((one.options.get("stages", 0) for one in layouts), default=0)
     if stages:  # a share of 1/S, sent to D/S - 1 replicas, is more than twice the whole
         found.append(

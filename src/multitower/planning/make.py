@@ -109,7 +109,7 @@ def _attributes(
     if not layouts:
         raise ArgumentError(f"the compiler fails for every layout, so there is no plan. {notes[0]}")
     if (took_s := time.perf_counter() - begin) > _LONG_S:
-        notes.append(f"Compiling took {took_s:.0f} s; plan.on(...) uses these programs again.")
+        notes.append(f"Compiling took {took_s:.0f} s.")
     return {
         "layouts": layouts,
         "memory_bytes": memory_bytes,

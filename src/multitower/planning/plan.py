@@ -207,10 +207,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The table, and what to say of it."""
-        from multitower.planning.words import notes_of, table  # noqa: PLC0415 (importing stays quick)
+        from multitower.planning.words import in_lines  # noqa: PLC0415 (importing stays quick)
 
-        lines = table(self.layouts, self.memory_bytes)
-        notes = [*notes_of(self.layouts), *self.notes]
-        return "\n".join([*lines, "", self.advice, *self.limits, *notes])
+        said = in_lines(self.layouts, self.memory_bytes, self.limits, self.notes)
+        return "\n".join(said)
 
     __repr__ = __str__

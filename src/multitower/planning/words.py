@@ -1,13 +1,12 @@
 """Words: a plan as a table, and what to do if a run does not fit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from multitower.planning.layouts import PlannedLayout
 from multitower.planning.sizes import in_words
 
 _HEADS = (
-    "train_step(...)",
     "devices",
     "params",
     "gradients",
@@ -22,10 +21,45 @@ _HEADS = (
 )
 
 
-def table(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> list[str]:
-    """The lines of a table of layouts."""
-    heads = [*_HEADS, "" if memory_bytes is None else f"{in_words(memory_bytes)}?"]
-    rows = [heads, *(_row(layout, memory_bytes) for layout in layouts)]
+def call(options: dict[str, Any]) -> str:
+    """Options as they are written in a call; without the devices."""
+    given = {name: value for name, value in options.items() if name != "devices"}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "(no option)"
+
+
+def in_lines(
+    layouts: Sequence[PlannedLayout],
+    memory_bytes: int | None,
+    limits: Sequence[str],
+    notes: Sequence[str],
+    *,
+    head: str = "train_step(...)",
+    named: Callable[[dict[str, Any]], str] = call,
+) -> list[str]:
+    """A plan as it is printed: the table, and what to say of it.
+
+    Args:
+        layouts: of the plan, as its other attributes.
+        memory_bytes: likewise.
+        limits: likewise.
+        notes: likewise.
+        head: of the column of options.
+        named: writes the options of a layout.
+    """
+    of_layouts = [f"{named(one.options)}: {one.note}." for one in layouts if one.note]
+    advice = advise(layouts, memory_bytes, named)
+    table = _table(layouts, memory_bytes, head, named)
+    return [*table, "", advice, *limits, *of_layouts, *notes]
+
+
+def _table(
+    layouts: Sequence[PlannedLayout],
+    memory_bytes: int | None,
+    head: str,
+    named: Callable[[dict[str, Any]], str],
+) -> list[str]:
+    heads = [head, *_HEADS, "" if memory_bytes is None else f"{in_words(memory_bytes)}?"]
+    rows = [heads, *([named(one.options), *_cells(one, memory_bytes)] for one in layouts)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -39,21 +73,19 @@ def table(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> list[st
     return lines
 
 
-def call(options: dict[str, Any]) -> str:
-    """Options as they are written in a call; without the devices."""
-    given = {name: value for name, value in options.items() if name != "devices"}
-    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "(no option)"
-
-
-def advise(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> str:
+def advise(
+    layouts: Sequence[PlannedLayout],
+    memory_bytes: int | None,
+    named: Callable[[dict[str, Any]], str] = call,
+) -> str:
     """The smallest change that makes a run fit, in one or two sentences."""
     first = layouts[0]
     least = min(layouts, key=lambda one: one.total_bytes)
-    begin = f"With {call(first.options)}" if len(first.options) > 1 else "Without any option"
+    begin = f"With {named(first.options)}" if len(first.options) > 1 else "Without any option"
     if memory_bytes is None:
         return (
             f"{begin} a device needs {in_words(first.total_bytes)}. "
-            f"{call(least.options)} needs least: {in_words(least.total_bytes)}."
+            f"{named(least.options)} needs least: {in_words(least.total_bytes)}."
         )
     there = f"a device with {in_words(memory_bytes)}"
     if first.fits(memory_bytes):
@@ -61,30 +93,24 @@ def advise(layouts: Sequence[PlannedLayout], memory_bytes: int | None) -> str:
     fitting = [one for one in layouts if one.fits(memory_bytes)]
     if not fitting:
         return (
-            f"Nothing fits on {there}: {call(least.options)} needs least, "
+            f"Nothing fits on {there}: {named(least.options)} needs least, "
             f"{in_words(least.total_bytes)}. Use more devices, smaller batches, jax.checkpoint in "
             "the model, or 16-bit parameters."
         )
     change = fitting[0]
     return (
         f"{begin} it does not fit on {there}: it needs {in_words(first.total_bytes)}. "
-        f"The smallest change that makes it fit is {call(change.options)}: "
+        f"The smallest change that makes it fit is {named(change.options)}: "
         f"{in_words(change.total_bytes)}."
     )
 
 
-def notes_of(layouts: Sequence[PlannedLayout]) -> list[str]:
-    """What there is to know of single layouts."""
-    return [f"{call(one.options)}: {one.note}." for one in layouts if one.note]
-
-
-def _row(layout: PlannedLayout, memory_bytes: int | None) -> list[str]:
+def _cells(layout: PlannedLayout, memory_bytes: int | None) -> list[str]:
     took = layout.memory
     kinds = ("parameters", "gradients", "optimizer_state", "average", "rows", "activations")
     about = "~" if layout.estimated else ""
     fits = "" if memory_bytes is None else ("yes" if layout.fits(memory_bytes) else "no")
     return [
-        call(layout.options),
         str(layout.devices),
         *(in_words(took[kind]) if took[kind] else "-" for kind in kinds),
         about + in_words(layout.total_bytes),

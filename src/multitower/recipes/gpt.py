@@ -137,7 +137,16 @@ def make_data(text: Text, length: int) -> DataSets:
     Returns:
         Dicts of `"tokens"`, as `multitower.recipes.packing.pack` returns them. Of the documents
         that are held out, the test set has rows at equal distances, 128 KiB of them or all.
+
+    Raises:
+        DataError: the documents for training fill no row.
     """
+    num_bytes = sum(map(len, text.train))
+    if num_bytes < length:
+        raise mt.DataError(
+            f"the text has {num_bytes} bytes to train on, and a row of this model takes {length}. "
+            "Use a longer text, or shorter rows: --length N."
+        )
     test = pack(text.test, length)
     num_rows = min(len(test), -(-_TEST_BYTES // length))
     test = test[np.arange(num_rows) * len(test) // num_rows]

@@ -267,6 +267,8 @@ def _said(config: dict[str, Any]) -> dict[str, Any]:
     # A run of an earlier version had the defaults of what it did not know.
     known = {**asdict(RunOptions()), **config.get("options", {})}
     options = {**known, **dict.fromkeys(_NO_MATTER)}
+    if options["compute_dtype"] == "float32":
+        options["compute_dtype"] = None  # as `RunOptions` reads it
     settings = {f"--set {name}": value for name, value in config.get("settings", {}).items()}
     return {"recipe": config.get("recipe"), **options, **settings}
 

@@ -13,6 +13,7 @@ from multitower.steps.optimizing.extra_metrics import check_extra_metrics
 from multitower.steps.rotation.options import StaleScale
 from multitower.towers.placement import check_towers
 from multitower.training.fitting.early_stopping import EarlyStopping
+from multitower.training.fitting.epochs import check_steps
 from multitower.training.profile import check_profile
 from multitower.training.tracking.log import check_services
 
@@ -32,7 +33,7 @@ _FOR = (
     ),
     ("early_stopping", "early stopping", ("min_delta",)),
 )
-_FLAGS = {"global_batch": "batch-size", "remat": "no-remat"}
+_FLAGS = {"global_batch": "batch-size", "remat": "no-remat", "simulated_devices": "simulate"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class RunOptions:
         ema_decay: keep a moving average of the parameters, 0 to 1; by default the recipe's.
         on_nonfinite: `"stop"` or `"skip"`, as for `multitower.Trainer`.
         compute_dtype: `"bfloat16"` or `"float16"` for mixed precision, as for
-            `multitower.train_step`; None or `"float32"` for none.
+            `multitower.train_step`; None or `"float32"`, which is read as None, for none.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
         max_staleness: likewise; one less than the number of groups.
         rotation: likewise; the groups in the order of their turns, such as "0,1,0,2".
@@ -132,8 +133,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_towers(self.towers)
-        if self.steps is not None and self.steps < 1:
-            raise RunError(f"steps={self.steps}: a run makes at least one step.")
+        if self.steps is not None:
+            check_steps(self.steps)
         if self.epochs is not None:
             _check_epochs(self.epochs, self.steps)
         if self.global_batch is not None and self.global_batch < 1:
@@ -151,6 +152,8 @@ class RunOptions:
         check_numbers(self.ema_decay, None, None)
         if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
+        if self.compute_dtype == "float32":  # casts nothing: the program is the one without
+            object.__setattr__(self, "compute_dtype", None)
         if self.keep_last < 1:
             raise RunError(f"keep_last={self.keep_last}: it must be 1 or more.")
         self._check_together()

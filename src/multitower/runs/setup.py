@@ -1,8 +1,9 @@
 """A recipe that is set up: its trainer, its data, its first state."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from multitower.recipes.definition import DataSets, Recipe, takes
 from multitower.runs.options import LARGEST_SEED, RunOptions
 from multitower.runs.pipeline import describe_pipeline
 from multitower.steps.optimizing.extra_metrics import RATE
+from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
 from multitower.training.checkpoints.best import check_score
+from multitower.training.fitting.calls import Call, Feeding
 from multitower.training.fitting.epochs import steps_in
 from multitower.training.trainer import Trainer
 
@@ -98,6 +101,13 @@ class RecipeJob:
             lazy=are_several(),
             **self._order(),
         )
+
+    def calls(self, first: int, last: int) -> Generator[Call]:
+        """What the step is called with, for steps first + 1 to last, copied ahead of need."""
+        options, step = self.options, self.trainer.step
+        where = {"devices": options.devices, "towers": options.towers}
+        feeding = Feeding(step, where, self.global_batch, options.stages, None, ())
+        return feeding.calls(islice(self.batches(first), last - first), first, last)
 
     def first_batch(self, num_rows: int) -> Any:
         """The first rows of the first batch."""
@@ -218,6 +228,19 @@ def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) 
         return options.steps or recipe.steps
     global_batch = options.global_batch or recipe.global_batch
     return steps_in(options.epochs, _steps_per_epoch(data or recipe.data(), global_batch))
+
+
+def steps_of_round(options: RunOptions, towers: int) -> int:
+    """After how many steps everything has happened once: a meeting, or all turns of a rotation.
+
+    Raises:
+        ArgumentError: towers that do not divide into the groups of a rotation.
+    """
+    if not options.asynchronous:
+        return options.sync_every or 1
+    order = options.rotation_order()
+    groups = RotationOptions(options.max_staleness, order, None).num_groups(towers)
+    return len(order or range(groups))
 
 
 def make_optimizer(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,30 +59,44 @@ class Verified(NamedTuple):
         Raises:
             RunError: it is not.
         """
-        kept = {name: value for name, value in self.settings.items() if name != _PATH}
         for name, value in given.items():
-            if name != _PATH and kept.get(name) != value:
+            if name != _PATH and self.settings.get(name) != value:
                 raise RunError(
-                    f"{path} holds a run with {name}={kept.get(name, 'its default')}, and this "
-                    f"command has {name}={value}: leave it out, or compare with another run."
+                    f"{path} holds a run with {name}={self.settings.get(name, 'its default')}, and "
+                    f"this command has {name}={value}: leave it out, or compare with another run."
                 )
-        return {**kept, **given}
+        return {**self.settings, **given}
 
-    def options_for(self, given: RunOptions, path: Path) -> RunOptions:
+    def options_for(self, given: Mapping[str, Any], path: Path) -> RunOptions:
         """The options of a run to be compared: what is given must be the same.
+
+        Args:
+            given: the options that were typed, also where they equal their defaults.
+            path: of the file, for messages.
 
         Raises:
             RunError: it is not.
         """
+        before = RunOptions(**self.options)
+        options = RunOptions(**{**self.options, **given})
         for name in OPTIONS:
-            value, there = getattr(given, name), self.options[name]
-            if value not in (getattr(RunOptions, name), there):
-                said = flag_of(name) if isinstance(value, bool) else f"{flag_of(name)} {value}"
+            if getattr(options, name) != (there := getattr(before, name)):
                 raise RunError(
-                    f"{path} holds a run with {name} {there}, and this command has {said}: leave "
-                    "it out, or compare with another run."
+                    f"{path} holds a run {_held(name, there)}, and this command has "
+                    f"{_said(name, given[name])}: leave it out, or compare with another run."
                 )
-        return replace(given, **{name: self.options[name] for name in OPTIONS})
+        return options
+
+
+def _said(name: str, value: Any) -> str:
+    """An option as it is typed."""
+    return flag_of(name) if value is None or isinstance(value, bool) else f"{flag_of(name)} {value}"
+
+
+def _held(name: str, value: Any) -> str:
+    if value == getattr(RunOptions, name):
+        return f"without {flag_of(name)}"
+    return f"with {_said(name, value)}"
 
 
 def verified_facts(

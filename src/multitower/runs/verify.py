@@ -18,7 +18,7 @@ from multitower.proof.record import Found, Run, Spot
 from multitower.proof.verification import Verification, compare, look
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob
+from multitower.runs.setup import RecipeJob, steps_of_round
 from multitower.towers.feeding import prefetch
 
 _STEPS = 5
@@ -36,6 +36,7 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
 
     Raises:
         DeviceError: fewer towers than devices.
+        ArgumentError: towers that do not divide into the groups of a rotation.
     """
     towers = options.towers or max(_TOWERS, most_devices)
     if towers < most_devices:
@@ -43,11 +44,7 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
             f"{towers} towers cannot fill {most_devices} devices: use at most {towers} devices, or "
             f"--towers {most_devices}."
         )
-    turns = 0
-    if options.asynchronous:
-        groups = towers if options.max_staleness is None else options.max_staleness + 1
-        turns = len(options.rotation_order() or range(groups))
-    steps = options.steps or max(_STEPS, max(options.sync_every or 0, turns) + 1)
+    steps = options.steps or max(_STEPS, steps_of_round(options, towers) + 1)
     return replace(options, towers=towers, steps=steps)
 
 

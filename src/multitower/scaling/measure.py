@@ -19,8 +19,9 @@ from multitower.hardware.memory import PeakMemory
 from multitower.processes.together import lines_of_all, texts_of_all
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
+from multitower.runs.setup import steps_of_round
 from multitower.scaling.fit import check_enough
-from multitower.scaling.run import LEAD_STEPS, TAIL_STEPS, ScalingRun
+from multitower.scaling.run import ScalingRun, TurnSteps
 from multitower.scaling.summary import (
     OPTIONS,
     STRONG,
@@ -40,7 +41,8 @@ class ScalingOptions:
     Attributes:
         kinds: `"strong"`, the global batch is fixed, and `"weak"`, the tower batch is; by default
             both, or strong alone with a fixed number of towers.
-        steps: measured steps of one turn.
+        steps: measured steps of one turn; local and asynchronous updates make more, up to the next
+            whole number of rounds.
         rounds: turns of each number of devices, after one that compiles.
         predict: predict the step time on so many devices; None for none.
         rows_per_device: in weak scaling; by default the share of the fewest devices in the batch.
@@ -115,8 +117,8 @@ def scale(
 
     Raises:
         DeviceError: fewer towers than devices.
-        RunError: weak scaling with a fixed number of towers, too few points for a prediction, or
-            several numbers of devices for several processes.
+        RunError: weak scaling with a fixed number of towers, too few points for a prediction,
+            several numbers of devices for several processes, or as `check_measurable`.
         MultitowerError: what the recipe's steps raise.
 
     Example:
@@ -131,10 +133,12 @@ def scale(
     how = how or ScalingOptions()
     counts = sorted(set(devices))
     num_processes = jax.process_count()
+    check_measurable(options, num_processes)
     if num_processes > 1 and len(counts) > 1:
         raise RunError("several processes make one run, and are measured in one layout at a time.")
     kinds = how.kinds_on([num_processes * count for count in counts], options.towers)
     batch = options.global_batch or recipe.global_batch
+    turn = TurnSteps.of(options, how.steps)
     keys = {
         kind: [
             (count, _rows(kind, batch, num_processes * count, num_processes * counts[0], how))
@@ -156,12 +160,44 @@ def scale(
         **{name: getattr(options, name) for name in OPTIONS},
         "batch_size": batch,
         "steps": how.steps,
-        "lead_steps": LEAD_STEPS,
+        "counted_steps": turn.counted,
+        "lead_steps": turn.lead,
         "rounds": how.rounds,
         STRONG: tables.get(STRONG),
         WEAK: tables.get(WEAK),
     }
     return with_summary(found, not_comparable(recipe, options), how.predict)
+
+
+def check_measurable(options: RunOptions, num_processes: int) -> None:
+    """Refuses updates that cannot be compared, or not as training makes them.
+
+    Args:
+        options: of the runs.
+        num_processes: of one run, the most.
+
+    Raises:
+        RunError: local or asynchronous updates without `towers`, or over several processes.
+        ArgumentError: towers that do not divide into the groups of a rotation.
+    """
+    if options.sync_every is None and not options.asynchronous:
+        return
+    what = "asynchronous=True" if options.asynchronous else f"sync_every={options.sync_every}"
+    if options.towers is None:
+        raise RunError(
+            f"{what} without towers=: every number of devices would have another number of towers, "
+            "which is another training. Add towers=, such as towers=8."
+        )
+    if num_processes > 1:
+        reason = (
+            "they run in one process"
+            if options.asynchronous
+            else "training makes several steps in a call there, and scale makes one"
+        )
+        raise RunError(
+            f"{what} over {num_processes} processes: {reason}. Measure the devices of one process."
+        )
+    steps_of_round(options, options.towers)  # towers that do not divide into groups are refused
 
 
 def _rows(kind: str, batch: int, count: int, fewest: int, how: ScalingOptions) -> int:
@@ -177,7 +213,8 @@ def _measure(
     """Lets all runs take turns."""
     recipe = replace(recipe, data=functools.cache(recipe.data))  # read once for all runs
     # The optimizer's schedules end where the measurement does.
-    options = replace(options, steps=(how.rounds + 1) * (LEAD_STEPS + how.steps + TAIL_STEPS))
+    total = TurnSteps.of(options, how.steps).total
+    options = replace(options, steps=(how.rounds + 1) * total)
     runs: dict[_Key, ScalingRun] = {}
     # The most devices first: each of them holds the least, so that more is seen of the next one's
     # peak of memory.

@@ -75,7 +75,7 @@ def _settings(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "turns in every layout" if result["layouts"] else "turns of every number of devices"
         ): result["rounds"],
-        "measured steps of a turn": result["steps"],
+        "measured steps of a turn": result.get("counted_steps", result["steps"]),
         "steps before them": result["lead_steps"],
         "seed": result["seed"],
         **{f"recipe: {name}": value for name, value in result["options"].items()},

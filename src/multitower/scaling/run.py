@@ -2,10 +2,10 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,10 +16,9 @@ from multitower.hardware.devices import devices
 from multitower.hardware.memory import MemoryWatch, PeakMemory
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob
+from multitower.runs.setup import RecipeJob, steps_of_round
 from multitower.scaling.stage_times import measure_stages
-from multitower.scaling.step_split import measure_split
-from multitower.towers.feeding import prefetch
+from multitower.scaling.step_split import PARTS, measure_split
 
 # The first steps of a turn are not counted: the pipeline of batches made ahead is filled, and what
 # the others have left in the caches goes.
@@ -29,11 +28,38 @@ LEAD_STEPS = 3
 TAIL_STEPS = 1
 
 
+class TurnSteps(NamedTuple):
+    """The steps of one turn.
+
+    Attributes:
+        lead: made first, and not counted.
+        counted: whole rounds, so that every turn has as many meetings of its towers, or as many
+            updates of each group.
+        tail: made last, and not counted; as many as are under way at once.
+    """
+
+    lead: int
+    counted: int
+    tail: int
+
+    @classmethod
+    def of(cls, options: RunOptions, num_steps: int) -> "TurnSteps":
+        """Those of a run that is to count `num_steps`, or the next whole number of rounds."""
+        each = steps_of_round(options, options.towers or 1)
+        tail = each if options.asynchronous else TAIL_STEPS
+        return cls(LEAD_STEPS + tail - TAIL_STEPS, -(-num_steps // each) * each, tail)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
 class ScalingRun:
     """A training of a recipe that stands still while others have their turn.
 
     It goes on as `Trainer.fit` does: batches are made ahead by a thread, and the loss is read one
-    step late, so that the devices always have work.
+    step late, or by the turns of a rotation, so that the devices always have work.
 
     Args:
         recipe: what to train.
@@ -59,18 +85,25 @@ class ScalingRun:
 
     def warm_up(self, num_steps: int) -> None:
         """Makes a turn that is not measured: it compiles."""
-        self._train(LEAD_STEPS + num_steps + TAIL_STEPS, self._memory.look)
+        self._train(TurnSteps.of(self._job.options, num_steps), self._memory.look)
         self.peak = self._memory.peak()
 
     def take_turn(self, num_steps: int) -> None:
-        """Makes a turn, and measures `num_steps` steps of it."""
+        """Makes a turn, and measures `num_steps` steps of it, or the next whole rounds."""
+        turn = TurnSteps.of(self._job.options, num_steps)
         with counted_compilations() as compiled:
-            ends = self._train(LEAD_STEPS + num_steps + TAIL_STEPS, lambda: None)
+            ends = self._train(turn, lambda: None)
         self.num_recompilations += len(compiled)
-        self.turns_s.append((ends[LEAD_STEPS + num_steps - 1] - ends[LEAD_STEPS - 1]) / num_steps)
+        counted_s = ends[turn.lead + turn.counted - 1] - ends[turn.lead - 1]
+        self.turns_s.append(counted_s / turn.counted)
 
     def split(self, num_steps: int) -> dict[str, float | None]:
-        """Where the time of a step goes; the steps made for it leave no losses."""
+        """Where the time of a step goes; the steps made for it leave no losses.
+
+        Nothing is known where steps differ from each other: of local and asynchronous updates.
+        """
+        if self._job.options.sync_every is not None or self._job.options.asynchronous:
+            return dict.fromkeys(PARTS)
         self._state, parts = measure_split(
             self._job.trainer.step,
             self._state,
@@ -95,25 +128,25 @@ class ScalingRun:
         """The recipe, the software and the machine."""
         return self._job.facts()
 
-    def _train(self, num_steps: int, look: Callable[[], None]) -> list[float]:
-        """Makes steps; returns when each was seen to be over."""
+    def _train(self, turn: TurnSteps, look: Callable[[], None]) -> list[float]:
+        """Makes the steps of a turn; returns when each was seen to be over."""
         ends: list[float] = []
 
         def read(metrics: dict[str, jax.Array]) -> None:
             self.losses.append(_finite(metrics["loss"], len(self.losses) + 1))
             ends.append(time.perf_counter())
 
-        waiting: dict[str, jax.Array] | None = None
-        batches = islice(self._job.batches(len(self.losses)), num_steps)
-        with closing(prefetch(batches, **self._where)) as ahead:
-            for batch in ahead:
-                self._state, metrics = self._job.trainer.step(self._state, batch)
-                if waiting is not None:
-                    read(waiting)
+        waiting: deque[dict[str, jax.Array]] = deque()
+        first = len(self.losses)
+        with closing(self._job.calls(first, first + turn.total)) as ahead:
+            for call in ahead:
+                self._state, metrics = self._job.trainer.step(self._state, call.batch)
+                waiting.append(metrics)
+                if len(waiting) > turn.tail:
+                    read(waiting.popleft())
                 look()
-                waiting = metrics
-        assert waiting is not None
-        read(waiting)
+        while waiting:
+            read(waiting.popleft())
         return ends
 
 

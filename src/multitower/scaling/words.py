@@ -72,12 +72,20 @@ def split_tables(result: Mapping[str, Any]) -> list[Table]:
             ],
         )
         for kind in _TITLES
-        if result[kind]
+        if result[kind] and not _updates(result)
     ]
 
 
 def split_in_words(result: Mapping[str, Any]) -> str:
-    """Says what the parts of a step are."""
+    """Says what the parts of a step are.
+
+    Example:
+        >>> from multitower.scaling.words import split_in_words
+        >>> split_in_words({"sync_every": 16, "counted_steps": 32})[:69]
+        'A time is the mean over 32 steps, of which one in 16 ends with a meet'
+    """
+    if updates := _updates(result):
+        return updates
     text = (
         "input: make a batch on the host and copy it to the devices (training does this ahead of "
         "need). host: until step() returns; on CPUs small programs may run inside it. step: until "
@@ -91,6 +99,22 @@ def split_in_words(result: Mapping[str, Any]) -> str:
     if result["towers"] is None:
         return f"{text} With --towers T, the parts of a step are measured too."
     return f"{text} Waiting for each part makes tower programs, reduction and update longer."
+
+
+def _updates(result: Mapping[str, Any]) -> str | None:
+    """What there is to say of local and asynchronous updates, whose steps have no such parts."""
+    counted_steps = result.get("counted_steps")
+    if (every := result.get("sync_every")) is not None:
+        return (
+            f"A time is the mean over {counted_steps} steps, of which one in {every} ends with a "
+            "meeting of the towers. The parts of a step are not measured with --sync-every."
+        )
+    if result.get("asynchronous"):
+        return (
+            f"A step is one update, and a time is the mean over {counted_steps} of them, in whole "
+            "rotations. Updates overlap, so that their parts are not measured with --asynchronous."
+        )
+    return None
 
 
 def caution(result: Mapping[str, Any]) -> str | None:

@@ -529,8 +529,8 @@ class Trainer:
         if every is not None and (left := steps % every):
             warn(
                 f"steps={steps} is no multiple of sync_every={every}: the last {left} steps of "
-                f"every tower are not in state.params, which are those of the last meeting. Make "
-                f"{steps - left + every} steps."
+                "every tower are not in the parameters of the state, which are those of the last "
+                f"meeting. Make {steps - left + every} steps."
             )
 
     def _in_stages(

@@ -92,8 +92,8 @@ def warn_of_worst(option: str, score: str, best: str) -> None:
     words = {*re.split(r"[\W_]+", score.lower())}
     if best == "max" and words & _LOWER_IS_BETTER and not words & _TURNED_AROUND:
         warn(
-            f"{option} with score {score!r} and best='max': the state with the highest {score} "
-            "counts as the best. Pass best='min' (--best min) for the lowest."
+            f"{option}={score!r} and best='max': the state with the highest {score} counts as the "
+            "best. Pass best='min' (--best min) for the lowest."
         )
 
 

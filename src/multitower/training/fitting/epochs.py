@@ -6,6 +6,9 @@ from typing import Any
 
 from multitower.errors import ArgumentError, RunError
 
+# The count of steps in a training state is int32.
+MOST_STEPS = 2**31 - 1
+
 
 def steps_of_epoch(batches: Any, said: Any) -> Any:
     """The steps of one epoch, as a number that need not be whole; None if nobody knows.
@@ -31,7 +34,7 @@ def steps_of_run(
     Raises:
         ArgumentError: not exactly one of steps and epochs is given, or the size of an epoch is
             not known.
-        RunError: fewer than one step.
+        RunError: fewer than one step, or more than can be counted.
     """
     if (steps is None) == (epochs is None):
         raise ArgumentError(
@@ -40,8 +43,7 @@ def steps_of_run(
         )
     if epochs is None:
         assert steps is not None
-        if steps < 1:
-            raise RunError(f"steps={steps}: a run makes at least one step.")
+        check_steps(steps)
         return steps
     if not 0 < epochs < math.inf:
         raise RunError(f"epochs={epochs}: a run makes more than 0 epochs.")
@@ -61,12 +63,31 @@ def steps_of_run(
     return steps_in(epochs, size)
 
 
+def check_steps(steps: float) -> None:
+    """Refuses a number of updates that no run makes.
+
+    Raises:
+        RunError: fewer than one, or more than can be counted.
+    """
+    if steps < 1:
+        raise RunError(f"steps={steps}: a run makes at least one step.")
+    if steps > MOST_STEPS:
+        raise RunError(
+            f"steps={steps:.15g}: a run makes at most {MOST_STEPS} steps, counted in int32."
+        )
+
+
 def steps_in(epochs: float, size: float) -> int:
     """The updates of some epochs of `size` updates each, the last one of a part counted whole.
+
+    Raises:
+        RunError: more than can be counted.
 
     Example:
         >>> from multitower.training.fitting.epochs import steps_in
         >>> steps_in(1.5, 3), steps_in(100, 1.12)  # a product of 112.00000000000001
         (5, 112)
     """
-    return math.ceil(round(epochs * size, 9))
+    steps = max(1, round(epochs * size, 9))
+    check_steps(steps)
+    return math.ceil(steps)
