@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.towers.rows import Tower
 
-SMALL = 4096  # elements; handling an array costs more than copying one of up to this size
+SMALL = 1024  # elements; copying larger leaves costs a CPU more than handling them saves
 FEWEST = 16  # leaves of one dtype that are worth a vector
 
 _Vectors = list[jax.Array]
