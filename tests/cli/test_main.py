@@ -72,7 +72,7 @@ def test_towers_and_simulate(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "8 simulated CPU devices" in captured.out
     # The library's warnings are one line too.
-    assert captured.err.startswith("multitower: towers=3 keep 3 of 8 devices busy")
+    assert captured.err.startswith("multitower: --towers 3 keep 3 of 8 devices busy")
     assert captured.err.count("\n") == 1
 
 
