@@ -41,8 +41,9 @@ class Watch:
     """The most bytes that JAX's arrays take on a device; of two that share a buffer, once."""
 
     def __init__(self):
-        self._before = {x.unsafe_buffer_pointer() for x in self._pieces()}
-        self._kept = jax.live_arrays()  # so that nobody else gets their memory
+        kept = jax.live_arrays()
+        self._kept = {id(array): array for array in kept}  # so that nobody else gets their memory
+        self._before = {x.unsafe_buffer_pointer() for x in self._pieces(kept)}
         self.most = dict.fromkeys(jax.devices(), 0)
 
     def __enter__(self):
@@ -53,7 +54,8 @@ class Watch:
         sys.setprofile(None)
 
     def look(self):
-        held = {x.unsafe_buffer_pointer(): x for x in self._pieces()}
+        new = [array for array in jax.live_arrays() if id(array) not in self._kept]
+        held = {x.unsafe_buffer_pointer(): x for x in self._pieces(new)}
         for device in self.most:
             own = [
                 x.nbytes for at, x in held.items() if x.device == device and at not in self._before
@@ -64,12 +66,11 @@ class Watch:
         if event == "return" and "/multitower/" in code.co_filename:
             self.look()
 
-    def _pieces(self):
-        live = [array for array in jax.live_arrays() if not array.is_deleted()]
+    def _pieces(self, arrays):
         return [
             shard.data
-            for array in live
-            if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            for array in arrays
+            if not array.is_deleted() and not jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
             for shard in array.addressable_shards
         ]
 
