@@ -10,6 +10,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 import multitower as mt
+from forks import compiling_quickly
 
 # The Makefile has JAX leave out most optimizations, as JAX's own tests do: compiling is what tests
 # wait for. Not so where bits or memory are what is tested: optimizations decide over both.
@@ -53,17 +54,13 @@ settings.load_profile("repeatable")
 
 
 def start() -> None:
-    """Eight simulated devices, in this process alone: what it starts has its own settings.
-
-    JAX before 0.11 can do without XLA's newer emitter, which takes most of the time in which small
-    programs are compiled: 35 milliseconds with these flags, 210 without.
-    """
+    """Eight simulated devices, in this process alone: what it starts has its own settings."""
     mt.configure(simulated_devices=8)
-    if LEFT_OUT and jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
-        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-        os.environ["XLA_FLAGS"] = quick
-        jax.devices()  # reads them
-        del os.environ["XLA_FLAGS"]
+    for name, value in (compiling_quickly() if LEFT_OUT else {}).items():
+        if name not in os.environ:
+            os.environ[name] = value
+            jax.devices()  # reads it
+            del os.environ[name]
 
 
 start()

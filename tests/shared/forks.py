@@ -197,6 +197,22 @@ def set_jax():
     directory, quickly = map(os.environ.get, _SET_IN_A_FORK)
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_disable_most_optimizations", quickly == "1")
+    if quickly == "1":
+        os.environ.update({**compiling_quickly(), **os.environ})
+
+
+def compiling_quickly():
+    """Variables that a process of tests sets before it starts its devices.
+
+    JAX before 0.11 can do without XLA's newer emitter, which takes most of the time in which small
+    programs are compiled: 35 milliseconds with these flags, 210 without.
+    """
+    import jax
+
+    if jax.__version_info__ >= (0, 11):
+        return {}
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    return {"XLA_FLAGS": flags}
 
 
 def run(words):
