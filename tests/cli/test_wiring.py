@@ -9,7 +9,6 @@ import importlib
 import json
 import re
 import shlex
-from collections import defaultdict
 
 import pytest
 
@@ -346,7 +345,8 @@ def test_flags_reach_the_processes_of_layouts(command, flags, monkeypatch, tmp_p
 def test_flags_of_plan_arrive(monkeypatch, capsys):
     asked = []
 
-    memory = defaultdict(int)
+    kinds = ("parameters", "gradients", "optimizer_state", "average", "rows", "activations")
+    memory = dict.fromkeys(kinds, 0)
     layout = PlannedLayout({"devices": 8, "stages": 2, "layout": (4, 2)}, 8, memory, 100, 0, 0)
     notes, limits = ("stages=3 is left out: no.",), ("What breaks first: 9 (stages=2: ...).",)
     found = Plan([layout], 10, 24, 1, 8, 4, notes, limits, None)
