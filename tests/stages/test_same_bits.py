@@ -100,7 +100,7 @@ def test_it_is_the_training_without_stages(one_device):
     close(train(step), one_device)
 
 
-STAGES, TOWERS, DEVICES = (1, 2, 3, 6), (1, 4, 8), (1, 2, 3, 5)
+STAGES, TOWERS, DEVICES = (1, 2, 3, 4, 6), (1, 4, 8), (1, 2, 3, 4, 8)
 
 
 def covering():
