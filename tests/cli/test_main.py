@@ -156,7 +156,13 @@ def test_help_reads_well(capsys):
         (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
         (["train", "digits", "--simulate", "0"], "--simulate 0 must be a whole number"),
-        (["train", "digits", "--simulate", "5"], "came too late"),
+        (["train", "digits", "--simulate", "5"], "--simulate 5 came too late"),
+        (["scale", CIRCLE, "--asynchronous", "--max-staleness", "-1"], "--max-staleness -1: it must"),
+        (["scale", CIRCLE, "--sync-every", "0", "--towers", "2"], "--sync-every 0: it must be 1"),
+        (
+            ["scale", CIRCLE, "--sync-every", "2", "--towers", "2", "--shard-update"],
+            "--sync-every 2 and --shard-update exclude each other",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(words, message, capsys):

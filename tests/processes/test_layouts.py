@@ -13,6 +13,7 @@ import pytest
 
 import layout_program
 import multitower as mt
+from forks import compiling_quickly
 from places import PROGRAMS
 from processes import run_fork, run_processes
 
@@ -26,7 +27,7 @@ def together(num_processes, num_devices, *whats, timeout_s=120, **settings):
 
 
 # Every process compiles all of it. Recipes show the same bits over processes as users compile them.
-QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **compiling_quickly()}
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +179,8 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("layout", "whats"),
     [
-        # All is tried with several devices in a process, and with unequal numbers of towers.
-        ((2, 3), ["same_bits", "stages_elsewhere"]),
+        # Processes of several devices, and processes with unequal numbers of towers.
+        ((2, 3), ["same_bits", "meeting", "stages_elsewhere"]),
         ((3, 1), ["same_bits", "sharded", "meeting", "local", "stages_elsewhere"]),
         ((2, 2), ["same_bits", "sharded", "local_calls", "stages_that_meet", "float16"]),
         ((4, 1), ["same_bits", "meeting"]),

@@ -197,8 +197,6 @@ def set_jax():
     directory, quickly = map(os.environ.get, _SET_IN_A_FORK)
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_disable_most_optimizations", quickly == "1")
-    if quickly == "1":
-        os.environ.update({**compiling_quickly(), **os.environ})
 
 
 def compiling_quickly():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ _WITH_VALUE = re.compile(rf"(?<![\w/=.-])({_NAMES})=(?!\.\.)({_VALUE})?(?![\w.,-
 _IN_BOTH = re.compile(rf"\b({_NAMES})(=({_VALUE}))? \((--[^()]*)\)")
 _CALLS = (
     (re.compile(rf"\btrain_step\(({_NAMES})=\.\.\.\)"), lambda found: flag_of(found[1])),
-    (re.compile(r"\bmt\.configure\(simulated_devices=(\d+)\)"), r"--simulate \1"),
+    (re.compile(r"\b(?:mt\.)?configure\(simulated_devices=(\d+)\)"), r"--simulate \1"),
 )
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
@@ -62,5 +63,7 @@ def _flag(name: str, value: str | None) -> str:
     flag = flag_of(option)
     if option != name or value in (None, "True", "False", "None"):
         return flag
+    if value.startswith("'"):
+        return f"{flag} {shlex.quote(value[1:-1])}"
     said = re.sub(r"[][()' ]|jnp\.", "", value).rstrip(",")
     return f"{flag} {said.replace(',', 'x') if name == 'layout' else said}"

@@ -137,12 +137,10 @@ class RunOptions:
             check_steps(self.steps)
         if self.epochs is not None:
             _check_epochs(self.epochs, self.steps)
+        _check_at_least(1, checkpoint_every=self.checkpoint_every, sync_every=self.sync_every)
+        _check_at_least(0, evaluate_every=self.evaluate_every, max_staleness=self.max_staleness)
         if self.global_batch is not None and self.global_batch < 1:
             raise RunError(f"a batch of {self.global_batch} examples: a step needs at least one.")
-        if self.checkpoint_every < 1:
-            raise RunError(f"checkpoint_every={self.checkpoint_every}: it must be 1 or more.")
-        if self.evaluate_every < 0:
-            raise RunError(f"evaluate_every={self.evaluate_every}: it must be 0 or more.")
         if self.best not in ("max", "min"):
             raise RunError(f"best={self.best}: say max or min.")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
@@ -296,6 +294,12 @@ def flag_of(option: str) -> str:
         ('--sync-every', '--batch-size')
     """
     return "--" + _FLAGS.get(option, option).replace("_", "-")
+
+
+def _check_at_least(least: int, **options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise RunError(f"{name}={value}: it must be {least} or more.")
 
 
 def _check_epochs(epochs: float, steps: int | None) -> None:

@@ -177,12 +177,17 @@ def check_measurable(options: RunOptions, num_processes: int) -> None:
         num_processes: of one run, the most.
 
     Raises:
-        RunError: local or asynchronous updates without `towers`, or over several processes.
+        RunError: local or asynchronous updates without `towers`, with what excludes them, or over
+            several processes.
         ArgumentError: towers that do not divide into the groups of a rotation.
     """
     if options.sync_every is None and not options.asynchronous:
         return
     what = "asynchronous=True" if options.asynchronous else f"sync_every={options.sync_every}"
+    others = ["sync_every"] if options.asynchronous else []
+    for other in (*others, "stages", "shard_update", "shard_params"):
+        if getattr(options, other):
+            raise RunError(f"{what} and {other}= exclude each other. Leave one of them out.")
     if options.towers is None:
         raise RunError(
             f"{what} without towers=: every number of devices would have another number of towers, "
