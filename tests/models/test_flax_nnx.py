@@ -315,7 +315,8 @@ def test_modules_that_share_a_variable():
 
 def test_model_state_next_to_a_module():
     step = mt.train_step(lambda m, x, *, model_state: (m(x), {}, model_state), optax.sgd(0.1))
-    with pytest.raises(
-        mt.ArgumentError, match=r"a Net keeps its own: write loss_fn\(model, batch\)"
-    ):
-        step.init(Net(), model_state={"a": 1.0})
+    for module in (Net(), Net):
+        with pytest.raises(
+            mt.ArgumentError, match=r"a Net keeps its own: write loss_fn\(model, batch\)"
+        ):
+            step.init(module, model_state={"a": 1.0})

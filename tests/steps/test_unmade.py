@@ -224,6 +224,18 @@ def test_a_look_makes_it_on_the_host_and_changes_count():
     assert np.array_equal(state.params["in"], make_stacked()["in"])
 
 
+def test_what_nobody_would_read_cannot_be_written():
+    # The lie: values written into an array that a look has made, and that the step never sees.
+    given = {"in": np.ones(8, np.float32), "layers": np.ones((4, 8, 8), np.float32)}
+    step = mt.train_step(scanned, optax.adam(0.1), towers=2, stages=2, devices=2, ema_decay=0.5)
+    for make in (lambda: given, given):
+        for name in ("params", "opt_state", "ema_params"):
+            for leaf in jax.tree.leaves(getattr(step.init(make), name)):
+                with pytest.raises(ValueError, match="read-only"):
+                    leaf[...] = 5
+    given["in"][...] = 5  # the user's own
+
+
 @pytest.mark.parametrize("options", [{}, {"stages": 2}])
 def test_a_function_with_arguments_is_refused(options):
     def make(key):

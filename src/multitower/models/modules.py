@@ -55,12 +55,14 @@ class Model:
         fixed: arrays that stay as they are.
         state: arrays that a call may change.
         how: how to put it together.
+        name: of the module's class.
     """
 
     weights: Any
     fixed: Any
     state: Any
     how: HowBuilt = field(metadata={"static": True})
+    name: str = field(metadata={"static": True})
 
     def build(self) -> Any:
         """The module."""
@@ -150,7 +152,7 @@ def take_model(module: Any, wanted: Any = None) -> Model:
     """
     taken = take_nnx(module, wanted) if is_nnx(module) else take_equinox(module)
     how, weights, fixed, state = taken
-    return Model(weights, fixed, state, how)
+    return Model(weights, fixed, state, how, type(module).__name__)
 
 
 def take_call(

@@ -114,10 +114,9 @@ class TrainStep:
         from multitower.steps.unmade import take_params  # noqa: PLC0415 (importing stays quick)
 
         way = self._find_way()
-        name = type(params).__name__
         params = take_params(params, in_parts=way.makes_in_parts)
         if isinstance(params, Model):
-            params, model_state = self._take(params, name, model_state)
+            params, model_state = self._take(params, model_state)
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
@@ -225,12 +224,12 @@ class TrainStep:
             self._way = find_way(self._division, self._devices, self._towers)
         return self._way
 
-    def _take(self, model: Model, name: str, model_state: Any) -> tuple[Any, Any]:
+    def _take(self, model: Model, model_state: Any) -> tuple[Any, Any]:
         """Parameters and model state of a module; the loss is told how to put it together."""
         loss = self._step.loss
         if model.how.changes_in_place and loss.takes_model_state:
             raise ArgumentError(
-                f"the loss takes model_state, and a {name} keeps its own: write "
+                f"the loss takes model_state, and a {model.name} keeps its own: write "
                 "loss_fn(model, batch), and let the model change in it."
             )
         if loss.model is None or loss.model.how != model.how or model.fixed:

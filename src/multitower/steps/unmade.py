@@ -31,7 +31,7 @@ class Unmade(jax.ShapeDtypeStruct):
     def made(self, device: jax.Device) -> jax.Array:
         """Makes it on a device, and nothing else: the steps of the function that it needs.
 
-        They run one after the other, as when the function is called, so the bits are the same.
+        They run one after the other, as in a call on that device, so the bits are the same.
         """
         segment = slice_of(self.program, [self.number])
         with jax.default_device(device):

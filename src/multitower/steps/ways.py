@@ -99,7 +99,7 @@ class InStages(Whole):
         from multitower.steps.staged.state import on_cpu  # noqa: PLC0415 (importing stays quick)
 
         rest = on_cpu(state.shared()._replace(params=None, opt_state=None, ema_params=None))
-        shapes = state.shapes().params
+        shapes = state.params_shapes()
         return look_by_shapes(lambda params: look(rest._replace(params=params)), shapes)
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:

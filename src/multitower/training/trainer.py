@@ -330,7 +330,7 @@ class Trainer:
         how = Resume(steps, resume, allow_previous, allow_changes)
         call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
-        run = describe_run(self._optimizer, state.shapes().params, self._settings)
+        run = describe_run(self._optimizer, state.params_shapes(), self._settings)
         with self._checkpoints() as checkpoints:
             return self._around().run(state, run, checkpoints, call)
 

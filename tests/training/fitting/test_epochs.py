@@ -52,6 +52,12 @@ def test_the_size_of_an_epoch_is_asked_for():
         fit(np.float32(0), batches, steps=2, epochs=2)
     with pytest.raises(mt.ArgumentError, match="give one of them"):
         fit(np.float32(0), batches)
+    most = r": a run makes at most 2147483647 steps, counted in int32\."
+    with pytest.raises(mt.RunError, match=r"steps=1e\+20" + most):
+        fit(np.float32(0), batches, steps=10**20)
+    for huge in ({"steps": 10**5000}, {"epochs": 10**400, "steps_per_epoch": 2.5}):
+        with pytest.raises(mt.RunError, match="steps above 1e300" + most):
+            fit(np.float32(0), batches, **huge)
     with pytest.raises(mt.RunError, match="epochs=0"):
         fit(np.float32(0), batches, epochs=0)
     with pytest.raises(mt.ArgumentError, match="steps_per_epoch=0"):

@@ -175,7 +175,9 @@ def _on_host(leaf: Any) -> Any:
     if is_key(leaf) or isinstance(leaf, Unmade):
         return leaf
     leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
-    return np.array(leaf, dtype=device_dtype(leaf))
+    copy = np.array(leaf, dtype=device_dtype(leaf))
+    copy.flags.writeable = False  # nobody would read what is written into it
+    return copy
 
 
 def _strong(leaf: Any, dtype: Any) -> Any:

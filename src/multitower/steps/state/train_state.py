@@ -215,6 +215,13 @@ class TrainState:
             return self._parts.shapes()
         return shapes_of(self.fields())
 
+    def params_shapes(self) -> Any:
+        """Shapes and dtypes of the parameters; nothing else is joined or made for them."""
+        self._check_not_spent()
+        if self._fields is None and hasattr(self._parts, "shapes"):
+            return self._parts.shapes().params
+        return shapes_of(self.shared().params)
+
     def parts(self) -> Any:
         """What `of_parts` was given, or None."""
         self._check_not_spent()

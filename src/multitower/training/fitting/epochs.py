@@ -72,9 +72,9 @@ def check_steps(steps: float) -> None:
     if steps < 1:
         raise RunError(f"steps={steps}: a run makes at least one step.")
     if steps > MOST_STEPS:
-        raise RunError(
-            f"steps={steps:.15g}: a run makes at most {MOST_STEPS} steps, counted in int32."
-        )
+        # Python cannot format a larger integer as a float.
+        said = f"steps={steps:.15g}" if steps < 1e300 else "steps above 1e300"
+        raise RunError(f"{said}: a run makes at most {MOST_STEPS} steps, counted in int32.")
 
 
 def steps_in(epochs: float, size: float) -> int:
@@ -88,6 +88,9 @@ def steps_in(epochs: float, size: float) -> int:
         >>> steps_in(1.5, 3), steps_in(100, 1.12)  # a product of 112.00000000000001
         (5, 112)
     """
-    steps = max(1, round(epochs * size, 9))
+    try:
+        steps = max(1, round(epochs * size, 9))
+    except OverflowError:  # an integer that no float can hold
+        steps = math.inf
     check_steps(steps)
     return math.ceil(steps)

@@ -139,7 +139,7 @@ class Around(NamedTuple):
         return MetricsReader(
             steps,
             self.on_nonfinite,
-            state.shapes().params,
+            state.params_shapes(),
             self.tell,
             # While a tower computes, the others take their turns.
             calls_late=1 if self.step.turns is None else len(self.step.turns.rotation),
