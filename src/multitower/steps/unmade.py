@@ -123,7 +123,7 @@ def _is_function(value: Any) -> bool:
     if wanted:
         name = getattr(value, "__name__", type(value).__name__)
         raise ArgumentError(
-            f"init got {name}, which takes {', '.join(wanted)}: pass parameters, or a function "
+            f"params is {name}, which takes {', '.join(wanted)}: pass parameters, or a function "
             f"without arguments that makes them, such as lambda: {name}(...)."
         )
     return True
