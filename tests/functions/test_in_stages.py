@@ -252,6 +252,21 @@ def test_law_l3_towers_that_meet():
     assert np.array_equal(found[0]["rows"], np.arange(12))
 
 
+def test_towers_meet_inside_a_function_with_a_rule_of_differentiation(copies):
+    # The lies: an error that only stages have, for rules that a forward pass never uses; a NumPy
+    # array that is copied once for every piece between two exchanges.
+    mean = jax.custom_vjp(lambda x: jax.lax.pmean(x, "towers"))
+    mean.defvjp(lambda x: (mean(x), None), lambda _, given: (given,))
+    total = jax.custom_jvp(lambda x: jax.lax.psum(x, "towers"))
+    total.defjvps(lambda tangent, *_: tangent)
+    net = lambda w, x: total(mt.cut((x - mean(x @ w)) ** 2 @ w) @ w) + x
+    infer = mt.make_parallel(net, (None, 0), towers=2, stages=2, devices=2)
+    w, x = np.asarray(WEIGHTS[0]), X.reshape(2, 6, 4)
+    found, count = copies.during(lambda: infer(w, X))
+    close(found, (((x - (x @ w).mean(0)) ** 2 @ w @ w).sum(0) + x).reshape(12, 4))
+    assert count == 2  # one on each device
+
+
 def call(fn=lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), around=lambda f: f, **options):
     infer = mt.make_parallel(fn, **{"in_axes": (None, 0), "stages": 2, "devices": 2, **options})
     return around(infer)(np.eye(4, dtype=np.float32), X)

@@ -53,6 +53,26 @@ def by_options(plan, **options):
     return found
 
 
+def test_a_function_that_makes_the_parameters(monkeypatch):
+    # The lie: it is called, and makes a model that fits nowhere; or what `init` takes is refused.
+    monkeypatch.setattr("multitower.planning.make._attributes", lambda given, *_: {"given": given})
+    monkeypatch.setattr("multitower.planning.plan.Plan", lambda given: given)
+    count = len(jax.live_arrays())
+    weights = lambda: jax.tree.map(lambda x: jnp.ones(x.shape), HUGE)
+    found = mt.plan(losses, optax.adam(1e-3), weights, shape(16, WIDTH))
+    assert found.fields.params == HUGE
+    assert {type(leaf) for leaf in jax.tree.leaves(found.fields)} == {jax.ShapeDtypeStruct}
+    assert len(jax.live_arrays()) <= count + 1
+    make = lambda: nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    plans = [
+        mt.plan(lambda net, x: net(x)[:, 0] ** 2, optax.sgd(0.1), given, shape(4, 8)).fields
+        for given in (make, make())
+    ]
+    assert plans[0] == plans[1]
+    with pytest.raises(mt.ArgumentError, match=r"params is losses, which takes params, batch"):
+        mt.plan(losses, optax.sgd(0.1), losses, shape(16, WIDTH))
+
+
 def test_every_kind_of_bytes(huge):
     """Lie: Adam's two moments counted once, or for every tower."""
     whole = by_options(huge, towers=4)

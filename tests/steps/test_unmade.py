@@ -184,6 +184,35 @@ def test_shards_are_made_where_they_live():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+def test_arrays_that_a_function_closes_over_are_in_no_program(monkeypatch):
+    # The lie: constants of the compiled program, which every device has whole.
+    texts, jit = [], jax.jit
+
+    def spied(fun, **options):
+        made = jit(fun, **options)
+
+        def run(*args):
+            texts.append(made.lower(*args).as_text())
+            return made(*args)
+
+        return run
+
+    w = np.random.default_rng(1).normal(size=(DIM, DIM))
+    given = jnp.asarray(w[::-1], jnp.float32)
+    make = lambda: {"w": w, "also": given, "of_both": given + jnp.asarray(w), "s": 1.5}
+    expected = make()
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2, shard_params=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "jit", spied)
+        params = step.init(make).params
+    assert texts
+    assert max(map(len, texts)) < 4 * DIM * DIM
+    for name, value in expected.items():
+        np.testing.assert_allclose(params[name], value, rtol=1e-6)
+        assert params[name].dtype == np.float32
+        assert params[name].addressable_shards[0].data.size == -(-params[name].size // 2)
+
+
 def test_modules():
     class Net(nnx.Module):
         def __init__(self, rngs):

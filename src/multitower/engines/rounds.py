@@ -33,7 +33,7 @@ from multitower.engines.segments import (
 from multitower.engines.totals import with_one_nan
 
 # Nothing differentiates what a tower has computed: its own rules have done their work.
-_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+FORWARD_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 class Sent(NamedTuple):
@@ -132,7 +132,7 @@ def cut_into_rounds(program: Any, number: int, treedef: Any, *, final: bool) -> 
     Raises:
         OutputError: a collective that towers do not have, or that is where they cannot meet.
     """
-    read = read_program(program, needs_axis, refuse_inside, rules=_RULES if final else {})
+    read = read_program(program, needs_axis, refuse_inside, rules=FORWARD_RULES if final else {})
     if not any(needs_axis(step.equation) for step in read.steps):
         return None
     for step in read.steps:

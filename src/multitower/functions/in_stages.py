@@ -8,6 +8,7 @@ import numpy as np
 
 from multitower.engines.executable import signature
 from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.rounds import FORWARD_RULES
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.calls import Kind, TowerFunction, join_rows, ragged_of
@@ -101,7 +102,9 @@ class StagedFunction(TowerFunction):
                 "the model changes its own state, such as BatchNorm's averages, and with stages= "
                 "nothing is averaged over towers. Call model.eval() before, or leave stages= out."
             )
-        program = without_collectives(traced.program, traced.number, self._num_towers)
+        program = without_collectives(
+            traced.program, traced.number, self._num_towers, rules=FORWARD_RULES
+        )
         chain = make_forward_chain(program, len(shared), layout.num_stages)
         return Forward(chain, layout, self._placed), traced
 

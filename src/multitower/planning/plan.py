@@ -57,7 +57,8 @@ def plan(
         loss_fn: as for `train_step`.
         optimizer: as for `train_step`.
         params: arrays, or an NNX or Equinox module; or their shapes, as `jax.eval_shape` or
-            `nnx.eval_shape` returns them.
+            `nnx.eval_shape` returns them; or a function without arguments that makes one of these,
+            as `TrainStep.init` takes it: it is traced, not called.
         batch: a pytree of arrays with the rows of one step on axis 0, over all machines; or of
             `jax.ShapeDtypeStruct`.
         devices: how many each machine has; by default those of this process. They need not exist.

@@ -11,13 +11,14 @@ import numpy as np
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import wide
 from multitower.models.equinox import is_equinox
-from multitower.models.modules import is_model, take_model
+from multitower.models.modules import Model, is_model, take_model
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.fields import Fields
+from multitower.steps.unmade import take_params
 from multitower.towers.rows import Parts, device_dtype, is_key, take_apart
 
 
@@ -64,7 +65,9 @@ def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: 
         MultitowerError: what `TrainStep.init` and `TrainStep.__call__` raise.
     """
     step.loss.check_extras(model_state, jax.random.key(0) if _is_key_shape(rng) else rng)
-    if is_model(params):
+    if not is_model(params):
+        params = take_params(params, in_parts=True)  # of a function the shapes
+    if isinstance(params, Model) or is_model(params):
         params, model_state, loss = _take(step.loss, params, model_state)
         step = replace(step, loss=loss)
     params, model_state, rng = jax.tree.map(shape_of, (params, model_state, rng))
@@ -93,7 +96,7 @@ def row_shapes(batch: Parts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf as it will be on a device."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if type(leaf) is jax.ShapeDtypeStruct:
         return leaf
     if not hasattr(leaf, "dtype"):
         leaf = jnp.asarray(leaf)
@@ -107,10 +110,10 @@ def _leaf_bytes(leaf: Any) -> int:
 
 
 def _take(loss: LossFunction, module: Any, model_state: Any) -> tuple[Any, Any, LossFunction]:
-    """Weights and model state of a module, whose arrays may be shapes."""
+    """Weights and model state of a module, whose arrays may be shapes, or of its `Model`."""
     if is_equinox(module):  # it tells arrays from other leaves by their type
         module = jax.tree.map(_stand_in, module)
-    model = take_model(module)
+    model = module if isinstance(module, Model) else take_model(module)
     loss = loss.of_model(replace(model, fixed=jax.tree.map(_stand_in, model.fixed)))
     return model.weights, model.state if model.how.changes_in_place else model_state, loss
 

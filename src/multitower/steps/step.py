@@ -94,7 +94,9 @@ class TrainStep:
                 `step.model(state)` returns the module. The other Variables of an NNX module, which
                 the loss may change in place, are in `state.model_state`. Or a function without
                 arguments that returns one of these: with `stages` and `shard_params` it is traced,
-                and no device makes more of the parameters than it keeps.
+                and each array is made where it will live: with `stages` on the device of its
+                stage, with `shard_params` by each device its own part. The guide "Models larger
+                than a device" names the exceptions.
             model_state: a pytree of arrays, which the loss takes as `model_state`.
             rng: a typed PRNG key, shape (), from which the loss's `rng` is made.
 

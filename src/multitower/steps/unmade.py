@@ -6,11 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from multitower.engines.segments import Program, is_call, open_calls, slice_of
 from multitower.errors import ArgumentError
 from multitower.models.modules import Model, is_model, take_model
 from multitower.steps.runner import own_copy
+from multitower.towers.leaf_shards import shardings_of
+from multitower.towers.placement import Placement
+from multitower.towers.split import copy_to
 
 
 class Unmade(jax.ShapeDtypeStruct):
@@ -27,6 +31,11 @@ class Unmade(jax.ShapeDtypeStruct):
         super().__init__(shape.shape, shape.dtype)
         self.program = program
         self.number = number
+
+    def given(self) -> Any:
+        """The array itself if the function makes none: it closes over it, or has read a file."""
+        is_given = isinstance(self.number, int) and self.number in self.program.consts
+        return _as_array(self.program.consts[self.number]) if is_given else self
 
     def made(self, device: jax.Device) -> jax.Array:
         """Makes it on a device, and nothing else: the steps of the function that it needs.
@@ -57,11 +66,23 @@ def take_params(params: Any, *, in_parts: bool) -> Any:
     return take_model(params) if is_model(params) else params
 
 
-def made_in_parts(leaves: Sequence[Unmade], shardings: Sequence[Any]) -> list[jax.Array]:
-    """Makes arrays that span devices, each device its own parts of them."""
+def made_in_parts(
+    leaves: Sequence[Unmade], shardings: Sequence[Any], placement: Placement
+) -> list[jax.Array]:
+    """Makes arrays that span devices, each device its own parts of them.
+
+    Args:
+        leaves: results of one function, at least one.
+        shardings: where each of them will be.
+        placement: one tower on every device. Large arrays that the function uses are split over
+            these, too, and are no constants of the program: it would have them whole.
+    """
     segment = slice_of(leaves[0].program, [leaf.number for leaf in leaves])
-    make = jax.jit(lambda: [own_copy(x) for x in segment([])], out_shardings=list(shardings))
-    return make()
+    used = [_as_array(value) for value in segment.consts.values()]
+    placed = [copy_to([x], [shardings_of(x, placement)])[0] for x in used]
+    of_used = replace(segment, inputs=tuple(segment.consts), consts={})
+    make = jax.jit(lambda x: [own_copy(one) for one in of_used(x)], out_shardings=list(shardings))
+    return make(placed)
 
 
 def _unmade(make: Callable[[], Any]) -> Any:
@@ -82,6 +103,11 @@ def _unmade(make: Callable[[], Any]) -> Any:
     return replace(found, fixed=fixed, state=state)
 
 
+def _as_array(value: Any) -> Any:
+    """A constant of a traced program, where JAX may have put an array of its own kind."""
+    return value if isinstance(value, jax.Array) else np.asarray(value)
+
+
 def _is_function(value: Any) -> bool:
     if not callable(value) or not jax.tree_util.all_leaves([value]):
         return False
@@ -97,7 +123,7 @@ def _is_function(value: Any) -> bool:
     if wanted:
         name = getattr(value, "__name__", type(value).__name__)
         raise ArgumentError(
-            f"init got {name}, which takes {', '.join(wanted)}: pass parameters, or a function "
+            f"params is {name}, which takes {', '.join(wanted)}: pass parameters, or a function "
             f"without arguments that makes them, such as lambda: {name}(...)."
         )
     return True

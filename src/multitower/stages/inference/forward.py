@@ -196,6 +196,8 @@ class _Walk:
         # The rows are on the first one, and on the last one the results are wanted.
         self._ends = [layout.device(replica, s) for s in (0, layout.num_stages - 1)]
         self._devices = [forward.segments.device(replica, s) for s in segments]
+        # A NumPy array may change, so nobody remembers its copies for longer than a call.
+        self._copies: dict[Any, jax.Array] = {}
         self._whole = [self._params(s, params) for s in segments]
         self._rows = dict(zip(chain.inputs[chain.num_params : -3], rows, strict=True))
         self._counts = [rows[0].counts(tower) for tower in range(layout.towers.num_towers)]
@@ -235,17 +237,23 @@ class _Walk:
 
     def _params(self, s: int, params: Sequence[Any]) -> dict[int, jax.Array]:
         """What a segment needs of them, on its device."""
-        chain, placed = self._forward.chain, self._forward.placed
+        chain = self._forward.chain
         needed = {*chain.segments[s].inputs}
         found: dict[int, jax.Array] = {}
         for i, (leaf, number) in enumerate(zip(params, chain.inputs, strict=False)):
             piece = chain.pieces.get(i, {}).get(s)
             if number in needed:
-                found[number] = placed.on(leaf, self._devices[s])
+                found[number] = self._copy(i, leaf, s, None)
             elif piece is not None:
-                rows = (piece.first, piece.last)
-                found[piece.number] = placed.on(leaf, self._devices[s], rows)
+                found[piece.number] = self._copy(i, leaf, s, (piece.first, piece.last))
         return found
+
+    def _copy(self, i: int, leaf: Any, s: int, rows: tuple[int, int] | None) -> jax.Array:
+        """A parameter, or rows of it, on the device of a segment; one for all its segments."""
+        key = (i, self._devices[s], rows)
+        if key not in self._copies:
+            self._copies[key] = self._forward.placed.on(leaf, self._devices[s], rows)
+        return self._copies[key]
 
     def _own(self, x: int, tower: int, s: int) -> jax.Array:
         """A tower's rows, or what it knows of itself, on the device of a segment."""

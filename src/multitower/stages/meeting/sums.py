@@ -5,6 +5,8 @@ sum is all values side by side. Either has a derivative that is a sum over tower
 what the total means to it.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -33,13 +35,20 @@ def is_meeting(equation: Any) -> bool:
     return equation.primitive.name == "name" and equation.params.get("name") == _NAME
 
 
-def without_collectives(closed: Any, number: int, num_towers: int) -> Any:
+def without_collectives(
+    closed: Any,
+    number: int,
+    num_towers: int,
+    *,
+    rules: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """A tower's program with marks, the identity, where values are added up over towers.
 
     Args:
         closed: of `jax.make_jaxpr`, traced where the axis of towers exists.
         number: the position of the tower's own number among its arguments.
         num_towers: how many towers there are.
+        rules: as for `read_program`; none if the program will be differentiated.
 
     Returns:
         The program itself if it neither has a collective nor asks for the tower's number.
@@ -47,7 +56,7 @@ def without_collectives(closed: Any, number: int, num_towers: int) -> Any:
     Raises:
         OutputError: a collective that towers do not have, or that is where they cannot meet.
     """
-    program = read_program(closed, needs_axis, refuse_inside)
+    program = read_program(closed, needs_axis, refuse_inside, rules=rules)
     if not any(needs_axis(step.equation) for step in program.steps):
         return closed
 

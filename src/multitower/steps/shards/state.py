@@ -66,11 +66,19 @@ class StateShards:
         there = self.shardings(fields)
         leaves, treedef = jax.tree.flatten(fields.params)
         if any(isinstance(leaf, Unmade) for leaf in leaves):
-            made = made_in_parts(leaves, jax.tree.leaves(there.params))
+            params = self._made(leaves, jax.tree.leaves(there.params))
             fields = fields._replace(params=None)
             placed = jax.tree.map(_copy, fields, there._replace(params=None))
-            return placed._replace(params=treedef.unflatten(made))
+            return placed._replace(params=treedef.unflatten(params))
         return jax.tree.map(_copy, fields, there)
+
+    def _made(self, leaves: list[Unmade], shardings: list[Any]) -> list[jax.Array]:
+        """What a function makes; arrays that it hands on are placed as if they were passed."""
+        given = [leaf.given() for leaf in leaves]
+        unmade = [n for n, leaf in enumerate(given) if isinstance(leaf, Unmade)]
+        own = [leaves[n] for n in unmade], [shardings[n] for n in unmade]
+        made = dict(zip(unmade, made_in_parts(*own, self.placement) if unmade else [], strict=True))
+        return [made[n] if n in made else _copy(leaf, shardings[n]) for n, leaf in enumerate(given)]
 
     def take_changes(self, fields: Fields, changes: Changes) -> Fields:
         """The state with what a user has written into it; other leaves are not copied."""
