@@ -157,7 +157,10 @@ def test_help_reads_well(capsys):
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
         (["train", "digits", "--simulate", "0"], "--simulate 0 must be a whole number"),
         (["train", "digits", "--simulate", "5"], "--simulate 5 came too late"),
-        (["scale", CIRCLE, "--asynchronous", "--max-staleness", "-1"], "--max-staleness -1: it must"),
+        (
+            ["scale", CIRCLE, "--asynchronous", "--max-staleness", "-1"],
+            "--max-staleness -1: it must",
+        ),
         (["scale", CIRCLE, "--sync-every", "0", "--towers", "2"], "--sync-every 0: it must be 1"),
         (
             ["scale", CIRCLE, "--sync-every", "2", "--towers", "2", "--shard-update"],
@@ -329,6 +332,7 @@ def test_a_warning_names_flags(capsys):
         "multitower: --keep-best loss and --best max: the state with the highest loss counts as "
         "the best. Pass --best min for the lowest."
     )
+    assert in_flags("keep_best='val loss'") == "--keep-best 'val loss'"
     assert in_flags("write train_step(clip_norm=...), or mt.configure(simulated_devices=4)") == (
         "write --clip-norm, or --simulate 4"
     )
