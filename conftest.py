@@ -77,8 +77,7 @@ def pytest_collection_finish() -> None:
 def forget() -> Iterator[None]:
     """After each file: what JAX keeps of programs that nobody calls again.
 
-    Each holds two megabytes that the compiler looks through for every new one: after half of all
-    tests a sixth of a process's time, and 3 GB.
+    Each holds two megabytes, 3 GB after an eighth of all tests.
     """
     yield
     jax.clear_caches()
