@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 
 # As many bits as both NumPy's and JAX's generators take.
 LARGEST_SEED = 2**32 - 1
+# Options that decide what an update computes, beside how the model and the batch are divided.
+OF_UPDATES = (
+    "sync_every",
+    "outer_lr",
+    "outer_momentum",
+    "local_state",
+    "asynchronous",
+    "max_staleness",
+    "rotation",
+    "stale_scale",
+    "momentum_correction",
+    "clip_norm",
+    "ema_decay",
+    "compute_dtype",
+)
 # Options, what each of them is for, and which ones say more of that.
 _FOR = (
     ("stages", "stages of a model", ("layout", "interleave", "remat")),

@@ -9,7 +9,7 @@ from multitower.errors import RunError
 from multitower.hardware.provenance import versions
 from multitower.proof.record import StepRecord, as_facts, from_facts
 from multitower.proof.verification import Verification
-from multitower.runs.options import RunOptions, flag_of
+from multitower.runs.options import OF_UPDATES, RunOptions, flag_of
 
 # What decides the bits, apart from the recipe and its settings.
 OPTIONS = (
@@ -20,18 +20,7 @@ OPTIONS = (
     "shard_update",
     "stages",
     "remat",
-    "sync_every",
-    "outer_lr",
-    "outer_momentum",
-    "local_state",
-    "asynchronous",
-    "max_staleness",
-    "rotation",
-    "stale_scale",
-    "momentum_correction",
-    "clip_norm",
-    "ema_decay",
-    "compute_dtype",
+    *OF_UPDATES,
 )
 _PATH = "data"  # a setting that may differ: the same files lie elsewhere
 

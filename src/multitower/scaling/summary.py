@@ -12,7 +12,7 @@ import numpy as np
 
 from multitower.errors import RunError
 from multitower.recipes.definition import Recipe, takes
-from multitower.runs.options import RunOptions
+from multitower.runs.options import OF_UPDATES, RunOptions
 from multitower.scaling.fit import check_enough, fit_step_times, held_out
 from multitower.scaling.losses import LossCheck, compare_losses
 
@@ -28,18 +28,7 @@ OPTIONS = (
     "stages",
     "interleave",
     "remat",
-    "sync_every",
-    "outer_lr",
-    "outer_momentum",
-    "local_state",
-    "asynchronous",
-    "max_staleness",
-    "rotation",
-    "stale_scale",
-    "momentum_correction",
-    "clip_norm",
-    "ema_decay",
-    "compute_dtype",
+    *OF_UPDATES,
 )
 # What measurements must have in common to stand in one table.
 _SAME = (
