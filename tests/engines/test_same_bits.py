@@ -66,8 +66,8 @@ def test_same_bits_in_processes_with_other_device_counts(towers, device_counts, 
 def test_with_kernels_of_onednn():
     """Lie: threads take turns in another order there; or the setting does nothing."""
     cases = ["lenet5/sgd/float32"]
-    with_onednn = [in_own_process(devices, 4, ["--onednn", *cases]) for devices in (1, 3, 1)]
-    assert with_onednn[0] == with_onednn[1] == with_onednn[2]
+    with_onednn = [in_own_process(devices, 4, ["--onednn", *cases]) for devices in (1, 3)]
+    assert with_onednn[0] == with_onednn[1]
     assert with_onednn[0] != in_own_process(1, 4, cases)
 
 
@@ -85,8 +85,7 @@ def test_eight_towers_on_other_numbers_of_devices(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", names(SLOW_12), ids=list(SLOW_12))
 def test_twelve_towers_on_other_numbers_of_devices(cases):
-    small = cases[0].startswith("mlp")  # the others take minutes to compile on many of them
-    assert_same_bits((1, 12) if small else (1, 5), 12, cases)
+    assert_same_bits((1, 5), 12, cases)
 
 
 def test_the_slow_tables_leave_no_model_optimizer_or_precision_out():

@@ -283,7 +283,8 @@ def test_the_same_bits_on_one_device_and_on_two_processes(tmp_path):
     found = []
     for number, where in enumerate(([], TWO_PROCESSES)):
         run_dir = tmp_path / str(number)
-        run_fork("-m", "multitower", *words, *where, "--run-dir", str(run_dir))
+        words_here = [*words, *where, "--run-dir", str(run_dir)]
+        run_fork("-m", "multitower", *words_here, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
         result = json.loads((run_dir / "result.json").read_text())
         found.append([result[key] for key in ("fingerprint", "test_bits_per_byte")])
     assert found[0] == found[1]
@@ -304,7 +305,6 @@ def test_every_way_to_make_a_step_trains_the_same_model():
     plain = run(MICRO, RunOptions(devices=1, steps=2))["test_loss"]
     for devices, options in (
         (1, {"towers": 2, "stages": 2}),
-        (2, {"towers": 2, "shard_update": True}),
         (2, {"shard_params": True}),
     ):
         found = run(MICRO, RunOptions(devices=devices, steps=2, **options))["test_loss"]
