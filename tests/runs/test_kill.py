@@ -14,9 +14,9 @@ PROGRAM = str(PROGRAMS / "kill_and_resume_program.py")
 @pytest.mark.parametrize(
     ("num_kills", "seed", "options", "fewest"),  # fifty take four minutes, and passed
     [
-        (8, 2, {}, 4),
-        (4, 10, {"stages": 2}, 2),
-        (4, 10, {"updates": "asynchronous"}, 2),
+        (5, 2, {}, 3),
+        (3, 10, {"stages": 2}, 2),
+        (3, 10, {"updates": "asynchronous"}, 2),
         (2, 6, {"sync_every": 4}, 2),  # saved every 5 steps, so mostly between two meetings
     ],
 )
