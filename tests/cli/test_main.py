@@ -11,7 +11,7 @@ import pytest
 
 import multitower as mt
 from circle_run import CIRCLE
-from multitower.cli.console import make_show_warning
+from multitower.cli.console import make_show_warning, say_parts
 from multitower.cli.main import main
 from multitower.cli.wording import in_flags
 from multitower.towers.placement import place
@@ -327,7 +327,7 @@ def test_a_warning_names_flags(capsys):
         warn_of_worst("keep_best", "loss", "max")
     busy, direction = capsys.readouterr().err.splitlines()
     assert "--towers 2 keep 2 of 8 devices busy; 6 stay idle. Use --towers 8 or" in busy
-    assert "or --devices 2." in busy
+    assert "or --simulate 2." in busy  # --devices and --simulate exclude each other
     assert direction == (
         "multitower: --keep-best loss and --best max: the state with the highest loss counts as "
         "the best. Pass --best min for the lowest."
@@ -336,6 +336,19 @@ def test_a_warning_names_flags(capsys):
     assert in_flags("write train_step(clip_norm=...), or mt.configure(simulated_devices=4)") == (
         "write --clip-norm, or --simulate 4"
     )
+
+
+@pytest.mark.parametrize(("columns", "ends"), [("80", []), ("20", ["42.0 s"])])
+def test_a_narrow_terminal_cuts_no_number_in_two(columns, ends, monkeypatch, capsys):
+    """Lie: a score whose digits are on two lines."""
+    parts = ["accuracy 0.9972", "42.0 s", "fingerprint 4efc"]
+    say_parts(parts)
+    assert capsys.readouterr().out == "accuracy 0.9972  42.0 s  fingerprint 4efc\n"  # no terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    say_parts(parts)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ([parts[0], *ends, parts[2]] if ends else ["  ".join(parts)])
 
 
 def test_the_version(capsys):

@@ -6,9 +6,11 @@ The lie each test would catch: a flag that is read, listed by --help, and droppe
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -392,3 +394,19 @@ def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):
     assert (how.kinds, how.steps, how.rounds, how.predict) == (("weak",), 3, 2, None)
     for recipe in (scaled, verified):
         assert (recipe.options["lr_base"], recipe.options["synthetic"]) == (0.25, True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", b"caf? ?? ?"), ("utf-8", "caf\xe9 \u65e5\u672c ?".encode())]
+)
+def test_a_terminal_that_lacks_characters_gets_a_text_all_the_same(encoding, shown, monkeypatch):
+    """Lie: a traceback of Python, where the model has written what the terminal cannot show."""
+    command = importlib.import_module("multitower.cli.sample")
+    monkeypatch.setattr(command, "read_run", lambda *_, **__: (None, None))
+    monkeypatch.setattr(command, "start_devices", lambda *_: None)
+    monkeypatch.setattr(command, "continue_text", lambda *_, **__: " \u65e5\u672c \udcff")
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert main(["sample", "runs/text", "--prompt", "caf\xe9"]) == 0
+    sys.stdout.flush()
+    assert written.getvalue() == shown + b"\n"

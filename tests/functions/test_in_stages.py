@@ -50,9 +50,8 @@ def test_law_l3_the_same_bits_on_any_layout_and_l1_those_of_the_function():
     # The lies: rows out of order, a stage that is left out, programs that differ between devices.
     found = []
     for devices, layout in [(1, None), (2, None), (3, None), (4, (2, 2)), (2, (2, 1))]:
-        infer = mt.make_parallel(
-            tied, **AXES, towers=4, stages=3, devices=devices, layout=layout
-        )  # fmt: skip
+        where = {"devices": devices, "layout": layout, "interleave": devices == 4}
+        infer = mt.make_parallel(tied, **AXES, towers=4, stages=3, **where)
         found.append([infer(WEIGHTS, X[:n], X[:n, 0]) for n in (12, 7)])
     assert len({mt.fingerprint(one) for one in found}) == 1
     for n, one in zip((12, 7), found[0], strict=True):

@@ -16,6 +16,7 @@ from multitower.planning.memory import Spread
 from multitower.planning.programs import Programs, TowerProgram
 from multitower.planning.shapes import StateBytes, planned
 from multitower.planning.sizes import in_words, memory_in_bytes
+from multitower.planning.staged import _halving
 from multitower.planning.words import advise
 
 WIDTH = 40_000
@@ -98,6 +99,7 @@ def test_stages_split_and_wait(huge):
     assert staged.bubble == 1 / 5
     # (P - 1) / (M + P - 1) with 9 towers is 1/10.
     assert staged.note == "towers=9 would halve the time in which devices wait"
+    assert _halving(17, 16) == ""  # towers without rows make no work
     kept = by_options(huge, towers=4, stages=2, remat=False)
     more = {name for name, size in kept.memory.items() if size != staged.memory[name]}
     assert more <= {"activations"}

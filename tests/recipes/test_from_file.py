@@ -86,6 +86,16 @@ def test_a_missing_file_is_named(name, tmp_path, monkeypatch):
         find_recipe(name)
 
 
+def test_a_file_with_a_like_name_is_named_and_no_other_of_the_directory(tmp_path):
+    # The lie: any file is like any other, since they have a long path in common.
+    for name in ("conftest.py", "recipe.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(mt.RunError, match=r"recpie\.py\. Did you mean 'recipe\.py'\? Name a"):
+        find_recipe(str(tmp_path / "recpie.py"))
+    with pytest.raises(mt.RunError, match=r"mnist-8x8\.py\. Name a"):
+        find_recipe(str(tmp_path / "mnist-8x8.py"))
+
+
 def test_a_file_that_is_no_python_is_an_error(tmp_path):
     (tmp_path / "recipe.txt").touch()
     with pytest.raises(mt.RunError, match=r"its name must end in \.py"):

@@ -18,6 +18,7 @@ from faults import change_results, divide_parameters
 from forks import Fork
 from multitower.cli.main import main
 from multitower.proof.record import TOWER, Spot, StepRecord, as_facts, digest
+from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.verified import OPTIONS, Verified
 from multitower.runs.verify import Look, with_defaults
@@ -113,16 +114,58 @@ def test_a_file_decides_the_options_of_what_is_compared_with_it():
     # The lie: a comparison with another training than the one in the file.
     options = RunOptions(towers=4, stages=2, remat=False, clip_norm=0.5)
     before = Verified("1", "circle", {}, {name: getattr(options, name) for name in OPTIONS}, [])
-    file = Path("one.json")
-    assert before.options_for({}, file) == options
-    assert before.options_for({"clip_norm": 0.5, "compute_dtype": "float32"}, file) == options
+    of = (Path("one.json"), find_recipe(RECIPE))
+    assert before.options_for({}, *of) == options
+    assert before.options_for({"clip_norm": 0.5, "compute_dtype": "float32"}, *of) == options
     with pytest.raises(mt.RunError, match=r"--clip-norm 0\.5, and this command has --clip-norm 1"):
-        before.options_for({"clip_norm": 1.0}, file)
+        before.options_for({"clip_norm": 1.0}, *of)
     with pytest.raises(mt.RunError, match="without --shard-update, and this command has --shard-u"):
-        before.options_for({"shard_update": True}, file)
+        before.options_for({"shard_update": True}, *of)
     before.options["remat"] = True
     with pytest.raises(mt.RunError, match="without --no-remat, and this command has --no-remat: l"):
-        before.options_for({"remat": False}, file)
+        before.options_for({"remat": False}, *of)
+
+
+TURNS = {"asynchronous": True, "max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("there", "same", "other"),
+    [
+        ({}, {"global_batch": 64}, {"global_batch": 32}),
+        ({"global_batch": 64}, {"global_batch": 64}, {"global_batch": 65}),
+        ({"sync_every": 2}, {"outer_lr": 0.7, "outer_momentum": 0.9}, {"outer_lr": 0.5}),
+        ({"asynchronous": True}, {"max_staleness": 3, "stale_scale": 0.0}, {"max_staleness": 1}),
+        ({**TURNS, "rotation": "0,1"}, {"rotation": "0, 1"}, {"rotation": "1, 0"}),
+        (TURNS, {"rotation": "0, 1"}, {"rotation": "0,1,1"}),
+        (TURNS, {"stale_scale": 0.0}, {"stale_scale": 0.5}),
+    ],
+)
+def test_the_same_value_said_differently_is_no_other(there, same, other):
+    """Lies: text that is compared, or a default that counts as another run."""
+    options = RunOptions(towers=4, **there)
+    before = Verified("1", "circle", {}, {name: getattr(options, name) for name in OPTIONS}, [])
+    of = (Path("one.json"), find_recipe(RECIPE))
+    assert before.options_for(same, *of) == options
+    with pytest.raises(mt.RunError, match="leave it out, or compare with another run"):
+        before.options_for(other, *of)
+
+
+def test_settings_of_a_file_are_compared_by_value_and_its_data_kept():
+    """Lies: data of the default place where the file has others; `0.10` for another `0.1`."""
+    file = Path("one.json")
+    before = Verified("1", "cifar10", {"data": "there", "lr_base": "0.002"}, {}, [])
+    assert before.settings_for("cifar10", {}, file) == before.settings
+    same = {"lr_base": "2e-3", "synthetic": "false"}
+    assert before.settings_for("cifar10", same, file) == before.settings
+    moved = before.settings_for("cifar10", {"data": "here"}, file)
+    assert moved == {"data": "here", "lr_base": "0.002"}
+    with pytest.raises(mt.RunError, match=r"lr_base=0\.002, and this command has lr_base=0\.1"):
+        before.settings_for("cifar10", {"lr_base": "0.1"}, file)
+    with pytest.raises(mt.RunError, match="with synthetic=its default, and this command has syn"):
+        before._replace(settings={}).settings_for("cifar10", {"synthetic": "true"}, file)
+    with pytest.raises(mt.RunError, match="holds a run of cifar10, and this is digits"):
+        before.settings_for("digits", {}, file)
 
 
 @pytest.mark.parametrize(

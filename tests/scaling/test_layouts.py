@@ -214,6 +214,23 @@ def test_weak_scaling_of_jobs_that_began_at_once_is_refused():
 
 
 @pytest.mark.slow
+def test_a_layout_of_local_updates_is_added(tmp_path):
+    """Lies: another training in calls of several steps; a meeting that is measured half."""
+    words = ["scale", FILE, "--towers", "2", "--batch-size", "12", "--steps", "1", "--rounds", "1"]
+    words += ["--sync-every", "3", "--layouts", "1x1,2x1", "--run-dir", tmp_path]
+    # In a fresh process: this one may compile otherwise (conftest.py).
+    done = ended(Fork("-m", "multitower", *words, env=clean_environment()))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "scale.json").read_text())
+    assert found["layouts"] == ["1 x 1", "2 x 1"]
+    assert found["losses"]["same"] is True
+    assert found["losses"]["steps"] == 2 * (3 + 3 + 3)
+    assert (found["lead_steps"], found["counted_steps"]) == (3, 3)
+    two = found["strong"][1]
+    assert (two["processes"], two["recompilations"], set(two["split"].values())) == (2, 0, {None})
+
+
+@pytest.mark.slow
 def test_a_layout_of_processes_is_added(tmp_path):
     """Lies: memory and towers of process 0 alone; simulated processes that show a speed-up."""
     words = ["scale", FILE, "--towers", "2", "--batch-size", "12", "--steps", "1", "--rounds", "2"]

@@ -1,6 +1,7 @@
 """Scaling: what more devices give, told as it is."""
 
 import io
+import itertools
 import json
 import math
 import re
@@ -27,10 +28,12 @@ from multitower.scaling.fit import fit_step_times, held_out
 from multitower.scaling.losses import compare_losses
 from multitower.scaling.measure import ScalingOptions, scale
 from multitower.scaling.report import write_scaling
-from multitower.scaling.run import LEAD_STEPS, TAIL_STEPS, ScalingRun
+from multitower.scaling.run import LEAD_STEPS, TAIL_STEPS, ScalingRun, TurnSteps
 from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
 from multitower.scaling.words import speed_tables, split_in_words
 from multitower.steps import runner as step_runner
+from multitower.training.fitting.calls import sizes_of_calls
+from multitower.training.fitting.settings import MOST_STEPS_PER_CALL
 
 FILE = str(places.CIRCLE)
 RECIPE = find_recipe(FILE, {})
@@ -139,8 +142,10 @@ def test_local_and_asynchronous_updates_are_measured(flags, counted, said, tmp_p
     [
         ("--sync-every 4", "--sync-every 4 without --towers: every number of devices would have"),
         ("--asynchronous", "--asynchronous without --towers: every number of devices would have"),
-        ("--sync-every 4 --towers 4 --layouts 1x2,2x1", "--sync-every 4 over 2 processes: train"),
-        ("--asynchronous --towers 4 --layouts 2x1", "--asynchronous over 2 processes: they run in"),
+        ("--sync-every 4 --towers 4 --shard-update", "exclude each other: with local updates"),
+        ("--asynchronous --towers 4 --layouts 1x1 --stages 2", "--asynchronous and --stages"),
+        ("--stages 2 --towers 4 --shard-update", "--stages and --shard-update exclude"),
+        ("--asynchronous --towers 4 --layouts 2x1", "--asynchronous over 2 processes: asynch"),
         ("--asynchronous --towers 4 --max-staleness 2", "makes 3 groups of towers, and 4 towers"),
     ],
 )
@@ -150,6 +155,21 @@ def test_updates_that_cannot_be_compared_are_refused(flags, said, tmp_path, caps
     assert main(["scale", FILE, *flags.split(), *where, "--run-dir", str(directory)]) == 2
     assert said in capsys.readouterr().err
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 16, 17, 40])
+@pytest.mark.parametrize("num_steps", [1, 7, 40])
+def test_rounds_of_local_updates_are_measured_whole_in_calls_too(every, num_steps):
+    """Lies: a time that begins or ends in a call; turns with different numbers of meetings."""
+    turn = TurnSteps.of(RunOptions(sync_every=every, towers=2), num_steps)
+    assert turn.counted >= num_steps
+    assert turn.lead >= LEAD_STEPS
+    most = min(every, MOST_STEPS_PER_CALL)
+    for first in (0, turn.total, 2 * turn.total):
+        sizes = sizes_of_calls(most, [every], first=first, last=first + turn.total)
+        ends = set(itertools.accumulate(sizes, initial=first))
+        assert {first + turn.lead, first + turn.lead + turn.counted} <= ends
+        assert turn.counted % every == 0
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

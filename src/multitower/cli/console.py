@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +28,19 @@ def say(line: str) -> None:
     """Prints one line, however long, as it is."""
     if not _quiet:
         Console().print(Text(line), soft_wrap=True)
+
+
+def say_parts(parts: Sequence[str]) -> None:
+    """Prints parts on one line; where the terminal is too narrow, lines that end with a part."""
+    console, lines = Console(), list(parts[:1])
+    for part in parts[1:]:
+        line = f"{lines[-1]}  {part}"
+        if console.is_terminal and len(line) > console.width:
+            lines.append(part)
+        else:
+            lines[-1] = line
+    for line in lines:
+        say(line)
 
 
 def show_error(message: str) -> None:

@@ -1,6 +1,7 @@
 """`multitower scale RECIPE`."""
 
 import contextlib
+import functools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -180,6 +181,7 @@ def scale(
             "--add goes on with the measurement in --run-dir DIR, which must be named, and "
             "--force throws it away: leave --force out."
         )
+    chosen = replace(chosen, data=functools.cache(chosen.data))  # read once, also for checks
     plan = _Plan(chosen, options, how, run_dir, force=force, add=add)
     if layouts is not None:
         refuse_with_layouts(together, devices=devices, simulate=simulate)
@@ -242,7 +244,7 @@ class _Plan:
         how = replace(self.how, predict=None) if self.add else self.how
         all_counts = [jax.process_count() * count for count in counts]
         # Mistakes are said before anything is made.
-        check_measurable(self.options, jax.process_count())
+        check_measurable(self.recipe, self.options, jax.process_count())
         kinds = how.kinds_on(all_counts, self.options.towers)
         directory = Path(by_first(lambda: self.directory(kinds)))
         if where:
@@ -274,7 +276,7 @@ def _measure_layouts(plan: _Plan, text: str, words: Sequence[str], *, quiet: boo
     """Has the processes of every layout add their measurement to the directory."""
     layouts = sorted(set(read_layouts(text)), key=lambda one: (one.total, one.processes))
     check_layouts(layouts, plan.options.towers)
-    check_measurable(plan.options, max(layout.processes for layout in layouts))
+    check_measurable(plan.recipe, plan.options, max(layout.processes for layout in layouts))
     counts = [layout.total for layout in layouts]
     kinds = plan.how.kinds_on(counts, plan.options.towers)
     if plan.how.predict is not None and len(set(counts)) < len(counts):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from multitower.cli.config_file import Config, read_config_file
-from multitower.cli.console import say, show_progress
+from multitower.cli.console import say, say_parts, show_progress
 from multitower.cli.flags import (
     BatchSize,
     ClipNorm,
@@ -329,7 +329,7 @@ def finish(
     parts = [*_scores(result), f"{result['seconds']:.1f} s"]
     if options.towers is not None:  # without, it depends on the number of devices
         parts.append(f"fingerprint {result['fingerprint'][:12]}")
-    say("  ".join(parts))
+    say_parts(parts)
     say(f"wrote {directory / RESULT} and {directory / REPORT}")
     found = result.get("pipeline", {})
     if "bubble" in found and found["layout"][1] > 1:

@@ -49,7 +49,6 @@ from multitower.cli.layouts import (
 )
 from multitower.cli.settings import collect_settings
 from multitower.cli.together import ALONE, TOGETHER, Together
-from multitower.errors import RunError
 from multitower.processes.together import is_first
 from multitower.proof.record import Found, StepRecord
 from multitower.proof.verification import Verification, compare_records, with_values
@@ -123,10 +122,8 @@ def verify(
         **local.options(),
         **in_turns.options(),
     }
-    before, settings, options = _with_file(against, settings, given)
+    before, settings, options = _with_file(against, recipe, settings, given)
     chosen = find_recipe(recipe, settings)
-    if before is not None and before.recipe != chosen.name:
-        raise RunError(f"{against} holds a run of {before.recipe}, and this is {chosen.name}.")
     if layouts is not None:
         refuse_with_layouts(together, devices=devices, simulate=simulate)
         there = read_layouts(layouts)
@@ -162,13 +159,14 @@ def verify(
 
 
 def _with_file(
-    against: Path | None, settings: Mapping[str, str], given: Mapping[str, Any]
+    against: Path | None, recipe: str, settings: Mapping[str, str], given: Mapping[str, Any]
 ) -> tuple[Verified | None, Mapping[str, str], RunOptions]:
     """The run of `--against`, and the settings and options of both."""
     if against is None:
         return None, settings, RunOptions(**given)
     before = read_verified(against)
-    return before, before.settings_for(settings, against), before.options_for(given, against)
+    settings = before.settings_for(recipe, settings, against)
+    return before, settings, before.options_for(given, against, find_recipe(recipe, settings))
 
 
 def _in_layouts(

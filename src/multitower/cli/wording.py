@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from multitower.runs.options import RunOptions, flag_of
 
 # Arguments of the library that are no options of a run, and the options that set them.
@@ -58,9 +60,15 @@ def options_in_flags(options: Mapping[str, Any]) -> str:
     return " ".join(_flag(name, repr(value)) for name, value in given.items()) or "(no flag)"
 
 
+def _simulates() -> bool:
+    """Whether devices are simulated: `--simulate` says how many, and excludes `--devices`."""
+    config: Any = jax.config  # its options are not in its type
+    return config.jax_platforms == "cpu" and config.jax_num_cpu_devices > 0
+
+
 def _flag(name: str, value: str | None) -> str:
     option = _OPTION_OF.get(name, name)
-    flag = flag_of(option)
+    flag = flag_of("simulated_devices" if name == "devices" and _simulates() else option)
     if option != name or value in (None, "True", "False", "None"):
         return flag
     if value.startswith("'"):

@@ -43,6 +43,7 @@ def make_parallel(
     towers: int | None = None,
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
+    interleave: bool = False,
 ) -> Callable[_P, _R]:
     """Runs a function of batched arrays on all devices, each on its share of the rows.
 
@@ -71,10 +72,12 @@ def make_parallel(
             every tower gets whole (modules, arguments with `in_axes=None`, what `fn` closes over)
             is copied to the stages that use it at the first call, and stays there as long as the
             caller keeps these arrays. NumPy arrays may change, and are copied at every call. The
-            bits are the same for any `devices` and `layout`, if `towers` is given.
+            bits are the same for any `devices`, `layout` and `interleave`, if `towers` is given.
         layout: (replicas of the model, devices of each), for `stages`. By default a device for each
             stage, or all devices if there are fewer; and as many replicas as there is room for,
             with one tower each if `towers` is None.
+        interleave: for `stages`: stage s runs on device s mod P of the P devices of its replica; by
+            default neighbours share a device.
 
     Returns:
         A function with the arguments of `fn`. Its results stay on their devices, split over them
@@ -100,7 +103,7 @@ def make_parallel(
     arguments = Arguments(fn)
     fn = as_function(fn)
     where = tuple(devices) if isinstance(devices, list) else devices
-    cut = stage_options(stages, layout)
+    cut = stage_options(stages, layout, interleave)
     options = (Axes.of(in_axes), Axes.of(out_axes), _Where(where, towers), cut)
     own = _tower_function(fn, *options)  # refuses wrong options right away
 

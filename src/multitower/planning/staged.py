@@ -74,12 +74,12 @@ def staged_layouts(
                 programs.stages[key] = _stages(given, programs, towers, num_stages)
             stages = programs.stages[key]
         except ArgumentError as error:
-            notes.append(f"stages={num_stages} is left out: {error}")
+            why = str(error).removeprefix(f"stages={num_stages}: ")
+            notes.append(f"stages={num_stages} is left out: {why}")
             continue
         passing = -(-towers // replicas)
         waits = least_bubble(num_stages, passing)
-        half = replicas * (2 * passing + num_stages - 1)
-        note = f"towers={half} would halve the time in which devices wait"
+        note = _halving(replicas * (2 * passing + num_stages - 1), given.batch.num_rows)
         options = {"towers": towers, "stages": num_stages, "layout": (replicas, num_stages)}
         rows = num_bytes(row_shapes(given.batch, -(-given.batch.num_rows // towers)))
         head = num_bytes((given.fields.model_state, given.fields.rng, given.batch.shared))
@@ -89,6 +89,12 @@ def staged_layouts(
         took = _largest(stages, spread, rows, head, remat=False)
         options = {**options, "remat": False}
         yield make_layout(room, options, (took, sent), bubble=waits)
+
+
+def _halving(towers: int, num_rows: int) -> str:
+    """What more towers would bring; nothing where some would have no rows."""
+    would = f"towers={towers} would halve the time in which devices wait"
+    return would if towers <= num_rows else ""
 
 
 def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[Stage]:

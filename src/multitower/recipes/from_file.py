@@ -41,9 +41,9 @@ def load_recipe_file(path: Path) -> ModuleType:
     """
     path = path.absolute()
     if not path.is_file():
-        files = [str(one) for one in path.parent.glob("*.py")]
+        files = [one.name for one in path.parent.glob("*.py")]
         raise mt.RunError(
-            f"there is no file {path}. {did_you_mean(str(path), files)}Name a Python file that "
+            f"there is no file {path}. {did_you_mean(path.name, files)}Name a Python file that "
             "defines a recipe."
         )
     name = f"multitower_recipe_file_{path.stem}"

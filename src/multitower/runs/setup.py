@@ -103,10 +103,14 @@ class RecipeJob:
         )
 
     def calls(self, first: int, last: int) -> Generator[Call]:
-        """What the step is called with, for steps first + 1 to last, copied ahead of need."""
+        """What the step is called with, for steps first + 1 to last, copied ahead of need.
+
+        With `steps_per_call` a call ends at each meeting of local updates.
+        """
         options, step = self.options, self.trainer.step
         where = {"devices": options.devices, "towers": options.towers}
-        feeding = Feeding(step, where, self.global_batch, options.stages, None, ())
+        most, meets = options.steps_per_call, options.sync_every or 0
+        feeding = Feeding(step, where, self.global_batch, options.stages, most, (meets,))
         return feeding.calls(islice(self.batches(first), last - first), first, last)
 
     def first_batch(self, num_rows: int) -> Any:

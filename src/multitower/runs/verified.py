@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,11 @@ from multitower.errors import RunError
 from multitower.hardware.provenance import versions
 from multitower.proof.record import StepRecord, as_facts, from_facts
 from multitower.proof.verification import Verification
+from multitower.recipes.catalog import find_recipe
+from multitower.recipes.definition import Recipe
 from multitower.runs.options import OF_UPDATES, RunOptions, flag_of
+from multitower.steps.local.options import OUTER_LR, OUTER_MOMENTUM
+from multitower.steps.rotation.options import RotationOptions
 
 # What decides the bits, apart from the recipe and its settings.
 OPTIONS = (
@@ -42,39 +47,70 @@ class Verified(NamedTuple):
     options: dict[str, Any]
     steps: list[StepRecord]
 
-    def settings_for(self, given: Mapping[str, str], path: Path) -> dict[str, str]:
-        """The settings of a run to be compared: what is given must be the same.
+    def settings_for(self, recipe: str, given: Mapping[str, str], path: Path) -> dict[str, str]:
+        """The settings of a run to be compared: what is given must mean the same.
+
+        Args:
+            recipe: as for `find_recipe`.
+            given: the settings that were typed, as words.
+            path: of the file, for messages.
 
         Raises:
-            RunError: it is not.
+            RunError: it does not, or the file holds a run of another recipe.
         """
+        if (named := find_recipe(recipe, given).name) != self.recipe:
+            raise RunError(f"{path} holds a run of {self.recipe}, and this is {named}.")
+        both = ({**self.settings}, {**self.settings, **given})
+        there, here = (find_recipe(recipe, settings).options for settings in both)
         for name, value in given.items():
-            if name != _PATH and self.settings.get(name) != value:
+            if name != _PATH and there.get(name) != here.get(name):
                 raise RunError(
                     f"{path} holds a run with {name}={self.settings.get(name, 'its default')}, and "
                     f"this command has {name}={value}: leave it out, or compare with another run."
                 )
-        return {**self.settings, **given}
+        data = {name: value for name, value in given.items() if name == _PATH}
+        return {**self.settings, **data}
 
-    def options_for(self, given: Mapping[str, Any], path: Path) -> RunOptions:
-        """The options of a run to be compared: what is given must be the same.
+    def options_for(self, given: Mapping[str, Any], path: Path, recipe: Recipe) -> RunOptions:
+        """The options of a run to be compared: what is given must mean the same.
 
         Args:
             given: the options that were typed, also where they equal their defaults.
             path: of the file, for messages.
+            recipe: of the runs.
 
         Raises:
-            RunError: it is not.
+            RunError: it does not.
+            ArgumentError: towers that do not divide into the groups of a rotation.
         """
         before = RunOptions(**self.options)
         options = RunOptions(**{**self.options, **given})
+        there, here = (_meant(one, recipe) for one in (before, options))
         for name in OPTIONS:
-            if getattr(options, name) != (there := getattr(before, name)):
+            if here[name] != there[name]:
                 raise RunError(
-                    f"{path} holds a run {_held(name, there)}, and this command has "
-                    f"{_said(name, given[name])}: leave it out, or compare with another run."
+                    f"{path} holds a run {_held(name, getattr(before, name))}, and this command "
+                    f"has {_said(name, given[name])}: leave it out, or compare with another run."
                 )
-        return options
+        return replace(options, **{name: getattr(before, name) for name in OPTIONS})
+
+
+def _meant(options: RunOptions, recipe: Recipe) -> dict[str, Any]:
+    """What options mean, with the defaults of the recipe and of updates in place."""
+    values = {name: getattr(options, name) for name in OPTIONS}
+    defaults: dict[str, Any] = {
+        "global_batch": recipe.global_batch,
+        "clip_norm": recipe.clip_norm,
+        "ema_decay": recipe.ema_decay,
+    }
+    if options.sync_every is not None:
+        defaults |= {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+    if options.asynchronous and options.towers is not None:
+        values["rotation"] = order = options.rotation_order()
+        groups = RotationOptions(options.max_staleness, order, None).num_groups(options.towers)
+        defaults |= {"max_staleness": groups - 1, "rotation": tuple(range(groups))}
+        defaults["stale_scale"] = 0
+    return values | {name: one for name, one in defaults.items() if values[name] is None}
 
 
 def _said(name: str, value: Any) -> str:

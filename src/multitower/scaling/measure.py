@@ -19,7 +19,7 @@ from multitower.hardware.memory import PeakMemory
 from multitower.processes.together import lines_of_all, texts_of_all
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import steps_of_round
+from multitower.runs.setup import RecipeJob
 from multitower.scaling.fit import check_enough
 from multitower.scaling.run import ScalingRun, TurnSteps
 from multitower.scaling.summary import (
@@ -131,9 +131,10 @@ def scale(
         (1, 0)
     """
     how = how or ScalingOptions()
+    recipe = replace(recipe, data=functools.cache(recipe.data))  # read once for all runs
     counts = sorted(set(devices))
     num_processes = jax.process_count()
-    check_measurable(options, num_processes)
+    check_measurable(recipe, options, num_processes)
     if num_processes > 1 and len(counts) > 1:
         raise RunError("several processes make one run, and are measured in one layout at a time.")
     kinds = how.kinds_on([num_processes * count for count in counts], options.towers)
@@ -169,40 +170,34 @@ def scale(
     return with_summary(found, not_comparable(recipe, options), how.predict)
 
 
-def check_measurable(options: RunOptions, num_processes: int) -> None:
-    """Refuses updates that cannot be compared, or not as training makes them.
+def check_measurable(recipe: Recipe, options: RunOptions, num_processes: int) -> None:
+    """Refuses updates that cannot be compared, or made; compiles nothing and starts no devices.
 
     Args:
+        recipe: what to train; its data are read.
         options: of the runs.
         num_processes: of one run, the most.
 
     Raises:
-        RunError: local or asynchronous updates without `towers`, with what excludes them, or over
-            several processes.
-        ArgumentError: towers that do not divide into the groups of a rotation.
+        RunError: local or asynchronous updates without `towers`, or asynchronous ones over several
+            processes.
+        ArgumentError: options that exclude each other, or towers that do not divide into the
+            groups of a rotation.
     """
+    RecipeJob.of(recipe, replace(options, devices=None), None, keep_best=False)  # asks the step
     if options.sync_every is None and not options.asynchronous:
         return
     what = "asynchronous=True" if options.asynchronous else f"sync_every={options.sync_every}"
-    others = ["sync_every"] if options.asynchronous else []
-    for other in (*others, "stages", "shard_update", "shard_params"):
-        if getattr(options, other):
-            raise RunError(f"{what} and {other}= exclude each other. Leave one of them out.")
     if options.towers is None:
         raise RunError(
             f"{what} without towers=: every number of devices would have another number of towers, "
             "which is another training. Add towers=, such as towers=8."
         )
-    if num_processes > 1:
-        reason = (
-            "they run in one process"
-            if options.asynchronous
-            else "training makes several steps in a call there, and scale makes one"
-        )
+    if options.asynchronous and num_processes > 1:
         raise RunError(
-            f"{what} over {num_processes} processes: {reason}. Measure the devices of one process."
+            f"{what} over {num_processes} processes: asynchronous updates run in one process. "
+            "Measure the devices of one process."
         )
-    steps_of_round(options, options.towers)  # towers that do not divide into groups are refused
 
 
 def _rows(kind: str, batch: int, count: int, fewest: int, how: ScalingOptions) -> int:
@@ -216,7 +211,6 @@ def _measure(
     recipe: Recipe, options: RunOptions, keys: Sequence[_Key], how: ScalingOptions
 ) -> dict[_Key, ScalingRun]:
     """Lets all runs take turns."""
-    recipe = replace(recipe, data=functools.cache(recipe.data))  # read once for all runs
     # The optimizer's schedules end where the measurement does.
     total = TurnSteps.of(options, how.steps).total
     options = replace(options, steps=(how.rounds + 1) * total)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from multitower.runs.options import RunOptions
 from multitower.runs.setup import RecipeJob, steps_of_round
 from multitower.scaling.stage_times import measure_stages
 from multitower.scaling.step_split import PARTS, measure_split
+from multitower.training.fitting.settings import MOST_STEPS_PER_CALL, steps_per_call_of
 
 # The first steps of a turn are not counted: the pipeline of batches made ahead is filled, and what
 # the others have left in the caches goes.
@@ -35,24 +37,34 @@ class TurnSteps(NamedTuple):
         lead: made first, and not counted.
         counted: whole rounds, so that every turn has as many meetings of its towers, or as many
             updates of each group.
-        tail: made last, and not counted; as many as are under way at once.
+        tail: made last, and not counted.
+        late: so many calls are started before the loss of the first one is read.
     """
 
     lead: int
     counted: int
     tail: int
+    late: int
 
     @classmethod
     def of(cls, options: RunOptions, num_steps: int) -> "TurnSteps":
         """Those of a run that is to count `num_steps`, or the next whole number of rounds."""
         each = steps_of_round(options, options.towers or 1)
-        tail = each if options.asynchronous else TAIL_STEPS
-        return cls(LEAD_STEPS + tail - TAIL_STEPS, -(-num_steps // each) * each, tail)
+        counted = -(-num_steps // each) * each
+        if options.asynchronous:
+            return cls(LEAD_STEPS + each - TAIL_STEPS, counted, each, each)
+        if options.sync_every is None:
+            return cls(LEAD_STEPS, counted, TAIL_STEPS, 1)
+        # Over processes a call makes several steps, and ends where towers meet. Every turn begins
+        # at a meeting, and what is counted begins and ends with calls, in every layout alike.
+        call = min(each, MOST_STEPS_PER_CALL)
+        lead = -(-LEAD_STEPS // call) * call
+        return cls(lead, counted, each - lead % each, 1)
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return sum(self)
+        """All steps."""
+        return self.lead + self.counted + self.tail
 
 
 class ScalingRun:
@@ -75,6 +87,8 @@ class ScalingRun:
     def __init__(self, recipe: Recipe, options: RunOptions) -> None:
         assert options.devices is not None
         self._memory = MemoryWatch(devices(options.devices))
+        steps_per_call = steps_per_call_of(None, options.sync_every)
+        options = replace(options, steps_per_call=steps_per_call)
         self._job = RecipeJob.of(recipe, options, None, keep_best=False)
         self._where = self._job.feeding()
         self._state = self._job.trainer.step.init(**self._job.first_state())
@@ -129,12 +143,14 @@ class ScalingRun:
         return self._job.facts()
 
     def _train(self, turn: TurnSteps, look: Callable[[], None]) -> list[float]:
-        """Makes the steps of a turn; returns when each was seen to be over."""
+        """Makes the steps of a turn; returns when each, or its call, was seen to be over."""
         ends: list[float] = []
 
         def read(metrics: dict[str, jax.Array]) -> None:
-            self.losses.append(_finite(metrics["loss"], len(self.losses) + 1))
-            ends.append(time.perf_counter())
+            losses = np.atleast_1d(np.asarray(metrics["loss"]))  # host-device sync
+            for loss in losses.tolist():
+                self.losses.append(_finite(loss, len(self.losses) + 1))
+            ends.extend([time.perf_counter()] * len(losses))
 
         waiting: deque[dict[str, jax.Array]] = deque()
         first = len(self.losses)
@@ -142,7 +158,7 @@ class ScalingRun:
             for call in ahead:
                 self._state, metrics = self._job.trainer.step(self._state, call.batch)
                 waiting.append(metrics)
-                if len(waiting) > turn.tail:
+                if len(waiting) > turn.late:
                     read(waiting.popleft())
                 look()
         while waiting:
@@ -150,11 +166,10 @@ class ScalingRun:
         return ends
 
 
-def _finite(loss: jax.Array, step: int) -> float:
-    value = float(np.asarray(loss))  # host-device sync
-    if not math.isfinite(value):
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
         raise NonFiniteError(
-            f"step {step}: the loss is {value}. A scaling measurement is a training that works: "
+            f"step {step}: the loss is {loss}. A scaling measurement is a training that works: "
             "lower the learning rate, or make fewer steps."
         )
-    return value
+    return loss

@@ -65,7 +65,6 @@ class Trainer:
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
         interleave: as for `multitower.train_step`: place neighbouring stages on different devices.
-            Test phases place neighbours together, and copy the parameters there.
         remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
             Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
@@ -540,7 +539,7 @@ class Trainer:
         again = repeatable(data)
         where = {name: self._options[name] for name in ("devices", "towers")}
         if self._options["stages"] is not None:
-            stages = {name: self._options[name] for name in ("stages", "layout")}
+            stages = {name: self._options[name] for name in ("stages", "layout", "interleave")}
             try:
                 return run(*given, again(), **how, **where, **stages)
             except ArgumentError as error:

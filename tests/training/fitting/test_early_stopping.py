@@ -112,6 +112,17 @@ def test_law_l4_a_run_that_is_stopped_anywhere_ends_after_the_same_step(tmp_path
         assert other.stopped == REASON
 
 
+def test_a_better_score_that_does_not_count_is_not_denied():
+    # The lie: "the best is 1", and the best state that is kept has 1.75.
+    patience = Patience(mt.EarlyStopping("score", patience=2, min_delta=1), {}, {})
+    for step, score in enumerate([1, 1.25, 1.75], start=1):
+        patience.see(step, {"score": score})
+    assert patience.reason() == (
+        "early stopping after step 3: score has not improved by more than 1 in the last 2 test "
+        "phases; the last improvement was to 1 after step 1"
+    )
+
+
 def test_patience_in_numbers():
     # The lie: an improvement of less than min_delta, or a NaN, starts the patience anew.
     def last_step(scores, **options):

@@ -46,28 +46,29 @@ def test_law_l3_of_a_data_set_on_several_devices(devices):
 
 
 def test_a_model_in_stages_is_scored_in_stages():
-    # The lie: cut for training, and copied whole to every device to be scored.
+    # The lies: cut for training, and copied whole to every device, or to others, to be scored.
     size = 21  # a shape of no other test
 
     def metrics(params, x):
-        return {"norm": (mt.cut(jnp.tanh(x @ params[0])) @ params[1] ** 2).sum(1)}
+        h = mt.cut(jnp.tanh(x @ params[0]))
+        return {"norm": (mt.cut(h @ params[1]) @ params[2] ** 2).sum(1)}
 
     def loss(params, x):
         return metrics(params, x)["norm"]
 
     x = np.random.default_rng(0).normal(size=(7, size)).astype(np.float32)
     where = {"towers": 2, "devices": 2, "global_batch": 4}
-    trainer = mt.Trainer(loss, optax.sgd(0.01), stages=2, **where)
-    start = [np.eye(size, dtype=np.float32)] * 2
+    trainer = mt.Trainer(loss, optax.sgd(0.01), stages=3, interleave=True, **where)
+    start = [np.eye(size, dtype=np.float32)] * 3
     state, _ = trainer.step(trainer.step.init(start), x[:4])
     scores = trainer.evaluate(metrics, state, x, global_batch=4)
     params = jax.device_get(state.params)
     assert scores["norm"] == pytest.approx(float(loss(params, x).mean()), rel=1e-5)
     held = [(a.unsafe_buffer_pointer(), a.devices()) for a in jax.live_arrays()
             if a.shape == (size, size)]  # fmt: skip
-    assert len({where for where, _ in held}) == 2  # each weight once
+    assert len({where for where, _ in held}) == 3  # each weight once
     assert {device for _, devices in held for device in devices} == {*jax.devices()[:2]}
-    assert evaluate(metrics, params, x, stages=2, **where) == scores
+    assert evaluate(metrics, params, x, stages=3, **where) == scores
     with pytest.warns(mt.MultitowerWarning, match="every device gets the whole model"):
         plain = trainer.evaluate(lambda params, x: {"sum": x.sum(1)}, state, x, global_batch=4)
     assert plain["sum"] == pytest.approx(float(x.sum(1).mean()), rel=1e-5)

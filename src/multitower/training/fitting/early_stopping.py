@@ -112,7 +112,8 @@ class Patience:
         than = f" by more than {self._rule.min_delta:g}" if self._rule.min_delta else ""
         known = "it was never finite"
         if best is not None:
-            known = f"the best is {best:g} after step {counted['best_step']}"
+            is_best = "the last improvement was to" if self._rule.min_delta else "the best is"
+            known = f"{is_best} {best:g} after step {counted['best_step']}"
         return (
             f"early stopping after step {counted['step']}: {self._rule.score} has not improved"
             f"{than} in the last {phases}; {known}"

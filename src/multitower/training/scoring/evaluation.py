@@ -36,6 +36,7 @@ def evaluate(
     reduction: Reduction = "mean",
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
+    interleave: bool = False,
 ) -> dict[str, float]:
     """Scores a data set on all devices: the mean of each metric over all examples.
 
@@ -64,6 +65,7 @@ def evaluate(
         stages: cut the model over devices, as for `make_parallel`: `params` and `model_state` are
             then with the stages that use them, and not whole on every device.
         layout: likewise.
+        interleave: likewise.
 
     Returns:
         For each name the mean (the sum, the ratio). The sums are exact before they are rounded to
@@ -85,10 +87,11 @@ def evaluate(
     """
     check_reduction(reduction)
     where = tuple(devices) if isinstance(devices, list) else devices
+    cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:
-        score = _scorer(metrics, where, towers, stages, layout)
+        score = _scorer(metrics, where, towers, **cut)
     except TypeError:  # an unhashable callable: nothing to remember it by
-        score = _scorer.__wrapped__(metrics, where, towers, stages, layout)
+        score = _scorer.__wrapped__(metrics, where, towers, **cut)
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
     shared = (in_evaluation_mode(params), model_state if takes_state else None)
     if stages is not None:
@@ -158,11 +161,7 @@ def _parts(value: Any, num_rows: int) -> list[Any]:
 
 @functools.lru_cache(maxsize=16)  # an evaluation after every epoch compiles once
 def _scorer(
-    metrics: Callable[..., Any],
-    devices: DeviceSpec | None,
-    towers: int | None,
-    stages: int | None,
-    layout: tuple[int, int] | None,
+    metrics: Callable[..., Any], devices: DeviceSpec | None, towers: int | None, **cut: Any
 ) -> Callable[..., Scores]:
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
 
@@ -175,4 +174,4 @@ def _scorer(
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
     where: dict[str, Any] = {"devices": devices, "towers": towers}
-    return make_parallel(score_rows, in_axes=(None, 0), stages=stages, layout=layout, **where)
+    return make_parallel(score_rows, in_axes=(None, 0), **where, **cut)

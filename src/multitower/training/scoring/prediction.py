@@ -26,6 +26,7 @@ def predict(
     towers: int | None = None,
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
+    interleave: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Any:
     """Returns the outputs of a model for every row of a data set, computed on all devices.
@@ -46,6 +47,7 @@ def predict(
         towers: the number of towers; results then have the same bits on any number of devices.
         stages: as for `multitower.make_parallel`.
         layout: likewise.
+        interleave: likewise.
         progress: is called with the number of rows done so far, after every chunk.
 
     Returns:
@@ -65,10 +67,11 @@ def predict(
         array([0., 2., 4., 6., 8.], dtype=float32)
     """
     where = tuple(devices) if isinstance(devices, list) else devices
+    cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:
-        run = _runner(fn, where, towers, stages, layout)
+        run = _runner(fn, where, towers, **cut)
     except TypeError:  # an unhashable callable: nothing to remember it by
-        run = _runner.__wrapped__(fn, where, towers, stages, layout)
+        run = _runner.__wrapped__(fn, where, towers, **cut)
     takes_state = takes_model_state(fn, "the function", "predict")
     state = model_state if takes_state else None
     shared = (in_evaluation_mode(params), state)
@@ -95,11 +98,7 @@ def predict(
 
 @functools.lru_cache(maxsize=16)  # one call after another compiles once
 def _runner(
-    fn: Callable[..., Any],
-    devices: DeviceSpec | None,
-    towers: int | None,
-    stages: int | None,
-    layout: tuple[int, int] | None,
+    fn: Callable[..., Any], devices: DeviceSpec | None, towers: int | None, **cut: Any
 ) -> Callable[..., Any]:
     takes_state = takes_model_state(fn, "the function", "predict")
 
@@ -108,4 +107,4 @@ def _runner(
         return fn(params, batch, **({"model_state": model_state} if takes_state else {}))
 
     where: dict[str, Any] = {"devices": devices, "towers": towers}
-    return make_parallel(run, in_axes=(None, 0), stages=stages, layout=layout, **where)
+    return make_parallel(run, in_axes=(None, 0), **where, **cut)
