@@ -55,19 +55,51 @@ LINE = Recipe(
 )
 
 
+def deep(params, batch):
+    return {"loss": (mt.cut(jnp.tanh(batch["x"] @ params["in"])) @ params["out"]) ** 2}
+
+
+DEEP = dataclasses.replace(
+    LINE,
+    init=lambda key: {"in": jax.random.normal(key, (3, 2)) / 3, "out": jnp.ones(2)},
+    loss=lambda params, batch: deep(params, batch)["loss"],
+    metrics=deep,
+)
+
+
+def looking(key):
+    params = DEEP.init(key)
+    assert float(params["out"][0]) == 1  # no function that can be traced
+    return params
+
+
+IN_STAGES = RunOptions(devices=2, towers=4, stages=2, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("init", "options", "is_function"),
+    [(DEEP.init, IN_STAGES, True), (looking, IN_STAGES, False), (DEEP.init, RunOptions(), False)],
+)
+def test_a_run_with_stages_makes_each_array_where_it_lives(init, options, is_function):
+    # The lie: a model that lies whole on the first device.
+    recipe = dataclasses.replace(DEEP, init=init)
+    params = RecipeJob.of(recipe, options, None).first_state()["params"]
+    assert callable(params) is is_function
+    found = params() if is_function else params
+    assert mt.fingerprint(found) == mt.fingerprint(DEEP.init(jax.random.key(0)))
+
+
+@pytest.mark.slow
+def test_weights_made_in_stages_are_those_of_arrays():
+    # The lie: other random numbers on another device.
+    made, whole = (dataclasses.replace(DEEP, init=init) for init in (DEEP.init, looking))
+    assert run(made, IN_STAGES)["fingerprint"] == run(whole, IN_STAGES)["fingerprint"]
+
+
 def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
     # The lies: two devices that are counted as one, a bubble of another number of towers.
-    def deep(params, batch):
-        return {"loss": (mt.cut(jnp.tanh(batch["x"] @ params["in"])) @ params["out"]) ** 2}
-
-    recipe = dataclasses.replace(
-        LINE,
-        init=lambda key: {"in": jnp.ones((3, 2)), "out": jnp.ones(2)},
-        loss=lambda params, batch: deep(params, batch)["loss"],
-        metrics=deep,
-    )
     options = RunOptions(devices=2, towers=4, stages=2, steps=1)
-    result = run(recipe, options)
+    result = run(DEEP, options)
     assert (result["devices"], result["placement"]) == (
         2, {"cpu:0": [0, 1, 2, 3], "cpu:1": [0, 1, 2, 3]},
     )  # fmt: skip

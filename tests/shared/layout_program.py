@@ -409,14 +409,21 @@ def texts(devices=None):
 
 
 def meeting(devices=None, num_stages=None):
-    """Towers that meet, forward and backward: sums, all rows, and who is who."""
+    """Towers that meet, forward and backward: sums, all rows, and who is who.
 
-    def loss(params, rows):
+    In stages also forward alone, for two batches: rows, and what the first stage makes of them.
+    """
+
+    def forward(params, rows):
         z = jnp.tanh(rows["x"] @ params["in"])
         z = mt.cut(z - jax.lax.pmean(z.mean(0), "towers"))
         alike = z @ mt.all_rows(z).T
         right = jnp.take_along_axis(alike, (mt.row_index(z) ^ 1)[:, None], 1)[:, 0]
-        return jax.nn.logsumexp(alike, axis=1) - right * params["out"].mean()
+        return alike, right * params["out"].mean(), z
+
+    def loss(params, rows):
+        alike, right, _ = forward(params, rows)
+        return jax.nn.logsumexp(alike, axis=1) - right
 
     where = {"towers": TOWERS, "stages": num_stages, "devices": devices}
     step = mt.train_step(loss, optax.adam(1e-2), **where)
@@ -424,6 +431,10 @@ def meeting(devices=None, num_stages=None):
     for number in range(2):
         state, metrics = step(state, batch(number, 32))
         history.append(metrics)
+    if num_stages is not None:
+        infer = mt.make_parallel(forward, in_axes=(None, 0), **where)
+        found = [infer(first_params(), batch(number, rows)) for number, rows in ((0, 32), (1, 16))]
+        history.append(jax.tree.map(whole_on_host, found))
     return mt.fingerprint((state, history))
 
 

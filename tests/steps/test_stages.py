@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 import multitower as mt
 from multitower.errors import ArgumentError, DeviceError
+from multitower.steps.staged.update import may_be_split
 from multitower.steps.state.replicas import check_replicas
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
@@ -384,3 +385,66 @@ def test_a_scan_with_an_optimizer_that_looks_at_whole_leaves():
     # Its norms are over all layers: they stay together.
     state, _ = check(scanned, optax.lamb(0.05), params=STACKED)
     assert state.params["layers"].shape == (6, 4, 4)
+
+
+def _keep_first(params):
+    """The first weights, and numbers that no update ever changes."""
+    return {"first": params, "rate": jax.tree.map(jnp.ones_like, params), "count": jnp.zeros(())}
+
+
+def _pull_back(gradients, state, params):
+    gradients = jax.tree.map(
+        lambda g, p, first, rate: rate * (g + 0.1 * (p - first)),
+        *(gradients, params, state["first"], state["rate"]),
+    )
+    return gradients, {**state, "count": state["count"] + 1}
+
+
+def _by_ndim(tree):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+def _by_size(tree):
+    return jax.tree.map(lambda leaf: leaf.size > 20, tree)
+
+
+KEEPS_FIRST = optax.GradientTransformation(_keep_first, _pull_back)
+
+
+def test_state_that_never_changes_is_split_with_its_stacked_parameter():
+    # The lies: all layers of it in every stage, so that shapes do not fit; one stage's layers
+    # pulled to the first weights of another.
+    stacked = {**STACKED, "layers": STACKED["layers"][:4]}
+    optimizer = optax.chain(KEEPS_FIRST, optax.sgd(0.1, momentum=0.9))
+    state, _ = check(scanned, optimizer, stacked, X[:2], stages=2, devices=1, towers=2)
+    np.testing.assert_array_equal(state.opt_state[0]["first"]["layers"], stacked["layers"])
+    kept = state.parts().blocks[0]
+    assert [sorted(leaf.shape for leaf in own.opt_state.values()) for own in kept] == [
+        [(2, 4, 4)] * 3,
+        [(2, 4, 4)] * 3 + [(4,)],
+    ]
+    other, _ = train(make(scanned, optimizer, 2, 2, 2), stacked, X[:2])
+    assert mt.fingerprint(other) == mt.fingerprint(state)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (optax.adamw(0.1, mask=_by_ndim), True),
+        (optax.adamw(0.1, mask=_by_size), False),
+        (optax.masked(optax.adam(0.1), _by_ndim), True),
+        (optax.masked(optax.adam(0.1), _by_size), False),
+        (optax.sm3(0.1), False),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), False),
+        (optax.lamb(0.1), False),
+        (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)), False),
+        (KEEPS_FIRST, True),
+    ],
+    ids=["decay by ndim", "decay by size", "by ndim", "by size", *("sm3", "adafactor", "lamb"),
+         "noise", "first weights"],
+)  # fmt: skip
+def test_which_optimizers_split_stacked_parameters(optimizer, expected):
+    # The lie: a trial on halves passes a mask that is another one for a stage's quarter.
+    params = {"layers": jax.ShapeDtypeStruct((4, 4, 4), jnp.float32), "head": STACKED["head"]}
+    rows = {1: {stage: (stage, stage + 1) for stage in range(4)}}
+    assert may_be_split(optimizer, params, rows) is expected

@@ -29,6 +29,8 @@ _FORMS = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_elemen
 _PARTS = {"slice", "dynamic_slice", "split", "rev", "concatenate"}
 # Cheap to make again, or linear: their backward pass needs what goes in, not what comes out.
 _USES = {"dot_general", "conv_general_dilated", "gather", "mul", "add", "sub", "dynamic_slice"}
+# XLA's CPU compiler of JAX 0.10 drops barriers, and would join the second gather with the first.
+_JOINS_GATHERS = jax.__version_info__ < (0, 12)
 
 
 @jax.tree_util.register_dataclass
@@ -195,8 +197,41 @@ def _results(equation: Any, given: list[Any]) -> Sequence[Any]:
         return [given[0].formed(equation)]
     if name == "scan":
         return _scanned(equation, given)
-    use = lambda *given: compute(equation, [*map(_whole, given)])
-    return jax.checkpoint(use)(*given) if name in _USES else use(*given)
+    use = lambda *given: [*compute(equation, [*map(_whole, given)])]
+    return _gathered_again(use, given) if name in _USES else use(*given)
+
+
+def _gathered_again(use: Callable[..., list[Any]], given: Sequence[Any]) -> list[Any]:
+    """What a function of shards returns; its backward pass makes it again from these."""
+    if not _JOINS_GATHERS:
+        return jax.checkpoint(use)(*given)
+
+    def forward(*given: Any) -> tuple[list[Any], Any]:
+        return use(*given), given
+
+    def backward(given: Sequence[Any], cotangents: list[Any]) -> Any:
+        late = [_late(x, cotangents[0]) if isinstance(x, Shard) else x for x in given]
+        return jax.vjp(use, *late)[1](cotangents)
+
+    again = jax.custom_vjp(use)
+    again.defvjp(forward, backward)
+    return again(*given)
+
+
+def _late(shard: Shard, after: jax.Array) -> Shard:
+    """The same, but no compiler can gather it before another value is there.
+
+    It does not know that no absolute value is -1.
+    """
+    if shard.copy is not None:
+        return shard
+    value = lax.platform_dependent(
+        shard.value,
+        after,
+        cpu=lambda x, y: jnp.where(abs(y.reshape(-1)[:1].sum()) != -1, x, jnp.zeros_like(x)),
+        default=lambda x, y: lax.optimization_barrier((x, y))[0],
+    )
+    return replace(shard, value=value)
 
 
 def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:

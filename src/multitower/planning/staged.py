@@ -20,8 +20,8 @@ from multitower.stages.chain import Chain, shapes_of
 from multitower.stages.layout import Layout
 from multitower.stages.order import least_bubble
 from multitower.stages.passes.residuals import keep_residuals
+from multitower.stages.pieces import rows_of
 from multitower.stages.programs import Programs as StagePrograms
-from multitower.steps.optimizing.element_wise import is_element_wise
 from multitower.steps.staged.job import StagedJob
 from multitower.steps.staged.update import SHARED, Homes, Rows, WholeUpdate
 from multitower.towers.placement import contiguous
@@ -112,15 +112,10 @@ def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) ->
         num_towers=towers,
         num_stages=num_stages,
         given=(fields, [*batch.shared, *programs.weights], rows),
-        may_split=lambda: is_element_wise(step.optimizer, fields.params),
     )
     chain = job.chain
-    pieces = {
-        i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
-        for i, own in chain.pieces.items()
-    }
     loss = jax.ShapeDtypeStruct((), np.float32)
-    homes = WholeUpdate(step, fields, (chain.homes, pieces), loss).homes
+    homes = WholeUpdate(step, fields, (chain.homes, rows_of(chain.pieces)), loss).homes
     device = programs.local[0]
     layout = Layout(((device,) * num_stages,), tuple(range(num_stages)), contiguous([device], 1))
     compiled = StagePrograms(chain, layout)

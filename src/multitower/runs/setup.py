@@ -1,7 +1,7 @@
 """A recipe that is set up: its trainer, its data, its first state."""
 
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -122,12 +122,15 @@ class RecipeJob:
         return {"seed": self.options.seed, "distort": self.recipe.distort, "keyed": keyed}
 
     def first_state(self) -> dict[str, Any]:
-        """What a run begins with."""
+        """What a run begins with; in stages the function that makes each array where it lives."""
         recipe, key = self.recipe, jax.random.key(self.options.seed)
         # No key that `init` gets by splitting is this one: no split has so many parts.
         rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
         model_state = None if recipe.model_state is None else recipe.model_state()
-        return {"params": recipe.init(key), "model_state": model_state, "rng": rng}
+        params = functools.partial(recipe.init, key)
+        if self.options.stages is None or not _can_be_traced(params):
+            params = params()
+        return {"params": params, "model_state": model_state, "rng": rng}
 
     def check_scores(self) -> None:
         """Refuses a `keep_best` or `early_stopping` of no score, before anything is trained.
@@ -220,6 +223,15 @@ class RecipeJob:
             step, scores = best
             facts["best"] = {"step": step, **scores}
         return facts
+
+
+def _can_be_traced(make: Callable[[], Any]) -> bool:
+    """Whether a function can be traced: it does not look at the values of arrays."""
+    try:
+        jax.eval_shape(make)
+    except jax.errors.JAXTypeError:
+        return False
+    return True
 
 
 def _steps_per_epoch(data: DataSets, global_batch: int) -> float:

@@ -109,7 +109,7 @@ def make_chain(
     num_params: int,
     num_stages: int,
     *,
-    may_split: Callable[[], bool] = lambda: False,
+    may_split: Callable[[Pieces], bool] = lambda pieces: False,
 ) -> Chain:
     """Cuts a tower's program.
 
@@ -118,7 +118,7 @@ def make_chain(
             is its first result.
         num_params: how many parameters there are.
         num_stages: how many stages.
-        may_split: says whether a stacked parameter may be kept in pieces, one for each stage.
+        may_split: says whether stacked parameters may be kept in these pieces, one a stage.
 
     Raises:
         ArgumentError: it cannot be cut into so many stages.
@@ -145,16 +145,18 @@ def make_chain(
 
 
 def _with_pieces(
-    rounds: Rounds, num_params: int, may_split: Callable[[], bool]
+    rounds: Rounds, num_params: int, may_split: Callable[[Pieces], bool]
 ) -> tuple[Rounds, Pieces]:
     """With stacked parameters in pieces, by stage, if they may be split and every stage has one."""
     program, places, found = split_params(rounds.program, rounds.places, num_params)
     stages = [[rounds.stage_of[s] for s in own] for own in found.values()]
-    if not found or any(len({*own}) < len(own) for own in stages) or not may_split():
+    if not found or any(len({*own}) < len(own) for own in stages):
         return rounds, {}
     pieces = {
         i: {rounds.stage_of[s]: piece for s, piece in own.items()} for i, own in found.items()
     }
+    if not may_split(pieces):
+        return rounds, {}
     return rounds._replace(program=program, places=places), pieces
 
 

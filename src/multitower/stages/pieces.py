@@ -55,6 +55,14 @@ def split_params(
     return program._replace(steps=steps), [place for _, place in kept], pieces
 
 
+def rows_of(pieces: Pieces) -> dict[int, dict[int, tuple[int, int]]]:
+    """For each parameter in pieces, by stage, its rows `first:last`."""
+    return {
+        i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
+        for i, own in pieces.items()
+    }
+
+
 def _pieces(uses: Sequence[tuple[Step, int]]) -> dict[int, Piece]:
     """The pieces by stage, if these uses are slices that together are the whole; else nothing."""
     found: dict[int, Piece] = {}

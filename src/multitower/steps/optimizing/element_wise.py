@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def refuse_mixing(
-    optimizer: "optax.GradientTransformation", params: Any, block: Any, is_cut: Sequence[bool]
+    optimizer: "optax.GradientTransformation",
+    params: Any,
+    block: Any,
+    is_cut: Sequence[bool],
+    of_params: Sequence[bool] | None = None,
 ) -> None:
     """Refuses an optimizer that cannot be proved to work element by element.
 
@@ -30,6 +34,7 @@ def refuse_mixing(
         params: the parameters, or their shapes and dtypes.
         block: shapes and dtypes of a tower's block of them.
         is_cut: for each leaf of the optimizer's state whether it is kept in blocks.
+        of_params: likewise of the parameters; None if all of them are.
 
     Raises:
         ArgumentError: elements are mixed, or that cannot be told; the leaf and why are named.
@@ -38,30 +43,47 @@ def refuse_mixing(
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    of_params = [True] * len(jax.tree.leaves(params))
+    own = of_params or [True] * len(jax.tree.leaves(params))
     for fn, arguments, elements, cut in (
-        (optimizer.init, lambda p: (p,), of_params, is_cut),
+        (optimizer.init, lambda p: (p,), own, is_cut),
         (
             functools.partial(call_update, optimizer),
             lambda p: (p, jax.eval_shape(optimizer.init, p), p, loss),
-            [*of_params, *is_cut, *of_params, False],
-            [*of_params, *is_cut],
+            [*own, *is_cut, *own, False],
+            [*own, *is_cut],
         ),
     ):
         _compare(fn, (arguments(params), arguments(block)), elements, cut)
 
 
-def is_element_wise(optimizer: "optax.GradientTransformation", params: Any) -> bool:
-    """Whether an optimizer is proved to work element by element, for these parameters."""
+def is_element_wise(
+    optimizer: "optax.GradientTransformation", params: Any, pieces: Sequence[Any] = ()
+) -> bool:
+    """Whether an optimizer is proved to work element by element, for these parameters.
+
+    Args:
+        optimizer: an optax optimizer.
+        params: the parameters, or their shapes and dtypes.
+        pieces: in what parts they will be kept: trees of shapes and dtypes like `params`, in which
+            some leaves are smaller. The other leaves may be treated in any way. By default all
+            leaves are cut in halves, laid flat.
+    """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    block = BlockLayout.of(params, 2).shapes_of_block()
-    states = [jax.tree.leaves(jax.eval_shape(optimizer.init, tree)) for tree in (params, block)]
-    is_cut = [a.shape != b.shape for a, b in zip(*states, strict=True)]
-    try:
-        refuse_mixing(optimizer, params, block, is_cut)
-    except ArgumentError:
-        return False
+    state, treedef = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+    for part in pieces or [BlockLayout.of(params, 2).shapes_of_block()]:
+        of_params = _differ(jax.tree.leaves(params), jax.tree.leaves(part)) if pieces else None
+        try:
+            own, of_part = jax.tree.flatten(jax.eval_shape(optimizer.init, part))
+            if of_part != treedef:  # a mask by shape
+                return False
+            refuse_mixing(optimizer, params, part, _differ(state, own), of_params)
+        except ArgumentError:
+            return False
     return True
+
+
+def _differ(leaves: Sequence[Any], others: Sequence[Any]) -> list[bool]:
+    return [a.shape != b.shape for a, b in zip(leaves, others, strict=True)]
 
 
 def _compare(

@@ -1,6 +1,6 @@
 """One tower of a step as a program of leaves, and what is made of its results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,11 @@ from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
 from multitower.stages.chain import Chain, make_chain
 from multitower.stages.meeting.sums import without_collectives
+from multitower.stages.pieces import rows_of
 from multitower.steps.job import TowerStep
 from multitower.steps.optimizing.update import check_same_types
 from multitower.steps.parts import StepParts
+from multitower.steps.staged.update import may_be_split
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.towers.rows import Split, Tower
 
@@ -29,8 +31,6 @@ class StagedJob:
         num_towers: how many towers there are.
         num_stages: how many stages.
         given: (fields, the batch's shared leaves, one tower's rows), arrays or shapes.
-
-        may_split: says whether stacked parameters may be kept in pieces.
 
     Attributes:
         chain: the program in stages.
@@ -50,7 +50,6 @@ class StagedJob:
         num_towers: int,
         num_stages: int,
         given: tuple[Fields, Sequence[Any], Sequence[Any]],
-        may_split: Callable[[], bool],
     ) -> None:
         fields, shared, rows = given
         self._one = TowerStep(step, split, tower_rows, num_towers)
@@ -64,6 +63,7 @@ class StagedJob:
         self.meets = None if first is None else place_of(first)
         closed = without_collectives(closed, len(shapes) - 3, num_towers)
         self._results = jax.tree.structure(results)
+        may_split = lambda pieces: may_be_split(step.optimizer, fields.params, rows_of(pieces))
         self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
 
     def _tower(self, *leaves: Any) -> tuple[Any, Any]:

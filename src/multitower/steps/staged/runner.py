@@ -8,6 +8,7 @@ import numpy as np
 from multitower.engines.executable import compile_for_each
 from multitower.engines.tracing import refuse_filled
 from multitower.stages.layout import Layout
+from multitower.stages.pieces import rows_of
 from multitower.stages.pipeline import Pipeline
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.first import First
@@ -59,7 +60,6 @@ class StagedRunner:
             num_towers=layout.towers.num_towers,
             num_stages=layout.num_stages,
             given=(fields, shared, rows),
-            may_split=lambda: _is_element_wise(step, fields),
         )
         self._pipeline = Pipeline(self._job.chain, layout, remat=remat)
         self._tower_rows = tower_rows
@@ -69,12 +69,8 @@ class StagedRunner:
         given = (before, self._pipeline.shapes_of_results(), scale)
         (self._finish,) = compile_for_each(self._job.finish, given, [layout.head])
         chain = self._job.chain
-        rows_of = {
-            i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
-            for i, own in chain.pieces.items()
-        }
         loss = self._finish.out_info[2]["loss"]
-        whole = WholeUpdate(step, fields, (chain.homes, rows_of), loss)
+        whole = WholeUpdate(step, fields, (chain.homes, rows_of(chain.pieces)), loss)
         self._homes = whole.homes
         self.segments = chain.segments
         self._updates = Updates(step, whole, layout, chain)
@@ -136,9 +132,3 @@ class StagedRunner:
 def _of_this_process(batch: BatchParts) -> list[Any]:
     """What all towers get alike."""
     return [on_one_device(leaf) for leaf in batch.shared]
-
-
-def _is_element_wise(step: StepParts, fields: Fields) -> bool:
-    from multitower.steps.optimizing.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
-
-    return is_element_wise(step.optimizer, fields.params)

@@ -7,7 +7,7 @@ every parameter alone; what is the same for all, such as a count, is kept once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,10 @@ from multitower.errors import ArgumentError
 from multitower.stages.chain import SPLIT
 from multitower.steps.optimizing.update import update
 from multitower.steps.parts import StepParts
-from multitower.steps.state.fields import Fields
+from multitower.steps.state.fields import Fields, shapes_of
+
+if TYPE_CHECKING:
+    import optax
 
 SHARED = -1
 
@@ -104,10 +107,14 @@ class WholeUpdate:
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
         self._whole = _trace(step, shapes, loss)
         params, rows = homes
-        # Until it is known which state belongs to what is split, each is a stage of its own.
-        apart = [-3 - i if home == SPLIT else home for i, home in enumerate(params)]
-        found = self._opt_homes(apart)
-        of_state = {j: rows[-3 - home] for j, home in enumerate(found) if home <= -3}
+        # What is split in one way is taken for a stage of its own.
+        self._ways = list({tuple(own.items()): own for own in rows.values()}.values())
+        apart = [
+            -3 - self._ways.index(rows[i]) if home == SPLIT else home
+            for i, home in enumerate(params)
+        ]
+        found = self._opt_homes(apart, self._split_state(step, shapes, apart))
+        of_state = {j: self._ways[-3 - home] for j, home in enumerate(found) if home <= -3}
         opt_homes = tuple(SPLIT if home <= -3 else home for home in found)
         self.homes = Homes(tuple(params), opt_homes, rows, of_state)
         self._of_pieces = {
@@ -150,37 +157,48 @@ class WholeUpdate:
 
     def _shapes_in(self, stage: int, shapes: Fields) -> Fields:
         """The shapes of a state that has a stage's pieces of what is split."""
-
-        def cut(tree: Any, rows: Rows) -> Any:
-            leaves, treedef = jax.tree.flatten(tree)
-            for i, own in rows.items():
-                if stage in own and leaves:
-                    first, last = own[stage]
-                    shape = (last - first, *leaves[i].shape[1:])
-                    leaves[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
-            return jax.tree.unflatten(treedef, leaves)
-
         return shapes._replace(
-            params=cut(shapes.params, self.homes.rows),
-            opt_state=cut(shapes.opt_state, self.homes.rows_of_state),
-            ema_params=cut(shapes.ema_params, self.homes.rows),
+            params=_pieces_in(stage, shapes.params, self.homes.rows),
+            opt_state=_pieces_in(stage, shapes.opt_state, self.homes.rows_of_state),
+            ema_params=_pieces_in(stage, shapes.ema_params, self.homes.rows),
         )
 
-    def _opt_homes(self, param_homes: Sequence[int]) -> tuple[int, ...]:
+    def _split_state(self, step: StepParts, shapes: Fields, apart: Sequence[int]) -> dict[int, int]:
+        """The leaves of the optimizer's state with rows of what is split, and how that is split.
+
+        For parameters with fewer rows, the optimizer makes these leaves with fewer rows too.
+        """
+        found: dict[int, int] = {}
+        state = jax.tree.leaves(shapes.opt_state)
+        for way, own in enumerate(self._ways):
+            stage = next(iter(own))
+            rows = {i: own for i, home in enumerate(apart) if home == -3 - way}
+            params = _pieces_in(stage, shapes.params, rows)
+            for j, part in enumerate(jax.tree.leaves(jax.eval_shape(step.optimizer.init, params))):
+                if part.shape != state[j].shape and part.shape == _piece(state[j], own[stage]):
+                    found[j] = -3 - way
+        return found
+
+    def _opt_homes(
+        self, param_homes: Sequence[int], split_state: Mapping[int, int]
+    ) -> tuple[int, ...]:
         program, (params, gradients, opt_state, ema, _), outputs = self._whole
         known = {
             number: home
             for group in (params, gradients, ema)
             for number, home in zip(group, param_homes, strict=False)
         }
+        known.update((opt_state[j], home) for j, home in split_state.items())
         needs = needs_of(program)
         new_params, new_state, new_ema = outputs
         changed = True
         while changed:
             changed = False
             for i, number in enumerate(opt_state):
+                if number in known:
+                    continue
                 found = self._stages(needs, new_state[i], known) - {SHARED}
-                if number not in known and found:
+                if found:
                     self._refuse_several(found, f"its state (leaf {i})")
                     known[number] = found.pop()
                     changed = True
@@ -201,16 +219,50 @@ class WholeUpdate:
         inputs = needs[x] if isinstance(x, int) else frozenset[int]()
         return {known[number] for number in inputs if number in known}
 
-    def _refuse_several(self, stages: set[int], what: str) -> None:
-        if len(stages - {SHARED}) > 1:
+    def _refuse_several(self, homes: set[int], what: str) -> None:
+        if len(homes - {SHARED}) > 1:
+            split = {stage for home in homes if home <= -3 for stage in self._ways[-3 - home]}
+            stages = sorted({home for home in homes if home >= 0} | split)
             raise ArgumentError(
                 f"stages= needs an optimizer that treats every parameter alone, and {what} depends "
-                f"on parameters of stages {sorted(stages - {SHARED})}. Norms over all parameters "
+                f"on parameters of stages {stages}. Norms over all parameters "
                 "(clip_by_global_norm) and decisions over all gradients (apply_if_finite, "
                 "MultiSteps) do: leave stages= out, or take them out of the optimizer. To clip by "
                 "the global norm write train_step(clip_norm=...); to skip bad steps, "
                 "skip_nonfinite=True; to accumulate gradients, use more towers."
             )
+
+
+def may_be_split(optimizer: "optax.GradientTransformation", params: Any, rows: Rows) -> bool:
+    """Whether an optimizer is proved to give the same for pieces of stacked parameters.
+
+    Args:
+        optimizer: an optax optimizer.
+        params: arrays or shapes.
+        rows: of those that would be split.
+    """
+    from multitower.steps.optimizing.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
+
+    pieces: list[Any] = []
+    for stage in sorted({stage for own in rows.values() for stage in own}):
+        piece = _pieces_in(stage, params, rows)
+        if piece not in pieces:
+            pieces.append(piece)
+    return is_element_wise(optimizer, params, pieces)
+
+
+def _pieces_in(stage: int, tree: Any, rows: Rows) -> Any:
+    """The shapes of a tree's leaves, of those that are split the shapes of a stage's pieces."""
+    leaves, treedef = jax.tree.flatten(shapes_of(tree))
+    for i, own in rows.items():
+        if stage in own and leaves:
+            leaves[i] = jax.ShapeDtypeStruct(_piece(leaves[i], own[stage]), leaves[i].dtype)
+    return treedef.unflatten(leaves)
+
+
+def _piece(leaf: Any, rows: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of some rows of a leaf."""
+    return (rows[1] - rows[0], *leaf.shape[1:])
 
 
 def squares_dtype(params: Any) -> Any:
