@@ -43,7 +43,7 @@ def step_of(loss, **options):
 ENTRIES = {
     "value_and_grad": lambda loss: mt.value_and_grad(loss, devices=2),
     "towers": lambda loss: mt.value_and_grad(loss, devices=2, towers=4),
-    "under jit": lambda loss: jax.jit(mt.value_and_grad(loss, devices=2)),  # not looked at yet
+    "under jit": lambda loss: jax.jit(mt.value_and_grad(loss, devices=4)),  # not looked at yet
     "train_step": step_of,
     "same bits": lambda loss: step_of(loss, towers=4),
 }

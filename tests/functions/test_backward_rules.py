@@ -147,8 +147,8 @@ def test_same_bits_on_any_number_of_devices(dtype):
 
 def test_a_16_bit_mean_does_not_overflow():
     """Lie: the sum over rows in the loss's own dtype, infinite where the mean is not."""
-    x = np.full(60, 4096, np.float16)
-    for way in WAYS.values():
+    x = np.full(64, 4096, np.float16)
+    for way in ({"devices": 2}, WAYS["same bits"]):
         value, gradient = mt.value_and_grad(lambda w, x: w * x, **way)(np.float16(1), x)
         assert (value.item(), gradient.item()) == (4096, 4096)
         assert value.dtype == jnp.float16
