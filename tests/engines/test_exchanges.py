@@ -24,7 +24,7 @@ W = np.random.default_rng(1).normal(size=(COLUMNS, 6)).astype(np.float32)
 WAYS = {
     "one tower a device": {"devices": 4},
     "same bits, 1 device": {"devices": 1, "towers": 4},
-    "same bits, 3 devices": {"devices": 3, "towers": 4},
+    "same bits, 2 devices": {"devices": 2, "towers": 4},
     "in jit, 2 devices": {"devices": 2, "towers": 4},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -88,28 +88,38 @@ COLLECTIVES = {
 }  # fmt: skip
 
 
+# All that may be together in one program; what is in a rule may not be under jit: see below.
+TOGETHER = {
+    "all": [name for name in COLLECTIVES if name != "in a rule"],
+    "in a rule": ["in a rule"],
+}
+
+
 # The rows of a test's result are not those of the batch.
 @pytest.mark.filterwarnings("ignore:.*rows are brought together:multitower.MultitowerWarning")
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_are_those_of_jax(name):
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+def test_collectives_are_those_of_jax(names):
     """Against `jax.vmap` with the same axis: the same rules, written by others."""
-    fn = COLLECTIVES[name]
-    wanted = jax.vmap(fn, axis_name="towers")(X.reshape(TOWERS, ROWS, COLUMNS))
-    # In the same bits 16-bit floats are added in float32 and rounded once; JAX rounds every sum.
-    close = 2e-2 if name == "pmean in 16 bits" else 1e-5
-    wanted = np.broadcast_to(wanted, (TOWERS, *np.shape(wanted)[1:]))
+    found_by = lambda x: {name: COLLECTIVES[name](x) for name in names}
+    wanted = jax.jit(jax.vmap(found_by, axis_name="towers"))(X.reshape(TOWERS, ROWS, COLUMNS))
+    rows = lambda x: {name: by_row(value, x) for name, value in found_by(x).items()}
     for way in WAYS:
-        if name == "in a rule" and way.startswith("in jit"):
+        if names == ["in a rule"] and way.startswith("in jit"):
             continue  # somebody may yet differentiate it: refused, see below
-        make = functools.partial(mt.make_parallel, lambda x: by_row(fn(x), x))
-        found = np.asarray(called(way, make, X)).reshape(TOWERS, ROWS, *wanted.shape[1:])
-        assert found.dtype == wanted.dtype, way
-        for tower in range(TOWERS):
-            for row in found[tower]:
-                np.testing.assert_allclose(
-                    row.astype(np.float32), wanted[tower].astype(np.float32),
-                    rtol=1e-5, atol=close, err_msg=way,
-                )  # fmt: skip
+        found = called(way, functools.partial(mt.make_parallel, rows), X)
+        for name in names:
+            said = f"{name}, {way}"
+            own = np.asarray(wanted[name])
+            own = np.broadcast_to(own, (TOWERS, *own.shape[1:]))
+            assert found[name].dtype == own.dtype, said
+            # In the same bits 16-bit floats are added in float32 and rounded once; JAX rounds
+            # every sum.
+            close = 2e-2 if name == "pmean in 16 bits" else 1e-5
+            np.testing.assert_allclose(
+                np.asarray(found[name]).reshape(TOWERS, ROWS, *own.shape[1:]).astype(np.float32),
+                np.stack([own.astype(np.float32)] * ROWS, 1),
+                rtol=1e-5, atol=close, err_msg=said,
+            )  # fmt: skip
 
 
 # Losses of a tower over rows of all of them, and the same of the whole batch.
@@ -164,22 +174,50 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_trap_gradients_through_collectives_are_those_of_the_whole_batch(name):
-    """open_clip#616, lightly#1977, jax#3970: N or 1/N times the gradient, and nobody noticed."""
-    loss, whole = LOSSES[name]
-    wanted = jax.jit(jax.value_and_grad(whole))(W, X)
+# Losses of rows in one program, and those that are scalars in another.
+KINDS = {
+    "of rows": ["pmean", "psum", "all_gather", "ppermute", "recomputed"],
+    "scalars": ["pmean as the loss", "psum_scatter", "all_to_all"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trap_gradients_through_collectives_are_those_of_the_whole_batch(kind):
+    """open_clip#616, lightly#1977, jax#3970: N or 1/N times the gradient, and nobody noticed.
+
+    Every loss has weights of its own, so their gradient is that of this loss alone.
+    """
+    assert {name for names in KINDS.values() for name in names} == set(LOSSES)
+    names = KINDS[kind]
+
+    def added(which):
+        def loss(weights, x):
+            own = {name: LOSSES[name][which](weights[name], x) for name in names}
+            return sum(own.values()), own
+
+        return loss
+
+    weights = dict.fromkeys(names, W)
+    (_, wanted), gradients = jax.jit(jax.value_and_grad(added(1), has_aux=True))(weights, X)
     for way in WAYS:
-        found = called(way, functools.partial(mt.value_and_grad, loss), W, X)
-        for one, two in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, two, rtol=2e-5, atol=1e-6, err_msg=way)
+        make = functools.partial(mt.value_and_grad, added(0), has_aux=True)
+        (value, own), found = called(way, make, weights, X)
+        np.testing.assert_allclose(value, sum(wanted.values()), rtol=2e-5, err_msg=way)
+        for name in names:
+            said = f"{name}, {way}"
+            np.testing.assert_allclose(
+                np.mean(own[name]), wanted[name], rtol=2e-5, atol=1e-6, err_msg=said
+            )
+            np.testing.assert_allclose(
+                found[name], gradients[name], rtol=2e-5, atol=1e-6, err_msg=said
+            )
 
 
 def test_a_loss_may_be_differentiated_from_outside():
     """make_parallel inside jax.grad: the cotangents cross the exchange, too."""
     _, whole = LOSSES["pmean"]
     loss = LOSSES["pmean"][0]
-    wanted = jax.grad(whole)(W, X)
+    wanted = jax.jit(jax.grad(whole))(W, X)
     for options in ({"devices": 4}, {"devices": 2, "towers": 4}):
         run = mt.make_parallel(loss, in_axes=(None, 0), **options)
         found = jax.jit(jax.grad(lambda w, run=run: run(w, X).mean()))(W)

@@ -100,17 +100,17 @@ def on_one_device():
     return fingerprints("mlp/sgd/float32", 6, 1)
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 6])
+@pytest.mark.parametrize("num_devices", [2, 3])
 def test_same_bits_on_a_part_of_the_devices(num_devices, on_one_device):
     assert fingerprints("mlp/sgd/float32", 6, num_devices) == on_one_device
 
 
 def test_same_bits_with_the_devices_in_another_order(on_one_device):
     """Lie: bits that depend on which device comes first."""
-    assert fingerprints("mlp/sgd/float32", 6, mt.devices(4)[::-1]) == on_one_device
+    assert fingerprints("mlp/sgd/float32", 6, mt.devices(3)[::-1]) == on_one_device
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("num_devices", [2, 3])
 def test_same_bits_with_towers_strided_over_devices(num_devices, on_one_device, monkeypatch):
     """Lie: an order of additions that follows the devices, not the towers."""
 
@@ -134,7 +134,7 @@ def test_same_bits_from_sharded_batches(on_one_device):
 
 def test_same_bits_for_seven_towers():
     """Lie: only numbers of towers that are powers of two, or multiples of the devices."""
-    found = [fingerprints("mlp/sgd/float32", 7, num_devices) for num_devices in (1, 4)]
+    found = [fingerprints("mlp/sgd/float32", 7, num_devices) for num_devices in (1, 3)]
     assert found[0] == found[1]
 
 
@@ -179,7 +179,7 @@ def test_same_bits_even_when_a_row_is_nan():
         state, metrics = step(state, batch)
     assert np.isnan(metrics["loss"])
     assert np.isnan(state.params["w"]).all()
-    found = {leftovers(line, params, batches, towers=4, devices=d) for d in (1, 2, 3, 4)}
+    found = {leftovers(line, params, batches, towers=4, devices=d) for d in (1, 2, 3)}
     assert len(found) == 1
 
 
@@ -188,29 +188,29 @@ def test_same_bits_with_nan_and_infinity_of_both_signs():
     batches = line_batches(8, steps=1)
     batches[0]["x"][:, 0] = [np.inf, -np.inf, 1, 2, np.nan, -np.nan, 3, np.inf]
     params = {"w": np.ones(5, np.float32)}
-    found = {leftovers(line, params, batches, towers=4, devices=d) for d in (1, 2, 3, 4)}
+    found = {leftovers(line, params, batches, towers=4, devices=d) for d in (1, 2, 3)}
     assert len(found) == 1
 
 
 def test_same_bits_for_a_leaf_larger_than_a_buffer_that_devices_do_not_divide():
     """Lie: a large leaf, which travels in chunks, is added or cut in another way."""
-    params = {"w": np.full(65 * 1024 + 1, 1e-3, np.float32), "b": np.float32(0)}
+    params = {"w": np.full(65 * 1024 + 3, 1e-3, np.float32), "b": np.float32(0)}
 
     def loss(params, batch):
         return (batch["x"] * params["w"][: batch["x"].shape[1]]).sum(1) ** 2 + params["b"]
 
     batches = [
-        {"x": np.random.default_rng(s).normal(size=(6, 65 * 1024 + 1)).astype(np.float32)}
+        {"x": np.random.default_rng(s).normal(size=(6, 65 * 1024 + 3)).astype(np.float32)}
         for s in range(2)
     ]
-    found = {leftovers(loss, params, batches, towers=6, devices=d) for d in (1, 4, 6)}
+    found = {leftovers(loss, params, batches, towers=6, devices=d) for d in (1, 2, 3)}
     assert len(found) == 1
 
 
 def test_same_bits_for_one_row_and_eight_towers():
     """Lie: seven empty towers contribute something, or a NaN."""
     params = {"w": np.ones(5, np.float32)}
-    found = {leftovers(line, params, line_batches(1), towers=8, devices=d) for d in (1, 3, 8)}
+    found = {leftovers(line, params, line_batches(1), towers=8, devices=d) for d in (1, 3)}
     assert len(found) == 1
 
 
@@ -237,7 +237,7 @@ def test_float64_has_the_same_bits_and_keeps_its_digits():
     """Lie: float64 gradients that pass through float32 on the way."""
     program = """
 import multitower as mt
-mt.configure(simulated_devices=4)
+mt.configure(simulated_devices=3)
 import jax, numpy as np, optax
 jax.config.update("jax_enable_x64", True)
 rng = np.random.default_rng(0)
@@ -247,7 +247,7 @@ def loss(w, batch):
 w = np.zeros(3)
 for _ in range(2):
     w = w - 0.1 * 2 * x.T @ (x @ w - y) / 10
-for towers, counts in ((None, (1, 2, 4)), (4, (1, 3, 4)), (3, (1, 2, 3))):
+for towers, counts in ((None, (1, 2)), (4, (1, 2, 3)), (3, (1, 3))):
     found = set()
     for devices in counts:
         step = mt.train_step(loss, optax.sgd(0.1), towers=towers, devices=devices)
@@ -281,7 +281,7 @@ def sums_on(device_counts, towers=8):
 
 
 def test_no_mutation_no_difference():
-    assert len(set(sums_on((1, 2, 3, 4, 8)))) == 1
+    assert len(set(sums_on((1, 2, 3)))) == 1
 
 
 def test_mutation_psum_instead_of_the_tree(monkeypatch):
@@ -339,6 +339,6 @@ def test_mutation_keys_by_device_instead_of_by_tower(monkeypatch):
         is_number = value.dtype == np.int32 and value < 8  # 16 is a tower's number of rows
         return constant(self, i, np.int32(i) if is_number else value)
 
-    assert left(1) == left(4)
+    assert left(1) == left(2)
     monkeypatch.setattr(same_bits.SameBits, "constant", by_device)
-    assert left(1) != left(4)
+    assert left(1) != left(2)

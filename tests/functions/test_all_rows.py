@@ -19,7 +19,7 @@ from multitower.engines import exchanges
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 LABELS = np.arange(16) % 5
 W = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
-WAYS = [{"devices": 4}, {"towers": 4, "devices": 2}]
+WAYS = [{"devices": 2}, {"towers": 4, "devices": 2}]
 every_way = pytest.mark.parametrize("way", WAYS, ids=["fast", "same bits"])
 
 
@@ -99,7 +99,7 @@ def supervised_on_one_device(w):
     similar = z @ z.T
     mine = np.eye(16, dtype=bool)
     alike = (LABELS[:, None] == LABELS) & ~mine
-    losses = jax.nn.logsumexp(jnp.where(mine, -jnp.inf, similar), 1)
+    losses = np.log(np.where(mine, 0, np.exp(similar)).sum(1))
     losses = losses - np.where(alike, similar, 0).sum(1) + np.sort(similar, 1)[:, -3:].sum(1)
     return float(losses.mean()), float((similar.argmax(1) == np.arange(16)).mean())
 

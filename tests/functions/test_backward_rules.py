@@ -46,20 +46,23 @@ def rows(num_rows):
 
 W = np.array([0.5, -1.0, 2.0], np.float32)
 WAYS = {
-    "fast": {"devices": 4},
+    "fast": {"devices": 3},
     "same bits": {"devices": 2, "towers": 4},
-    "same bits, uneven": {"devices": 3, "towers": 8},
+    "same bits, uneven": {"devices": 2, "towers": 3},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
-def expected(rule, x):
-    fun = loss_with(RULES[rule])
-    plain = jax.grad(lambda w: jnp.mean(fun(w, x)))(W)
-    linear = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(W)
-    assert not np.allclose(plain, linear, rtol=0.02)  # the rule must bite
-    return plain
+def expected(rule, x, w=W):
+    """By hand: the rule is for the cotangents of `x @ w`, of which all rows' mean has these."""
+    cotangents = 2 * (x @ w) / len(x)
+    by_rule = {
+        "clipped": np.clip(cotangents, -BOUND, BOUND),
+        "rounded": np.round(cotangents * 8) / 8,
+    }[rule]
+    assert not np.allclose(by_rule @ x, cotangents @ x, rtol=0.02)  # the rule must bite
+    return by_rule @ x
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_gradients_are_those_of_the_mean_over_all_rows(rule, way, num_rows):
     x = rows(num_rows)
     value, gradients = mt.value_and_grad(loss_with(RULES[rule]), **WAYS[way])(W, x)
     np.testing.assert_allclose(gradients, expected(rule, x), rtol=1e-5)
-    np.testing.assert_allclose(value, jnp.mean((x @ W) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(value, np.mean((x @ W) ** 2), rtol=1e-5)
     alone = mt.grad(loss_with(RULES[rule]), **WAYS[way])(W, x)
     np.testing.assert_array_equal(alone, gradients)
 
@@ -112,10 +115,10 @@ def test_a_training_step(rule, way, sharded):
     state = step.init(W)
     for num_rows in (24, 21):
         before = np.asarray(state.params)
-        fun, x = loss_with(RULES[rule]), rows(num_rows)
-        plain = jax.grad(lambda w, fun=fun, x=x: jnp.mean(fun(w, x)))(before)
+        x = rows(num_rows)
         state, _ = step(state, x)
-        np.testing.assert_allclose(state.params, before - plain, rtol=1e-5, atol=1e-6)
+        found = before - np.asarray(state.params)
+        np.testing.assert_allclose(found, expected(rule, x, before), rtol=1e-5, atol=2e-6)
 
 
 def test_a_scalar_loss_in_a_training_step():
@@ -134,7 +137,7 @@ def test_same_bits_on_any_number_of_devices(dtype):
         return clipped(x.astype(dtype) @ w) ** 2
 
     found = []
-    for devices in (1, 3, 8):
+    for devices in (1, 2, 3):
         step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=8)
         state, metrics = step(step.init(w), x)
         both = mt.value_and_grad(losses, devices=devices, towers=8)(w, x)
@@ -145,7 +148,7 @@ def test_same_bits_on_any_number_of_devices(dtype):
 def test_a_16_bit_mean_does_not_overflow():
     """Lie: the sum over rows in the loss's own dtype, infinite where the mean is not."""
     x = np.full(64, 4096, np.float16)
-    for way in WAYS.values():
-        value, gradient = mt.value_and_grad(lambda w, x: w * x, **way)(jnp.float16(1), x)
-        assert (value, gradient) == (4096, 4096)
+    for way in ({"devices": 2}, WAYS["same bits"]):
+        value, gradient = mt.value_and_grad(lambda w, x: w * x, **way)(np.float16(1), x)
+        assert (value.item(), gradient.item()) == (4096, 4096)
         assert value.dtype == jnp.float16

@@ -14,7 +14,7 @@ import multitower as mt
 WAYS = {
     "fast": {"devices": 4},
     "same bits": {"devices": 2, "towers": 4},
-    "same bits, uneven": {"devices": 3, "towers": 8},
+    "same bits, uneven": {"devices": 2, "towers": 5},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 # Every number of rows in some way, and every way with some number of rows.
@@ -91,8 +91,9 @@ def test_a_jitted_loss_that_was_called_outside_before(way):
 
 @every_way
 def test_inside_other_transformations(way):
-    batch = jax.tree.map(jnp.asarray, batch_of(13))
-    run = mt.value_and_grad(masked, **{**WAYS[way], "devices": 4})
+    batch = batch_of(13)
+    devices = 5 if "uneven" in way else 2  # equally many towers each: a program for all devices
+    run = mt.value_and_grad(masked, **{**WAYS[way], "devices": devices})
     assert_close(jax.jit(run)(PARAMS, batch), by_hand(PARAMS, batch))
 
 
@@ -111,7 +112,7 @@ def test_sums_products_and_regularisers(way, num_rows):
     if num_rows == 3:
         batch["mask"] = np.ones_like(batch["mask"])
     found = mt.value_and_grad(mixture, **WAYS[way])(PARAMS, batch)
-    assert_close(found, jax.value_and_grad(mixture)(PARAMS, batch))
+    assert_close(found, jax.jit(jax.value_and_grad(mixture))(PARAMS, batch))
 
 
 @every_way
@@ -126,7 +127,7 @@ def test_a_backward_rule_that_is_not_linear(way):
         return mt.ratio(clipped(token_losses(params, batch)) * batch["mask"], batch["mask"])
 
     batch = batch_of(13)
-    expected = jax.value_and_grad(loss)(PARAMS, batch)
+    expected = jax.jit(jax.value_and_grad(loss))(PARAMS, batch)
     assert not np.allclose(expected[1]["b"], by_hand(PARAMS, batch)[1]["b"], rtol=0.1)
     assert_close(mt.value_and_grad(loss, **WAYS[way])(PARAMS, batch), expected)
 
@@ -137,13 +138,13 @@ def test_totals_without_rows_need_full_towers(way):
         mask = batch["mask"]
         return mt.ratio((token_losses(params, batch) * mask).sum(), mask.sum())
 
-    batch = batch_of(16)
+    batch = batch_of(20)
     found = mt.value_and_grad(summed, **WAYS[way])(PARAMS, batch)
     assert_close(found, by_hand(PARAMS, batch))
     with pytest.raises(mt.OutputError, match="a ratio of sums"):
         mt.value_and_grad(summed, **WAYS[way])(PARAMS, batch_of(13))
     with_mean = lambda p, b: masked(p, b) + token_losses(p, b).mean()
-    full = jax.value_and_grad(with_mean)(PARAMS, batch)
+    full = jax.jit(jax.value_and_grad(with_mean))(PARAMS, batch)
     assert_close(mt.value_and_grad(with_mean, **WAYS[way])(PARAMS, batch), full)
     with pytest.raises(mt.OutputError, match="a mean over rows added"):
         mt.value_and_grad(with_mean, **WAYS[way])(PARAMS, batch_of(13))
@@ -186,11 +187,11 @@ def test_a_weight_that_depends_on_the_parameters_is_refused(way):
             mt.value_and_grad(fun, **WAYS[way])(PARAMS, batch)
     for fun in (held, chosen, jax.jit(chosen)):
         found = mt.value_and_grad(fun, **WAYS[way])(PARAMS, batch)
-        assert_close(found, jax.value_and_grad(fun)(PARAMS, batch))
+        assert_close(found, jax.jit(jax.value_and_grad(fun))(PARAMS, batch))
 
 
 def test_other_uses_are_refused_in_words():
-    batch = batch_of(16)
+    batch = batch_of(20)
     uses = {
         "a product": lambda r: r * r,
         "a number divided": lambda r: 1 / r,
@@ -200,7 +201,7 @@ def test_other_uses_are_refused_in_words():
     for message, use in uses.items():
         with pytest.raises((mt.OutputError, AttributeError), match=message):
             mt.grad(lambda p, b, use=use: use(masked(p, b)), devices=2)(PARAMS, batch)
-    with pytest.raises(mt.OutputError, match="for 8 rows"):
+    with pytest.raises(mt.OutputError, match="for 10 rows"):
         mt.grad(lambda p, b: mt.ratio(token_losses(p, b).sum(0), 6.0), devices=2)(PARAMS, batch)
     with pytest.raises(mt.OutputError, match="Leave reduction out"):
         mt.grad(masked, devices=2, reduction="sum")(PARAMS, batch)
@@ -211,7 +212,7 @@ def test_the_same_bits_on_any_number_of_devices(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     found = {
         mt.fingerprint(mt.value_and_grad(mixture, devices=d, towers=8)(params, batch_of(13)))
-        for d in (1, 3, 8)
+        for d in (1, 2, 3)
     }
     assert len(found) == 1
 
@@ -226,7 +227,7 @@ def row_losses(params, batch):
 @any_rows
 def test_a_sum_over_all_rows(way, num_rows):
     batch = batch_of(num_rows)
-    expected = jax.value_and_grad(lambda p, b: row_losses(p, b).sum())(PARAMS, batch)
+    expected = jax.jit(jax.value_and_grad(lambda p, b: row_losses(p, b).sum()))(PARAMS, batch)
     options = {**WAYS[way], "reduction": "sum"}
     assert_close(mt.value_and_grad(row_losses, **options)(PARAMS, batch), expected)
     assert_close(mt.grad(row_losses, **options)(PARAMS, batch), expected[1])
@@ -236,9 +237,9 @@ def test_a_sum_over_all_rows(way, num_rows):
 def test_a_scalar_that_is_a_sum(way):
     summed = lambda p, b: row_losses(p, b).sum()
     options = {**WAYS[way], "reduction": "sum"}
-    batch = batch_of(16)
+    batch = batch_of(20)
     found = mt.value_and_grad(summed, **options)(PARAMS, batch)
-    assert_close(found, jax.value_and_grad(summed)(PARAMS, batch))
+    assert_close(found, jax.jit(jax.value_and_grad(summed))(PARAMS, batch))
     with pytest.raises(mt.OutputError, match="a scalar loss"):
         mt.value_and_grad(summed, **options)(PARAMS, batch_of(13))
 

@@ -23,21 +23,21 @@ AFTER_THE_START = """
 import jax
 jax.numpy.zeros(3)
 import multitower as mt
-try:
-    mt.configure({settings})
-except RuntimeError as error:
-    assert type(error) is mt.ConfigurationError
-    assert "too late" in str(error) and "{settings}".split("=")[0] in str(error), error
-    print(len(jax.devices()))
+limits = dict(simulated_devices=2, memory_fraction=0.5, visible_devices="0", onednn=True)
+for name, value in limits.items():
+    try:
+        mt.configure(**{name: value})
+    except RuntimeError as error:
+        assert type(error) is mt.ConfigurationError
+        assert "too late" in str(error) and name in str(error), error
+        print(name, len(jax.devices()))
 """
 
 
-@pytest.mark.parametrize(
-    "settings", ["simulated_devices=2", "memory_fraction=0.5", "visible_devices='0'", "onednn=True"]
-)
-def test_trap_limits_set_too_late_are_an_error(settings):
+def test_trap_limits_set_too_late_are_an_error():
     """Trap (jax#5555): JAX takes 75 % of every GPU although a limit was set, too late."""
-    assert run_python("-c", AFTER_THE_START.format(settings=settings)).strip() == "1"
+    said = run_python("-c", AFTER_THE_START)
+    assert said == "simulated_devices 1\nmemory_fraction 1\nvisible_devices 1\nonednn 1\n"
 
 
 CONFIGURED = """
@@ -52,7 +52,7 @@ print(os.environ["NPROC"], os.environ.get("XLA_FLAGS"))
 
 def test_the_thread_pool_has_the_same_size_for_every_device_count():
     """Trap: the last bits of XLA's CPU kernels depend on NPROC."""
-    found = {run_python("-c", CONFIGURED.format(count=count)) for count in (1, 8, 16)}
+    found = {run_python("-c", CONFIGURED.format(count=count)) for count in (1, 16)}
     assert found == {f"{CPU_THREADS} None\n"}
 
 

@@ -108,9 +108,11 @@ def test_law_l6_a_key_that_is_closed_over(make_key, towers):
         def loss(w, x):
             return w * x, jax.random.normal(key, x.shape)  # noqa: B023 (what is tested)
 
-        (_, noise), _ = mt.value_and_grad(loss, has_aux=True, devices=4, towers=towers)(1.0, X)
-        assert len({float(n) for n in noise}) == 8
-        assert noise[0] == jax.random.normal(key, (2,))[0]  # tower 0 has the key as it is
+        (_, noise), _ = mt.value_and_grad(loss, has_aux=True, devices=2, towers=towers)(1.0, X)
+        noise = np.asarray(noise)
+        assert len(set(noise.tolist())) == 8
+        first = np.asarray(jax.random.normal(key, (8 // (towers or 2),)))
+        assert noise[0] == first[0]  # tower 0 has the key as it is
 
 
 def test_a_list_that_the_loss_writes_into():

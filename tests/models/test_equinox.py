@@ -78,10 +78,10 @@ def towers_by_hand(num_towers):
 
     def value_and_grad(fun, has_aux):
         def run(model, state, x, key):
-            one = eqx.filter_jit(eqx.filter_value_and_grad(fun, has_aux=has_aux))
+            one = eqx.filter_value_and_grad(fun, has_aux=has_aux)
             towers = [
                 one(model, state, rows, tower_key(key, tower))
-                for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
+                for tower, rows in enumerate(jnp.split(x, num_towers))
             ]
             mean = lambda *leaves: (sum(leaves) / num_towers).astype(leaves[0].dtype)
             return jax.tree.map(mean, *towers)
@@ -93,7 +93,7 @@ def towers_by_hand(num_towers):
 
 @pytest.fixture(scope="module")
 def two_towers():
-    return train(towers_by_hand(2), jit=False)
+    return train(towers_by_hand(2), jit=True)
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
 def test_law_l2_batch_norm_with_a_flag_in_its_state(jit):
     """BatchNorm's default mode. Lie: a program of one device stops at the mesh in a flag's type."""
     found = train(lambda fun, **kw: mt.value_and_grad(fun, devices=2, **kw), jit, mode="ema")
-    assert_close(found, train(towers_by_hand(2), jit=False, mode="ema"))
+    assert_close(found, train(towers_by_hand(2), jit=True, mode="ema"))
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_law_l2_gradients_are_what_equinox_gives():
     mlp = eqx.nn.MLP(4, 2, 3, 1, activation=jax.nn.relu, key=jax.random.key(0))
     args = {"net": mlp}, eqx.nn.Linear(2, 2, key=jax.random.key(1)), X[0]
     found = mt.value_and_grad(loss, devices=2)(*args)
-    assert_close(found, eqx.filter_value_and_grad(loss)(*args))
+    assert_close(found, eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args))
     assert found[1]["net"].activation is None
 
 
@@ -172,7 +172,7 @@ def test_train_step_takes_a_module(two_towers):
 def test_make_parallel_takes_a_module():
     mlp = eqx.nn.MLP(4, 2, 3, 1, key=jax.random.key(0))
     run = mt.make_parallel(lambda model, x: jax.vmap(model)(x), in_axes=(None, 0), devices=3)
-    assert_close(run(mlp, X[0]), jax.vmap(mlp)(X[0]))
+    assert_close(run(mlp, X[0]), eqx.filter_jit(lambda mlp: jax.vmap(mlp)(X[0]))(mlp))
     linear = Holds(jnp.ones(4), lambda x, w: x @ w)
     assert_close(mt.make_parallel(linear, devices=3)(X[0]), linear(X[0]))
 

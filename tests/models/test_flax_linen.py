@@ -31,6 +31,11 @@ class Net(nn.Module):
         return nn.Dense(1)(x)[:, 0]
 
 
+@jax.jit
+def first_variables():
+    return Net().init(jax.random.key(0), X[0], train=False)
+
+
 class TrainState(train_state.TrainState):
     batch_stats: Any
     key: Any
@@ -39,7 +44,7 @@ class TrainState(train_state.TrainState):
 def train(value_and_grad, jit, make_key=jax.random.key):
     """The documented loop, with the batch and the key as arguments of the loss."""
     net = Net()
-    variables = net.init(jax.random.key(0), X[0], train=False)
+    variables = first_variables()
     state = TrainState.create(apply_fn=net.apply, tx=optax.sgd(0.1), key=make_key(1), **variables)
 
     def train_step(state, x):
@@ -76,10 +81,10 @@ def towers_by_hand(num_towers):
 
     def value_and_grad(fun, has_aux):
         def run(params, x, key):
-            one = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
+            one = jax.value_and_grad(fun, has_aux=has_aux)
             towers = [
                 one(params, rows, tower_key(key, tower))
-                for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
+                for tower, rows in enumerate(jnp.split(x, num_towers))
             ]
             ys = [y for (_, (y, _)), _ in towers]
             mean = jax.tree.map(
@@ -96,7 +101,7 @@ def towers_by_hand(num_towers):
 
 @pytest.fixture(scope="module")
 def two_towers():
-    return train(towers_by_hand(2), jit=False)
+    return train(towers_by_hand(2), jit=True)
 
 
 @pytest.mark.slow
@@ -110,7 +115,7 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers, make_key):
 def test_a_loss_of_the_parameters_alone():
     """As in Flax's own examples: `loss_fn(params)`, around the batch, the state and the key."""
     net = nn.Dense(2)
-    params = net.init(jax.random.key(0), X[0])
+    params = jax.jit(net.init)(jax.random.key(0), X[0])
     state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.1))
 
     def train_step(value_and_grad, state, x, y, key):
@@ -154,7 +159,7 @@ def test_train_step_takes_params_and_batch_stats(two_towers):
         )
         return (y - x.sum(-1)) ** 2, {}, updates["batch_stats"]
 
-    variables = net.init(jax.random.key(0), X[0], train=False)
+    variables = first_variables()
     prints = []
     for devices in (1, 2):
         step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=2)

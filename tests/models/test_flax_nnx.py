@@ -82,11 +82,11 @@ def towers_by_hand(num_towers):
     def value_and_grad(fun):
         def run(model, x):
             losses, gradients, states = [], [], []
-            for tower, rows in enumerate(np.split(np.asarray(x), num_towers)):
+            for tower, rows in enumerate(jnp.split(x, num_towers)):
                 copy = nnx.clone(model)
                 key = copy.dropout.rngs.key
                 key[...] = tower_key(key[...], tower)
-                loss, gradient = nnx.jit(nnx.value_and_grad(fun))(copy, rows)
+                loss, gradient = nnx.value_and_grad(fun)(copy, rows)
                 losses.append(loss)
                 gradients.append(gradient)
                 states.append(nnx.state(copy, nnx.BatchStat))
@@ -106,7 +106,7 @@ def towers_by_hand(num_towers):
 def test_law_l2_dropout_and_batch_norm_as_by_hand():
     """Lie: one dropout mask for all, statistics of one tower only, a counter that counts towers."""
     found = train(lambda fun: mt.value_and_grad(fun, devices=2), jit=True)
-    assert_close(found, train(towers_by_hand(2), jit=False))
+    assert_close(found, train(towers_by_hand(2), jit=True))
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_law_l3_same_bits():
         for d in (1, 3)
     )
     assert mt.fingerprint(one) == mt.fingerprint(three)
-    assert_close(one, train(towers_by_hand(4), jit=False))
+    assert_close(one, train(towers_by_hand(4), jit=True))
 
 
 def test_law_l6_every_tower_has_its_own_mask():
@@ -149,7 +149,7 @@ def test_law_l2_gradients_are_what_nnx_gives(argnums):
 
     args = {"net": nnx.Linear(4, 2, rngs=nnx.Rngs(0))}, jnp.float32(2.0), X[0]
     found = mt.value_and_grad(loss, argnums, devices=2)(*args)
-    assert_close(found, nnx.value_and_grad(loss, argnums=argnums)(*args))
+    assert_close(found, nnx.jit(nnx.value_and_grad(loss, argnums=argnums))(*args))
 
 
 def test_modules_beside_the_first_argument():

@@ -46,7 +46,7 @@ def train(value_and_grad, jit):
 
     train_step = jax.jit(train_step) if jit else train_step
     keys = hk.PRNGSequence(0)  # legacy keys: uint32, shape (2,)
-    params, state = NET.init(next(keys), X[0])
+    params, state = jax.jit(NET.init)(next(keys), X[0])
     opt_state = optimizer.init(params)
     for x in X:
         params, state, opt_state = train_step(params, state, opt_state, next(keys), x)
@@ -66,10 +66,10 @@ def towers_by_hand(num_towers):
 
     def value_and_grad(fun, has_aux):
         def run(params, state, key, x):
-            one = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
+            one = jax.value_and_grad(fun, has_aux=has_aux)
             towers = [
                 one(params, state, tower_key(key, tower), rows)
-                for tower, rows in enumerate(np.split(np.asarray(x), num_towers))
+                for tower, rows in enumerate(jnp.split(x, num_towers))
             ]
             mean = lambda *leaves: (sum(leaves) / num_towers).astype(leaves[0].dtype)
             return jax.tree.map(mean, *towers)
@@ -87,7 +87,7 @@ def parallel(devices, towers=None):
 
 @pytest.fixture(scope="module")
 def two_towers():
-    return train(towers_by_hand(2), jit=False)
+    return train(towers_by_hand(2), jit=True)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_train_step_takes_the_state():
         y, state = NET.apply(params, model_state, rng, x)
         return (y - x.sum(-1)) ** 2, {}, state
 
-    params, model_state = NET.init(jax.random.key(0), X[0])
+    params, model_state = jax.jit(NET.init)(jax.random.key(0), X[0])
     step = mt.train_step(losses, optax.sgd(0.1), devices=2)
     state = step.init(params, model_state=model_state, rng=jax.random.key(1))
     for x in X:
@@ -121,9 +121,11 @@ def test_train_step_takes_the_state():
     counters = [x for x in jax.tree.leaves(state.model_state) if x.dtype == jnp.int32]
     assert counters
     assert all(counter == 2 for counter in counters)
-    run = towers_by_hand(2)(loss_fn, has_aux=True)
+    run = jax.jit(towers_by_hand(2)(loss_fn, has_aux=True))
     for number, x in enumerate(X):
         key = jax.random.fold_in(jax.random.key(1), number)
         (_, model_state), gradients = run(params, model_state, key, x)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        params = jax.tree.map(
+            lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), params, gradients
+        )
     assert_close((state.params, state.model_state), (params, model_state))

@@ -25,25 +25,24 @@ def run_chain(loss, params, *rest, stages):
     for stage in chain.stages:
         sent = jax.jit(stage.forward)([known[n] for n in stage.inputs])
         known.update(zip(stage.sent, sent, strict=True))
-    gradients = {n: jnp.zeros_like(known[n]) for n in chain.params}
+    gradients = {n: np.zeros_like(known[n]) for n in chain.params}
     answers = {}
     for stage in reversed(chain.stages):
-        back = stage.backward(
-            [known[n] for n in stage.inputs], [answers[n] for n in stage.answered], chain.params
-        )
+        backward = jax.jit(lambda *given, stage=stage: stage.backward(*given, chain.params))
+        back = backward([known[n] for n in stage.inputs], [answers[n] for n in stage.answered])
         for number, one in back.gradients.items():
-            gradients[number] = gradients[number] + one
+            gradients[number] = gradients[number] + np.asarray(one)
         for number, one in back.cotangents.items():
             answers.setdefault(number, []).append(one)
         if back.results:
             twice = back.results[0]
     found = [gradients[n] for n in chain.inputs[: len(flat)]]
-    return twice / 2, jax.tree.unflatten(treedef, found), chain
+    return np.asarray(twice) / 2, jax.tree.unflatten(treedef, found), chain
 
 
 def check(loss, params, *rest, stages):
     value, gradients, chain = run_chain(loss, params, *rest, stages=stages)
-    expected, wanted = jax.value_and_grad(loss)(params, *rest)
+    expected, wanted = jax.jit(jax.value_and_grad(loss))(params, *rest)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)

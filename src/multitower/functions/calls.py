@@ -1,5 +1,6 @@
 """A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -311,21 +312,32 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
     even = all(len(towers) == slots for towers in placement.towers_on)
     contiguous = list(placement.owners) == sorted(placement.owners)
 
-    def join(*towers: jax.Array) -> jax.Array:
-        stay = even and contiguous and placement.num_towers * towers[0].shape[0] == num_rows
-        if not stay and placement.spans_processes:
-            return gather_rows(towers, placement, num_rows)
-        if not stay:
-            here = jax.device_put(list(towers), placement.devices[placement.local[0]])
-            return jnp.concatenate(here)[:num_rows]
-        blocks = [
-            towers[i] if slots == 1 else jnp.concatenate(towers[i : i + slots])
-            for i in range(0, len(towers), slots)
-        ]
-        shape = (num_rows, *towers[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, placement.split, blocks)
+    sizes = {placement.num_towers * leaf.shape[0] for leaf in jax.tree.leaves(pieces[0])}
+    stay = even and contiguous and sizes <= {num_rows}
+    if not stay and placement.spans_processes:
+        gather = lambda *towers: gather_rows(towers, placement, num_rows)
+        return jax.tree.map(gather, *pieces)
+    if not stay:
+        here = jax.device_put(pieces, placement.devices[placement.local[0]])
+        return _one_after_another(here, num_rows)
+    if slots > 1:
+        starts = range(0, len(pieces), slots)
+        pieces = [_one_after_another(pieces[i : i + slots], num_rows) for i in starts]
 
-    return jax.tree.map(join, *pieces)
+    def side_by_side(*blocks: jax.Array) -> jax.Array:
+        shape = (num_rows, *blocks[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))
+
+    return jax.tree.map(side_by_side, *pieces)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _one_after_another(pieces: list[Any], num_rows: int) -> Any:
+    """The rows of several trees, in this order, and not more than `num_rows`.
+
+    In one program for all leaves: one by one each of them would compile its own.
+    """
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:num_rows], *pieces)
 
 
 def ragged_of(num_rows: int, num_towers: int) -> tuple[int, int] | None:

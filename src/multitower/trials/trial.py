@@ -24,6 +24,7 @@ from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
 from multitower.towers.placement import AXIS
 from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, is_key, take_apart
+from multitower.trials.comparison import numbers_of
 
 # The rows of towers, and which towers these are.
 Towers = list[tuple[list[Any], Tower]]
@@ -117,7 +118,12 @@ class Trial:
         return self._rows(np.arange(num_rows)), here
 
     def _rows(self, places: Any) -> list[Any]:
-        return [jnp.asarray(leaf)[places] for leaf in self.parts.rows]
+        # Of NumPy arrays in NumPy: nothing to compile.
+        on_host = [isinstance(leaf, np.ndarray) for leaf in self.parts.rows]
+        return [
+            jnp.asarray(leaf[places] if host else jnp.asarray(leaf)[places])
+            for leaf, host in zip(self.parts.rows, on_host, strict=True)
+        ]
 
     @functools.cached_property
     def meets(self) -> bool:
@@ -215,8 +221,10 @@ class Trial:
                 parts = _apart(all_of(wanted, *_together(towers), weights), len(towers))
             else:
                 parts = [differentiate(wanted, rows, here, weights) for rows, here in towers]
-            sums = {n: sum(part[n] for part in parts) for n in numbers}
-            sizes = {n: sum(jnp.abs(part[n]) for part in parts) for n in numbers}
+            on_host = [{n: numbers_of(part[n]) for n in numbers} for part in parts]
+            with np.errstate(invalid="ignore", over="ignore"):  # infinities of both signs
+                sums = {n: sum(part[n] for part in on_host) for n in numbers}
+            sizes = {n: sum(np.abs(part[n]) for part in on_host) for n in numbers}
             found.append({name: (sums[n], sizes[n]) for n, name in numbers.items()})
         return found
 
