@@ -50,7 +50,9 @@ def test_the_average_follows_quickly_at_first():
 
 
 def test_the_loss_holds_the_penalty_of_the_weights_once():
-    params = jax.jit(lambda key: lenet5.init(key, channels=3))(jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: lenet5.init(key, channels=3), jax.random.key(0))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: np.float32(0.05 * draw.normal(size=x.shape)), shapes)
     batch = {"image": distortions.central(TEST["image"]), "label": TEST["label"]}
     with_penalty, shown = jax.jit(cifar10.make_loss(0.01))(params, batch)
     without, _ = jax.jit(cifar10.make_loss(0.0))(params, batch)
