@@ -48,7 +48,7 @@ SGD = optax.sgd(0.05, momentum=0.9)
 def make(loss=losses, **options):
     where = {"devices": 2, "sync_every": 3, "global_batch": 8, **options}
     schedule = optax.linear_schedule(0.1, 0.0, 20)
-    return mt.train_step(loss, optax.adam(schedule), **where)
+    return mt.train_step(loss, optax.sgd(schedule, momentum=0.9), **where)
 
 
 def start(step):
@@ -164,7 +164,7 @@ def test_what_is_written_into_a_state_is_that_of_every_tower():
         call = step if not options else lambda state, rows, step=step: step(state, [rows])
         state, _ = call(state, BATCHES[0])
         state.params["w"] = np.float32([1, 2, 3])
-        state.local.opt_state[0].mu["b"] = np.float32([0.5, -0.5])
+        state.local.opt_state[0].trace["b"] = np.float32([0.5, -0.5])
         state, _ = call(state, BATCHES[1])
         outcomes.append(state)
     assert_close(fields_of(outcomes[1]), fields_of(outcomes[0]))

@@ -194,7 +194,7 @@ def leftovers(devices, towers=8, sync_every=2, **options):
     """
     options = {"ema_decay": 0.9, "clip_norm": 1.0, "diagnostics": True, **options}
     step = make(
-        optax.adam(optax.linear_schedule(0.1, 0.0, 9)), noisy,
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9), noisy,
         towers=towers, devices=devices, sync_every=sync_every, **options,
     )  # fmt: skip
     statistics = {"mean": np.zeros(3, np.float32), "key": jax.random.key(3)}
