@@ -94,7 +94,7 @@ def test_a_result_is_replaced_only_by_force(tmp_path, capsys):
 
 def test_on_a_terminal_there_is_a_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for: this is a terminal
-    train(tmp_path, "--devices", "1")
+    assert main(["train", CIRCLE, *QUICK, "--devices", "1", "--run-dir", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "━" in shown
     assert "2/2" in shown

@@ -105,7 +105,7 @@ def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
 
     (run_dir / "result.json").unlink()  # killed before the first checkpoint
     shutil.rmtree(run_dir / "checkpoints")
-    assert main([*command, "--devices", "2"]) == 0
+    assert main([*command, "--devices", "1"]) == 0
     assert result_of(run_dir)["fingerprint"] == whole
 
 

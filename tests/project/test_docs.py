@@ -30,17 +30,23 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}
 PAGES |= {"../README.md": ROOT / "README.md"}
 
-# Models of these pages take long to compile.
+# Programs of these pages take long to compile.
 SLOW = {
     "frameworks.md",
     "guides/asynchronous.md",
+    "guides/batchnorm.md",
     "guides/check-parallel.md",
     "guides/comparing-rows.md",
+    "guides/data.md",
+    "guides/debugging.md",
+    "guides/early-stopping.md",
     "guides/gradient-accumulation.md",
     "guides/language-model.md",
     "guides/large-models.md",
+    "guides/memory.md",
     "guides/mixed-precision.md",
     "guides/padding.md",
+    "guides/profiling.md",
     "guides/randomness.md",
     "guides/slow-links.md",
     "guides/trainer.md",

@@ -19,7 +19,7 @@ def loss(w, x):
 
 
 def step_once(towers, loss=loss):
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=towers)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1 if towers else 2, towers=towers)
     return step(step.init(np.float32(1)), X)
 
 
@@ -46,7 +46,15 @@ def test_a_mesh_of_the_users(name, towers):
     CALLS[name](towers)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [  # every operation is a program there, on every device
+        "make_parallel",
+        "train_step",
+        pytest.param("grad", marks=pytest.mark.slow),
+        pytest.param("evaluate", marks=pytest.mark.slow),
+    ],
+)
 def test_disable_jit(name):
     with jax.disable_jit():
         CALLS[name](None)

@@ -50,12 +50,15 @@ def test_the_average_follows_quickly_at_first():
 
 
 def test_the_loss_holds_the_penalty_of_the_weights_once():
-    params = lenet5.init(jax.random.key(0), channels=3)
+    shapes = jax.eval_shape(lambda key: lenet5.init(key, channels=3), jax.random.key(0))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: np.float32(0.05 * draw.normal(size=x.shape)), shapes)
     batch = {"image": distortions.central(TEST["image"]), "label": TEST["label"]}
     with_penalty, shown = jax.jit(cifar10.make_loss(0.01))(params, batch)
     without, _ = jax.jit(cifar10.make_loss(0.0))(params, batch)
     assert with_penalty.shape == (11,)
-    expected = np.full(11, 0.01 * lenet5.weight_penalty(params))
+    squares = sum(np.square(np.float64(layer["w"])).sum() for layer in params.values())
+    expected = np.full(11, 0.01 * squares / 2)
     np.testing.assert_allclose(with_penalty - without, expected, rtol=1e-4)
     scores = jax.jit(cifar10.metrics)(params, TEST)
     np.testing.assert_allclose(scores["loss"], without, rtol=1e-5)

@@ -1,5 +1,6 @@
 """The recipes: their models against independent ones, their data against what they promise."""
 
+import functools
 import sys
 from importlib.machinery import ModuleSpec
 
@@ -21,6 +22,19 @@ from multitower.steps.rotation.stale import momenta_in
 @pytest.fixture(scope="module")
 def digits_data():
     return digits.load()
+
+
+def drawn(channels=1):
+    """Parameters of LeNet-5 in NumPy, with biases that matter."""
+    shapes = jax.eval_shape(lambda key: lenet5.init(key, channels), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    size = lambda shape: 0.1 if len(shape) == 1 else np.prod(shape[:-1]) ** -0.5
+    return jax.tree.map(lambda x: np.float32(size(x.shape) * rng.normal(size=x.shape)), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return drawn()
 
 
 def numpy_lenet5(params, images):
@@ -51,26 +65,26 @@ def numpy_lenet5(params, images):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_lenet5_is_the_lenet5_of_the_book(channels):
     rng = np.random.default_rng(0)
-    params = lenet5.init(jax.random.key(0), channels)
-    # Biases that matter: at zero, a bias added in the wrong place would not be seen.
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * rng.normal(size=leaf.shape), params)
+    params = drawn(channels)
+    # At zero, a bias added in the wrong place would not be seen.
+    assert all(layer["b"].any() for layer in params.values())
     images = rng.normal(size=(4, 28, 28, channels)).astype(np.float32)
     expected = numpy_lenet5(params, images)
     # float32 sums of up to 400 products
-    np.testing.assert_allclose(lenet5.logits(params, images), expected, rtol=1e-4, atol=1e-4)
+    logits = jax.jit(lenet5.logits)(params, images)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lenet5_has_61706_parameters():
-    params = lenet5.init(jax.random.key(0))
+    params = jax.eval_shape(lenet5.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 61706
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
-def test_the_weight_penalty_leaves_biases_alone():
-    params = lenet5.init(jax.random.key(0))
+def test_the_weight_penalty_leaves_biases_alone(params):
     with_biases = {name: {**layer, "b": layer["b"] + 9} for name, layer in params.items()}
     expected = sum(np.sum(np.square(np.float64(layer["w"]))) for layer in params.values()) / 2
-    assert float(lenet5.weight_penalty(with_biases)) == pytest.approx(expected, rel=1e-5)
+    assert float(jax.jit(lenet5.weight_penalty)(with_biases)) == pytest.approx(expected, rel=1e-5)
 
 
 def reduce_window(x):
@@ -80,18 +94,22 @@ def reduce_window(x):
 
 def test_max_pool_and_its_gradient_are_those_of_reduce_window():
     # A permutation: no two pixels are equal, so there is one right gradient.
-    x = jax.random.permutation(jax.random.key(0), 3 * 8 * 6 * 5).astype(jnp.float32)
-    x = x.reshape(3, 8, 6, 5) - 300
-    weights = jax.random.normal(jax.random.key(1), (3, 4, 3, 5))
-    np.testing.assert_array_equal(layers.max_pool(x), reduce_window(x))
-    ours = jax.grad(lambda x: jnp.sum(weights * layers.max_pool(x)))(x)
-    theirs = jax.grad(lambda x: jnp.sum(weights * reduce_window(x)))(x)
-    np.testing.assert_array_equal(ours, theirs)
+    draw = np.random.default_rng(0)
+    x = draw.permutation(3 * 8 * 6 * 5).astype(np.float32).reshape(3, 8, 6, 5) - 300
+    weights = draw.normal(size=(3, 4, 3, 5)).astype(np.float32)
+
+    def pooled(pool):
+        value, back = jax.vjp(pool, x)
+        return value, *back(weights)
+
+    ours, theirs = jax.jit(lambda: (pooled(layers.max_pool), pooled(reduce_window)))()
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_equal_pixels_share_one_gradient():
-    gradient = jax.grad(lambda x: layers.max_pool(x).sum())(jnp.ones((1, 2, 2, 1)))
-    np.testing.assert_array_equal(gradient, jnp.full((1, 2, 2, 1), 0.25))
+    ones = np.ones((1, 2, 2, 1), np.float32)
+    gradient = jax.jit(jax.grad(lambda x: layers.max_pool(x).sum()))(ones)
+    np.testing.assert_array_equal(gradient, 0.25 * ones)
 
 
 def test_digits_are_all_there_once(digits_data):
@@ -138,14 +156,13 @@ def test_shifts_move_whole_images_by_at_most_two_pixels(digits_data):
     assert hits.any(axis=0).all(), "some of the 25 shifts never happen"
 
 
-def test_the_loss_holds_the_penalty_once_per_example(digits_data):
-    params = lenet5.init(jax.random.key(0))
+def test_the_loss_holds_the_penalty_once_per_example(digits_data, params):
     batch = {name: array[:3] for name, array in digits_data.test.items()}
-    losses, _ = digits.make_loss(0.25)(params, batch)
-    penalty = 0.25 * lenet5.weight_penalty(params)
-    expected = digits.metrics(params, batch)["loss"] + penalty
+    losses, _ = jax.jit(digits.make_loss(0.25))(params, batch)
+    plain = jax.jit(digits.metrics)(params, batch)["loss"]
+    squares = sum(np.sum(np.square(np.float64(layer["w"]))) for layer in params.values())
     assert losses.shape == (3,)
-    np.testing.assert_array_equal(losses, expected)
+    np.testing.assert_allclose(losses, plain + 0.25 * squares / 2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -175,6 +192,7 @@ def test_a_convolution_and_its_gradients_are_xlas():
     weights = draw.normal(size=(5, 3, 2, 4)).astype(np.float32)
     gradient = draw.normal(size=(3, 5, 6, 4)).astype(np.float32)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def gradients(fn):
         value, back = jax.vjp(fn, images, weights)
         return (value, *back(gradient))

@@ -26,8 +26,8 @@ def params():
 def test_the_scores_of_packed_documents_are_those_of_each_alone(params):
     # The lies: attention across a border, or to what is yet to come; positions that go on.
     documents = [[SEPARATOR, 1, 2, 3, 4], [SEPARATOR, 9, 8], [SEPARATOR, 7, 7, 7]]
-    tokens = jnp.array([[token for document in documents for token in document]])
-    segments = jnp.cumsum(tokens == SEPARATOR, axis=1)
+    tokens = np.concatenate(documents, dtype=np.int32)[None]
+    segments = np.cumsum(tokens == SEPARATOR, axis=1, dtype=np.int32)
     expected = np.concatenate([numpy_logits(params, document) for document in documents])
     found = forward(params, tokens, segments)
     assert (found.shape, found.dtype) == ((1, 12, VOCABULARY), jnp.float32)
@@ -46,9 +46,10 @@ def test_another_document_does_not_change_a_bit_of_the_others(params):
 
 
 def test_what_is_yet_to_come_does_not_change_a_bit(params):
-    tokens = jnp.arange(LENGTH)[None]
-    found = forward(params, tokens, jnp.zeros_like(tokens))
-    changed = forward(params, tokens.at[0, 7].set(99), jnp.zeros_like(tokens))
+    tokens = np.arange(LENGTH, dtype=np.int32)[None]
+    other = np.where(np.arange(LENGTH) == 7, np.int32(99), tokens)
+    found = forward(params, tokens, np.zeros_like(tokens))
+    changed = forward(params, other, np.zeros_like(tokens))
     np.testing.assert_array_equal(found[0, :7], changed[0, :7])
     assert (found[0, 7:] != changed[0, 7:]).any(axis=1).all()
 
@@ -77,10 +78,10 @@ def test_a_full_cache_forgets_the_oldest_token_first(params):
 
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 0.05), (jnp.float16, 0.005)])
 def test_16_bit_weights_give_float32_scores_that_are_close(params, dtype, atol):
-    tokens = jnp.arange(LENGTH)[None]
-    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    found = forward(narrow, tokens, jnp.zeros_like(tokens))
+    tokens = np.arange(LENGTH, dtype=np.int32)[None]
+    narrow = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), params)
+    found = forward(narrow, tokens, np.zeros_like(tokens))
     assert found.dtype == jnp.float32
-    wide = forward(params, tokens, jnp.zeros_like(tokens))
+    wide = forward(params, tokens, np.zeros_like(tokens))
     # bfloat16 has 8 bits, float16 11; the scores are of size 1.
     np.testing.assert_allclose(found, wide, atol=atol)

@@ -224,9 +224,8 @@ def test_a_step_does_not_wait_for_the_devices(options):
 
     # On several devices: XLA's CPU client runs a callback on one device in the caller's thread.
     held = mt.make_parallel(hold, devices=2)
-    step = mt.train_step(
-        lambda w, batch: batch @ w, optax.adam(0.1), devices=2, ema_decay=0.9, **options
-    )
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = mt.train_step(lambda w, batch: batch @ w, optimizer, devices=2, ema_decay=0.9, **options)
     go.set()
     state, _ = step(step.init(np.ones(4, np.float32)), held(ROWS))  # compiles
     jax.block_until_ready(state.parts())

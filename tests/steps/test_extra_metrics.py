@@ -18,7 +18,7 @@ LIMIT = 1.5
 WAYS = {
     "fast": ({"devices": 2}, None),
     "same bits": ({"towers": 4, "devices": 2}, 1),
-    "blocks": ({"towers": 4, "devices": 2, "shard_update": True}, 3),
+    "blocks": ({"towers": 4, "devices": 2, "shard_update": True}, 1),
     "shards": ({"devices": 2, "shard_params": True}, None),
     "stages": ({"towers": 2, "devices": 2, "stages": 2}, 1),
     "a call for all": ({"devices": 2, "steps_per_call": 3}, None),

@@ -35,6 +35,7 @@ def losses(params, batch, *, rng):
     return error, {"absolute": jnp.sqrt(error)}
 
 
+INNER = optax.sgd(0.05, momentum=0.9)
 # The second meeting, after step 6, is not finite.
 OUTER = optax.sgd(lambda meetings: jnp.where(meetings == 1, jnp.inf, 0.7), momentum=0.9)
 LOCAL = {
@@ -45,7 +46,7 @@ LOCAL = {
 def make(loss=losses, **options):
     given = {**LOCAL, **options}
     given |= {"diagnostics": True, "skip_nonfinite": True}
-    return mt.train_step(loss, optax.adam(0.05), **given)
+    return mt.train_step(loss, INNER, **given)
 
 
 def start(step):
@@ -60,7 +61,7 @@ def in_calls():
 @pytest.fixture(scope="module")
 def one_by_one():
     """The state after every step, in bits, and the metrics."""
-    step, told = make(), []
+    step, told = make(devices=1), []
     state = start(step)
     for rows in BATCHES:
         state, metrics = step(state, rows)
@@ -123,7 +124,7 @@ def test_a_run_in_calls_is_the_same_run(one_by_one, monkeypatch):
     seen = lambda step, state, batches: sizes.append(len(batches)) or there(step, state, batches)
     monkeypatch.setattr(TrainStep, "__call__", seen)
     trainer = mt.Trainer(
-        losses, optax.adam(0.05), steps_per_call=4, on_nonfinite="skip", check_replicas_every=5,
+        losses, INNER, steps_per_call=4, on_nonfinite="skip", check_replicas_every=5,
         hooks=hooks, **LOCAL,
     )  # fmt: skip
     found = trainer.fit(PARAMS, lambda _: iter(BATCHES), steps=6, rng=jax.random.key(7))

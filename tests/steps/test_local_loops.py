@@ -42,10 +42,13 @@ def plain(params, batch):
     return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
 
 
+SGD = optax.sgd(0.05, momentum=0.9)
+
+
 def make(loss=losses, **options):
     where = {"devices": 2, "sync_every": 3, "global_batch": 8, **options}
     schedule = optax.linear_schedule(0.1, 0.0, 20)
-    return mt.train_step(loss, optax.adam(schedule), **where)
+    return mt.train_step(loss, optax.sgd(schedule, momentum=0.9), **where)
 
 
 def start(step):
@@ -60,9 +63,13 @@ def looped():
 RICH = {"ema_decay": 0.9, "clip_norm": 1.0, "diagnostics": True, "skip_nonfinite": True}
 
 
-def by_step(batches, **options):
+@pytest.fixture(scope="module")
+def single():
     """The same a step at a time, by one program for each tower."""
-    step = make(**options)
+    return make(**RICH)
+
+
+def by_step(step, batches):
     state, history = start(step), []
     for rows in batches:
         state, metrics = step(state, rows)
@@ -96,9 +103,9 @@ WHOLE = ("step", "params", "opt_state", "ema_params", "model_state", "rng")
 
 
 @pytest.mark.slow
-def test_it_is_one_step_a_call(looped):
+def test_it_is_one_step_a_call(looped, single):
     """Meetings after steps 3 and 6, inside of the calls; ragged batches and short calls."""
-    wanted, metrics = by_step(BATCHES, **RICH)
+    wanted, metrics = by_step(single, BATCHES)
     state, found = by_call(looped, start(looped), BATCHES, [4, 1, 3])
     assert_close(fields_of(state), fields_of(wanted))
     assert_close(found, metrics)
@@ -138,13 +145,12 @@ def test_nothing_is_sent_in_the_loop(looped):
     assert sent[False] > 0
 
 
-def test_states_go_from_one_way_to_the_other(looped):
+def test_states_go_from_one_way_to_the_other(looped, single):
     """Between two meetings, in both directions."""
-    wanted, _ = by_step(BATCHES[:5], **RICH)
-    state, _ = by_step(BATCHES[:2], **RICH)
+    wanted, _ = by_step(single, BATCHES[:5])
+    state, _ = by_step(single, BATCHES[:2])
     state, _ = looped(state, BATCHES[2:4])
-    step = make(**RICH)
-    state, _ = step(state, BATCHES[4])
+    state, _ = single(state, BATCHES[4])
     assert_close(fields_of(state), fields_of(wanted))
     with pytest.raises(mt.StateError, match="each of 2 towers"):
         make(**{**RICH, "devices": 1}, steps_per_call=4)(state, BATCHES[:1])
@@ -158,7 +164,7 @@ def test_what_is_written_into_a_state_is_that_of_every_tower():
         call = step if not options else lambda state, rows, step=step: step(state, [rows])
         state, _ = call(state, BATCHES[0])
         state.params["w"] = np.float32([1, 2, 3])
-        state.local.opt_state[0].mu["b"] = np.float32([0.5, -0.5])
+        state.local.opt_state[0].trace["b"] = np.float32([0.5, -0.5])
         state, _ = call(state, BATCHES[1])
         outcomes.append(state)
     assert_close(fields_of(outcomes[1]), fields_of(outcomes[0]))
@@ -181,7 +187,7 @@ def test_a_run_goes_on_between_two_meetings(tmp_path):
 
     def trainer(run_dir):
         how = {"devices": 2, "global_batch": 8, "sync_every": 3, "steps_per_call": 4}
-        return mt.Trainer(plain, optax.adam(0.1), run_dir=run_dir, checkpoint_every=2, **how)
+        return mt.Trainer(plain, SGD, run_dir=run_dir, checkpoint_every=2, **how)
 
     wanted = trainer(None).fit(PARAMS, batches, steps=6)
     with pytest.warns(mt.MultitowerWarning, match="no multiple of sync_every"):

@@ -8,9 +8,9 @@ import pytest
 import multitower as mt
 
 WAYS = {
-    "fast": {"devices": 3},
-    "same bits": {"devices": 2, "towers": 4},
-    "shard_update": {"devices": 3, "towers": 4, "shard_update": True},
+    "fast": {"devices": 2},
+    "same bits": {"devices": 1, "towers": 4},  # the same bits on more devices: below
+    "shard_update": {"devices": 2, "towers": 4, "shard_update": True},
 }
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 PARAMS = np.linspace(-1, 1, 3).astype(np.float32)
@@ -76,7 +76,7 @@ def test_the_same_bits_on_any_number_of_devices(sharded):
     found = []
     for devices in (1, 3):
         step = mt.train_step(
-            losses, optax.adam(0.1), devices=devices, towers=4, global_batch=12,
+            losses, optax.sgd(0.1), devices=devices, towers=4, global_batch=12,
             shard_update=sharded, diagnostics=True, clip_norm=0.5,
         )  # fmt: skip
         state = step.init(PARAMS)
@@ -105,7 +105,7 @@ def test_nothing_compiles_for_a_ragged_batch():
 
 
 def test_the_losses_of_towers():
-    step = mt.train_step(_masked, optax.sgd(0.1), devices=2, towers=4, diagnostics=True)
+    step = mt.train_step(_masked, optax.sgd(0.1), devices=1, towers=4, diagnostics=True)
     _, metrics = step(step.init(PARAMS), BATCHES[0])
     wrong = (BATCHES[0]["x"] @ PARAMS - 1) ** 2 * BATCHES[0]["mask"]
     own = wrong.reshape(4, -1).sum(1) / np.maximum(BATCHES[0]["mask"].reshape(4, -1).sum(1), 1)
@@ -137,14 +137,16 @@ def test_a_scalar_that_is_a_sum(options):
     fun = lambda w, batch: ((batch["x"] @ w - 1) ** 2).sum()
     step = mt.train_step(fun, optax.sgd(0.001), reduction="sum", **options)
     state, metrics = step(step.init(PARAMS), BATCHES[0])
-    value, gradient = jax.value_and_grad(fun)(PARAMS, BATCHES[0])
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    x = BATCHES[0]["x"].astype(float)
+    wrong = x @ PARAMS - 1
+    gradient = 2 * (wrong[..., None] * x).sum((0, 1))
+    np.testing.assert_allclose(metrics["loss"], (wrong**2).sum(), rtol=1e-5)
     np.testing.assert_allclose(state.params, PARAMS - 0.001 * gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_that_are_sums_need_full_towers():
     fun = lambda w, batch: (_masked(w, batch), {"m": mt.ratio(batch["mask"].sum(), 1.0)})
-    step = mt.train_step(fun, optax.sgd(0.1), devices=2, towers=4)
+    step = mt.train_step(fun, optax.sgd(0.1), devices=1, towers=4)
     state, metrics = step(step.init(PARAMS), BATCHES[0])
     assert metrics["m"] == BATCHES[0]["mask"].sum() / 4  # a weight of 1 for each tower
     with pytest.raises(mt.OutputError, match="7 rows and a ratio of sums"):
@@ -161,7 +163,7 @@ def test_what_is_no_reduction_is_refused():
 
 @pytest.mark.parametrize(
     ("where", "global_batch"),
-    [({"devices": 3}, 1), ({"devices": 3}, 31), ({"devices": 2, "towers": 4}, 5)],
+    [({"devices": 2}, 1), ({"devices": 2}, 31), ({"devices": 1, "towers": 4}, 5)],
     ids=str,
 )
 def test_an_evaluation_counts_every_token_once(where, global_batch):
@@ -203,7 +205,7 @@ def test_an_evaluation_refuses_sums_of_a_batch():
 
 
 def test_a_trainer_evaluates_ratios():
-    trainer = mt.Trainer(_masked, optax.sgd(0.1), devices=2, towers=4, global_batch=12)
+    trainer = mt.Trainer(_masked, optax.sgd(0.1), devices=1, towers=4, global_batch=12)
     state = trainer.step.init(PARAMS)
     score = lambda w, batch: {"loss": _masked(w, batch)}
     found = trainer.evaluate(score, state, BATCHES[1], global_batch=12)

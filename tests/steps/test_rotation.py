@@ -35,7 +35,7 @@ def batch_of(number):
     return {"x": X[number], "y": Y[number]}
 
 
-def make(loss=losses, optimizer=None, towers=3, devices=2, **options):
+def make(loss=losses, optimizer=None, towers=3, devices=1, **options):
     return mt.train_step(
         loss,
         optimizer or optax.sgd(0.05, momentum=0.9),
@@ -92,7 +92,7 @@ def test_equals_a_numpy_replay_of_the_rotation(towers, options):
     rotation = options.get("rotation", range(num_groups))
     scale = options.get("stale_scale", lambda staleness: 1.0)
     newest, versions, made, rows = replayed(rotation, num_groups, scale)
-    step = make(towers=towers, **options)
+    step = make(towers=towers, devices=2 if towers == 4 else 1, **options)
     state, seen = train(step, step.init({"w": W}), range(12))
     np.testing.assert_allclose(state.params["w"], newest, rtol=2e-5)
     np.testing.assert_allclose(state.local["params"]["w"], versions, rtol=2e-5)
@@ -190,7 +190,7 @@ def test_momentum_that_is_not_known_is_refused(optimizer, message):
 def test_no_staleness_is_synchronous_training():
     step = make(towers=4, max_staleness=0, ema_decay=0.5)
     state, seen = train(step, step.init({"w": W}), range(3))
-    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=4, devices=2, ema_decay=0.5)
+    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=4, devices=1, ema_decay=0.5)
     expected, wanted = train(plain, plain.init({"w": W}), range(3))
     assert mt.fingerprint(state.replace(local=None)) == mt.fingerprint(expected)
     for metrics in seen:
@@ -328,7 +328,7 @@ def test_the_optimizer_and_the_newest_parameters_are_on_one_device():
 def test_an_update_sends_one_gradient_and_one_copy_of_the_parameters(monkeypatch):
     # The lie: versions that are sent to everybody, or an optimizer's state that travels.
     params = np.ones((3, 500), np.float32)
-    step = make(lambda w, x: (x @ w).sum(1), optax.adam(0.1), towers=2, ema_decay=0.9)
+    step = make(lambda w, x: (x @ w).sum(1), optax.adam(0.1), 2, devices=2, ema_decay=0.9)
     state = step.init(params)
     for number in range(2):
         state, _ = step(state, X[number])
@@ -374,7 +374,7 @@ def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
         jax.debug.callback(lambda tag: ran.append(int(tag)), x[0, 0])
         return x @ w + jax.random.uniform(rng)
 
-    step = make(loss, optimizer=optax.adam(0.1), towers=2, global_batch=8, ema_decay=0.9)
+    step = make(loss, optax.adam(0.1), towers=2, devices=2, global_batch=8, ema_decay=0.9)
     tagged = lambda tag: np.full((8, 3), tag, np.float32)
     go.set()
     state = step.init(W, rng=jax.random.key(0))
@@ -431,7 +431,7 @@ def test_what_is_written_into_a_state_is_used():
 
 
 def test_from_synchronous_to_asynchronous_and_back():
-    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=3, devices=2)
+    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=3, devices=1)
     state, _ = train(plain, plain.init({"w": W}), range(2))
     start = np.array(state.params["w"])
     step = make()
@@ -464,7 +464,7 @@ def test_a_step_that_is_not_finite_is_left_out(bad):
 
 
 def test_batches_from_prefetch_are_taken():
-    step = make()
+    step = make(devices=2)
     state, _ = train(step, step.init({"w": W}), range(3))
     expected = mt.fingerprint(state)
     for options in ({}, {"devices": 1}, {"devices": 1, "towers": 1}, {"devices": 2, "towers": 2}):
@@ -542,7 +542,7 @@ def batches(first):
         yield batch_of(number % 12)
 
 
-def trainer(directory=None, devices=2, **options):
+def trainer(directory=None, devices=1, **options):
     given = {"towers": 3, "global_batch": 8, "updates": "asynchronous", **options}
     return mt.Trainer(
         losses,

@@ -67,7 +67,7 @@ def test_law_l3_the_same_bits_on_any_number_of_devices():
 )
 def test_it_equals_the_whole_update(optimizer):
     # The lies: a block that never reaches its device; a schedule that counts blocks.
-    whole, _ = train(step := make(optimizer=optimizer), first(step), FULL)
+    whole, _ = train(step := make(1, optimizer), first(step), FULL)
     cut, _ = train(step := make(optimizer=optimizer, shard_update=True), first(step), FULL)
     assert jax.tree.structure(whole) == jax.tree.structure(cut)
     for (path, a), b in zip(
@@ -85,7 +85,7 @@ def test_ragged_batches_and_16_bit_parameters():
 
     params = jnp.linspace(-1, 1, 4).astype(jnp.bfloat16)
     found = []
-    for devices in (1, 3):
+    for devices in (1, 2):  # of three towers, so that one device has more
         step = mt.train_step(
             per_row, optax.adam(0.1), devices=devices, towers=3, ema_decay=0.5, shard_update=True
         )

@@ -1,5 +1,7 @@
 """train_step: equal to a plain loop on one device, compiled once, in both ways to run."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,11 @@ from same_bits_program import MODELS
 from tower_keys import tower_key
 
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
+
+
+def where(towers):
+    """Two devices for the fast way; towers are the same mathematics on one, for less compiling."""
+    return {"towers": towers, "devices": 1 if towers else 2}
 
 
 def losses(params, batch):
@@ -65,11 +72,9 @@ def test_equals_sgd_with_momentum_in_numpy(num_devices, towers):
     assert int(state.step) == len(RAGGED)
 
 
-@pytest.mark.filterwarnings("ignore:random numbers")  # a dropout rate of 0, drawn all the same
-@both_ways
-@pytest.mark.parametrize("model_name", [pytest.param("transformer", marks=pytest.mark.slow), "mlp"])
-def test_equals_a_plain_optax_loop(model_name, towers):
-    """Lie: clipping, schedules or weight decay see another gradient than on one device."""
+@functools.cache
+def plain_loop(model_name):
+    """A loss, an optimizer, parameters, batches; and what they come to without this library."""
     if model_name == "transformer":  # without its dropout: one device has only one mask
         model = MODELS["transformer"](np.random.default_rng(0), dropout=0.0)
         loss_fn = lambda params, batch: model.loss(params, batch, rng=jax.random.key(0))
@@ -80,10 +85,6 @@ def test_equals_a_plain_optax_loop(model_name, towers):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(schedule))
     batches = [model.batch(np.random.default_rng(s), n) for s, n in enumerate((8, 8, 5))]
 
-    params = jax.tree.map(jnp.asarray, model.params)
-    opt_state = optimizer.init(params)
-    expected = []
-
     @jax.jit
     def plain(params, opt_state, batch):
         mean = lambda params: loss_fn(params, batch)[0].mean()
@@ -91,12 +92,21 @@ def test_equals_a_plain_optax_loop(model_name, towers):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
+    params, opt_state, losses = model.params, optimizer.init(model.params), []
     for batch in batches:
         params, opt_state, value = plain(params, opt_state, batch)
-        expected.append(float(value))
+        losses.append(float(value))
+    return loss_fn, optimizer, model.params, batches, params, losses
 
-    step = mt.train_step(loss_fn, optimizer, devices=2, towers=towers)
-    state, history = train(step, step.init(model.params), batches)
+
+@pytest.mark.filterwarnings("ignore:random numbers")  # a dropout rate of 0, drawn all the same
+@both_ways
+@pytest.mark.parametrize("model_name", [pytest.param("transformer", marks=pytest.mark.slow), "mlp"])
+def test_equals_a_plain_optax_loop(model_name, towers):
+    """Lie: clipping, schedules or weight decay see another gradient than on one device."""
+    loss_fn, optimizer, first, batches, params, expected = plain_loop(model_name)
+    step = mt.train_step(loss_fn, optimizer, **where(towers))
+    state, history = train(step, step.init(first), batches)
     # Adam divides by the square root of squares: rounding near zero grows.
     assert_close((state.params, history), (params, expected), rtol=1e-3, atol=1e-4)
 
@@ -114,7 +124,7 @@ def test_trap_a_second_compilation_on_step_two(towers):
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0, 9))
     )
-    step = mt.train_step(loss, optimizer, devices=3, towers=towers, ema_decay=0.9)
+    step = mt.train_step(loss, optimizer, devices=2, towers=towers, ema_decay=0.9)
     # Weak types and Python numbers on purpose.
     state = step.init({"w": jnp.zeros(3), "b": 0.5}, rng=jax.random.key(0), model_state={"n": 0.0})
     state, _ = step(state, RAGGED[0])
@@ -145,7 +155,7 @@ def test_trap_mean_of_means(towers):
     def loss(params, batch):
         return losses(params, batch), {"y": batch["y"], "two": {"y": 2 * batch["y"]}}
 
-    step = mt.train_step(loss, optax.sgd(0.0), devices=2, towers=towers, global_batch=12)
+    step = mt.train_step(loss, optax.sgd(0.0), **where(towers), global_batch=12)
     for num_rows in (10, 1, 12):
         batch = batch_of(num_rows, seed=num_rows)
         _, metrics = step(step.init(params_of()), batch)
@@ -163,7 +173,7 @@ def test_trap_a_schedule_that_runs_n_times_too_fast(towers):
     def schedule(count):
         return jnp.where(count == 0, 1.0, 0.0)  # only the first update counts
 
-    step = mt.train_step(losses, optax.sgd(schedule), devices=2, towers=towers)
+    step = mt.train_step(losses, optax.sgd(schedule), **where(towers))
     state = step.init(params_of())
     for number, batch in enumerate(RAGGED[:3]):
         state, _ = step(state, batch)
@@ -180,7 +190,7 @@ def test_trap_a_schedule_that_runs_n_times_too_fast(towers):
 )
 def test_ema(decay, towers):
     """Lie: the average lags by a step, starts at zero, or is rounded away."""
-    step = mt.train_step(losses, optax.sgd(0.05), devices=2, towers=towers, ema_decay=decay)
+    step = mt.train_step(losses, optax.sgd(0.05), **where(towers), ema_decay=decay)
     state = step.init(params_of())
     ema = {k: np.asarray(v, float) for k, v in params_of().items()}
     for count, batch in enumerate(RAGGED, start=1):
@@ -191,12 +201,12 @@ def test_ema(decay, towers):
 
 
 def test_ema_of_16_bit_parameters_is_kept_in_32():
-    step = mt.train_step(losses, optax.sgd(0.05), devices=2, towers=2, ema_decay=0.999)
-    state = step.init(jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params_of()))
+    step = mt.train_step(losses, optax.sgd(0.05), devices=1, towers=1, ema_decay=0.999)
+    state = step.init(jax.tree.map(lambda p: np.asarray(p, jnp.bfloat16), params_of()))
     state, _ = step(state, RAGGED[0])
     assert state.params["w"].dtype == jnp.bfloat16
     assert state.ema_params["w"].dtype == jnp.float32
-    assert (state.ema_params["w"] != state.params["w"].astype(jnp.float32)).any()
+    assert (np.asarray(state.ema_params["w"]) != np.asarray(state.params["w"], np.float32)).any()
 
 
 def statistics_loss(params, batch, *, model_state):
@@ -216,8 +226,8 @@ def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     step = mt.train_step(
         statistics_loss,
         optax.sgd(0.1),
-        devices=2 if towers else 4,
         towers=towers,
+        devices=1 if towers else 4,
         model_state_from=source,
     )
     key = jax.random.key(5)
@@ -255,7 +265,7 @@ def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
         bad = jnp.where(batch["n"][0] % 2 == 1, jnp.nan, 1.0)
         return losses(params, batch), {}, bad
 
-    devices = 2 if towers else 4  # four towers of two rows, and five rows: the last one is empty
+    devices = 1 if towers else 4  # four towers of two rows, and five rows: the last one is empty
     step = mt.train_step(loss, optax.sgd(0.1), devices=devices, towers=towers, global_batch=8)
     batch = batch_of(5) | {"n": np.arange(5, dtype=np.int32)}
     state, metrics = step(step.init(params_of(), model_state=np.float32(0)), batch)
@@ -275,8 +285,9 @@ def test_trap_the_same_dropout_mask_on_every_tower_or_step(towers):
         draws = jax.random.uniform(rng, batch["y"].shape)
         return losses(params, batch), {"draw": draws, "square": draws**2}
 
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1 if towers else 4, towers=towers)
+
     def draws():
-        step = mt.train_step(loss, optax.sgd(0.1), devices=2 if towers else 4, towers=towers)
         state = step.init(params_of(), rng=jax.random.key(0))
         found = []
         for _ in range(2):
@@ -297,7 +308,7 @@ def test_trap_the_regulariser_counted_once_per_tower():
         return 0 * batch["y"] + (params["w"] ** 2).sum()
 
     for towers in (None, 4):
-        step = mt.train_step(loss, optax.sgd(0.5), devices=2, towers=towers)
+        step = mt.train_step(loss, optax.sgd(0.5), **where(towers))
         state, metrics = step(step.init(params_of()), batch_of(8))
         assert_close(metrics["loss"], 5.0)
         assert_close(state.params["w"], 0 * params_of()["w"])
@@ -329,7 +340,7 @@ def test_trap_a_batch_that_changes_after_shard(towers):
 @both_ways
 def test_trap_a_host_batch_that_changes_right_after_the_step(towers):
     """Steps are asynchronous; a loader that reuses its buffer would corrupt them."""
-    step = mt.train_step(losses, optax.sgd(0.01), devices=2, towers=towers)
+    step = mt.train_step(losses, optax.sgd(0.01), **where(towers))
     buffer = batch_of(400)
     state = step.init(params_of())
     found = []
@@ -345,8 +356,9 @@ def test_trap_a_host_batch_that_changes_right_after_the_step(towers):
 
 @both_ways
 def test_sharded_batches_give_the_same_as_host_batches(towers):
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers, global_batch=12)
+
     def run(prepare):
-        step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers, global_batch=12)
         state, history = train(step, step.init(params_of()), map(prepare, RAGGED))
         return mt.fingerprint((state, history))
 
@@ -359,22 +371,21 @@ def test_sharded_batches_give_the_same_as_host_batches(towers):
 
 @both_ways
 def test_scalar_losses_of_full_batches(towers):
-    step = mt.train_step(lambda p, b: losses(p, b).mean(), optax.sgd(0.1), devices=2, towers=towers)
-    per_row = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
-    for batches in ([RAGGED[0]] * 2, [batch_of(8), batch_of(4)]):
-        found = train(step, step.init(params_of()), batches)
-        expected = train(per_row, per_row.init(params_of()), batches)
-        assert_close((found[0].params, found[1]), (expected[0].params, expected[1]))
+    step = mt.train_step(lambda p, b: losses(p, b).mean(), optax.sgd(0.1), **where(towers))
+    per_row = mt.train_step(losses, optax.sgd(0.1), **where(towers))
+    batches = [RAGGED[0], RAGGED[1], batch_of(8)]
+    found = train(step, step.init(params_of()), batches)
+    expected = train(per_row, per_row.init(params_of()), batches)
+    assert_close((found[0].params, found[1]), (expected[0].params, expected[1]))
 
 
 @both_ways
 def test_the_state_moves_to_another_step(towers):
     """Lie: a state fits only the devices and the program that it was made with."""
-    options = dict(devices=2, towers=towers)
-    step = mt.train_step(losses, optax.sgd(0.1), **options)
+    step = mt.train_step(losses, optax.sgd(0.1), devices=1, towers=towers)
     state, _ = step(step.init(params_of()), RAGGED[0])
-    kept = jax.tree.map(jnp.copy, state)
-    other = mt.train_step(losses, optax.sgd(0.1), devices=4, towers=towers)
+    kept = jax.tree.map(np.array, state)
+    other = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
     found, _ = other(state, RAGGED[1])
     expected, _ = step(kept, RAGGED[1])
     assert_close(found, expected)
@@ -384,7 +395,7 @@ def test_the_state_moves_to_another_step(towers):
 
 @both_ways
 def test_a_state_survives_jax_tree_map_and_replace(towers):
-    step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
+    step = mt.train_step(losses, optax.sgd(0.1), **where(towers))
     state = step.init(params_of())
     halved = state.replace(params=jax.tree.map(lambda p: p / 2, state.params))
     new, _ = step(halved, RAGGED[0])
@@ -398,7 +409,7 @@ def test_extra_args_reach_the_optimizer(towers):
     optimizer = optax.chain(
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
     )
-    step = mt.train_step(losses, optimizer, devices=2, towers=towers)
+    step = mt.train_step(losses, optimizer, **where(towers))
     state, history = train(step, step.init(params_of()), RAGGED[:2])
     assert_close(state.opt_state[1].best_value, min(history))
 
@@ -416,7 +427,7 @@ def test_rows_of_typed_keys(towers):
     step = mt.train_step(losses, optax.sgd(1.0), towers=towers, devices=2)
     given = [batch]
     if towers:
-        given += [mt.shard(batch, towers=towers, devices=d) for d in (2, 3)]
+        given += [mt.shard(batch, towers=towers, devices=d) for d in (1, 3)]
     for rows in given:
         state, _ = step(step.init(np.float32(1)), rows)
         np.testing.assert_allclose(state.params, 1 - expected, rtol=1e-5)
@@ -433,7 +444,7 @@ def test_values_in_a_batch_that_are_no_rows():
         return losses(params, batch) * batch["factor"] + draw, {"draw": draw * jnp.ones(4)}
 
     found = []
-    for devices in (1, 4):
+    for devices in (1, 2):
         step = mt.train_step(loss, optax.sgd(0.1), devices=devices, towers=4)
         state = step.init(params_of())
         for number in range(2):
@@ -450,37 +461,40 @@ def test_values_in_a_batch_that_are_no_rows():
 
 def test_an_empty_parameter_tree_still_counts_the_loss():
     for towers in (None, 4):
-        step = mt.train_step(lambda p, b: b["y"] ** 2, optax.sgd(0.1), devices=2, towers=towers)
+        step = mt.train_step(lambda p, b: b["y"] ** 2, optax.sgd(0.1), **where(towers))
         state, metrics = step(step.init({}), RAGGED[0])
         assert_close(metrics["loss"], (RAGGED[0]["y"] ** 2).mean())
         assert int(state.step) == 1
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("num_devices", [1, 3])
 def test_a_nan_of_the_other_sign_ends_as_the_one_nan_in_metrics_and_state(num_devices):
     """The lie: the sign of a NaN, which follows the order of operands, passes for the same bits."""
     step = mt.train_step(
-        lambda w, x: w * x, optax.sgd(0.1), towers=8, devices=num_devices, diagnostics=True
+        lambda w, x: w * x, optax.sgd(0.1), towers=6, devices=num_devices, diagnostics=True
     )
-    rows = np.ones(8, np.float32)
+    rows = np.ones(6, np.float32)
     rows[5] = np.copysign(np.float32(np.nan), np.float32(-1))
     state, metrics = step(step.init(1.0), rows)
     for value in (state.params, metrics["loss"]):
         assert np.asarray(value).tobytes() == np.float32(np.nan).tobytes()
 
 
-@pytest.mark.parametrize(("num_rows", "num_right"), [(41, 41), (47, 47), (10, 5)])
 @pytest.mark.parametrize("towers", [None, 8])
-def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(num_rows, num_right, towers):
+def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(towers):
     """The lie: an accuracy of 0.99999994 where all answers are right."""
 
     def loss(w, batch):
-        return (w * batch["x"]) ** 2, {"right": batch["x"] < num_right}
+        return (w * batch["x"]) ** 2, {"right": batch["right"]}
 
-    step = mt.train_step(loss, optax.sgd(0.1), towers=towers, devices=2 if towers else None)
-    batch = {"x": np.arange(num_rows, dtype=np.float32)}
-    _, metrics = step(step.init(1.0), batch)
-    assert float(metrics["right"]) == np.float32(num_right / num_rows)
+    step = mt.train_step(
+        loss, optax.sgd(0.1), towers=towers, devices=1 if towers else None, global_batch=48
+    )
+    state = step.init(1.0)
+    for num_rows, num_right in ((41, 41), (47, 47), (10, 5)):
+        x = np.arange(num_rows, dtype=np.float32)
+        state, metrics = step(state, {"x": x / num_rows, "right": x < num_right})
+        assert float(metrics["right"]) == np.float32(num_right / num_rows)
 
 
 @pytest.mark.parametrize("towers", [None, 4])
@@ -495,13 +509,18 @@ def test_optimizers_that_look_at_more_or_at_less(name, towers, tmp_path):
     }[name]()
     rows = np.linspace(-1, 2, 8, dtype=np.float32)
     loss = lambda w, x: (w * x - 0.5) ** 2
-    w, opt_state = jnp.float32(1), optimizer.init(jnp.float32(1))
-    for _ in range(4):
+    w, opt_state = np.float32(1), optimizer.init(np.float32(1))
+
+    @jax.jit
+    def plain(w, opt_state):
         value, gradient = jax.value_and_grad(lambda w: loss(w, rows).mean())(w)
         extras = {"value": value} if name == "polyak_sgd" else {}
         updates, opt_state = optimizer.update(gradient, opt_state, w, **extras)
-        w = optax.apply_updates(w, updates)
-    trainer = mt.Trainer(loss, optimizer, devices=2, towers=towers, run_dir=tmp_path)
+        return optax.apply_updates(w, updates), opt_state
+
+    for _ in range(4):
+        w, opt_state = plain(w, opt_state)
+    trainer = mt.Trainer(loss, optimizer, **where(towers), run_dir=tmp_path)
     state = trainer.fit(np.float32(1), lambda first: iter([rows] * 9), steps=4)
     np.testing.assert_allclose(state.params, w, rtol=1e-5)
 
@@ -522,7 +541,7 @@ def test_a_skipped_step_leaves_nothing_but_its_number(towers):
     rows[1, 3], rows[3, 6] = 77, 88
     decay = lambda count: count / (count + 1.0)
     step = mt.train_step(
-        loss, optax.sgd(0.1, momentum=0.9), devices=2, towers=towers,
+        loss, optax.sgd(0.1, momentum=0.9), **where(towers),
         ema_decay=decay, skip_nonfinite=True,
     )  # fmt: skip
     state = step.init(np.float32(1), model_state=np.float32(0))

@@ -47,7 +47,11 @@ class Watch:
         self.most = dict.fromkeys(jax.devices(), 0)
 
     def __enter__(self):
-        sys.setprofile(lambda frame, event, _: self._look(frame.f_code, event))
+        def look(frame, event, _):
+            if event == "return" and "/multitower/" in frame.f_code.co_filename:
+                self.look()
+
+        sys.setprofile(look)
         return self
 
     def __exit__(self, *_):
@@ -61,10 +65,6 @@ class Watch:
                 x.nbytes for at, x in held.items() if x.device == device and at not in self._before
             ]
             self.most[device] = max(sum(own), self.most[device])
-
-    def _look(self, code, event):
-        if event == "return" and "/multitower/" in code.co_filename:
-            self.look()
 
     def _pieces(self, arrays):
         return [

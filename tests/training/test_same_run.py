@@ -17,10 +17,10 @@ def loss(w, x):
 
 
 def fit(run_dir, optimizer=None, steps=2, allow_changes=False, rows=16, **settings):
-    options = {"towers": 4, "devices": 2, "global_batch": 16, **settings}
+    options = {"towers": 4, "devices": 1, "global_batch": 16, **settings}
     trainer = mt.Trainer(loss, optimizer or optax.adam(0.1), run_dir=run_dir, **options)
     return trainer.fit(
-        jnp.float32(0),
+        np.float32(0),
         lambda first: itertools.repeat(np.resize(X, rows)),
         steps=steps,
         resume=True,
@@ -30,8 +30,8 @@ def fit(run_dir, optimizer=None, steps=2, allow_changes=False, rows=16, **settin
 
 SAME = [
     {},
-    {"devices": 4},
-    {"devices": 1},
+    {"devices": 2},
+    {"devices": 3},
     {"shard_update": True},
     {"optimizer": optax.adam(jnp.float32(0.1).item())},
     {"check_replicas_every": 1},

@@ -61,9 +61,9 @@ def sample_inputs(
     Returns:
         uint8, shape (16, height, width, 1 or 3); None if the examples are no images.
     """
-    batch = make_batch(_NUM_INPUTS)
-    if recipe.augment is not None:
-        batch = augment_batch(recipe.augment, batch)
+    batch, augment = make_batch(_NUM_INPUTS), recipe.augment
+    if augment is not None:
+        batch = jax.jit(lambda batch: augment_batch(augment, batch))(batch)
     return _pixels(batch["image"]) if _has_images(batch) else None
 
 

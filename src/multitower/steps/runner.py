@@ -177,7 +177,9 @@ def own_copy(leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    if isinstance(leaf, np.ndarray):
-        leaf = leaf.copy()  # now: JAX copies later, from memory that the user may have changed
+    if isinstance(leaf, np.ndarray | np.generic):
+        # Now: JAX copies later, from memory that the user may have changed. And no program is
+        # compiled for it, as `jnp.array` would.
+        return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
     # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
-    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
+    return jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True)

@@ -47,26 +47,25 @@ def test_a_copy_stays(towers):
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
-)
-@pytest.mark.parametrize(
     "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}], ids=str
 )
-def test_a_copy_of_pythons_trains_on_by_itself(options, copied):
+def test_a_copy_of_pythons_trains_on_by_itself(options):
     """Lie: a copy that shares its arrays, which the next step overwrites."""
 
     def losses(w, x, *, rng):
         return (x @ w * jax.random.bernoulli(rng, 0.5, x.shape[:1])) ** 2
 
-    step = mt.train_step(losses, optax.adam(0.1), devices=2, **options)
+    step = mt.train_step(losses, optax.sgd(0.1, momentum=0.9), devices=2, **options)
     rows = np.ones((4, 3), np.float32)
     state, _ = step(step.init(np.ones(3, np.float32), rng=jax.random.key(0)), rows)
     before = mt.fingerprint(state)
-    other = copied(state)
-    assert repr(other).startswith("TrainState(step=")
-    ahead = mt.fingerprint(step(other, rows)[0])
-    assert mt.fingerprint(state) == before
-    assert mt.fingerprint(step(state, rows)[0]) == ahead
+    ahead = set()
+    for copied in (copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))):
+        other = copied(state)
+        assert repr(other).startswith("TrainState(step=")
+        ahead.add(mt.fingerprint(step(other, rows)[0]))
+        assert mt.fingerprint(state) == before
+    assert ahead == {mt.fingerprint(step(state, rows)[0])}
 
 
 @pytest.mark.parametrize("towers", [None, 4])

@@ -27,7 +27,7 @@ def losses(params, batch, *, rng, model_state):
 def make(num_devices):
     """A step with a key, model state, a moving average and 16-bit parameters; its first state."""
     step = mt.train_step(losses, optax.adam(0.1), towers=4, devices=num_devices, ema_decay=0.9)
-    params = {"w": jnp.ones((5, 3), jnp.bfloat16)}
+    params = {"w": np.ones((5, 3), jnp.bfloat16)}
     return step, step.init(params, model_state={"mean": 0.0}, rng=jax.random.key(1))
 
 
@@ -35,7 +35,7 @@ def make(num_devices):
 def saved(tmp_path_factory):
     """A directory with checkpoints 1, 2 and 3, and the fingerprint after six steps."""
     directory = tmp_path_factory.mktemp("run")
-    step, state = make(4)
+    step, state = make(2)
     with Checkpoints(directory) as checkpoints:
         for number in range(1, 7):
             state, _ = step(state, ROWS)
@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
     return directory, mt.fingerprint(state)
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 4])
+@pytest.mark.parametrize("num_devices", [1, 3])
 def test_resume_on_another_device_count_gives_the_same_bits(saved, num_devices):
     # The lie (law L4): a resume that forgets the key, the average, or the dtype of a leaf.
     directory, expected = saved

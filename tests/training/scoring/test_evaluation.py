@@ -21,23 +21,24 @@ def metrics(scale, batch):
     return {"value": scale * batch["x"], "one": jnp.ones_like(batch["x"])}
 
 
-@pytest.mark.parametrize("towers", [None, 3])
-@pytest.mark.parametrize("global_batch", [1, 7, 64, 100, 1000])
+@pytest.mark.parametrize(
+    ("global_batch", "towers"), [(1, None), (7, 3), (64, None), (100, 3), (1000, None)]
+)
 def test_every_example_counts_once_whatever_the_batch_size(global_batch, towers):
     # The lie: 10 167 of 10 000 test images, because the last batch is filled up (accelerate#226).
     # Equal to the last bit: one value twice or never, or a mean of means, would show.
-    options = {"global_batch": global_batch, "towers": towers, "devices": 3}
+    options = {"global_batch": global_batch, "towers": towers, "devices": 2}
     scores = evaluate(metrics, 2.0, {"x": VALUES}, **options)
     assert scores == {"value": 2 * EXACT, "one": 1.0}
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 9])
 def test_fewer_examples_than_devices(num_rows):
-    scores = evaluate(metrics, 1.0, {"x": VALUES[:num_rows]}, global_batch=4, devices=8)
+    scores = evaluate(metrics, 1.0, {"x": VALUES[:num_rows]}, global_batch=4, devices=3)
     assert scores["value"] == math.fsum(VALUES[:num_rows].tolist()) / num_rows
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 3])
 def test_law_l3_of_a_data_set_on_several_devices(devices):
     """Lie: examples that XLA adds up over the devices, which makes 0.0 of -0.0."""
     zeros = mt.shard(np.full(16, -0.0, np.float32), devices=devices)
@@ -92,7 +93,7 @@ def test_law_l7_of_an_iterator_of_batches(towers):
     ends = np.cumsum(sizes)
     assert ends[-1] == len(VALUES)
     batches = ({"x": VALUES[end - size : end]} for size, end in zip(sizes, ends, strict=True))
-    options = {"global_batch": 64, "towers": towers, "devices": 3}
+    options = {"global_batch": 64, "towers": towers, "devices": 2}
     assert evaluate(metrics, 2.0, batches, **options) == {"value": 2 * EXACT, "one": 1.0}
 
 

@@ -15,7 +15,7 @@ from multitower.towers.rows import is_key
 
 
 def check_replicas(state: TrainState) -> None:
-    """Compares checksums of all variables between devices; waits for the devices.
+    """Compares checksums of all variables between devices; waits for them, if there are several.
 
     Every device adds up the bits of each of its leaves; only these sums are copied to the host.
     Copies differ when memory or a link is faulty, or when something was written to one of them.
@@ -51,9 +51,11 @@ def check_replicas(state: TrainState) -> None:
         return
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
+    several = not flat[0][1].is_fully_addressable
+    if len(devices) == 1 and not several:
+        return  # nothing to compare with, and no program to compile for it
     sums = [_checksums([leaf[i].data for leaf in blocks]) for i in range(len(devices))]
     on_host = np.stack([np.asarray(s) for s in sums])  # host-device sync
-    several = not flat[0][1].is_fully_addressable
     _compare(on_host, names, lambda i, _: devices[i], several)
 
 
