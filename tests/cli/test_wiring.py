@@ -319,8 +319,9 @@ IN_LAYOUTS = (
             "verify",
             f"{IN_LAYOUTS}|--shard-update|--sync-every 4|--outer-momentum 0.0|--set synthetic=true",
         ),
-        ("scale", f"{IN_LAYOUTS}|--shard-update|--strong|--rounds 2|--set synthetic=true"),
-        ("scale", "--shard-params|--weak|--steps 3"),
+        ("scale", f"{IN_LAYOUTS}|--strong|--rounds 2|--set synthetic=true"),
+        ("scale", "--towers 4|--shard-update|--strong|--set synthetic=true"),
+        ("scale", "--shard-params|--weak|--steps 3|--set synthetic=true"),
     ],
 )
 def test_flags_reach_the_processes_of_layouts(command, flags, monkeypatch, tmp_path):
