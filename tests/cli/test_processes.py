@@ -112,8 +112,9 @@ def test_a_number_of_processes_that_is_none(value):
 
 
 @pytest.mark.slow
-def test_two_processes_make_one_run(tmp_path):
+def test_two_processes_make_one_run(tmp_path, monkeypatch):
     """Law L3 on the command line; one result, one report, one set of event files."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")  # compiled as users compile
     words = ["train", CIRCLE, "--steps", "2", "--batch-size", "17", "--towers", "2"]
     together, alone = tmp_path / "together", tmp_path / "alone"
     code, out, errors = run(*words, "--simulate-processes", "2", "--run-dir", str(together))

@@ -69,10 +69,10 @@ def expected(rule, x, w=W):
     ("rule", "way", "num_rows"),
     [
         ("clipped", "fast", 24),
-        ("rounded", "fast", 21),
+        ("rounded", "fast", 22),
         ("clipped", "same bits", 21),
         ("rounded", "same bits", 24),
-        ("clipped", "same bits, uneven", 21),
+        ("clipped", "same bits, uneven", 22),
     ],
 )
 def test_gradients_are_those_of_the_mean_over_all_rows(rule, way, num_rows):

@@ -109,7 +109,7 @@ def in_bfloat16(params, x, y):
     return ((predict(small, x.astype(jnp.bfloat16)).astype(jnp.float32) - y) ** 2).mean()
 
 
-def everything(steps=1):
+def everything(steps):
     """Clipping, a mask, hyperparameters that can be changed, gradient accumulation."""
     no_decay = lambda params: {name: name != "b" for name in params}
     chain = optax.chain(
@@ -118,7 +118,7 @@ def everything(steps=1):
             learning_rate=optax.linear_schedule(0.1, 0.01, 4), weight_decay=0.1, mask=no_decay
         ),
     )
-    return optax.MultiSteps(chain, steps).gradient_transformation() if steps > 1 else chain
+    return optax.MultiSteps(chain, steps).gradient_transformation()
 
 
 LOOPS = {

@@ -25,7 +25,7 @@ def together(num_processes, num_devices, *whats, timeout_s=120, **settings):
     return json.loads(run_processes(*words, timeout_s=timeout_s, **settings))
 
 
-# Every process compiles all of it. Recipes show the same bits over processes as users compile them.
+# Every process compiles all of it. As users compile, `cli/test_processes` shows the same bits.
 QUICKLY = {"timeout_s": 400, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **compiling_quickly()}
 
 

@@ -307,6 +307,7 @@ def test_every_way_to_make_a_step_trains_the_same_model():
     plain = run(MICRO, RunOptions(devices=1, steps=2))["test_loss"]
     for devices, options in (
         (1, {"towers": 2, "stages": 2}),
+        (2, {"towers": 2, "shard_update": True}),
         (2, {"shard_params": True}),
     ):
         found = run(MICRO, RunOptions(devices=devices, steps=2, **options))["test_loss"]

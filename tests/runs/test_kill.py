@@ -15,8 +15,8 @@ PROGRAM = str(PROGRAMS / "kill_and_resume_program.py")
     ("num_kills", "seed", "options", "fewest"),  # fifty take four minutes, and passed
     [
         (5, 2, {}, 3),
-        (3, 10, {"stages": 2}, 2),
-        (3, 10, {"updates": "asynchronous"}, 2),
+        (4, 10, {"stages": 2}, 2),
+        (4, 10, {"updates": "asynchronous"}, 2),
         (2, 6, {"sync_every": 4}, 2),  # saved every 5 steps, so mostly between two meetings
     ],
 )

@@ -408,10 +408,10 @@ def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
 
 def test_a_state_goes_on_from_any_moment_on_other_devices():
     # The lie (law L4): a version that is the newest after a resume, or another group's turn.
-    whole, expected = train(step := make(), step.init({"w": W}), range(8))
+    whole, expected = train(step := make(devices=2), step.init({"w": W}), range(8))
     for moment in (1, 3, 5):
         state, before = train(step, step.init({"w": W}), range(moment))
-        other = make(devices=1 + moment % 3)
+        other = make(devices=1 + (moment + 1) % 3)
         copied = jax.tree.map(jnp.copy, state)
         state, after = train(other, copied, range(moment, 8))
         assert mt.fingerprint(state) == mt.fingerprint(whole)
@@ -420,7 +420,7 @@ def test_a_state_goes_on_from_any_moment_on_other_devices():
 
 def test_what_is_written_into_a_state_is_used():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    step = make(optimizer=optimizer, towers=2)
+    step = make(optimizer=optimizer, towers=2, devices=2)
     state, _ = train(step, step.init({"w": W}), range(3))
     before, versions = np.array(state.params["w"]), np.array(state.local["params"]["w"])
     state.opt_state.hyperparams["learning_rate"] = 0.0
@@ -449,7 +449,7 @@ def test_from_synchronous_to_asynchronous_and_back():
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_a_step_that_is_not_finite_is_left_out(bad):
-    step = make(skip_nonfinite=True, diagnostics=True)
+    step = make(devices=2, skip_nonfinite=True, diagnostics=True)
     state, _ = train(step, step.init({"w": W}), range(bad))
     before = np.array(state.params["w"])
     broken = {"x": X[bad] * np.inf, "y": Y[bad]}

@@ -279,7 +279,7 @@ def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
 
 @both_ways
 def test_trap_the_same_dropout_mask_on_every_tower_or_step(towers):
-    """accelerate#114; law L6. And another run draws the same again."""
+    """accelerate#114; law L6. And another start draws the same again."""
 
     def loss(params, batch, *, rng):
         draws = jax.random.uniform(rng, batch["y"].shape)
@@ -382,10 +382,10 @@ def test_scalar_losses_of_full_batches(towers):
 @both_ways
 def test_the_state_moves_to_another_step(towers):
     """Lie: a state fits only the devices and the program that it was made with."""
-    step = mt.train_step(losses, optax.sgd(0.1), devices=1, towers=towers)
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
     state, _ = step(step.init(params_of()), RAGGED[0])
     kept = jax.tree.map(np.array, state)
-    other = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=towers)
+    other = mt.train_step(losses, optax.sgd(0.1), devices=1, towers=towers)
     found, _ = other(state, RAGGED[1])
     expected, _ = step(kept, RAGGED[1])
     assert_close(found, expected)

@@ -32,9 +32,9 @@ SAME = [
     {},
     {"devices": 2},
     {"devices": 3},
-    {"shard_update": True},
+    {"devices": 2, "shard_update": True},
     {"optimizer": optax.adam(jnp.float32(0.1).item())},
-    {"check_replicas_every": 1},
+    {"devices": 2, "check_replicas_every": 1},
 ]
 
 
