@@ -73,12 +73,22 @@ def looking(key):
     return params
 
 
+def by_value(key):
+    params = DEEP.init(key)
+    return {"in": params["in"], "out": params["out"][params["out"] > 0]}  # nor this one
+
+
 IN_STAGES = RunOptions(devices=2, towers=4, stages=2, steps=2)
 
 
 @pytest.mark.parametrize(
     ("init", "options", "is_function"),
-    [(DEEP.init, IN_STAGES, True), (looking, IN_STAGES, False), (DEEP.init, RunOptions(), False)],
+    [
+        (DEEP.init, IN_STAGES, True),
+        (looking, IN_STAGES, False),
+        (by_value, IN_STAGES, False),
+        (DEEP.init, RunOptions(), False),
+    ],
 )
 def test_a_run_with_stages_makes_each_array_where_it_lives(init, options, is_function):
     # The lie: a model that lies whole on the first device.

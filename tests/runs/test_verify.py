@@ -168,6 +168,32 @@ def test_settings_of_a_file_are_compared_by_value_and_its_data_kept():
         before.settings_for("digits", {}, file)
 
 
+NEEDS_OPTIONS = """
+import dataclasses, pathlib
+from multitower.recipes import digits
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    width: int
+    data: str
+
+def make_recipe(options):
+    assert pathlib.Path(options.data).is_dir(), options.data
+    return digits.recipe
+"""
+
+
+def test_a_recipe_is_made_with_the_settings_of_the_file_and_the_data_that_are_here(tmp_path):
+    # The lie: a recipe that is asked for its name without what it needs, or where its data were.
+    recipe, file = tmp_path / "mine.py", Path("one.json")
+    recipe.write_text(NEEDS_OPTIONS)
+    before = Verified("1", "digits", {"width": "3", "data": "/gone"}, {}, [])
+    found = before.settings_for(str(recipe), {"data": str(tmp_path)}, file)
+    assert found == {"width": "3", "data": str(tmp_path)}
+    with pytest.raises(mt.RunError, match="width=3, and this command has width=4"):
+        before.settings_for(str(recipe), {"data": str(tmp_path), "width": "4"}, file)
+
+
 @pytest.mark.parametrize(
     ("there", "flags", "said"),
     [

@@ -427,6 +427,14 @@ def test_state_that_never_changes_is_split_with_its_stacked_parameter():
     assert mt.fingerprint(other) == mt.fingerprint(state)
 
 
+def _over_their_number(updates, state, params=None):
+    return jax.tree.map(lambda u: u / jnp.sum(jnp.ones_like(u)), updates), state
+
+
+def _beside_whole_arrays(params):
+    return params["layers"] + jnp.zeros((4, 4, 4))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
@@ -439,9 +447,11 @@ def test_state_that_never_changes_is_split_with_its_stacked_parameter():
         (optax.lamb(0.1), False),
         (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)), False),
         (KEEPS_FIRST, True),
+        (optax.GradientTransformation(lambda params: (), _over_their_number), False),
+        (optax.GradientTransformation(_beside_whole_arrays, optax.sgd(0.1).update), False),
     ],
     ids=["decay by ndim", "decay by size", "by ndim", "by size", *("sm3", "adafactor", "lamb"),
-         "noise", "first weights"],
+         "noise", "first weights", "number", "whole arrays"],
 )  # fmt: skip
 def test_which_optimizers_split_stacked_parameters(optimizer, expected):
     # The lie: a trial on halves passes a mask that is another one for a stage's quarter.

@@ -164,7 +164,8 @@ class _Reader:
         name = equation.primitive.name
         if any(value.word == "mixed" for value in inputs):
             return [_first_mixed(inputs)] * len(equation.outvars)
-        text = str(equation.params)
+        # A sum over ones counts them: it depends on shapes, also where all elements are equal.
+        text = str((equation.params, [atom.aval.shape for atom in equation.invars]))
         found: list[Value] = []
         for place, atom in enumerate(equation.outvars):
             number = self.number(name, text, place, *(value.number for value in inputs))

@@ -36,6 +36,9 @@ from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
 
+# Leaves of fewer elements, over all towers, are joined in one program: less is compiled for them.
+_SMALL_SIZE = 1 << 18
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -318,9 +321,8 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
         gather = lambda *towers: gather_rows(towers, placement, num_rows)
         return jax.tree.map(gather, *pieces)
     if not stay:
-        here = jax.device_put(pieces, placement.devices[placement.local[0]])
-        return _one_after_another(here, num_rows)
-    if slots > 1:
+        return _gathered(pieces, placement.devices[placement.local[0]], num_rows)
+    if slots > 1 and sizes:
         starts = range(0, len(pieces), slots)
         pieces = [_one_after_another(pieces[i : i + slots], num_rows) for i in starts]
 
@@ -329,6 +331,18 @@ def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> 
         return jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))
 
     return jax.tree.map(side_by_side, *pieces)
+
+
+def _gathered(pieces: list[Any], device: jax.Device, num_rows: int) -> Any:
+    """The rows of several trees on one device; large leaves are moved and joined one by one."""
+    trees = [jax.tree.flatten(piece) for piece in pieces]
+    first, treedef = trees[0]
+    small = [i for i, leaf in enumerate(first) if leaf.size * len(pieces) <= _SMALL_SIZE]
+    found: dict[int, jax.Array] = {}
+    for group in [small, *([i] for i in range(len(first)) if i not in small)]:
+        here = jax.device_put([[leaves[i] for i in group] for leaves, _ in trees], device)
+        found.update(zip(group, _one_after_another(here, num_rows), strict=True))
+    return jax.tree.unflatten(treedef, [found[i] for i in range(len(first))])
 
 
 @functools.partial(jax.jit, static_argnums=1)

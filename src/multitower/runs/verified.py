@@ -10,7 +10,7 @@ from multitower.errors import RunError
 from multitower.hardware.provenance import versions
 from multitower.proof.record import StepRecord, as_facts, from_facts
 from multitower.proof.verification import Verification
-from multitower.recipes.catalog import find_recipe
+from multitower.recipes.catalog import find_recipe, option_names
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import OF_UPDATES, RunOptions, flag_of
 from multitower.steps.local.options import OUTER_LR, OUTER_MOMENTUM
@@ -58,9 +58,13 @@ class Verified(NamedTuple):
         Raises:
             RunError: it does not, or the file holds a run of another recipe.
         """
-        if (named := find_recipe(recipe, given).name) != self.recipe:
+        data = {name: value for name, value in given.items() if name == _PATH}
+        merged = {**self.settings, **given}
+        # Another recipe has other options; typed ones stay, so that unknown ones are refused.
+        known = {name: merged[name] for name in merged.keys() & {*option_names(recipe), *given}}
+        if (named := find_recipe(recipe, known).name) != self.recipe:
             raise RunError(f"{path} holds a run of {self.recipe}, and this is {named}.")
-        both = ({**self.settings}, {**self.settings, **given})
+        both = ({**self.settings, **data}, merged)
         there, here = (find_recipe(recipe, settings).options for settings in both)
         for name, value in given.items():
             if name != _PATH and there.get(name) != here.get(name):
@@ -68,7 +72,6 @@ class Verified(NamedTuple):
                     f"{path} holds a run with {name}={self.settings.get(name, 'its default')}, and "
                     f"this command has {name}={value}: leave it out, or compare with another run."
                 )
-        data = {name: value for name, value in given.items() if name == _PATH}
         return {**self.settings, **data}
 
     def options_for(self, given: Mapping[str, Any], path: Path, recipe: Recipe) -> RunOptions:

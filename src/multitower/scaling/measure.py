@@ -184,7 +184,11 @@ def check_measurable(recipe: Recipe, options: RunOptions, num_processes: int) ->
         ArgumentError: options that exclude each other, or towers that do not divide into the
             groups of a rotation.
     """
+    _refuse_incomparable(options, num_processes)
     RecipeJob.of(recipe, replace(options, devices=None), None, keep_best=False)  # asks the step
+
+
+def _refuse_incomparable(options: RunOptions, num_processes: int) -> None:
     if options.sync_every is None and not options.asynchronous:
         return
     what = "asynchronous=True" if options.asynchronous else f"sync_every={options.sync_every}"

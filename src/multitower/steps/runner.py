@@ -182,4 +182,4 @@ def own_copy(leaf: Any) -> jax.Array:
         # compiled for it, as `jnp.array` would.
         return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
     # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
-    return jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True)
+    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -224,7 +224,7 @@ class Trial:
             on_host = [{n: numbers_of(part[n]) for n in numbers} for part in parts]
             with np.errstate(invalid="ignore", over="ignore"):  # infinities of both signs
                 sums = {n: sum(part[n] for part in on_host) for n in numbers}
-            sizes = {n: sum(np.abs(part[n]) for part in on_host) for n in numbers}
+                sizes = {n: sum(np.abs(part[n]) for part in on_host) for n in numbers}
             found.append({name: (sums[n], sizes[n]) for n, name in numbers.items()})
         return found
 

@@ -77,7 +77,7 @@ def is_element_wise(
             if of_part != treedef:  # a mask by shape
                 return False
             refuse_mixing(optimizer, params, part, _differ(state, own), of_params)
-        except ArgumentError:
+        except Exception:  # also of an optimizer that adds whole arrays of its own
             return False
     return True
 
