@@ -15,7 +15,7 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-cluster test-long mutants check format bench docs package lock clean
+.PHONY: help setup train test test-slow test-cluster test-all mutants check format bench docs package lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
@@ -50,13 +50,13 @@ train: $(stamp)  ## the main job: train the digits recipe
 
 # Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
 # (The tests of the same bits over processes do without, see tests/shared/same_bits_program.py.)
-test test-slow test-long mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
-test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test test-slow test-long mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+test test-slow test-all mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
+test test-slow test-all mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test test-slow test-all mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # Python keeps what it compiles too, whatever the shell says: hundreds of processes read our sources.
-test test-slow test-cluster test-long mutants: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-cluster test-all mutants: export PYTHONDONTWRITEBYTECODE :=
 # Nor do tests wait for most optimizations, but where bits are what is tested (conftest.py).
-test test-slow test-cluster test-long mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+test test-slow test-cluster test-all mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
@@ -69,8 +69,8 @@ test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, sev
 test-cluster: $(engines)  ## on the engines themselves: SLURM, Open MPI, Ray, two hosts (root, Debian)
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m cluster tests $(ARGS)
 
-test-long: $(engines)  ## the last two at once, as CI does: while some wait, others compute
-	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "slow or cluster" tests $(ARGS)
+test-all: $(engines)  ## all of them at once, as CI does: while some wait, others compute
+	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "" $(ARGS)
 
 mutants: $(stamp) $(mutator)  ## do tests notice small bugs? MODULE=engines/reduction
 	$(mutator) benchmarks/mutants.py $(abspath $(bin)/python) $(MODULE) $(ARGS)
