@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 
 import jax
@@ -53,6 +54,9 @@ LONG = (
     "stages/test_same",
 )
 
+# Which half of the slow tests to take, where there is no time for all (.ci/run): "0" or "1".
+SLOW_HALF = os.environ.get("SLOW_HALF", "")
+
 # The same examples in every run, and no test looks at a clock: machines are shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -93,9 +97,23 @@ def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
     return nodeid.removeprefix("tests/").startswith(places)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def scope_of(nodeid: str) -> str:
+    """What one worker runs as a whole: a test, or a file."""
+    return nodeid.partition("::")[0] if is_in(nodeid, TOGETHER) else nodeid
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether a test belongs to the other half of the slow ones, by its name."""
+    is_slow = item.get_closest_marker("slow") or is_in(item.nodeid, ("cluster/",))
+    return bool(is_slow) and str(zlib.crc32(scope_of(item.nodeid).encode()) % 2) != SLOW_HALF
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first; a file's tests keep their order."""
     items.sort(key=lambda item: not is_in(item.nodeid, LONG))
+    if SLOW_HALF:
+        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+        items[:] = [item for item in items if not is_left_out(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -114,7 +132,7 @@ class SomeFilesTogether(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if is_in(nodeid, TOGETHER) else nodeid
+        return scope_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
