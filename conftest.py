@@ -109,7 +109,7 @@ def is_left_out(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first; a file's tests keep their order."""
+    """Long tests first, a file's tests in their order; of slow ones a half, if one is asked for."""
     items.sort(key=lambda item: not is_in(item.nodeid, LONG))
     if SLOW_HALF:
         config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])

@@ -118,12 +118,12 @@ class Trial:
         return self._rows(np.arange(num_rows)), here
 
     def _rows(self, places: Any) -> list[Any]:
-        # Of NumPy arrays in NumPy: nothing to compile.
-        on_host = [isinstance(leaf, np.ndarray) for leaf in self.parts.rows]
-        return [
-            jnp.asarray(leaf[places] if host else jnp.asarray(leaf)[places])
-            for leaf, host in zip(self.parts.rows, on_host, strict=True)
-        ]
+        def some(leaf: Any) -> jax.Array:
+            if isinstance(leaf, np.ndarray):  # in NumPy there is nothing to compile
+                return jnp.asarray(leaf[places])
+            return jnp.asarray(leaf)[places]
+
+        return [some(leaf) for leaf in self.parts.rows]
 
     @functools.cached_property
     def meets(self) -> bool:
