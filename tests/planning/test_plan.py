@@ -97,8 +97,9 @@ def test_stages_split_and_wait(huge):
     assert staged.options["layout"] == (1, 2)
     assert staged.memory["parameters"] == 4 * WIDTH**2  # the stage with the large matrix
     assert staged.bubble == 1 / 5
-    # (P - 1) / (M + P - 1) with 9 towers is 1/10.
-    assert staged.note == "towers=9 would halve the time in which devices wait"
+    # (P - 1) / (M + P - 1) with 9 towers is 1/10; 16 rows fill 16 towers evenly.
+    assert staged.note == "towers=16 would halve the time in which devices wait"
+    assert _halving(9, 30) == "towers=10 would halve the time in which devices wait"
     assert _halving(17, 16) == ""  # towers without rows make no work
     kept = by_options(huge, towers=4, stages=2, remat=False)
     more = {name for name, size in kept.memory.items() if size != staged.memory[name]}

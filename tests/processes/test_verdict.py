@@ -89,6 +89,14 @@ def test_a_process_that_is_aborted_has_the_last_word():
     assert not any("@" in line or "Gloo" in line or "stack trace" in line for line in shown)
 
 
+def test_noise_that_comes_in_pieces():
+    # The lie: the second piece of the line, when the first was dropped long ago, looks like news.
+    pieces = "os.write(2, b'[Gloo] Rank '); time.sleep(0.3); os.write(2, b'1 is connected\\n')"
+    shown = run(f"import time; {pieces}; os.write(2, b'after\\n')")
+    assert "connected" not in shown
+    assert "after\n" in shown
+
+
 def test_the_names_of_very_many_hosts():
     """Lie: a relay that ends at half a message, and with it the process that writes next."""
     shown = run("verdict.tell_hosts(0, ['h' * 60, 'bert'] + 2000 * ['c' * 60])")

@@ -90,3 +90,14 @@ def test_a_terminal_has_a_live_line():
     assert "3/4" in shown
     assert "loss 0.5000  acc 1.0000  epoch 1.50  10 examples/s" in shown
     assert "test after step 3  loss 0.2500" in shown
+
+
+def test_a_narrow_terminal_cuts_no_score_in_two():
+    """The lie: a test phase's line is as long as it is, and the terminal cuts it anywhere."""
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=40)
+    with live_line(300, console) as display:
+        display.show(mt.Progress("test", 150, 150, {"bits_per_byte": 4.0551, "loss": 2.8108}))
+    lines = [line.strip() for line in written.getvalue().splitlines()]
+    assert any(line.endswith("loss") for line in lines)
+    assert any(line.startswith("2.8108  bits_per_byte 4.0551") for line in lines)

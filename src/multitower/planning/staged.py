@@ -92,9 +92,9 @@ def staged_layouts(
 
 
 def _halving(towers: int, num_rows: int) -> str:
-    """What more towers would bring; nothing where some would have no rows."""
-    would = f"towers={towers} would halve the time in which devices wait"
-    return would if towers <= num_rows else ""
+    """What more towers with equally many rows would bring; nothing if there are no such."""
+    even = next((n for n in range(towers, num_rows + 1) if num_rows % n == 0), None)
+    return f"towers={even} would halve the time in which devices wait" if even else ""
 
 
 def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) -> list[Stage]:

@@ -118,6 +118,7 @@ class _Relay:
         self._process = process
         self._hosts: list[str] = []
         self._is_line_begun = False
+        self._is_noise_begun = False
         self._fatal = b""
         self._told = b""
 
@@ -150,7 +151,9 @@ class _Relay:
     def _pass_on(self, line: bytes) -> None:
         if self._fatal or _ENDED_BY_JAX.encode() in line:
             self._fatal += line
-        if _NOISE.match(line):
+        # The rest of a line that was flushed unfinished shares its fate.
+        if self._is_noise_begun or _NOISE.match(line):
+            self._is_noise_begun = not line.endswith(b"\n")
             return
         numbered = self._process is not None and not self._is_line_begun
         os.write(2, (f"[process {self._process}] ".encode() if numbered else b"") + line)

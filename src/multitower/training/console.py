@@ -78,7 +78,7 @@ def live_line(num_steps: int, console: "Console") -> Generator[Display]:
 
     def show(now: Progress) -> None:
         if now.phase == "test":
-            say(line_in_words(now))  # above the line
+            console.print(Text(line_in_words(now)))  # above the line; no number is cut in two
         else:
             line.show(now)
 

@@ -354,7 +354,7 @@ class Trainer:
             raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
         directory = self._directory.parent / "best" if best else self._directory
         if not directory.exists():
-            why = "no state has been kept as the best: that takes keep_best= and fit(evaluate=...)"
+            why = "no state has been kept as the best: that takes keep_best= and evaluate_every="
             raise CheckpointError(
                 f"{directory} does not exist: {why if best else 'no complete checkpoint yet'}."
             )
