@@ -1,14 +1,14 @@
 """How fast batches come, against how fast LeNet-5 on two devices takes them.
 
 The work: CIFAR-10's shape, 50 000 images of 32x32x3 bytes in memory, shuffled anew for every epoch,
-batches of 128 on two (simulated) devices; once as they are and once with the distortions of the
-classic program. Ours makes every batch by a pure function of (data, seed, step) and distorts on the
-devices. tf.data, torch's DataLoader and grain do the same work their own way, where installed; they
-leave their batches on the host, so ours does more.
+batches of 128 on two simulated devices (with `--real` on all that there are); once as they are and
+once with the distortions of the classic program. Ours makes every batch by a pure function of
+(data, seed, step) and distorts on the devices. tf.data, torch's DataLoader and grain do the same
+work their own way, where installed; they leave their batches on the host, so ours does more.
 
 All contenders run in one process and take turns; the numbers are medians over the rounds.
 
-    python benchmarks/input_pipeline.py [--rounds 7] [--json FILE]
+    python benchmarks/input_pipeline.py [--rounds 7] [--real] [--json FILE]
 """
 
 import argparse
@@ -57,9 +57,9 @@ def lenet5_step(data: dict[str, Any]) -> Take:
         return score(lenet5.logits(params, batch["image"]), batch["label"])["loss"]
 
     rows = {name: array[:GLOBAL_BATCH] for name, array in data.items()}
-    step = mt.train_step(loss, optax.adam(1e-3), devices=2)
+    step = mt.train_step(loss, optax.adam(1e-3))
     state = step.init(lenet5.init(jax.random.key(0), channels=3))
-    batch = mt.shard({**rows, "image": distortions.central(rows["image"])}, devices=2)
+    batch = mt.shard({**rows, "image": distortions.central(rows["image"])})
 
     def take(count: int) -> None:
         nonlocal state
@@ -76,9 +76,9 @@ def ours(data: dict[str, Any], *, distorted: bool) -> Take:
 
     from multitower.recipes.cifar10 import distort
 
-    change = mt.make_parallel(lambda batch: mt.augment_batch(distort, batch), devices=2)
+    change = mt.make_parallel(lambda batch: mt.augment_batch(distort, batch))
     batches = mt.make_batches(data, global_batch=GLOBAL_BATCH, seed=0, keyed=distorted)
-    ahead = mt.prefetch(batches, devices=2)
+    ahead = mt.prefetch(batches)
 
     def take(count: int) -> None:
         for batch in itertools.islice(ahead, count):
@@ -167,9 +167,11 @@ def main() -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--real", action="store_true", help="on all devices that there are")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
     arguments = parser.parse_args()
-    mt.configure(simulated_devices=2)
+    if not arguments.real:
+        mt.configure(simulated_devices=2)
     takes = contenders(make_data())
     rates: dict[str, list[float]] = {name: [] for name in takes}
     for take in takes.values():

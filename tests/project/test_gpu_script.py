@@ -9,11 +9,10 @@ import pytest
 from places import ROOT
 
 
-@pytest.mark.slow
-def test_the_small_mode_runs_through():
-    script = ROOT / "benchmarks" / "gpu.sh"
+def lines_of(*part):
+    """What a part of the script prints."""
     done = subprocess.run(
-        [script, "--small"],
+        [ROOT / "benchmarks" / "gpu.sh", "--small", *part],
         env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
@@ -21,9 +20,26 @@ def test_the_small_mode_runs_through():
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_small_mode_runs_through():
+    shown = lines_of()
+    rows = [line for line in shown if line.startswith("| ")][2:]
     # Three models, each by hand, deterministic, fast and same bits; PyTorch where it is installed.
     assert len(rows) in (12, 15)
     assert not any("rror" in row for row in rows), rows
-    assert "same bits: one device and all of them agree" in done.stdout
-    assert "params       same bits" in done.stdout
+    assert "same bits: one device and all of them agree" in shown
+    assert "params       same bits" in shown
+
+
+@pytest.mark.slow
+def test_kernels_and_device_control():
+    shown = lines_of("bits", "devices")
+    bits = [line for line in shown if line.startswith(("| product", "| sort"))]
+    assert len(bits) == 2 * 3  # precisions
+    assert all(row.endswith("| same | same | same | same |") for row in bits), bits
+    assert sum(line.endswith("| cpu:0, with a warning |") for line in shown) == 6
+    planned = [line.split("|")[2:4] for line in shown if line.startswith(("| LeNet", "| ResNet"))]
+    assert all(float(mib) > 0 and peak == " - " for mib, peak in planned), planned
