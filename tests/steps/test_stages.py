@@ -421,10 +421,23 @@ def test_state_that_never_changes_is_split_with_its_stacked_parameter():
     kept = state.parts().blocks[0]
     assert [sorted(leaf.shape for leaf in own.opt_state.values()) for own in kept] == [
         [(2, 4, 4)] * 3,
-        [(2, 4, 4)] * 3 + [(4,)],
+        [(2, 4, 4)] * 3 + [(4,)] * 3,
     ]
     other, _ = train(make(scanned, optimizer, 2, 2, 2), stacked, X[:2])
     assert mt.fingerprint(other) == mt.fingerprint(state)
+
+
+def test_state_that_never_changes_is_where_its_parameter_is():
+    # The lie: the first weights of all stages on the last one, and copied to each at every step.
+    optimizer = optax.chain(
+        KEEPS_FIRST, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    )
+    state, _ = check(optimizer=optimizer, batches=X[:2])
+    for kept in (state.opt_state[0]["first"], state.opt_state[0]["rate"]):
+        assert [leaf.devices() for leaf in kept] == [{device} for device in mt.devices(3)]
+    assert set(state.parts().head.opt_state) == {0, 7, 8, 9}  # counts and rates
+    one, _ = train(make(optimizer=optimizer, devices=1), batches=X[:2])
+    assert mt.fingerprint(one) == mt.fingerprint(state)
 
 
 def _over_their_number(updates, state, params=None):
