@@ -122,7 +122,7 @@ class RecipeJob:
         return {"seed": self.options.seed, "distort": self.recipe.distort, "keyed": keyed}
 
     def first_state(self) -> dict[str, Any]:
-        """What a run begins with; of a model in parts the function that makes each where it lives."""
+        """What a run begins with; of a model in parts the function that makes each array there."""
         recipe, key = self.recipe, jax.random.key(self.options.seed)
         # No key that `init` gets by splitting is this one: no split has so many parts.
         rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
