@@ -133,7 +133,13 @@ def value_with_statistics(devices=2, **options):
     return value[0]
 
 
-@pytest.mark.parametrize("run", [step_with_statistics, value_with_statistics])
+def step_with_those_of_tower_0(**options):
+    return step_with_statistics(model_state_from="first", **options)
+
+
+@pytest.mark.parametrize(
+    "run", [step_with_statistics, step_with_those_of_tower_0, value_with_statistics]
+)
 def test_batch_norm_without_towers_is_told_once(run):
     # The lie: another model on another number of devices, and nobody is told.
     said = r"loss \(.*mean\(0\).*\): rows are normalised with statistics of their own tower's rows"

@@ -87,10 +87,11 @@ IN_STAGES = RunOptions(devices=2, towers=4, stages=2, steps=2)
         (DEEP.init, IN_STAGES, True),
         (looking, IN_STAGES, False),
         (by_value, IN_STAGES, False),
+        (DEEP.init, RunOptions(devices=2, shard_params=True), True),
         (DEEP.init, RunOptions(), False),
     ],
 )
-def test_a_run_with_stages_makes_each_array_where_it_lives(init, options, is_function):
+def test_a_run_of_a_model_in_parts_makes_each_array_where_it_lives(init, options, is_function):
     # The lie: a model that lies whole on the first device.
     recipe = dataclasses.replace(DEEP, init=init)
     params = RecipeJob.of(recipe, options, None).first_state()["params"]

@@ -232,20 +232,48 @@ def test_a_parameter_behind_stop_gradient_and_one_that_nobody_uses():
     check(loss, BLOCKS[:4], X, stages=2)
 
 
-def test_trap_a_mark_in_a_loop_is_refused_with_its_line():
+@jax.custom_vjp
+def marked(x):
+    return cut(2 * x)
+
+
+marked.defvjp(lambda x: (marked(x), None), lambda _, g: (2 * g,))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (lambda x: jax.lax.scan(lambda h, _: (cut(2 * h), None), x, None, length=3)[0],
+         r"inside a loop"),
+        (lambda x: jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: cut(2 * h), x),
+         r"inside a loop \(while_loop\)"),
+        (lambda x: jax.lax.cond(x.sum() > 0, lambda h: cut(2 * h), lambda h: h, x),
+         "inside a branch"),
+        (marked, "inside custom_vjp_call"),
+    ],
+    ids=["scan", "while", "cond", "custom_vjp"],
+)  # fmt: skip
+def test_trap_a_mark_in_a_loop_is_refused_with_its_line(part, message):
     def loss(params, x):
-        h, _ = jax.lax.scan(lambda h, w: (cut(h @ w), None), x, params)
-        return h.sum()
+        return (part(x) @ params[0]).sum()
 
-    with pytest.raises(ArgumentError, match=r"test_chain.py:\d+: .*inside a loop"):
-        run_chain(loss, np.stack(BLOCKS), X, stages=2)
+    with pytest.raises(ArgumentError, match=rf"test_chain.py:\d+: .*{message}"):
+        run_chain(loss, BLOCKS[:1], X, stages=2)
 
 
-def test_one_equation_with_most_of_the_work_is_refused_with_its_line():
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (lambda x: x, "dot_general"),
+        (lambda x: jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h @ (h.T @ h) + 1, x),
+         "while"),
+    ],
+)  # fmt: skip
+def test_one_equation_with_most_of_the_work_is_refused_with_its_line(part, name):
     def loss(params, x):
-        return ((x @ params[0]) ** 2).mean()
+        return ((part(x) @ params[0]) ** 2).mean()
 
-    with pytest.raises(ArgumentError, match=r"dot_general at test_chain.py:\d+.*% of the work"):
+    with pytest.raises(ArgumentError, match=rf"{name} at test_chain.py:\d+.*% of the work"):
         run_chain(loss, BLOCKS[:1], X, stages=3)
 
 

@@ -64,6 +64,12 @@ def check(
     return found
 
 
+def check_model(loss, params):
+    """The same training with and without stages, and with the bits of one device."""
+    found = check(loss, params=params)
+    assert mt.fingerprint(train(make(loss, devices=1), params)) == mt.fingerprint(found)
+
+
 def test_each_leaf_is_on_the_devices_of_its_stage():
     step = make(ema_decay=0.5)
     state, _ = train(step)
@@ -160,14 +166,13 @@ def test_an_nnx_model_with_batch_norm_and_dropout():
     def loss(model, batch):
         return (model(batch) ** 2).sum(1)
 
-    options = {"optimizer": optax.adam(0.05), "loss": loss}
-    check(params=Model(nnx.Rngs(0)), **options)
+    check_model(loss, Model(nnx.Rngs(0)))
 
 
 @pytest.mark.slow
 def test_an_equinox_model():
     model = eqx.nn.MLP(4, 4, 8, 3, key=jax.random.key(0))
-    check(lambda model, batch: (jax.vmap(model)(batch) ** 2).sum(1), params=model)
+    check_model(lambda model, batch: (jax.vmap(model)(batch) ** 2).sum(1), model)
 
 
 def test_changed_learning_rates_and_states_of_other_steps():
@@ -346,7 +351,7 @@ def test_models_of_functions(framework):
     else:
         model = hk.without_apply_rng(hk.transform(_haiku_model))
         params, apply = model.init(jax.random.key(0), X[0]), model.apply
-    check(lambda params, batch: apply(params, batch)[:, 0] ** 2, params=params)
+    check_model(lambda params, batch: apply(params, batch)[:, 0] ** 2, params)
 
 
 STACKED = {"layers": np.stack([*WEIGHTS, *WEIGHTS[::-1]]), "head": np.ones(4, np.float32)}
@@ -421,10 +426,23 @@ def test_state_that_never_changes_is_split_with_its_stacked_parameter():
     kept = state.parts().blocks[0]
     assert [sorted(leaf.shape for leaf in own.opt_state.values()) for own in kept] == [
         [(2, 4, 4)] * 3,
-        [(2, 4, 4)] * 3 + [(4,)],
+        [(2, 4, 4)] * 3 + [(4,)] * 3,
     ]
     other, _ = train(make(scanned, optimizer, 2, 2, 2), stacked, X[:2])
     assert mt.fingerprint(other) == mt.fingerprint(state)
+
+
+def test_state_that_never_changes_is_where_its_parameter_is():
+    # The lie: the first weights of all stages on the last one, and copied to each at every step.
+    optimizer = optax.chain(
+        KEEPS_FIRST, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    )
+    state, _ = check(optimizer=optimizer, batches=X[:2])
+    for kept in (state.opt_state[0]["first"], state.opt_state[0]["rate"]):
+        assert [leaf.devices() for leaf in kept] == [{device} for device in mt.devices(3)]
+    assert set(state.parts().head.opt_state) == {0, 7, 8, 9}  # counts and rates
+    one, _ = train(make(optimizer=optimizer, devices=1), batches=X[:2])
+    assert mt.fingerprint(one) == mt.fingerprint(state)
 
 
 def _over_their_number(updates, state, params=None):

@@ -81,9 +81,9 @@ def numpy_bytes():
     return sum(trace.size for trace in found.traces)
 
 
-@pytest.mark.parametrize("is_function", [True, False])
-def test_trap_a_model_that_fits_no_device_is_made_in_pieces(monkeypatch, is_function):
-    """keras#21634: parameters or optimizer state are whole somewhere before they are cut."""
+@pytest.fixture
+def watch(monkeypatch):
+    """A watch that runs while a step makes its first state; the step then stops."""
 
     def stop(*_, **__):
         raise StopError
@@ -100,11 +100,20 @@ def test_trap_a_model_that_fits_no_device_is_made_in_pieces(monkeypatch, is_func
     monkeypatch.setattr(StagedRunner, "_parts", watched)
     monkeypatch.setattr("multitower.steps.step.look_at_loss", looked_at)
     monkeypatch.setattr(Pipeline, "run", stop)  # by then all of the state is on its devices
-    step = mt.train_step(
-        losses, optax.adam(0.1), towers=2, stages=2, devices=mt.devices(3)[1:], ema_decay=0.9
-    )
-    given = make_blocks if is_function else [np.asarray(w) for w in make_blocks()]
     watch = Watch()
+    return watch
+
+
+def in_two_stages(loss, optimizer, **options):
+    devices = mt.devices(3)[1:]  # not the host
+    return mt.train_step(loss, optimizer, towers=2, stages=2, devices=devices, **options)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_trap_a_model_that_fits_no_device_is_made_in_pieces(watch, is_function):
+    """keras#21634: parameters or optimizer state are whole somewhere before they are cut."""
+    step = in_two_stages(losses, optax.adam(0.1), ema_decay=0.9)
+    given = make_blocks if is_function else [np.array(w) for w in make_blocks()]
     tracemalloc.start(1)
     with watch:
         state = step.init(given)
@@ -120,6 +129,23 @@ def test_trap_a_model_that_fits_no_device_is_made_in_pieces(monkeypatch, is_func
     # Four arrays for each block of a stage, and what one more array is made of.
     share = 4 * NUM_BLOCKS // 2 * LEAF
     assert [share <= most < share + 5 * LEAF for most in devices] == [True, True], devices
+
+
+def test_trap_stacked_layers_are_made_one_array_after_the_other(watch):
+    # The lies: all stacks in the host's memory at once, or one of them whole on a device.
+    def loss(stacks, batch):
+        turn = lambda h, own: (jnp.tanh(sum(h @ w for w in own)), None)
+        return (jax.lax.scan(turn, batch, stacks)[0] ** 2).sum(1)
+
+    stack = NUM_BLOCKS * LEAF
+    make = lambda: [jnp.cos(jnp.full((NUM_BLOCKS, DIM, DIM), n / 8)) for n in range(8)]
+    step = in_two_stages(loss, optax.sgd(0.1))  # no state, which would hide what was there before
+    with watch, pytest.raises(StopError):
+        step(step.init(make), X[0])
+    host, *devices = (watch.most[device] for device in mt.devices(3))
+    assert host < 4 * stack  # one, and what it is made of
+    # Half of the layers of all eight.
+    assert [4 * stack <= most < 4.5 * stack for most in devices] == [True, True], devices
 
 
 def make_stacked():

@@ -30,7 +30,7 @@ def doctor(
         say(f"running on {where}")
         for line in _lines(findings):
             say(line)
-    if not findings["same_bits"]:
+    if False in (findings["same_bits"], findings["same_bits_in_stages"]):
         raise mt.DeviceError(
             "one device and all devices give different bits. Simulated devices need the same NPROC "
             "everywhere; GPUs must all be of one kind."
@@ -57,8 +57,10 @@ def _lines(findings: dict[str, Any]) -> list[str]:
             f"  {name} {'not set' if value is None else value}"
             for name, value in findings[title].items()
         )
-    agree = "agree" if findings["same_bits"] else "DISAGREE"
-    lines.append(f"same bits: one device and all of them {agree}")
+    for name, what in (("same_bits", "same bits"), ("same_bits_in_stages", "in two stages")):
+        if findings[name] is not None:
+            agree = "agree" if findings[name] else "DISAGREE"
+            lines.append(f"{what}: one device and all of them {agree}")
     return lines
 
 

@@ -13,6 +13,7 @@ from multitower.hardware import provenance
 from multitower.hardware.devices import devices as find_devices
 from multitower.processes.together import are_several, lines_of_all
 from multitower.runs.exchanges import time_exchanges
+from multitower.stages.marks import cut
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.train import train_step
 from multitower.towers.placement import place
@@ -34,7 +35,9 @@ def examine() -> dict[str, Any]:
         `devices`: for each its `name`, `kind` and, where the platform tells, `bytes_in_use` and
         `bytes_limit` of its memory; `environment`: the variables that decide about devices, None
         where they are not set; `host` and `versions`; `same_bits`: whether one device and all of
-        them, with the same number of towers, ended with the same bits. Of several processes,
+        them, with the same number of towers, ended with the same bits; `same_bits_in_stages`:
+        likewise with the model cut in two; None where a process has no two devices, or processes
+        have other numbers of them. Of several processes,
         which all must call this, also `processes`: for each its `host` and `devices`; and
         `exchanges`, as `multitower.runs.exchanges.time_exchanges` returns them.
 
@@ -59,6 +62,7 @@ def examine() -> dict[str, Any]:
         "host": provenance.host(found[0]),
         "versions": provenance.versions(),
         "same_bits": _trained_on(found[:1], towers) == _trained_on(None, towers),
+        "same_bits_in_stages": _same_in_stages(found, [len(one["devices"]) for one in of_all]),
     }
 
 
@@ -72,12 +76,21 @@ def _device(one: jax.Device) -> dict[str, Any]:
     }
 
 
-def _trained_on(found: list[jax.Device] | None, towers: int) -> str:
+def _same_in_stages(found: list[jax.Device], num_of_all: list[int]) -> bool | None:
+    """Whether a model in two stages has the same bits on one device as on pairs of them."""
+    if min(num_of_all) < 2 or len({*num_of_all}) > 1:
+        return None
+    towers, pairs = sum(num_of_all), (sum(num // 2 for num in num_of_all), 2)
+    alone = _trained_on(found[:1], towers, stages=2)
+    return alone == _trained_on(None, towers, stages=2, layout=pairs)
+
+
+def _trained_on(found: list[jax.Device] | None, towers: int, **options: Any) -> str:
     """The fingerprint after a few steps of a small perceptron, with random numbers in it."""
     import optax  # noqa: PLC0415 (as everywhere: only where it is used)
 
     def losses(params: Any, batch: Any, *, rng: jax.Array) -> jax.Array:
-        hidden = jnp.tanh(batch["x"] @ params["in"])
+        hidden = cut(jnp.tanh(batch["x"] @ params["in"]))
         kept = hidden * jax.random.bernoulli(rng, 0.8, hidden.shape)
         return (kept @ params["out"] - batch["y"]) ** 2
 
@@ -91,7 +104,7 @@ def _trained_on(found: list[jax.Device] | None, towers: int) -> str:
         "x": draw.normal(size=(rows, 16)).astype(np.float32),
         "y": draw.normal(size=rows).astype(np.float32),
     }
-    step = train_step(losses, optax.adam(1e-2), devices=found, towers=towers)
+    step = train_step(losses, optax.adam(1e-2), devices=found, towers=towers, **options)
     state = step.init(params, rng=jax.random.key(0))
     for _ in range(3):
         state, _ = step(state, batch)

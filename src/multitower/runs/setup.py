@@ -122,13 +122,14 @@ class RecipeJob:
         return {"seed": self.options.seed, "distort": self.recipe.distort, "keyed": keyed}
 
     def first_state(self) -> dict[str, Any]:
-        """What a run begins with; in stages the function that makes each array where it lives."""
+        """What a run begins with; of a model in parts the function that makes each array there."""
         recipe, key = self.recipe, jax.random.key(self.options.seed)
         # No key that `init` gets by splitting is this one: no split has so many parts.
         rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
         model_state = None if recipe.model_state is None else recipe.model_state()
         params = functools.partial(recipe.init, key)
-        if self.options.stages is None or not _can_be_traced(params):
+        in_parts = self.options.stages is not None or self.options.shard_params
+        if not in_parts or not _can_be_traced(params):
             params = params()
         return {"params": params, "model_state": model_state, "rng": rng}
 

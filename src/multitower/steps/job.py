@@ -1,6 +1,7 @@
 """The job of one training step: loss and gradients in every tower, one update of everything."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -242,7 +243,8 @@ def _look(output: Any, run: Callable[[list[Any]], LossOutput], rows: list[Any]) 
 
 
 def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tower) -> Any:
-    forward = _forward(step, split, len(rows[0]))
+    # Statistics of rows are known by means of them, also where tower 0's are kept.
+    forward = _forward(replace(step, model_state_from="mean"), split, len(rows[0]))
     output = forward(shared.state.params, shared, rows, here)
     averaged = output.model_state.averaged
     loss = as_mean(output.loss, len(rows[0]), step.reduction)

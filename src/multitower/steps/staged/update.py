@@ -106,6 +106,7 @@ class WholeUpdate:
         flat, _ = jax.tree_util.tree_flatten_with_path(fields.params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
         self._whole = _trace(step, shapes, loss)
+        self._is_array = [leaf.ndim > 0 for leaf in jax.tree.leaves(shapes.opt_state)]
         params, rows = homes
         # What is split in one way is taken for a stage of its own.
         self._ways = list({tuple(own.items()): own for own in rows.values()}.values())
@@ -202,6 +203,7 @@ class WholeUpdate:
                     self._refuse_several(found, f"its state (leaf {i})")
                     known[number] = found.pop()
                     changed = True
+        known.update(self._never_changed(needs, known))
         for outputs in (new_params, new_ema):
             for name, x, home in zip(self._names, outputs, param_homes, strict=False):
                 self._refuse_several(
@@ -211,6 +213,24 @@ class WholeUpdate:
             home = known.get(number, SHARED)
             self._refuse_several(self._stages(needs, x, known) | {home}, f"its state (leaf {i})")
         return tuple(known.get(number, SHARED) for number in opt_state)
+
+    def _never_changed(
+        self, needs: Mapping[int, frozenset[int]], known: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Arrays of the state that no update changes, and the stage that alone uses each.
+
+        Such as the first weights, when parameters are pulled back to them.
+        """
+        program, (_, _, opt_state, _, _), (_, new_state, _) = self._whole
+        found: dict[int, int] = {}
+        for number, x, is_array in zip(opt_state, new_state, self._is_array, strict=True):
+            if not is_array or number in known or number != x:
+                continue
+            users = [x for x in program.outputs if isinstance(x, int) and number in needs[x]]
+            stages = {stage for x in users for stage in self._stages(needs, x, known)}
+            if len(stages) == 1 and min(stages) >= 0:
+                found[number] = stages.pop()
+        return found
 
     def _stages(
         self, needs: Mapping[int, frozenset[int]], x: Any, known: Mapping[int, int]
