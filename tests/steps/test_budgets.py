@@ -259,7 +259,7 @@ def bytes_on(device):
     return sum(buffers.values())
 
 
-@pytest.mark.parametrize(("towers", "sets"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("towers", "sets"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_live_memory_is_state_and_gradients(towers, sets):
     """Parameters, optimizer, one set of gradients; two where a device adds its towers'."""
     devices = mt.devices()[6:8]

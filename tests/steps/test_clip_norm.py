@@ -80,7 +80,9 @@ def test_it_equals_optax(options):
 
 
 @pytest.mark.parametrize(
-    ("sharded", "dtype"), [(False, jnp.bfloat16), (True, np.float32)], ids=["whole", "sharded"]
+    ("sharded", "dtype"),
+    [pytest.param(False, jnp.bfloat16, marks=pytest.mark.slow), (True, np.float32)],
+    ids=["whole", "sharded"],
 )
 def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
     found = []

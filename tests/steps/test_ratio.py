@@ -71,7 +71,7 @@ def test_a_masked_loss_and_its_metrics(options):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_same_bits_on_any_number_of_devices(sharded):
     found = []
     for devices in (1, 3):
