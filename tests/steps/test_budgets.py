@@ -189,7 +189,7 @@ class Counter:
     [
         (1, 4, {"tower": 4, "_add": 3, "finish": 1}),
         (2, 4, {"tower": 4, "_add": 2, "finish": 2, "reduce": 1}),
-        (4, 4, {"tower": 4, "finish": 4, "reduce": 1}),
+        pytest.param(4, 4, {"tower": 4, "finish": 4, "reduce": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_programs_started_in_one_step(monkeypatch, devices, towers, expected):

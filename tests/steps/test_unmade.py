@@ -81,7 +81,7 @@ def numpy_bytes():
     return sum(trace.size for trace in found.traces)
 
 
-@pytest.mark.parametrize("is_function", [True, False])
+@pytest.mark.parametrize("is_function", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trap_a_model_that_fits_no_device_is_made_in_pieces(monkeypatch, is_function):
     """keras#21634: parameters or optimizer state are whole somewhere before they are cut."""
 
