@@ -18,7 +18,7 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Split, pad_rows
+from multitower.towers.rows import Parts, Split, is_traced, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
@@ -174,6 +174,8 @@ def on_all_devices(fields: Any, placement: Placement) -> Any:
 
 def own_copy(leaf: Any) -> jax.Array:
     """A copy of a leaf that nobody else has."""
+    if isinstance(leaf, jax.Array) and not (is_traced(leaf) or leaf.weak_type):
+        return jax.device_put(leaf, may_alias=False)  # compiles nothing
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
