@@ -230,8 +230,8 @@ def test_eager_towers_have_the_same_bits_on_every_device_count():
 
 def test_16_bit_parameters_get_16_bit_gradients():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params_of())
-    for towers in (None, 4):
-        value, grads = mt.value_and_grad(losses, devices=2, towers=towers)(params, batch_of(8))
+    for options in ({"devices": 2}, {"devices": 1, "towers": 4}):
+        value, grads = mt.value_and_grad(losses, **options)(params, batch_of(8))
         assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
         assert value.dtype == jax.eval_shape(mean_of(losses), params, batch_of(8)).dtype
 
@@ -338,7 +338,7 @@ def settings_loss(w, x, training, name="square", rest=None, *, act=None, names=(
     return act(x @ w) ** (2 if training and name == "square" else 1)
 
 
-@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("towers", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_flags_strings_and_functions_are_handed_on(towers):
     """Published Keras, Flax and Equinox losses take them. Lie: a traced flag, or an error."""
     w, x = np.ones(3, np.float32), batch_of(10)["x"]

@@ -13,7 +13,7 @@ import multitower as mt
 
 WAYS = {
     "fast": {"devices": 4},
-    "same bits": {"devices": 2, "towers": 4},
+    "same bits": {"devices": 1, "towers": 4},  # the same bits on more devices: below
     "same bits, uneven": {"devices": 2, "towers": 5},
 }
 # Every day whole towers; towers of which one is filled up with every number of rows, below.
