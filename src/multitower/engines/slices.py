@@ -13,8 +13,8 @@ _MANY = 4
 def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Array]:
     """Slices of a vector, inside a program.
 
-    XLA compiles equal kernels once, and those that work on slices differ by where these begin: of a
-    hundred layers a hundred. So of many slices of one size it is not told; it would find out.
+    XLA compiles equal kernels once, and those that work on slices differ by where these begin: a
+    hundred layers make a hundred kernels. So of many slices of one size it is not told.
 
     Args:
         vector: of one dimension.
