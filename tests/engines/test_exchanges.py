@@ -28,6 +28,8 @@ WAYS = {
     "in jit, 2 devices": {"devices": 2, "towers": 4},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
+# On one device the programs are those of two: what the bits of both are is compared below.
+OVER_DEVICES = [way for way in WAYS if way != "same bits, 1 device"]
 
 
 def called(way, make, *args, **options):
@@ -103,7 +105,7 @@ def test_collectives_are_those_of_jax(names):
     found_by = lambda x: {name: COLLECTIVES[name](x) for name in names}
     wanted = jax.jit(jax.vmap(found_by, axis_name="towers"))(X.reshape(TOWERS, ROWS, COLUMNS))
     rows = lambda x: {name: by_row(value, x) for name, value in found_by(x).items()}
-    for way in WAYS:
+    for way in OVER_DEVICES:
         if names == ["in a rule"] and way.startswith("in jit"):
             continue  # somebody may yet differentiate it: refused, see below
         found = called(way, functools.partial(mt.make_parallel, rows), X)
@@ -199,7 +201,7 @@ def test_trap_gradients_through_collectives_are_those_of_the_whole_batch(kind):
 
     weights = dict.fromkeys(names, W)
     (_, wanted), gradients = jax.jit(jax.value_and_grad(added(1), has_aux=True))(weights, X)
-    for way in WAYS:
+    for way in OVER_DEVICES:
         make = functools.partial(mt.value_and_grad, added(0), has_aux=True)
         (value, own), found = called(way, make, weights, X)
         np.testing.assert_allclose(value, sum(wanted.values()), rtol=2e-5, err_msg=way)

@@ -100,7 +100,7 @@ def on_one_device():
     return fingerprints("mlp/sgd/float32", 6, 1)
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_same_bits_on_a_part_of_the_devices(num_devices, on_one_device):
     assert fingerprints("mlp/sgd/float32", 6, num_devices) == on_one_device
 

@@ -140,7 +140,13 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("contrastive", "ratio") else [])
+        for name in CHECKED
+    ],
+)
 def test_check_parallel_knows_towers_that_meet(name):
     check = mt.check_parallel(CHECKED[name], W, X, towers=4)
     assert check, str(check)

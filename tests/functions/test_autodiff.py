@@ -1,6 +1,7 @@
 """value_and_grad, grad, average_gradients: law L2 against JAX on one device and against NumPy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -116,13 +117,23 @@ WAYS = {
 }
 
 
-DEAR = ("vmap over parameters", "under grad", "grad of grad")  # these compile every operation
+# Outside of jit, `vmap` and `grad` compile every operation.
+EVERY_DAY = [
+    ("jit", None),
+    ("scan", 6),
+    ("jit of scan", None),
+    ("jit of vmap", 6),
+    ("jit of grad", 6),
+]
 
 
 @pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
-@pytest.mark.parametrize("towers", [None, 6])
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in DEAR else []) for way in WAYS]
+    ("way", "towers"),
+    [
+        pytest.param(way, towers, marks=[] if (way, towers) in EVERY_DAY else [pytest.mark.slow])
+        for way, towers in itertools.product(WAYS, (None, 6))
+    ],
 )
 def test_law_l2_inside_other_transformations(way, towers):
     """Lie: right when called eagerly only; ten ragged rows on four devices."""
@@ -151,8 +162,15 @@ def test_argnums_and_in_axes_as_in_jax(towers):
         assert_close(found, jax.jit(jax.value_and_grad(mean_of(loss), argnums))(*args))
 
 
-@pytest.mark.parametrize("towers", [None, 4])
-@pytest.mark.parametrize("num_rows", [16, 10])
+@pytest.mark.parametrize(
+    ("num_rows", "towers"),
+    [
+        (16, None),
+        (10, 4),
+        pytest.param(16, 4, marks=pytest.mark.slow),
+        pytest.param(10, None, marks=pytest.mark.slow),
+    ],
+)
 def test_aux_by_rows_or_averaged(num_rows, towers):
     """Lie: aux of the last tower for all, or padding among the rows."""
     params, batch = params_of(), batch_of(num_rows)
@@ -212,8 +230,8 @@ def test_eager_towers_have_the_same_bits_on_every_device_count():
 
 def test_16_bit_parameters_get_16_bit_gradients():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params_of())
-    for towers in (None, 4):
-        value, grads = mt.value_and_grad(losses, devices=2, towers=towers)(params, batch_of(8))
+    for options in ({"devices": 2}, {"devices": 1, "towers": 4}):
+        value, grads = mt.value_and_grad(losses, **options)(params, batch_of(8))
         assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
         assert value.dtype == jax.eval_shape(mean_of(losses), params, batch_of(8)).dtype
 
@@ -320,7 +338,7 @@ def settings_loss(w, x, training, name="square", rest=None, *, act=None, names=(
     return act(x @ w) ** (2 if training and name == "square" else 1)
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_flags_strings_and_functions_are_handed_on(towers):
     """Published Keras, Flax and Equinox losses take them. Lie: a traced flag, or an error."""
     w, x = np.ones(3, np.float32), batch_of(10)["x"]

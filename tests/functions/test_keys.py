@@ -18,13 +18,14 @@ from tower_keys import tower_key
 
 both_kinds = pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
-# Every kind of key in every way, and not every number of rows with all of them.
+# Every kind of key in every way, and not every number of rows with all of them; every day each
+# kind and each way.
 every_pair = pytest.mark.parametrize(
     ("make_key", "towers", "num_rows"),
     [
         pytest.param(jax.random.key, None, 6, id="fast"),
-        pytest.param(jax.random.PRNGKey, None, 2, id="fast, legacy"),
-        pytest.param(jax.random.key, 4, 2, id="same bits"),
+        pytest.param(jax.random.PRNGKey, None, 2, id="fast, legacy", marks=pytest.mark.slow),
+        pytest.param(jax.random.key, 4, 2, id="same bits", marks=pytest.mark.slow),
         pytest.param(jax.random.PRNGKey, 4, 7, id="same bits, legacy"),
     ],
 )
@@ -66,7 +67,15 @@ def test_on_one_device_it_is_jax(make_key, towers):
     np.testing.assert_allclose((value, gradient), (mean, 3), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("devices", "towers"), [(1, None), (1, 1), (4, None), (2, 4)])
+@pytest.mark.parametrize(
+    ("devices", "towers"),
+    [
+        pytest.param(1, None, marks=pytest.mark.slow),
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (4, None),
+        (2, 4),
+    ],
+)
 def test_a_training_step_draws_what_jax_draws_with_the_keys_of_towers(devices, towers):
     """Lie: draws that differ from tower to tower, of keys that nobody could work out."""
     places = np.arange(8, dtype=np.float32)  # which tower has which key shows

@@ -139,7 +139,14 @@ def assert_close(found, expected, rtol, atol):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+# Their likes are tried every day: two losses below, 16 bits in steps/test_compute_dtype.py.
+DEAR = ("a GAN", "a step without jit", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in DEAR else []) for name in LOOPS],
+)
 def test_law_l2_two_lines(name):
     """Lie: a loop that runs, and does something else than on one device."""
     found = LOOPS[name](functools.partial(mt.value_and_grad, devices=2))
@@ -148,7 +155,14 @@ def test_law_l2_two_lines(name):
     assert_close(found, LOOPS[name](jax.value_and_grad), rtol, atol)
 
 
-@pytest.mark.parametrize("name", ["a GAN", "jax.checkpoint", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a GAN",
+        pytest.param("jax.checkpoint", marks=pytest.mark.slow),
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_law_l3_same_bits_without_jit(name):
     loop = functools.partial(LOOPS[name], jit=False)
     one, two = (

@@ -13,14 +13,24 @@ import multitower as mt
 
 WAYS = {
     "fast": {"devices": 4},
-    "same bits": {"devices": 2, "towers": 4},
+    "same bits": {"devices": 1, "towers": 4},  # the same bits on more devices: below
     "same bits, uneven": {"devices": 2, "towers": 5},
 }
-every_way = pytest.mark.parametrize("way", WAYS)
+# Every day whole towers; towers of which one is filled up with every number of rows, below.
+every_way = pytest.mark.parametrize(
+    "way", ["fast", "same bits", pytest.param("same bits, uneven", marks=pytest.mark.slow)]
+)
 # Every number of rows in some way, and every way with some number of rows.
 any_rows = pytest.mark.parametrize(
     ("way", "num_rows"),
-    [("fast", 13), ("fast", 3), ("same bits", 16), ("same bits", 3), ("same bits, uneven", 13)],
+    [
+        ("fast", 13),
+        ("same bits", 3),
+        ("same bits, uneven", 16),
+        pytest.param("fast", 3, marks=pytest.mark.slow),
+        pytest.param("same bits", 16, marks=pytest.mark.slow),
+        pytest.param("same bits, uneven", 13, marks=pytest.mark.slow),
+    ],
 )
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=4).astype(np.float32), "b": np.float32(0.3)}
@@ -207,7 +217,7 @@ def test_other_uses_are_refused_in_words():
         mt.grad(masked, devices=2, reduction="sum")(PARAMS, batch)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_the_same_bits_on_any_number_of_devices(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     found = {

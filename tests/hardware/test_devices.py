@@ -8,7 +8,7 @@ import pytest
 
 import multitower as mt
 from multitower.hardware.configuration import CPU_THREADS
-from processes import run_python
+from processes import run_fork, run_python
 
 
 def test_configure_again_with_the_same_settings_does_nothing():
@@ -36,7 +36,7 @@ for name, value in limits.items():
 
 def test_trap_limits_set_too_late_are_an_error():
     """Trap (jax#5555): JAX takes 75 % of every GPU although a limit was set, too late."""
-    said = run_python("-c", AFTER_THE_START)
+    said = run_fork("-c", AFTER_THE_START)
     assert said == "simulated_devices 1\nmemory_fraction 1\nvisible_devices 1\nonednn 1\n"
 
 
@@ -52,7 +52,7 @@ print(os.environ["NPROC"], os.environ.get("XLA_FLAGS"))
 
 def test_the_thread_pool_has_the_same_size_for_every_device_count():
     """Trap: the last bits of XLA's CPU kernels depend on NPROC."""
-    found = {run_python("-c", CONFIGURED.format(count=count)) for count in (1, 16)}
+    found = {run_fork("-c", CONFIGURED.format(count=count)) for count in (1, 16)}
     assert found == {f"{CPU_THREADS} None\n"}
 
 
@@ -182,10 +182,10 @@ jax.block_until_ready(params)
 
 def test_trap_simulated_devices_never_dead_lock():
     """Trap: XLA's CPU collectives wait for threads that are not there, and abort after 40 s."""
-    run_python("-c", STEPS_WITHOUT_A_SYNC, "8", "300")
+    run_fork("-c", STEPS_WITHOUT_A_SYNC, "8", "300")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "num_steps"), [(2, 1000), (16, 400)])
 def test_trap_many_steps_without_a_host_sync_never_dead_lock(num_devices, num_steps):
-    run_python("-c", STEPS_WITHOUT_A_SYNC, str(num_devices), str(num_steps), timeout_s=240)
+    run_fork("-c", STEPS_WITHOUT_A_SYNC, str(num_devices), str(num_steps), timeout_s=240)

@@ -98,8 +98,15 @@ def test_a_step_without_jit_compiles_once():
     assert numbers == numbers[:1] * 4
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize(
+    ("make_key", "towers"),
+    [
+        (jax.random.key, 4),
+        (jax.random.PRNGKey, None),
+        pytest.param(jax.random.key, None, marks=pytest.mark.slow),
+        pytest.param(jax.random.PRNGKey, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_law_l6_a_key_that_is_closed_over(make_key, towers):
     """Lie: every tower draws the same numbers, because the key is no argument."""
     for seed in (0, 1):

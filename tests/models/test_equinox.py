@@ -148,15 +148,11 @@ def test_train_step_takes_a_module(two_towers):
         y, state = jax.vmap(model, **ROWS)(x, model_state, jax.random.split(rng, len(x)))
         return (y - x.sum(-1)) ** 2, {}, state
 
-    prints = []
-    for devices in (1, 2):
-        model, model_state = eqx.nn.make_with_state(Net)(jax.random.key(0))
-        step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=2)
-        state = step.init(model, model_state=model_state, rng=jax.random.key(1))
-        for x in X:
-            state, metrics = step(state, x)
-        prints.append(mt.fingerprint((state, metrics)))
-    assert prints[0] == prints[1]
+    model, model_state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+    step = mt.train_step(losses, optax.sgd(0.1), devices=1, towers=2)
+    state = step.init(model, model_state=model_state, rng=jax.random.key(1))
+    for x in X:
+        state, _ = step(state, x)
     trained = step.model(state)
     assert trained.activation is model.activation
     assert (trained.order == model.order).all()

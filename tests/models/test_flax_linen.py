@@ -160,14 +160,10 @@ def test_train_step_takes_params_and_batch_stats(two_towers):
         return (y - x.sum(-1)) ** 2, {}, updates["batch_stats"]
 
     variables = first_variables()
-    prints = []
-    for devices in (1, 2):
-        step = mt.train_step(losses, optax.sgd(0.1), devices=devices, towers=2)
-        state = step.init(
-            variables["params"], model_state=variables["batch_stats"], rng=jax.random.key(1)
-        )
-        for x in X:
-            state, _ = step(state, x)
-        prints.append(mt.fingerprint(state))
-    assert prints[0] == prints[1]
+    step = mt.train_step(losses, optax.sgd(0.1), devices=1, towers=2)
+    state = step.init(
+        variables["params"], model_state=variables["batch_stats"], rng=jax.random.key(1)
+    )
+    for x in X:
+        state, _ = step(state, x)
     assert_close((state.params, state.model_state), two_towers[:2], rtol=1e-4, atol=1e-5)

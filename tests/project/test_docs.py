@@ -32,10 +32,13 @@ PAGES |= {"../README.md": ROOT / "README.md"}
 
 # Programs of these pages take long to compile.
 SLOW = {
+    "coming-from/accelerate.md",
+    "coming-from/pytorch.md",
     "frameworks.md",
     "guides/asynchronous.md",
     "guides/batchnorm.md",
     "guides/check-parallel.md",
+    "guides/checkpointing.md",
     "guides/comparing-rows.md",
     "guides/data.md",
     "guides/debugging.md",
@@ -47,6 +50,7 @@ SLOW = {
     "guides/mixed-precision.md",
     "guides/padding.md",
     "guides/profiling.md",
+    "guides/ragged-batches.md",
     "guides/randomness.md",
     "guides/slow-links.md",
     "guides/trainer.md",

@@ -65,13 +65,15 @@ def blocks(params, x, *, mark=lambda h: h):
     return (x**2).mean()
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "stages", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))]
+)
 def test_a_list_of_blocks_is_cut_into_equal_parts(stages):
     chain = check(blocks, BLOCKS, X, stages=stages)
     assert [chain.homes.count(s) for s in range(stages)] == [6 // stages] * stages
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
+@pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 6))])
 def test_a_list_of_blocks_is_cut_at_the_marks(stages):
     chain = check(lambda p, x: blocks(p, x, mark=cut), BLOCKS, X, stages=stages)
     assert sorted(chain.homes) == list(chain.homes)
@@ -121,7 +123,7 @@ def test_trap_integers_and_keys_across_stages():
     check(loss, BLOCKS[:3], X, jax.random.key(0), stages=3)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_trap_dropout_under_other_cuts_and_recomputation(stages):
     """pytorch#55036, OLMo-core#828: other masks when computed again, or when cut elsewhere."""
 
@@ -199,8 +201,17 @@ def test_a_checkpoint_around_all_is_cut_and_one_that_fits_is_not():
     assert list(chain.homes) == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("stages", "reverse"),
+    [
+        (3, True),
+        (4, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_scan_over_layers_is_cut_by_its_length(stages, reverse):
     def loss(params, x):
         def layer(h, w):

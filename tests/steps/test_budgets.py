@@ -204,7 +204,7 @@ class Counter:
     [
         (1, 4, {"tower": 4, "_add": 3, "finish": 1}),
         (2, 4, {"tower": 4, "_add": 2, "finish": 2, "reduce": 1}),
-        (4, 4, {"tower": 4, "finish": 4, "reduce": 1}),
+        pytest.param(4, 4, {"tower": 4, "finish": 4, "reduce": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_programs_started_in_one_step(monkeypatch, devices, towers, expected):
@@ -274,7 +274,7 @@ def bytes_on(device):
     return sum(buffers.values())
 
 
-@pytest.mark.parametrize(("towers", "sets"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("towers", "sets"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_live_memory_is_state_and_gradients(towers, sets):
     """Parameters, optimizer, one set of gradients; two where a device adds its towers'."""
     devices = mt.devices()[6:8]

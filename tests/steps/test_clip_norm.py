@@ -19,6 +19,15 @@ WAYS = {
     "shard_update": {"devices": 2, "towers": 4, "shard_update": True},
 }
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+# Blocks of the update, which compile most, take part in other tests every day.
+fast_and_same_bits = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[pytest.mark.slow] if way == "shard_update" else [])
+        for way, options in WAYS.items()
+    ],
+    ids=WAYS,
+)
 BATCHES = [np.random.default_rng(n).normal(size=(n, 5)).astype(np.float32) for n in (12, 7, 12)]
 LIMIT = 2.2  # of three steps, one is below it
 
@@ -55,7 +64,7 @@ def numpy_sgd(limit, batches=BATCHES):
     return w, b, bitten
 
 
-@every_way
+@fast_and_same_bits
 def test_it_is_the_norm_of_the_mean_gradient_over_all_leaves(options):
     state, _ = train(LIMIT, options)
     w, b, bitten = numpy_sgd(LIMIT)
@@ -80,7 +89,9 @@ def test_it_equals_optax(options):
 
 
 @pytest.mark.parametrize(
-    ("sharded", "dtype"), [(False, jnp.bfloat16), (True, np.float32)], ids=["whole", "sharded"]
+    ("sharded", "dtype"),
+    [pytest.param(False, jnp.bfloat16, marks=pytest.mark.slow), (True, np.float32)],
+    ids=["whole", "sharded"],
 )
 def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
     found = []

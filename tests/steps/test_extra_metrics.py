@@ -74,7 +74,7 @@ def numpy_norms(limit):
         ("same bits", LIMIT),
         ("blocks", None),
         ("shards", LIMIT),
-        ("stages", None),
+        pytest.param("stages", None, marks=pytest.mark.slow),
         ("a call for all", LIMIT),
         pytest.param("same bits", None, marks=pytest.mark.slow),
         pytest.param("blocks", LIMIT, marks=pytest.mark.slow),

@@ -119,7 +119,10 @@ def test_it_is_the_algorithm_of_the_paper(rows, rate, clip_norm):
     assert_close(np.array([metrics["loss"] for metrics in history]), np.array(told))
 
 
-@pytest.mark.parametrize(("reduction", "source"), [("mean", "mean"), ("sum", "first")])
+@pytest.mark.parametrize(
+    ("reduction", "source"),
+    [pytest.param("mean", "mean", marks=pytest.mark.slow), ("sum", "first")],
+)
 def test_a_meeting_in_every_step_is_synchronous_training(reduction, source):
     # Law L2, ragged rows included. The lies: a mean of towers' means; a tower's sum for all.
     def loss(params, batch, *, model_state):

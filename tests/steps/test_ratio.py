@@ -13,6 +13,15 @@ WAYS = {
     "shard_update": {"devices": 2, "towers": 4, "shard_update": True},
 }
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+# Blocks of the update, which compile most, take part in other tests every day.
+fast_and_same_bits = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[pytest.mark.slow] if way == "shard_update" else [])
+        for way, options in WAYS.items()
+    ],
+    ids=WAYS,
+)
 PARAMS = np.linspace(-1, 1, 3).astype(np.float32)
 
 
@@ -71,7 +80,7 @@ def test_a_masked_loss_and_its_metrics(options):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_same_bits_on_any_number_of_devices(sharded):
     found = []
     for devices in (1, 3):
@@ -112,7 +121,7 @@ def test_the_losses_of_towers():
     np.testing.assert_allclose(metrics["tower_losses"], own, rtol=1e-5)
 
 
-@every_way
+@fast_and_same_bits
 def test_a_summed_loss(options):
     def summed(w, batch):
         losses = ((batch["x"] @ w - 1) ** 2).sum(1)
@@ -132,7 +141,7 @@ def test_a_summed_loss(options):
         np.testing.assert_allclose(state.params, w, rtol=1e-5, atol=1e-6)
 
 
-@every_way
+@fast_and_same_bits
 def test_a_scalar_that_is_a_sum(options):
     fun = lambda w, batch: ((batch["x"] @ w - 1) ** 2).sum()
     step = mt.train_step(fun, optax.sgd(0.001), reduction="sum", **options)

@@ -96,7 +96,9 @@ def on_one_device(optimizer, clip_norm, decay):
     ("optimizer", "devices", "way"),
     [
         (optax.lamb(1e-2), 2, "params"),
-        (optax.adafactor(1e-2, min_dim_size_to_factor=32), 2, "update"),
+        pytest.param(
+            optax.adafactor(1e-2, min_dim_size_to_factor=32), 2, "update", marks=pytest.mark.slow
+        ),
         pytest.param(optax.adam(1e-2), 3, "params", marks=pytest.mark.slow),
         pytest.param(optax.adam(1e-2), 3, "update", marks=pytest.mark.slow),
         pytest.param(optax.adam(1e-2), 1, "params", marks=pytest.mark.slow),

@@ -89,7 +89,7 @@ def test_scalar_losses_metrics_and_a_sum_of_losses():
     assert set(metrics) == {"loss", "rows", "mean", "weighted"}
 
 
-@pytest.mark.parametrize("bad", [1, None])
+@pytest.mark.parametrize("bad", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
     # The lie: the stage whose gradients are finite moves, the others stay.
     batches = X.copy()

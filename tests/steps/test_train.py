@@ -52,7 +52,7 @@ RAGGED = [batch_of(n, seed) for seed, n in enumerate((12, 12, 7, 1, 12))]
 
 
 @both_ways
-@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_equals_sgd_with_momentum_in_numpy(num_devices, towers):
     """Lie: right by comparison with JAX only; here every number is worked out in float64."""
     w, b = params_of()["w"].astype(float), 0.5
@@ -219,8 +219,15 @@ def statistics_loss(params, batch, *, model_state):
     return losses(params, batch), {}, new
 
 
-@both_ways
-@pytest.mark.parametrize("source", ["mean", "first"])
+@pytest.mark.parametrize(
+    ("source", "towers"),
+    [
+        ("mean", 4),
+        ("first", None),
+        pytest.param("mean", None, marks=pytest.mark.slow),
+        pytest.param("first", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     """Lie: the last tower's statistics, counters averaged, or an empty tower's copies counted."""
     step = mt.train_step(
@@ -497,8 +504,15 @@ def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(towers):
         assert float(metrics["right"]) == np.float32(num_right / num_rows)
 
 
-@pytest.mark.parametrize("towers", [None, 4])
-@pytest.mark.parametrize("name", ["sam", "polyak_sgd"])
+@pytest.mark.parametrize(
+    ("name", "towers"),
+    [
+        ("sam", 4),
+        ("polyak_sgd", None),
+        pytest.param("sam", None, marks=pytest.mark.slow),
+        pytest.param("polyak_sgd", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_optimizers_that_look_at_more_or_at_less(name, towers, tmp_path):
     """Lie: an optimizer that fails for an argument which it does not take, or which it misses."""
     optimizer = {

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from multitower.engines.slices import slices
+
 SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared vector
 
 
@@ -68,9 +70,14 @@ def pack(tree: Any) -> Packed:
 
 def unpack(packed: Packed) -> Any:
     """Gives the tree back, every leaf with its own shape and dtype."""
-    return jax.tree.unflatten(
-        packed.layout.treedef, [_leaf(packed.buffers, slot) for slot in packed.layout.slots]
-    )
+    slots, found = packed.layout.slots, dict[int, Any]()
+    for number, buffer in enumerate(packed.buffers):
+        own = [n for n, slot in enumerate(slots) if slot.buffer == number]
+        places = [(slots[n].start, slots[n].start + _size(slots[n])) for n in own]
+        whole = len(own) == 1 and buffer.size == _size(slots[own[0]])
+        pieces = [buffer] if whole else slices(buffer, places)
+        found.update((n, _leaf(piece, slots[n])) for n, piece in zip(own, pieces, strict=True))
+    return jax.tree.unflatten(packed.layout.treedef, [found[n] for n in range(len(slots))])
 
 
 def _addable(leaf: Any) -> tuple[Any, Any, str | None]:
@@ -84,13 +91,17 @@ def _addable(leaf: Any) -> tuple[Any, Any, str | None]:
     return leaf, leaf.dtype, None
 
 
-def _leaf(buffers: tuple[Any, ...], slot: Slot) -> Any:
-    buffer = buffers[slot.buffer]
+def _size(slot: Slot) -> int:
+    """How many elements of its buffer a leaf takes."""
+    return math.prod(slot.shape) * (1 if slot.key_impl is None else _key_size(slot.key_impl))
+
+
+def _key_size(impl: str) -> int:
+    return jax.random.key_data(jax.random.key(0, impl=impl)).size
+
+
+def _leaf(piece: Any, slot: Slot) -> Any:
     if slot.key_impl is not None:
-        size = jax.random.key_data(jax.random.key(0, impl=slot.key_impl)).size
-        data = buffer[slot.start : slot.start + math.prod(slot.shape) * size]
-        return jax.random.wrap_key_data(data.reshape(*slot.shape, size), impl=slot.key_impl)
-    if buffer.shape == slot.shape and slot.start == 0:
-        return buffer.astype(slot.dtype)
-    size = math.prod(slot.shape)
-    return buffer[slot.start : slot.start + size].reshape(slot.shape).astype(slot.dtype)
+        data = piece.reshape(*slot.shape, _key_size(slot.key_impl))
+        return jax.random.wrap_key_data(data, impl=slot.key_impl)
+    return piece.reshape(slot.shape).astype(slot.dtype)

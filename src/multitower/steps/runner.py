@@ -18,7 +18,7 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Split, pad_rows
+from multitower.towers.rows import Parts, Split, is_traced, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
@@ -177,9 +177,17 @@ def own_copy(leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if _is_simple(leaf):
+        return jax.device_put(leaf, may_alias=False)  # compiles nothing, as `jnp.array` would
     if isinstance(leaf, np.ndarray | np.generic):
-        # Now: JAX copies later, from memory that the user may have changed. And no program is
-        # compiled for it, as `jnp.array` would.
+        # Now: JAX copies later, from memory that the user may have changed.
         return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
     # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
+
+
+def _is_simple(leaf: Any) -> bool:
+    """Whether a leaf is an array of this process with a dtype of its own, outside of programs."""
+    if not isinstance(leaf, jax.Array) or is_traced(leaf):
+        return False
+    return leaf.is_fully_addressable and not leaf.weak_type

@@ -47,7 +47,13 @@ def test_a_copy_stays(towers):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}], ids=str
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"towers": 4},
+        pytest.param({"towers": 4, "shard_update": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_copy_of_pythons_trains_on_by_itself(options):
     """Lie: a copy that shares its arrays, which the next step overwrites."""

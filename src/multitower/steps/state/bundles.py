@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
+from multitower.engines.slices import slices
 from multitower.towers.rows import Tower
 
 SMALL = 1024  # elements; copying larger leaves costs a CPU more than handling them saves
@@ -120,8 +121,8 @@ def _cut(vectors: _Vectors, shapes: Sequence[Sequence[tuple[int, ...]]]) -> list
     found: list[_Vectors] = []
     for vector, own in zip(vectors, shapes, strict=True):
         ends = list(itertools.accumulate(math.prod(shape) for shape in own))
-        places = zip([0, *ends], ends, own, strict=False)
-        found.append([vector[start:end].reshape(shape) for start, end, shape in places])
+        pieces = slices(vector, list(itertools.pairwise([0, *ends])))
+        found.append([piece.reshape(shape) for piece, shape in zip(pieces, own, strict=True)])
     return found
 
 
