@@ -35,6 +35,14 @@ def mixed(batch, *, bias=0.0):
     return {"y": scaled, "rest": [flag, (number, None)]}, number[:, None] % 2
 
 
+@pytest.mark.parametrize("towers", [None, 4])
+def test_law_l1_results_that_look_at_nothing(towers):
+    """Lie: a program that needs no argument runs on the first device, in place of its own."""
+    make = lambda x: {"ones": jnp.ones((len(x), 2)), "none": jnp.zeros((len(x), 0))}
+    found = mt.make_parallel(make, devices=2, towers=towers)(np.zeros(8, np.float32))
+    assert_equal(found, {"ones": np.ones((8, 2), np.float32), "none": np.zeros((8, 0), np.float32)})
+
+
 @few
 @given(num_rows=st.integers(1, 20), num_devices=st.integers(1, 8))
 def test_law_l1_any_rows_any_devices_any_pytree(num_rows, num_devices):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +56,19 @@ def test_what_makes_two_functions_one_program(monkeypatch):
 class Record:
     array: jax.Array
     step: int
+
+
+def test_settings_that_are_equal_and_of_other_types_are_two_programs():
+    """Lie: whole numbers, because an equal record with a whole number was there before."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        scale: float
+
+    def times(config):
+        return mt.make_parallel(lambda x: x * config.scale, devices=2)(np.arange(4)).dtype
+
+    assert [times(Config(2)), times(Config(2.0))] == [np.int32, np.float32]
 
 
 def test_a_number_beside_arrays_is_data_in_a_record_and_a_setting_elsewhere():
@@ -197,6 +212,7 @@ class Namespace:
 
 
 settings, table, bias = Namespace(scale=2.0), {"scale": 2.0}, jnp.float32(1)
+log = Namespace()
 
 
 def helper(x):
@@ -235,6 +251,76 @@ def object_in_the_closure():
     return lambda w, x: w * x * own.scale
 
 
+class Rule:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def update(self, x):
+        return x * self.scale
+
+
+rule, own_module = Rule(2.0), types.ModuleType("own_module")
+own_module.scale, own_module.half = 2.0, 0.5
+
+
+def method_of_the_name_of_a_lists():
+    return lambda w, x: rule.update(w * x)
+
+
+def list_that_it_fills():
+    return lambda w, x: (table.setdefault("more", 0), w * x * table["scale"])[1]
+
+
+def attribute_of_a_name_that_it_assigns_to_elsewhere():
+    def loss(w, x):
+        log.scale = 0.0
+        return w * x * settings.scale
+
+    return loss
+
+
+def import_in_it():
+    def loss(w, x):
+        import own_module
+
+        return w * x * own_module.scale
+
+    return loss
+
+
+def import_of_a_name_in_it():
+    def loss(w, x):
+        from own_module import scale as times
+
+        return w * x * times
+
+    return loss
+
+
+def class_body():
+    def loss(w, x):
+        class Own:
+            times = factor
+
+        return w * x * Own.times
+
+    return loss
+
+
+def globals_by_hand():
+    return lambda w, x: w * x * globals()["factor"]
+
+
+def module_in_the_closure():
+    own = own_module
+    return lambda w, x: w * x * own.scale
+
+
+def class_in_the_closure():
+    own = Settings
+    return lambda w, x: w * x * own.scale
+
+
 def bound_method():
     class Model(Namespace):
         def loss(self, w, x):
@@ -256,22 +342,34 @@ def partial_of_a_helper():
         attribute_of_an_object,
         entry_of_a_dict,
         object_in_the_closure,
+        method_of_the_name_of_a_lists,
+        list_that_it_fills,
+        attribute_of_a_name_that_it_assigns_to_elsewhere,
+        import_in_it,
+        import_of_a_name_in_it,
+        class_body,
+        globals_by_hand,
+        module_in_the_closure,
+        class_in_the_closure,
         bound_method,
         partial_of_a_helper,
     ],
 )
 def test_what_changed_is_seen_by_a_function_made_anew(make_loss, monkeypatch):
     """Lie: the program of another value, where jax.jit of the same function has the new one."""
+    monkeypatch.setitem(sys.modules, "own_module", own_module)
     run = lambda: float(mt.value_and_grad(make_loss(), towers=2, devices=2)(1.0, X)[0])
     assert run() == 7.0
     monkeypatch.setitem(globals(), "factor", 3.0)
+    monkeypatch.setitem(globals(), "rule", Rule(3.0))
+    monkeypatch.setattr(own_module, "scale", 3.0)
     monkeypatch.setattr(Settings, "scale", 3.0)
     monkeypatch.setattr(settings, "scale", 3.0)
     monkeypatch.setitem(table, "scale", 3.0)
     assert run() == 10.5
 
 
-traced = []
+traced, seen = [], []
 
 
 def of_a_global_lambda(scale):
@@ -299,6 +397,30 @@ def of_settings(scale):
     return lambda w, x: (traced.append(1), w * x * settings.scale)[1]
 
 
+def of_a_count(scale):
+    def loss(w, x):
+        settings.calls += 1
+        seen.append(settings.calls)
+        return (traced.append(1), w * x * scale)[1]
+
+    return loss
+
+
+def of_an_imported_module(scale):
+    def loss(w, x):
+        import own_module
+        import own_module as also
+
+        return (traced.append(1), w * x * scale * own_module.half * also.half * 4)[1]
+
+    return loss
+
+
+def of_a_module_in_the_closure(scale):
+    own = own_module
+    return lambda w, x: (traced.append(1), w * x * scale * own.half * 2)[1]
+
+
 def of_a_global_array(scale):
     globals()["bias"] = jnp.float32(scale)
     return lambda w, x: (traced.append(1), w * x * bias)[1]
@@ -319,12 +441,17 @@ def of_a_global_array(scale):
         (of_a_numpy_array, "make_parallel", None),
         (of_settings, "value_and_grad", None),
         (of_settings, "evaluate", 2),
+        (of_a_count, "value_and_grad", 2),
+        (of_an_imported_module, "value_and_grad", 2),
+        (of_a_module_in_the_closure, "make_parallel", 2),
         (of_a_global_array, "make_parallel", 2),
         (of_a_global_array, "evaluate", None),
     ],
 )
-def test_other_values_need_no_other_program(make_loss, of, towers):
+def test_other_values_need_no_other_program(make_loss, of, towers, monkeypatch):
     """Lie: a compilation at every step, because the function is made anew at every step."""
+    monkeypatch.setitem(sys.modules, "own_module", own_module)
+    monkeypatch.setattr(settings, "calls", 0, raising=False)
 
     def run(scale):
         fun, where = make_loss(scale), {"devices": 2, "towers": towers}

@@ -35,7 +35,7 @@ def losses(params, batch, *, rng, model_state):
     mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
     error = ((x - model_state["mean"]) @ params["w"] + params["b"] - batch["y"]) ** 2
     kept = {"mean": mean, "key": jax.random.split(model_state["key"])[0], "n": model_state["n"] + 1}
-    return error, {"absolute": jnp.sqrt(error)}, kept
+    return error, {"errors": {"absolute": jnp.sqrt(error)}}, kept
 
 
 def plain(params, batch):

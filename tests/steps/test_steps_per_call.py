@@ -25,7 +25,7 @@ def loss(params, batch, *, rng, model_state):
     hidden = jnp.tanh(batch["x"] @ params["w"])
     hidden *= jax.random.bernoulli(rng, 0.8, hidden.shape)
     found = batch["scale"] * (hidden @ params["v"] - batch["y"]) ** 2
-    return found, {"size": jnp.abs(batch["y"])}, model_state + 1
+    return found, {"sizes": {"y": jnp.abs(batch["y"])}}, model_state + 1
 
 
 def make(**options):

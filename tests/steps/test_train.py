@@ -472,6 +472,14 @@ def test_an_empty_parameter_tree_still_counts_the_loss():
         state, metrics = step(step.init({}), RAGGED[0])
         assert_close(metrics["loss"], (RAGGED[0]["y"] ** 2).mean())
         assert int(state.step) == 1
+    more = {"clip_norm": 1.0, "diagnostics": True, "extra_metrics": ["gradient_norm"]}  # of nothing
+    step = mt.train_step(lambda p, b: b["y"] ** 2, optax.sgd(0.1), **where(4), **more)
+    _, metrics = step(step.init({}), RAGGED[0])
+    assert metrics["gradient_norm"] == 0
+    assert metrics["finite_params"].shape == (0,)
+    step = mt.train_step(lambda p, b: b["y"], optax.sgd(0.1), shard_update=True, **where(4))
+    with pytest.raises(mt.ArgumentError, match=r"no numbers.*leave shard_update out"):
+        step.init({})
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])

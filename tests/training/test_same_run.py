@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -132,3 +133,22 @@ def test_the_rows_of_batches_count_where_nobody_said_how_many(rows, tmp_path):
     fit(tmp_path, global_batch=None)
     with pytest.raises(mt.RunError, match=f"batches of 16 rows, this one has {rows}"):
         fit(tmp_path, steps=5, global_batch=None, rows=rows)
+
+
+@pytest.mark.parametrize("cut", [2, 5])
+def test_law_l4_a_run_that_goes_on_with_a_ragged_batch(cut, tmp_path):
+    """Lie: the ragged batch is taken for a full one, and its rows go to other towers."""
+
+    def batches(first):
+        for number in range(first, 6):
+            yield {"x": np.random.default_rng(number).normal(size=[8, 8, 5][number % 3])}
+
+    def fit(where, steps, **how):
+        loss = lambda w, batch, *, rng: (w * batch["x"] - 1) ** 2 * jax.random.uniform(rng, ())
+        given = {"run_dir": where, "checkpoint_every": 1, "devices": 1, "towers": 2, "hooks": []}
+        trainer = mt.Trainer(loss, optax.adam(0.1), **given)
+        return trainer.fit(jnp.float32(0), batches, steps=steps, rng=jax.random.key(0), **how)
+
+    wanted = mt.fingerprint(fit(tmp_path / "whole", 6))
+    fit(tmp_path / "stopped", cut)
+    assert mt.fingerprint(fit(tmp_path / "stopped", 6, resume=True)) == wanted

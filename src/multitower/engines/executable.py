@@ -57,11 +57,19 @@ def compile_for_each(
     _refuse_packed(arguments)
     # In this thread: `with jax.enable_x64(True)` and the like hold in the thread that says so.
     lowered = [lower(device) for device in devices]
-    first = compile(*lowered[0])
-    if len(devices) == 1:
-        return [first]
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return [first, *pool.map(lambda one: compile(*one), lowered[1:])]
+    made = [compile(*lowered[0])]
+    if len(devices) > 1:
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            made += pool.map(lambda one: compile(*one), lowered[1:])
+    if not keep_unused and any(map(_is_elsewhere, made, devices)):
+        options: dict[str, Any] = {"donate": donate, "compile": compile}
+        return compile_for_each(fn, arguments, devices, keep_unused=True, **options)
+    return made
+
+
+def _is_elsewhere(program: jax.stages.Compiled, device: jax.Device) -> bool:
+    """Whether results are made on another device: a program that needs no argument forgets its."""
+    return any(place.device_set != {device} for place in jax.tree.leaves(program.output_shardings))
 
 
 def _refuse_order(effects: Iterable[Any]) -> None:

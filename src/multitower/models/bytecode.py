@@ -3,55 +3,171 @@
 import dis
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # the latter in a class body
 _WRITES = ("append", "add", "extend", "insert", "pop", "popleft", "remove", "setdefault", "update")
 
-Chain = tuple[str, ...]
+
+class Imported(NamedTuple):
+    """A module that a function imports itself, as `__import__` is told of it."""
+
+    name: str
+    level: int
+
+
+# A global or a module, and the attributes that are taken of it: `config.scale` is
+# `("config", "scale")`.
+Chain = tuple[Any, ...]
 
 
 class Names:
     """The names that a function uses; the functions inside of it included.
 
     Attributes:
-        chains: the globals that it reads, with the attributes that it takes of them: `config.scale`
-            is `("config", "scale")`.
-        written: globals, attributes and containers that it changes itself, such as a counter of its
-            calls: these are not what it depends on.
+        chains: the globals and imported modules that it reads, with the attributes that it takes.
+        free: of the variables that it closes over, by name, the attributes that it takes of each.
+        stored: attributes of globals that it assigns to, such as a counter of its calls: these are
+            not what it depends on.
+        written: attributes that it assigns to of anything else.
+        filled: globals of which it uses nothing but methods that fill a list, dict or set.
         stores_globals: whether it assigns to a global.
         rebound: variables of its closure that it assigns to (`nonlocal`).
     """
 
     def __init__(self, code: types.CodeType) -> None:
-        chains: dict[Chain, None] = {}
-        written: set[str] = set()
-        rebound: set[str] = set()
-        self.stores_globals = False
+        reading = _Reading()
         for inner in _codes(code):
-            chain: Chain = ()
-            for step in dis.get_instructions(inner):
-                if chain and step.opname in _ATTRIBUTES:
-                    chain = (*chain, str(step.argval))
-                    continue
-                if chain:
-                    chains[chain] = None
-                chain = (str(step.argval),) if step.opname == "LOAD_GLOBAL" else ()
-                if step.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"):
-                    written.add(str(step.argval))
-                if step.opname == "STORE_DEREF":
-                    rebound.add(str(step.argval))
-                self.stores_globals |= step.opname == "STORE_GLOBAL"
-        written |= {chain[0] for chain in chains if chain[-1] in _WRITES and len(chain) == 2}
-        self.written = frozenset(written)
-        self.rebound = frozenset(rebound) & set(code.co_freevars)
-        self.chains = tuple(chain for chain in chains if not written & set(chain))
+            reading.read(inner)
+        chains = [
+            chain
+            for chain in reading.chains
+            if chain[0] not in reading.globals_stored
+            and not any(chain[: len(stored)] == stored for stored in reading.stored)
+        ]
+        used_else = {chain[0] for chain in chains if len(chain) != 2 or chain[1] not in _WRITES}
+        self.chains = tuple(chains)
+        self.filled = frozenset(chain[0] for chain in chains) - used_else
+        self.free = {name: tuple(found) for name, found in reading.free.items()}
+        self.stored = tuple(reading.stored)
+        self.written = frozenset(reading.written)
+        self.stores_globals = bool(reading.globals_stored)
+        self.rebound = frozenset(reading.rebound) & set(code.co_freevars)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def of(cls, code: types.CodeType) -> "Names":
         """The names of a function's code, read once."""
         return cls(code)
+
+
+class _Reading:
+    """Goes through instructions; `at` is what the last ones have put on the stack, if known."""
+
+    def __init__(self) -> None:
+        self.chains: dict[Chain, None] = {}
+        self.free: dict[str, dict[Chain, None]] = {}
+        self.stored: dict[Chain, None] = {}
+        self.written: set[str] = set()
+        self.globals_stored: set[str] = set()
+        self.rebound: set[str] = set()
+        self._variables: dict[str, Chain] = {}  # that hold a module, or something of one
+
+    def read(self, code: types.CodeType) -> None:
+        """Reads one code object."""
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        at: Chain = ()
+        module: Chain = ()
+        counted: list[str] = []  # attributes between `x.n` and `x.n += 1`
+        for number, step in enumerate(steps):
+            before = steps[max(number - 2, 0) : number]
+            if step.opname == "IMPORT_NAME":
+                at = module = (_imported(before, step.argval),)
+            elif step.opname == "IMPORT_FROM":
+                at = (*(at or module), step.argval)
+            elif at and step.opname in _ATTRIBUTES and before[-1].opname == "COPY":
+                self.stored[*at, step.argval] = None
+                counted.append(step.argval)
+                at = ()
+            elif at and step.opname in _ATTRIBUTES:
+                at = (*at, step.argval)
+            elif not _keeps(at, step, steps[number + 1 : number + 2]):
+                if step.opname == "STORE_ATTR" and step.argval in counted:
+                    counted.remove(step.argval)
+                else:
+                    at = self._store(at, step)
+                self._use(at)
+                at = self._load(step)
+        self._use(at)
+
+    def _store(self, at: Chain, step: dis.Instruction) -> Chain:
+        """Notes what a step assigns to; returns what of `at` is used otherwise."""
+        is_module = bool(at) and isinstance(at[0], Imported)
+        variable = _variables(step, "STORE_")[:1]
+        if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            if not (at and isinstance(at[0], str)):
+                self.written.add(step.argval)
+                return at
+            self.stored[*at, step.argval] = None
+            return ()
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            self.globals_stored.add(step.argval)
+        if step.opname == "STORE_DEREF":
+            self.rebound.add(step.argval)
+        if is_module and variable:
+            self._variables[variable[0]] = at
+            return ()
+        return at
+
+    def _load(self, step: dis.Instruction) -> Chain:
+        """What a step puts on the stack, if it is a global, a module, or a variable of a closure.
+
+        Some load two variables; the first one is used as it is.
+        """
+        if step.opname in _GLOBALS:
+            return (step.argval,)
+        at: Chain = ()
+        for variable in _variables(step, "LOAD_"):
+            self._use(at)
+            at = self._variables.get(variable, ())
+            if not at and "DEREF" in step.opname:
+                at = (_Free(variable),)
+        return at
+
+    def _use(self, at: Chain) -> None:
+        if at and isinstance(at[0], _Free):
+            self.free.setdefault(at[0].name, {})[at[1:]] = None
+        elif at:
+            self.chains[at] = None
+
+
+class _Free(NamedTuple):
+    """A variable of the closure."""
+
+    name: str
+
+
+def _keeps(at: Chain, step: dis.Instruction, after: Sequence[dis.Instruction]) -> bool:
+    """Whether a step leaves `at` where it is, on the stack."""
+    if step.opname == "COPY":  # x.n += 1
+        return bool(at and after) and after[0].opname in _ATTRIBUTES
+    return bool(at) and isinstance(at[0], Imported) and step.opname in ("SWAP", "POP_TOP")
+
+
+def _variables(step: dis.Instruction, kind: str) -> tuple[str, ...]:
+    """The local variables that an instruction loads or stores; some do two things at once."""
+    if not any(kind + where in step.opname for where in ("FAST", "DEREF", "NAME")):
+        return ()
+    given = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return given[1:] if kind == "LOAD_" and step.opname.startswith("STORE_") else given
+
+
+def _imported(before: Iterable[dis.Instruction], name: str) -> Imported:
+    """The module that `import` leaves on the stack, which knows its level and what is wanted."""
+    level, wanted = (step.argval for step in before)
+    return Imported(name if wanted or level else name.partition(".")[0], level)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -8,11 +8,13 @@ compared, there is an error, and the function shares its program with no other.
 
 import builtins
 import functools
+import importlib.util
 import inspect
 import sys
 import sysconfig
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +23,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.models.bytecode import Names
+from multitower.models.bytecode import Chain, Imported, Names
 
 # NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
 _LARGE_BYTES = 2**20
 # So many values are looked at for one function; more are too many to compare.
 _MANY = 5000
 _NO_CONTENT = ("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__slots__")
+# What these read cannot be told from the names in the code.
+_READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _INSTALLED = tuple(
     {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).parents[1]), "<frozen"}
@@ -85,14 +89,18 @@ def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dep
     return known
 
 
-def content_of(value: Any) -> Dependencies:
+def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
     """A value that a function closes over, such as a namespace of settings, and what is in it.
+
+    Args:
+        value: any value.
+        chains: the attributes that are taken of it; by default all of it counts.
 
     Raises:
         UnknownDependencyError: it cannot be compared.
     """
-    reader = _Reader(frozenset())
-    key = reader.content(value)
+    reader = _Reader()
+    key = tuple((chain, reader.at(value, chain)) for chain in chains)
     return Dependencies(key, tuple(reader.alive))
 
 
@@ -102,7 +110,8 @@ _SEEN: weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError] = (
 
 
 def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
-    reader = _Reader(Names.of(fun.__code__).written)
+    reader = _Reader()
+    reader.leave_out(fun)
     used = () if is_installed(fun) else reader.globals_of(fun, without)
     key = (
         tuple(reader.content(one) for one in fun.__defaults__ or ()),
@@ -115,18 +124,37 @@ def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
 class _Reader:
     """Turns values into hashable descriptions of them."""
 
-    def __init__(self, written: frozenset[str]) -> None:
+    def __init__(self) -> None:
         self.alive: list[Any] = []
-        self._written = written
+        self._written: frozenset[str] = frozenset()
+        self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[int, int] = {}  # of what can contain itself
 
+    def leave_out(self, fun: types.FunctionType) -> None:
+        """Leaves out what a function writes itself, such as a counter of its calls."""
+        names = Names.of(fun.__code__)
+        self._written |= names.written
+        for name, *attributes, last in names.stored:
+            owner = fun.__globals__.get(name)
+            for attribute in attributes:
+                owner = inspect.getattr_static(owner, attribute, None)
+            self.alive.append(owner)
+            self._stored |= {(id(owner), last)}
+
     def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
-        for chain in Names.of(fun.__code__).chains:
+        names = Names.of(fun.__code__)
+        for chain in names.chains:
             name, *attributes = chain
             if name in without:
                 continue
-            if name in fun.__globals__:
-                yield chain, self._at(fun.__globals__[name], attributes)
+            if isinstance(name, Imported):
+                yield chain, self.at(_module(name, fun), attributes)
+            elif name in fun.__globals__:
+                value = fun.__globals__[name]
+                if not (name in names.filled and isinstance(value, list | dict | set | deque)):
+                    yield chain, self.at(value, attributes)
+            elif name in _READ_ANYTHING:
+                raise UnknownDependencyError
             else:
                 yield chain, self._same(getattr(builtins, name, None))
 
@@ -162,7 +190,7 @@ class _Reader:
     def class_(self, cls: type) -> Any:
         return "class", id(cls), tuple(self._members(cls))
 
-    def _at(self, value: Any, attributes: list[str]) -> Any:
+    def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """What is reached by attributes: `config.scale` alone, and not all that config has."""
         for number, name in enumerate(attributes):
             is_open = isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__")
@@ -179,10 +207,10 @@ class _Reader:
     def function(self, fun: types.FunctionType) -> Any:
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        outer = self._written
-        self._written = outer | Names.of(fun.__code__).written
+        outer = self._written, self._stored
+        self.leave_out(fun)
         used = tuple(self.globals_of(fun))
-        self._written = outer
+        self._written, self._stored = outer
         # By its identity too: where its program is traced again, that is this function.
         return "function", id(fun), fun.__code__, defaults, cells, used
 
@@ -196,7 +224,7 @@ class _Reader:
         for one in cls.__mro__:
             if one is not object and not is_installed(one):
                 for name, member in vars(one).items():
-                    if name not in _NO_CONTENT and name not in self._written:
+                    if name not in _NO_CONTENT and not self._is_left_out(one, name):
                         yield name, self._member(member)
 
     def _member(self, member: Any) -> Any:
@@ -209,9 +237,12 @@ class _Reader:
     def _instance(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType) or not hasattr(value, "__dict__"):
             raise UnknownDependencyError
-        held = {k: v for k, v in vars(value).items() if k not in self._written}
+        held = {k: v for k, v in vars(value).items() if not self._is_left_out(value, k)}
         inside = tuple((name, self.content(one)) for name, one in held.items())
         return "object", id(value), self.content(type(value)), inside
+
+    def _is_left_out(self, owner: Any, name: str) -> bool:
+        return name in self._written or (id(owner), name) in self._stored
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         if value.nbytes > _LARGE_BYTES or value.dtype.hasobject:
@@ -244,6 +275,16 @@ _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
     (dict, lambda read, it: (type(it), id(it), read.all_of(it), read.all_of(it.values()))),
     (np.ndarray, _Reader.array),
 )
+
+
+def _module(imported: Imported, fun: types.FunctionType) -> Any:
+    """A module that a function imports; None if nobody has imported it yet."""
+    try:
+        package = fun.__globals__.get("__package__")
+        name = importlib.util.resolve_name("." * imported.level + imported.name, package)
+    except (ImportError, ValueError):
+        return None
+    return sys.modules.get(name)
 
 
 def is_installed(value: Any) -> bool:

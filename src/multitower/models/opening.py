@@ -1,5 +1,6 @@
 """A function taken apart: its code, what it uses, and the arrays that it closes over."""
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -232,7 +233,7 @@ class Opener:
             arrays |= int | float
         elif isinstance(held, float | np.floating | tuple) and _is_users(self._way[-1]):
             arrays |= float | np.floating
-        opened = tuple(self._open_leaf(leaf, arrays) for leaf in leaves)
+        opened = tuple(self._open_leaf(leaf, arrays, name) for leaf in leaves)
         is_leaf = bool(leaves) and treedef_is_leaf(treedef)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
             return _Cell(None, treedef, opened)
@@ -240,7 +241,7 @@ class Opener:
         self._may_change = True
         return _Cell(None, None, (_leaf(held),), cell)
 
-    def _open_leaf(self, leaf: Any, arrays: Any) -> Any:
+    def _open_leaf(self, leaf: Any, arrays: Any, name: str) -> Any:
         if isinstance(leaf, functools.partial):
             leaf = of_partial(leaf)
         leaf = self.inside(leaf)
@@ -253,10 +254,12 @@ class Opener:
         is_function = isinstance(leaf, types.FunctionType)
         if is_function and leaf not in self._way:
             return self.open(leaf)
-        if not is_value(leaf):
+        may_change = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
+        if may_change or not is_value(leaf):
+            chains = Names.of(self._way[-1].__code__).free.get(name, ()) if may_change else ((),)
             try:
                 if not is_function:  # one that calls itself would keep its old contents
-                    return _Leaf((type(leaf), content_of(leaf)), leaf)
+                    return _Leaf((type(leaf), content_of(leaf, chains)), leaf)
             except UnknownDependencyError:
                 pass
             self._may_change = True
@@ -279,7 +282,15 @@ def _is_users(fun: types.FunctionType) -> bool:
 def _leaf(value: Any) -> _Leaf:
     if isinstance(value, float | complex):
         return _Leaf((type(value), repr(value)), value)  # 0.0 and -0.0 are equal
-    return _Leaf((type(value), value if is_value(value) else id(value)), value)
+    return _Leaf((type(value), _types_in(value), value if is_value(value) else id(value)), value)
+
+
+def _types_in(value: Any) -> Any:
+    """Of the numbers in a record: 1, 1.0 and True are equal, and so are records with them."""
+    if not dataclasses.is_dataclass(value):
+        return ()
+    held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return tuple((type(one), repr(one)) for one in held if isinstance(one, int | float | complex))
 
 
 def _is_record(held: Any, leaves: list[Any]) -> bool:

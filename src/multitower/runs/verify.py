@@ -96,7 +96,7 @@ def run_maker(
                     state, metrics = step(state, batch)
                 else:
                     state, metrics = step(state, [batch])
-                    metrics = {name: value[0] for name, value in metrics.items()}
+                    metrics = jax.tree.map(lambda leaf: leaf[0], metrics)
                 yield state, metrics
 
     return run

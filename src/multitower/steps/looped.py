@@ -310,5 +310,5 @@ class LoopRunner:
         fields, metrics = self._run(state.fields(), *batches, self._feeder.number(num_steps))
         state.spend()
         if num_steps < metrics["loss"].shape[0]:
-            metrics = {name: value[:num_steps] for name, value in metrics.items()}
+            metrics = jax.tree.map(lambda leaf: leaf[:num_steps], metrics)
         return TrainState(fields, maker), metrics

@@ -124,6 +124,14 @@ class TrainStep:
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
         return way.first(self._step, self._with_scale(fields), self)
 
+    def expect(self, global_batch: int | None) -> None:
+        """Says how many rows a full batch has, before the first one has told.
+
+        Args:
+            global_batch: rows over all towers; None if nobody knows. What is known already counts.
+        """
+        self._global_batch = self._global_batch or global_batch
+
     def model(self, state: TrainState) -> Any:
         """Returns the parameters or the module with the values of a state.
 

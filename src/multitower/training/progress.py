@@ -24,7 +24,8 @@ class Progress:
         phase: `"train"` after a step, `"test"` after an evaluation.
         step: updates made so far.
         num_steps: updates to make.
-        metrics: of that step, or of the whole evaluation: means over all examples.
+        metrics: of that step, or of the whole evaluation: means over all examples. One in a dict of
+            its own, such as `{"errors": {"top1": ...}}`, is called `errors/top1`.
         examples_per_s: mean since the first step of this process, without test phases; None at
             the first step, which compiles.
         tower_losses: the mean loss of each tower's rows, in the order of towers.
@@ -114,14 +115,18 @@ class MetricsReader:
         rate = self._rate(sum(num_rows))
         is_stacked = np.ndim(values["loss"]) == 1
         for place in range(len(num_rows)):
-            one = {name: v[place] for name, v in values.items()} if is_stacked else values
-            self._read(last - len(num_rows) + 1 + place, one, rate)
+            at = lambda leaf, place=place: leaf[place] if is_stacked else leaf
+            self._read(last - len(num_rows) + 1 + place, jax.tree.map(at, values), rate)
 
     def _read(self, number: int, values: dict[str, Any], rate: float | None) -> None:
         """Judges one step, and tells of it."""
         tower_losses = [float(x) for x in values.pop("tower_losses")]
         finite = values.pop("finite_params")
-        numbers = {name: float(v) for name, v in values.items() if np.ndim(v) == 0}
+        numbers = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): float(value)
+            for path, value in jax.tree_util.tree_flatten_with_path(values)[0]
+            if np.ndim(value) == 0
+        }
         if self._on_nonfinite == "stop":
             self._refuse_nonfinite(number, numbers["loss"], tower_losses, finite)
         epoch = epoch_of(number, self._steps_per_epoch)

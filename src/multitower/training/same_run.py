@@ -95,12 +95,17 @@ class BatchRows:
     Args:
         run: settings from `describe_run`; the largest number of rows so far is written into it.
         saved: settings saved with the checkpoint; empty for a new run, or if changes are allowed.
+
+    Attributes:
+        wanted: rows of a full batch of the checkpoint's run; None if nobody knows.
     """
 
     def __init__(self, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        self.wanted: int | None = saved.get(_ROWS) or None
         self._run = run
-        self._wanted = saved.get(_ROWS)
+        self._run[_ROWS] = self.wanted or 0  # a checkpoint may come before the next full batch
         self._num_seen = 0
+        self._most = 0
 
     def see(self, num_rows: int) -> None:
         """Notes the rows of a batch. One smaller batch may end an epoch; two are another size.
@@ -108,11 +113,12 @@ class BatchRows:
         Raises:
             RunError: the checkpoint's run has batches of another size.
         """
-        if self._num_seen >= 2 and num_rows <= self._run[_ROWS]:
+        if self._num_seen >= 2 and num_rows <= self._most:
             return
         self._num_seen += 1
-        most = self._run[_ROWS] = max(num_rows, self._run.get(_ROWS, 0))
-        wanted = self._wanted
+        most = self._most = max(num_rows, self._most)
+        self._run[_ROWS] = max(most, self._run[_ROWS])
+        wanted = self.wanted
         if wanted is not None and (most > wanted or (self._num_seen == 2 and most < wanted)):
             raise RunError(
                 f"the run in the checkpoint has batches of {wanted} rows, this one has {most}. "

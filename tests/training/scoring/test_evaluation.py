@@ -38,6 +38,16 @@ def test_fewer_examples_than_devices(num_rows):
     assert scores["value"] == math.fsum(VALUES[:num_rows].tolist()) / num_rows
 
 
+def test_numbers_beside_the_rows():
+    """Lie: a TypeError of Python for the batch that a step takes, which has a number for all."""
+    data = {"all": 2.0, "key": jax.random.key(0), "scale": np.float32(3), "x": VALUES}
+    of_row = lambda params, batch: {"value": params * batch["all"] * batch["scale"] * batch["x"]}
+    wanted = np.mean(6 * VALUES.astype(np.float64))
+    for given in (data, iter([data, data])):
+        found = evaluate(of_row, 1.0, given, global_batch=30, devices=2)["value"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_law_l3_of_a_data_set_on_several_devices(devices):
     """Lie: examples that XLA adds up over the devices, which makes 0.0 of -0.0."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from multitower.errors import ArgumentError
 from multitower.functions.calls import as_global, replicate
 from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
@@ -52,6 +53,11 @@ class ShardedState:
         self, optimizer: "optax.GradientTransformation", params: Any, placement: Placement
     ) -> None:
         self.layout = BlockLayout.of(params, placement.num_towers)
+        if not any(place.size for place in self.layout.places):
+            raise ArgumentError(
+                "params have no numbers, and with shard_update=True every tower keeps a block of "
+                "them: leave shard_update out."
+            )
         self._optimizer = optimizer
         self._placement = placement
         whole = jax.eval_shape(optimizer.init, params)

@@ -83,7 +83,7 @@ class LocalCallRunner:
         assert told is not None
         if len(steps) == self._most:
             return told.stack
-        return {name: leaf[: len(steps)] for name, leaf in told.stack.items()}
+        return jax.tree.map(lambda leaf: leaf[: len(steps)], told.stack)
 
     def _programs(self, made: Made) -> _Programs:
         sums = next(iter(made.sums.values())).packed

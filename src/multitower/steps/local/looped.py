@@ -81,7 +81,8 @@ class LocalLoopRunner:
             fields, metrics = self._programs[meets](fields, batches, bounds)
             state.spend()
             if size < metrics["loss"].shape[0]:
-                metrics = {name: leaf[done : done + size] for name, leaf in metrics.items()}
+                own = slice(done, done + size)
+                metrics = jax.tree.map(lambda leaf, own=own: leaf[own], metrics)
             found.append(metrics)
             step, done = step + size, done + size
         if len(found) > 1:

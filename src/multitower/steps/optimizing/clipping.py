@@ -21,9 +21,10 @@ def leaf_squares(gradients: Any) -> jax.Array:
     parts = [part for leaf in leaves for part in _real_parts(leaf)]
     dtype = functools.reduce(jnp.promote_types, (part.dtype for part in parts), jnp.float32)
     sums = iter(jnp.sum(jnp.square(part.astype(dtype))) for part in parts)
-    return jnp.stack(
-        [functools.reduce(operator.add, [next(sums) for _ in _real_parts(leaf)]) for leaf in leaves]
-    )
+    found = [
+        functools.reduce(operator.add, [next(sums) for _ in _real_parts(leaf)]) for leaf in leaves
+    ]
+    return jnp.stack(found) if found else jnp.zeros(0, dtype)
 
 
 def add_towers(squares: jax.Array) -> jax.Array:
@@ -33,6 +34,8 @@ def add_towers(squares: jax.Array) -> jax.Array:
 
 def global_norm(squares: jax.Array) -> jax.Array:
     """The root of the sum of squares of shape (leaves,), added in the order of the leaves."""
+    if not len(squares):
+        return jnp.zeros((), squares.dtype)
     total = functools.reduce(operator.add, [squares[leaf] for leaf in range(len(squares))])
     return jnp.sqrt(total)
 

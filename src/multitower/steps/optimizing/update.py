@@ -16,7 +16,8 @@ from multitower.steps.state.fields import Fields
 
 def finite_leaves(params: Any) -> jax.Array:
     """For each leaf whether all of it is finite, bool, shape (leaves,)."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)])
+    found = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]
+    return jnp.stack(found) if found else jnp.ones(0, bool)
 
 
 def update_if_good(

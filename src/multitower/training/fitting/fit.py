@@ -103,12 +103,19 @@ class Around(NamedTuple):
             saver = Saver(checkpoints, self.checkpoint_every, steps, call.about, run)
             if first == steps:
                 return state
-            batches = call.batches(first)
+            batches, global_batch = call.batches(first), self.options["global_batch"]
+            if global_batch is None:
+                rows = BatchRows(run, saved)
+                ahead, global_batch = _counted(batches, rows), rows.wanted
+                # A run that goes on may begin with a smaller batch than the first one was.
+                self.step.expect(global_batch)
+            else:
+                ahead = batches
             epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch
             loop = Loop(
                 self.step,
-                self._feeding(0 if checkpoints is None else self.checkpoint_every, call),
+                self._feeding(checkpoints is not None, call, global_batch),
                 self._reader(steps, state, epoch),
                 saver,
                 test,
@@ -119,20 +126,24 @@ class Around(NamedTuple):
                 self.profile,
             )
             with self.while_it_runs(patience, epoch, (first, steps)):
-                ahead = _counted(batches, BatchRows(run, saved))
                 return loop.run(state, ahead, first=first, last=steps)
 
-    def _feeding(self, saves: int, call: FitCall) -> Feeding:
+    def _feeding(self, saves: bool, call: FitCall, global_batch: int | None) -> Feeding:
         """What makes calls of batches."""
         # Over processes a call that spans a meeting would exchange metrics at another time.
         meets = self.step.placement.spans_processes and self.options["sync_every"]
         return Feeding(
             self.step,
             {name: self.options[name] for name in ("devices", "towers")},
-            self.options["global_batch"],
+            global_batch,
             self.options["stages"],
             self.options["steps_per_call"],
-            (saves, call.evaluate_every, self.check_replicas_every, meets or 0),
+            (
+                self.checkpoint_every if saves else 0,
+                call.evaluate_every,
+                self.check_replicas_every,
+                meets or 0,
+            ),
         )
 
     def _reader(self, steps: int, state: TrainState, steps_per_epoch: Any) -> MetricsReader:

@@ -12,7 +12,7 @@ from multitower.engines.tracing import some_rows_repeat
 from multitower.errors import BatchError
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
-from multitower.towers.rows import take_apart
+from multitower.towers.rows import Parts, take_apart
 from multitower.towers.split import on_one_device
 
 
@@ -60,9 +60,9 @@ def chunks(
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
     size: int | None = None
     for batch in data if is_iterator(data) else [data]:
-        num_rows = take_apart(batch, 0, name="data").num_rows
-        size = size or min(global_batch, num_rows)
-        yield from _of_batch(jax.tree.map(on_one_device, batch), num_rows, size, place)
+        parts = take_apart(batch, 0, name="data")
+        size = size or min(global_batch, parts.num_rows)
+        yield from _of_batch(jax.tree.map(on_one_device, batch), parts, size, place)
     if size is None:
         raise BatchError("the iterator of batches is empty: there is no example to look at.")
 
@@ -87,15 +87,18 @@ def place_on(devices: Any, towers: int | None) -> Callable[[LazyRows], Any]:
 
 
 def _of_batch(
-    batch: Any, num_rows: int, size: int, place: Callable[[LazyRows], Any] | None
+    batch: Any, parts: Parts, size: int, place: Callable[[LazyRows], Any] | None
 ) -> Iterator[Chunk]:
+    num_rows, (leaves, treedef) = parts.num_rows, jax.tree.flatten(batch)
+    has_rows = [isinstance(kind, int) for kind in parts.split.kinds]
     for start in range(0, num_rows, size):
         # The last chunk is filled up with rows of the same batch, so that it fits the compiled
         # program; who reads the results cuts them off.
         places = np.arange(start, start + size) % num_rows
 
         def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
-            return jax.tree.map(lambda leaf: leaf[places[own]], batch)
+            pairs = zip(leaves, has_rows, strict=True)
+            return treedef.unflatten([x[places[own]] if by_row else x for x, by_row in pairs])
 
         rows = some(np.arange(size)) if place is None else place(LazyRows(size, some))
         yield Chunk(rows, min(size, num_rows - start), num_rows % size != 0)

@@ -169,7 +169,7 @@ def _scorer(
         params, model_state = shared
         with inside_tower():
             found = metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
-        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        num_rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
         _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
