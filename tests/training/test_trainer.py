@@ -323,19 +323,21 @@ def test_the_highest_loss_is_no_silent_best(option, tmp_path):
     trainer("neg_log_loss", "max")
 
 
-def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path):
-    # The lie: the same fingerprint, and a best state that an undisturbed run would not have kept.
+@pytest.mark.parametrize("stopped", [2, 4])
+def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_path, stopped):
+    # The lie: the same fingerprint, and a best state that an undisturbed run would not have kept;
+    # after its last step a run has nothing left to do.
     tested = []
 
-    def stop_in_step_2(progress):  # hooks hear of a step one step late
-        if progress.phase == "train" and progress.step == 1:
+    def stop(progress):  # hooks hear of a step one step late
+        if progress.phase == "train" and progress.step == stopped - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer = make_trainer(1, run_dir=tmp_path, hooks=[stop_in_step_2])
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[stop])
     options = {"steps": 4, "evaluate_every": 2, "evaluate": lambda s: tested.append(int(s.step))}
-    with pytest.raises(mt.Interrupted, match="stopped after step 2 of 4"):
+    with pytest.raises(mt.Interrupted, match=f"stopped after step {stopped} of 4"):
         trainer.fit(PARAMS, batches, **options)
-    assert tested == []
+    assert tested == list(range(2, stopped, 2))
     trainer.fit(PARAMS, batches, resume=True, **options)
     assert tested == [2, 4]
 

@@ -125,10 +125,12 @@ class TrainStep:
         return way.first(self._step, self._with_scale(fields), self)
 
     def expect(self, global_batch: int | None) -> None:
-        """Says how many rows a full batch has, before the first one has told.
+        """Says how many rows a full batch has, where the first batch to come may be a smaller one.
+
+        A step that is made with `global_batch=`, or has run a batch, knows it already.
 
         Args:
-            global_batch: rows over all towers; None if nobody knows. What is known already counts.
+            global_batch: rows over all towers; None if nobody knows.
         """
         self._global_batch = self._global_batch or global_batch
 

@@ -102,6 +102,11 @@ class Around(NamedTuple):
             test = TestPhase(call.evaluate, call.evaluate_every, patience)
             saver = Saver(checkpoints, self.checkpoint_every, steps, call.about, run)
             if first == steps:
+                if test.is_due(first):
+                    with self.while_it_runs(patience, None, (first, steps)):
+                        reason = test.again(first, state)
+                    if reason is not None:
+                        self.end(reason)
                 return state
             batches, global_batch = call.batches(first), self.options["global_batch"]
             if global_batch is None:

@@ -54,13 +54,10 @@ class Loop(NamedTuple):
             MultitowerError: as `Trainer.fit`.
         """
         reader, every = self.reader, self.check_replicas_every
-        if first and self.test.is_due(first):
-            # The run may have ended after its save and before this test phase. Made again, it
-            # comes to the same scores.
-            reason = self.test.run(state)
-            if reason is not None:
-                self.end(reason)
-                return state
+        reason = self.test.again(first, state)
+        if reason is not None:
+            self.end(reason)
+            return state
         number = first
         calls = self.feeding.calls(batches, first, last)
         with closing(calls) as ahead, self.profile as profile:

@@ -41,6 +41,14 @@ class TestPhase:
         """Whether to call it after this step."""
         return self._every > 0 and number % self._every == 0
 
+    def again(self, first: int, state: TrainState) -> str | None:
+        """Calls it where a run goes on, if it is due there; returns what `run` does.
+
+        The run may have ended after its save and before this test phase. Made again, it comes to
+        the same scores.
+        """
+        return self.run(state) if first and self.is_due(first) else None
+
     def run(self, state: TrainState) -> str | None:
         """Calls it; returns why the run ends early, if it does."""
         assert self._evaluate is not None
