@@ -69,6 +69,12 @@ def test_settings_that_are_equal_and_of_other_types_are_two_programs():
         return mt.make_parallel(lambda x: x * config.scale, devices=2)(np.arange(4)).dtype
 
     assert [times(Config(2)), times(Config(2.0))] == [np.int32, np.float32]
+    inner = [Config(Config(2)), Config(Config(2.0))]
+    found = [
+        mt.make_parallel(lambda x, own=own: x * own.scale.scale, devices=2)(np.arange(4)).dtype
+        for own in inner
+    ]
+    assert found == [np.int32, np.float32]
 
 
 def test_a_number_beside_arrays_is_data_in_a_record_and_a_setting_elsewhere():
@@ -297,6 +303,38 @@ def import_of_a_name_in_it():
     return loss
 
 
+def one_of_two_imports():
+    def loss(w, x):
+        if factor:
+            import own_module as own
+        else:
+            import math as own
+
+        return jnp.tanh(0 * w) + w * x * own.scale
+
+    return loss
+
+
+def module_handed_on():
+    return lambda w, x: w * x * getattr(own_module, "scale")  # noqa: B009 (that is the point)
+
+
+def module_found_by_name():
+    return lambda w, x: w * x * sys.modules["own_module"].scale
+
+
+def class_body_that_looks_at_the_closure():
+    own = own_module
+
+    def loss(w, x):
+        class Own:
+            times = own.scale
+
+        return w * x * Own.times
+
+    return loss
+
+
 def class_body():
     def loss(w, x):
         class Own:
@@ -347,6 +385,10 @@ def partial_of_a_helper():
         attribute_of_a_name_that_it_assigns_to_elsewhere,
         import_in_it,
         import_of_a_name_in_it,
+        one_of_two_imports,
+        module_handed_on,
+        module_found_by_name,
+        class_body_that_looks_at_the_closure,
         class_body,
         globals_by_hand,
         module_in_the_closure,

@@ -333,6 +333,16 @@ def test_what_is_given_to_init_is_never_overwritten(towers):
     np.testing.assert_array_equal(params["w"], params_of()["w"])
 
 
+def test_trap_parameters_that_change_right_after_init():
+    """JAX copies late, and an array of JAX may lie in NumPy's memory."""
+    for _ in range(8):
+        weights = np.ones((1024, 1024), np.float32)
+        params = jax.device_put(weights, may_alias=True)
+        state = mt.train_step(losses, optax.sgd(0.1), devices=1).init({"w": params})
+        weights[:] = 7
+        assert float(state.params["w"].max()) == 1
+
+
 @both_ways
 def test_trap_a_batch_that_changes_after_shard(towers):
     """JAX goes on reading the host's memory; see test_feeding."""

@@ -7,15 +7,19 @@ float32, so that every addition on the way is an IEEE float32 addition with one 
 """
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from multitower.engines.slices import slices
+import numpy as np
 
 SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared vector
+
+# Of so many of one size the kernels are alike, if they do not tell where a slice begins.
+_MANY = 4
 
 
 class Slot(NamedTuple):
@@ -78,6 +82,27 @@ def unpack(packed: Packed) -> Any:
         pieces = [buffer] if whole else slices(buffer, places)
         found.update((n, _leaf(piece, slots[n])) for n, piece in zip(own, pieces, strict=True))
     return jax.tree.unflatten(packed.layout.treedef, [found[n] for n in range(len(slots))])
+
+
+def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Array]:
+    """Slices of a vector, inside a program.
+
+    XLA compiles equal kernels once, and those that work on slices differ by where these begin: a
+    hundred layers make a hundred kernels. So of many slices of one size it is not told.
+
+    Args:
+        vector: of one dimension.
+        places: where each slice begins and ends.
+    """
+    counts = Counter(end - start for start, end in places)
+    starts: list[np.int32] = [np.int32(start) for start, _ in places]
+    hidden = jax.lax.optimization_barrier(starts)
+    return [
+        jax.lax.dynamic_slice(vector, (begin,), (end - start,))
+        if counts[end - start] >= _MANY
+        else vector[start:end]
+        for (start, end), begin in zip(places, hidden, strict=True)
+    ]
 
 
 def _addable(leaf: Any) -> tuple[Any, Any, str | None]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # the latter in a class body
-_WRITES = ("append", "add", "extend", "insert", "pop", "popleft", "remove", "setdefault", "update")
+_CLASS_BODY = ("LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")  # its reads of a closure
+_WRITES = ("append", "add", "extend", "insert", "remove", "update")
 
 
 class Imported(NamedTuple):
@@ -73,11 +74,14 @@ class _Reading:
         self.written: set[str] = set()
         self.globals_stored: set[str] = set()
         self.rebound: set[str] = set()
-        self._variables: dict[str, Chain] = {}  # that hold a module, or something of one
+        # What a variable may hold of modules that are imported here.
+        self._variables: dict[str, dict[Chain, None]] = {}
+        self._cells: tuple[str, ...] = ()
 
     def read(self, code: types.CodeType) -> None:
         """Reads one code object."""
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        self._cells = code.co_cellvars
         at: Chain = ()
         module: Chain = ()
         counted: list[str] = []  # attributes between `x.n` and `x.n += 1`
@@ -117,7 +121,7 @@ class _Reading:
         if step.opname == "STORE_DEREF":
             self.rebound.add(step.argval)
         if is_module and variable:
-            self._variables[variable[0]] = at
+            self._variables.setdefault(variable[0], {})[at] = None
             return ()
         return at
 
@@ -130,9 +134,14 @@ class _Reading:
             return (step.argval,)
         at: Chain = ()
         for variable in _variables(step, "LOAD_"):
+            if "FAST" in step.opname and variable in self._cells:
+                continue  # it is handed on to a function inside, which may look at it
             self._use(at)
-            at = self._variables.get(variable, ())
-            if not at and "DEREF" in step.opname:
+            held = [*self._variables.get(variable, ())]
+            for one in held[1:] and held:  # nobody knows which of them: all of each counts
+                self._use(one)
+            at = held[0] if len(held) == 1 else ()
+            if not held and "DEREF" in step.opname:
                 at = (_Free(variable),)
         return at
 
@@ -158,7 +167,8 @@ def _keeps(at: Chain, step: dis.Instruction, after: Sequence[dis.Instruction]) -
 
 def _variables(step: dis.Instruction, kind: str) -> tuple[str, ...]:
     """The local variables that an instruction loads or stores; some do two things at once."""
-    if not any(kind + where in step.opname for where in ("FAST", "DEREF", "NAME")):
+    names = any(kind + where in step.opname for where in ("FAST", "DEREF", "NAME"))
+    if not (names or (kind == "LOAD_" and step.opname in _CLASS_BODY)):
         return ()
     given = step.argval if isinstance(step.argval, tuple) else (step.argval,)
     return given[1:] if kind == "LOAD_" and step.opname.startswith("STORE_") else given

@@ -7,6 +7,7 @@ compared, there is an error, and the function shares its program with no other.
 """
 
 import builtins
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -32,6 +33,7 @@ _MANY = 5000
 _NO_CONTENT = ("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__slots__")
 # What these read cannot be told from the names in the code.
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
+_FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
 _INSTALLED = tuple(
     {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).parents[1]), "<frozen"}
@@ -66,6 +68,17 @@ def is_value(leaf: Any) -> bool:
     except TypeError:
         return False
     return type(leaf).__hash__ is not object.__hash__
+
+
+def types_in(value: Any) -> Any:
+    """Of the numbers in a value: 1, 1.0 and True are equal, and so are records with them."""
+    if isinstance(value, int | float | complex):
+        return type(value), repr(value)
+    if isinstance(value, frozenset):
+        return frozenset(map(types_in, value))
+    if dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
+    return tuple(map(types_in, value)) if isinstance(value, tuple) else ()
 
 
 def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dependencies:
@@ -147,6 +160,8 @@ class _Reader:
             name, *attributes = chain
             if name in without:
                 continue
+            if chain[:2] in _FIND_ANYTHING:
+                raise UnknownDependencyError
             if isinstance(name, Imported):
                 yield chain, self.at(_module(name, fun), attributes)
             elif name in fun.__globals__:
@@ -182,6 +197,8 @@ class _Reader:
         for kind, describe in _DESCRIPTIONS:
             if isinstance(value, kind):
                 return describe(self, value)
+        if isinstance(value, types.ModuleType):  # all of it: too much to compare
+            raise UnknownDependencyError
         return self._same(value) if is_value(value) else self._instance(value)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
@@ -256,7 +273,9 @@ class _Reader:
             hash(value)
         except TypeError:
             return type(value), id(value)
-        return (type(value), value) if is_value(value) else (type(value), id(value))
+        if not is_value(value):
+            return type(value), id(value)
+        return type(value), types_in(value), value
 
 
 _MISSING = object()

@@ -1,6 +1,5 @@
 """A function taken apart: its code, what it uses, and the arrays that it closes over."""
 
-import dataclasses
 import functools
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +17,7 @@ from multitower.models.dependencies import (
     dependencies_of,
     is_installed,
     is_value,
+    types_in,
 )
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import is_nnx
@@ -256,7 +256,7 @@ class Opener:
             return self.open(leaf)
         may_change = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
         if may_change or not is_value(leaf):
-            chains = Names.of(self._way[-1].__code__).free.get(name, ()) if may_change else ((),)
+            chains = Names.of(self._way[-1].__code__).free.get(name, ((),)) if may_change else ((),)
             try:
                 if not is_function:  # one that calls itself would keep its old contents
                     return _Leaf((type(leaf), content_of(leaf, chains)), leaf)
@@ -282,15 +282,7 @@ def _is_users(fun: types.FunctionType) -> bool:
 def _leaf(value: Any) -> _Leaf:
     if isinstance(value, float | complex):
         return _Leaf((type(value), repr(value)), value)  # 0.0 and -0.0 are equal
-    return _Leaf((type(value), _types_in(value), value if is_value(value) else id(value)), value)
-
-
-def _types_in(value: Any) -> Any:
-    """Of the numbers in a record: 1, 1.0 and True are equal, and so are records with them."""
-    if not dataclasses.is_dataclass(value):
-        return ()
-    held = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return tuple((type(one), repr(one)) for one in held if isinstance(one, int | float | complex))
+    return _Leaf((type(value), types_in(value), value if is_value(value) else id(value)), value)
 
 
 def _is_record(held: Any, leaves: list[Any]) -> bool:

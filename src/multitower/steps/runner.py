@@ -178,16 +178,20 @@ def own_copy(leaf: Any) -> jax.Array:
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if _is_simple(leaf):
-        return jax.device_put(leaf, may_alias=False)  # compiles nothing, as `jnp.array` would
+        # Compiles nothing, as `jnp.array` would. Now: JAX copies later, and the array may lie in
+        # NumPy's memory, which the user may have changed by then.
+        return jax.device_put(leaf, may_alias=False).block_until_ready()
     if isinstance(leaf, np.ndarray | np.generic):
-        # Now: JAX copies later, from memory that the user may have changed.
+        # Now, likewise.
         return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
     # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
 
 
 def _is_simple(leaf: Any) -> bool:
-    """Whether a leaf is an array of this process with a dtype of its own, outside of programs."""
-    if not isinstance(leaf, jax.Array) or is_traced(leaf):
+    """Whether a leaf is an array of this process with a dtype that stays, outside of programs."""
+    if not isinstance(leaf, jax.Array) or is_traced(leaf) or leaf.weak_type:
         return False
-    return leaf.is_fully_addressable and not leaf.weak_type
+    # Made with jax.enable_x64, and used without: it becomes float32.
+    stays = leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return stays and leaf.is_fully_addressable

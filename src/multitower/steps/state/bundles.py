@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.engines.slices import slices
+from multitower.engines.packing import slices
 from multitower.towers.rows import Tower
 
 SMALL = 1024  # elements; copying larger leaves costs a CPU more than handling them saves

@@ -109,13 +109,11 @@ class Around(NamedTuple):
                         self.end(reason)
                 return state
             batches, global_batch = call.batches(first), self.options["global_batch"]
+            rows = BatchRows(run, saved)
             if global_batch is None:
-                rows = BatchRows(run, saved)
-                ahead, global_batch = _counted(batches, rows), rows.wanted
                 # A run that goes on may begin with a smaller batch than the first one was.
+                global_batch = rows.wanted
                 self.step.expect(global_batch)
-            else:
-                ahead = batches
             epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch
             loop = Loop(
@@ -131,7 +129,7 @@ class Around(NamedTuple):
                 self.profile,
             )
             with self.while_it_runs(patience, epoch, (first, steps)):
-                return loop.run(state, ahead, first=first, last=steps)
+                return loop.run(state, _counted(batches, rows), first=first, last=steps)
 
     def _feeding(self, saves: bool, call: FitCall, global_batch: int | None) -> Feeding:
         """What makes calls of batches."""
