@@ -201,7 +201,10 @@ def test_law_l4_stages_killed_on_two_processes_and_resumed_on_one_device(tmp_pat
     run_alone(*words, "--simulate", "1", "--run-dir", str(tmp_path / "whole"))
     run_dir = tmp_path / "broken"
     running = start_two(*words, "--layout", "2x2", "--run-dir", str(run_dir))
-    wait_for_steps(run_dir, 30)
+    wait_for_steps(run_dir, 20)
+    saved = run_dir / "checkpoints" / "20" / "commit_success.txt"  # it is saved beside the steps
+    while not saved.exists() and not (run_dir / "result.json").exists():
+        time.sleep(0.01)
     for process in running:
         process.kill()  # SIGKILL, in the middle of a step
     end(running, 60)
