@@ -16,7 +16,6 @@ import pytest
 import multitower as mt
 from multitower.engines import equal_programs, executable, reduction, same_bits, totals
 from multitower.planning.layouts import Room, tower_layouts
-from multitower.planning.memory import Spread
 from multitower.planning.programs import Programs
 from multitower.planning.shapes import planned
 from multitower.steps.blocks import update as sharded_update
@@ -31,9 +30,6 @@ from multitower.towers.rows import take_apart
 APART = (local_runner, meeting, rotation_runner, rotation_sums)
 
 TOLERANCE = 0.05
-# Blocks from devices that send several parts (here: three devices): the memory of that exchange
-# depends on how the compiler packs its buffers, and the formula for it is up to 5.8 % too low.
-TOLERANCE_SEVERAL_PARTS = 0.06
 
 left_by_others = {}  # bytes on each device before a test
 
@@ -222,14 +218,6 @@ def test_trap_the_heaviest_stage_underestimated(most):
     assert layout.total_bytes == pytest.approx(found, rel=TOLERANCE)
 
 
-def tolerance_of(layout):
-    options = layout.options
-    if not options.get("shard_update") or "towers" not in options:
-        return TOLERANCE
-    several = Spread.of(options["devices"], options["towers"]).num_parts > 1
-    return TOLERANCE_SEVERAL_PARTS if several else TOLERANCE
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_devices"), list(zip(PROGRAMS, (2, 4, 2, 3, 1), strict=True)))
 def test_all_layouts_are_what_is_measured(name, num_devices, most):
@@ -250,8 +238,7 @@ def test_all_layouts_are_what_is_measured(name, num_devices, most):
     for layout in tried:
         found = measured(PROGRAMS[name], layout.options, most)
         off[str(layout.options)] = layout.total_bytes / found - 1
-    tolerances = {str(layout.options): tolerance_of(layout) for layout in tried}
-    assert {name: share for name, share in off.items() if abs(share) > tolerances[name]} == {}
+    assert {name: share for name, share in off.items() if abs(share) > TOLERANCE} == {}
 
 
 APART_OPTIONS = {
