@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.engines import reduction, same_bits
+from multitower.engines import reduction, same_bits, totals
 from multitower.towers import placement
 from multitower.towers import split as tower_rows
 from places import PROGRAMS
@@ -281,7 +281,24 @@ def sums_on(device_counts, towers=8):
 
 
 def test_no_mutation_no_difference():
-    assert len(set(sums_on((1, 3, 8)))) == 1
+    assert len(set(sums_on((1, 2, 3, 8)))) == 1
+
+
+def test_two_devices_swap_small_sums_and_run_a_program_for_others(monkeypatch):
+    """Lie: other bits from a certain size on."""
+    swapped = sums_on((2,))
+    monkeypatch.setattr(totals, "SMALL_BYTES", 0)
+    monkeypatch.delattr(totals, "_copy")
+    assert sums_on((2,)) == swapped
+
+
+def test_mutation_sums_that_do_not_arrive(monkeypatch):
+    def nothing(sums, device):
+        return jax.tree.map(jnp.zeros_like, copy(sums, device))
+
+    copy, plain = totals._copy, sums_on((2,))
+    monkeypatch.setattr(totals, "_copy", nothing)
+    assert sums_on((2,)) != plain
 
 
 def test_mutation_psum_instead_of_the_tree(monkeypatch):

@@ -257,8 +257,8 @@ def test_between_meetings_no_program_spans_devices(monkeypatch):
     state, _ = step(state, batch(0))
     (runner,) = step._runners.values()
     meeting = runner._meeting
-    calls, reduce = [], meeting.totals._reduce
-    monkeypatch.setattr(meeting.totals, "_reduce", lambda *args: calls.append(1) or reduce(*args))
+    calls, reduced = [], meeting.totals.reduced
+    monkeypatch.setattr(meeting.totals, "reduced", lambda *args: calls.append(1) or reduced(*args))
     met = []
     for number in (1, 2, 3):
         state, _ = step(state, batch(number))
@@ -268,7 +268,7 @@ def test_between_meetings_no_program_spans_devices(monkeypatch):
     assert runner.totals._reduce is None
     compiled = [*runner._compiled.values(), *meeting._compiled.values()]
     executables = [x for x in jax.tree.leaves(compiled) if isinstance(x, jax.stages.Compiled)]
-    assert len(executables) == 2 + 1 + 1 + 3 * 2  # tower, add, finish; moved, meet, go_on
+    assert len(executables) == 2 + 1 + 1 + 4 * 2  # tower, add, finish; moved, add, meet, go_on
     for one in executables:
         homes = jax.tree.leaves(one.input_shardings)
         assert all(len(home.device_set) == 1 for home in homes)

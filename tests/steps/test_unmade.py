@@ -1,5 +1,6 @@
 """Parameters that a function makes: each array where it will live, and the function's bits."""
 
+import gc
 import sys
 import tracemalloc
 
@@ -41,6 +42,7 @@ class Watch:
     """The most bytes that JAX's arrays take on a device; of two that share a buffer, once."""
 
     def __init__(self):
+        gc.collect()  # what other tests have left makes every look long
         kept = jax.live_arrays()
         self._kept = {id(array): array for array in kept}  # so that nobody else gets their memory
         self._before = {x.unsafe_buffer_pointer() for x in self._pieces(kept)}

@@ -120,7 +120,7 @@ class Exchanges:
             every[turn.tower] = left.every
         sums = [_nothing().sums] * len(stacks)
         if stacks[0][0].packed.buffers:
-            sums = [total.packed for total in self._totals.reduced(stacks)]
+            sums = [total.packed for total in self._totals.reduced(stacks, programs.add)]
         return [Sent(*pair) for pair in zip(sums, self._side_by_side(every), strict=True)]
 
     def _side_by_side(self, every: dict[int, list[jax.Array]]) -> list[list[jax.Array]]:

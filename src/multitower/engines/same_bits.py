@@ -141,7 +141,7 @@ class SameBits:
             del sums  # those of the last tower would take memory until the step ends
         if not stacks[0][0].packed.buffers:
             return Finished([], returned, {}, programs)
-        totals = self._totals.reduced(stacks)
+        totals = self._totals.reduced(stacks, programs.add)
         if tap is not None:
             for i, total in enumerate(totals):
                 tap("reduction", i, total)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each
 from multitower.engines.packing import Packed
+from multitower.engines.reduction import SMALL_BYTES
 from multitower.towers.placement import Placement
 
 
@@ -59,11 +60,12 @@ class Totals:
             if slot < len(schedule)
         ]
         self._num_parts = plan.num_parts
+        self._pair = _pair(plan, self.devices) if len(placement.devices) == 2 else None
         self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
 
     def compile(self, sums: TowerSums) -> list[jax.stages.Compiled]:
         """What adds two sums of these shapes, once per local device; nothing without need."""
-        if not any(turn.num_additions for turn in self.turns):
+        if not any(turn.num_additions for turn in self.turns) and not self._are_swapped(sums):
             return []
         return compile_for_each(_add, (sums, sums), self.devices, donate=(0,))
 
@@ -81,8 +83,10 @@ class Totals:
             right = stack.pop()
             stack.append(add[turn.i](stack.pop(), right))
 
-    def reduced(self, stacks: Stacks) -> list[TowerSums]:
+    def reduced(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
         """The totals on every local device, after the last tower."""
+        if self._are_swapped(stacks[0][0]):
+            return self._swapped(stacks, add)
         if self._reduce is None and not stacks[0][0].blocks:
             return [TowerSums(stacks[0][0].packed, {})]
         if self._reduce is None:
@@ -122,9 +126,44 @@ class Totals:
         whole = [self._blocks(buffer) for buffer in found]
         return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
 
+    def _are_swapped(self, sums: TowerSums) -> bool:
+        """Whether two devices hand each other these sums, and each of them adds.
+
+        Small ones pass so in half the host's time of a program that spans both devices. From
+        `SMALL_BYTES` on, and with more than two devices, there is nothing to gain.
+        """
+        return self._pair is not None and not sums.blocks and _num_bytes(sums) <= SMALL_BYTES
+
+    def _swapped(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
+        assert self._pair is not None
+        first, second = self._pair
+        left, right = stacks[first][0], stacks[second][0]
+        # Both copies before an addition overwrites what it adds to.
+        there = _copy(left, self.devices[second]), _copy(right, self.devices[first])
+        totals = {first: add[first](left, there[1]), second: add[second](there[0], right)}
+        return [TowerSums(totals[i].packed, {}) for i in range(2)]
+
     def _blocks(self, leaf: jax.Array) -> list[jax.Array]:
         """The blocks of an array that is cut over the devices; much quicker than its shards."""
         return [leaf.addressable_data(i) for i in range(len(self.devices))]
+
+
+def _pair(plan: reduction.Plan, local: Sequence[jax.Device]) -> tuple[int, int] | None:
+    """Of two devices, both of this process: which one's sum comes first, and which one's second."""
+    if len(local) < 2 or plan.num_parts > 1:
+        return None
+    (first, _), (second, _) = plan.rest
+    return first, second
+
+
+def _copy(sums: TowerSums, device: jax.Device) -> TowerSums:
+    """These sums on another device."""
+    buffers = jax.device_put(sums.packed.buffers, device)
+    return sums._replace(packed=Packed(buffers, sums.packed.layout))
+
+
+def _num_bytes(sums: TowerSums) -> int:
+    return sum(buffer.size * buffer.dtype.itemsize for buffer in sums.packed.buffers)
 
 
 def stacked(own: Sequence[Sequence[jax.Array]], placement: Placement) -> list[jax.Array]:

@@ -55,7 +55,7 @@ class Meeting:
             sums = programs.moved[turn.i](own, params, number)
             self.totals.put(stacks, turn, sums, programs.add)
             del sums  # those of the last tower would take memory until the meeting ends
-        totals = self.totals.reduced(stacks)
+        totals = self.totals.reduced(stacks, programs.add)
         results = [
             meet(parts.replicas[i], totals[i].packed) for i, meet in enumerate(programs.meet)
         ]

@@ -132,7 +132,7 @@ class LocalRunner:
         stacks = self.totals.stacks()
         for turn in self.totals.turns:
             self.totals.put(stacks, turn, sums[turn.tower], add)
-        return self.totals.reduced(stacks)[0].packed
+        return self.totals.reduced(stacks, add)[0].packed
 
     def metrics(self, made: Made, total: Packed) -> Metrics:
         """The metrics of a step, from the sums over all towers."""

@@ -19,7 +19,7 @@ from multitower.engines.packing import slices
 from multitower.towers.rows import Tower
 
 SMALL = 1024  # elements; copying larger leaves costs a CPU more than handling them saves
-FEWEST = 16  # leaves of one dtype that are worth a vector
+FEWEST = 8  # leaves of one dtype that are worth a vector
 
 _Vectors = list[jax.Array]
 
