@@ -126,7 +126,7 @@ def deep(num_devices: int) -> Work:
 
     rows = 32 * num_devices
     batch = {name: rng.normal(size=(rows, 32)).astype("f") for name in ("x", "y")}
-    return Work("32 layers", layers, losses, batch, optax.adam(1e-3), 50)
+    return Work("32 layers", layers, losses, batch, optax.adam(1e-3), 60)
 
 
 def hand_written(work: Work, devices: list[Any]) -> Callable[[int], None]:

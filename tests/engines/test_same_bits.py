@@ -292,6 +292,17 @@ def test_two_devices_swap_small_sums_and_run_a_program_for_others(monkeypatch):
     assert sums_on((2,)) == swapped
 
 
+@pytest.mark.slow
+def test_sums_that_are_swapped_while_steps_run_ahead():
+    """Lie: a device overwrites its sums while the other one still copies them."""
+    params, (batch,) = {"w": np.ones(4096, np.float32)}, line_batches(8, columns=4096, steps=1)
+    found = [
+        leftovers(line, params, [batch] * 400, towers=4, devices=d, optimizer=optax.sgd(1e-5))
+        for d in (1, 2)
+    ]
+    assert found[0] == found[1]
+
+
 def test_mutation_sums_that_do_not_arrive(monkeypatch):
     def nothing(sums, device):
         return jax.tree.map(jnp.zeros_like, copy(sums, device))

@@ -68,7 +68,10 @@ def test_settings_that_are_equal_and_of_other_types_are_two_programs():
     def times(config):
         return mt.make_parallel(lambda x: x * config.scale, devices=2)(np.arange(4)).dtype
 
-    assert [times(Config(2)), times(Config(2.0))] == [np.int32, np.float32]
+    scales = 2, 2.0, np.int32(2), np.float32(2), np.float16(2)
+    assert [times(Config(scale)) for scale in scales] == [
+        (jnp.arange(4) * scale).dtype for scale in scales
+    ]
     inner = [Config(Config(2)), Config(Config(2.0))]
     found = [
         mt.make_parallel(lambda x, own=own: x * own.scale.scale, devices=2)(np.arange(4)).dtype

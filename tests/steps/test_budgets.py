@@ -205,7 +205,7 @@ class Counter:
         (1, 4, {"tower": 4, "_add": 3, "finish": 1}),
         # Two devices swap their sums, and each adds both.
         (2, 4, {"tower": 4, "_add": 4, "finish": 2}),
-        pytest.param(4, 4, {"tower": 4, "finish": 4, "reduce": 1}, marks=pytest.mark.slow),
+        (3, 3, {"tower": 3, "finish": 3, "reduce": 1}),
     ],
 )
 def test_programs_started_in_one_step(monkeypatch, devices, towers, expected):

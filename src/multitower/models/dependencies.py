@@ -72,7 +72,7 @@ def is_value(leaf: Any) -> bool:
 
 def types_in(value: Any) -> Any:
     """Of the numbers in a value: 1, 1.0 and True are equal, and so are records with them."""
-    if isinstance(value, int | float | complex):
+    if isinstance(value, int | float | complex | np.generic):
         return type(value), repr(value)
     if isinstance(value, frozenset):
         return frozenset(map(types_in, value))

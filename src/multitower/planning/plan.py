@@ -47,11 +47,9 @@ def plan(
 
     A slow test compares the total with measured bytes for five programs on 1 to 4 simulated CPU
     devices: it is within 5 % without options, with `towers=`, with `shard_update=True` beside it,
-    with `stages=`, and with `shard_update=True` or `shard_params=True` without `towers=`. (With
-    `shard_update=True` beside `towers=` on three devices, whose towers form no whole subtrees, it
-    is up to 6 % too low.) These last two are compiled for the devices of this process; for more
-    devices they are estimates. Local and asynchronous updates are compared in the same way, within
-    5 %.
+    with `stages=`, and with `shard_update=True` or `shard_params=True` without `towers=`. These
+    last two are compiled for the devices of this process; for more devices they are estimates.
+    Local and asynchronous updates are compared in the same way, within 5 %.
 
     Args:
         loss_fn: as for `train_step`.
