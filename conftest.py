@@ -57,13 +57,6 @@ LONG = (
 # Which half of the slow tests to take, where there is no time for all (.ci/run): "0" or "1".
 SLOW_HALF = os.environ.get("SLOW_HALF", "")
 
-# How many tests may share what JAX keeps of programs, in one worker.
-FORGOTTEN_AFTER = 100
-TESTS = pytest.StashKey[int]()  # how many there have been since
-
-# How the last test was compiled.
-IS_OPTIMIZED = pytest.StashKey[bool]()
-
 # The same examples in every run, and no test looks at a clock: machines are shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -90,15 +83,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Now and then between two files: what JAX keeps of programs that nobody calls again.
+def forget() -> Iterator[None]:
+    """After each file: what JAX keeps of programs that nobody calls again.
 
-    Each holds two megabytes, 3 GB after an eighth of all tests. But files share small ones.
+    Each holds two megabytes, 3 GB after an eighth of all tests.
     """
     yield
-    if request.session.stash[TESTS] >= FORGOTTEN_AFTER:
-        jax.clear_caches()
-        request.session.stash[TESTS] = 0
+    jax.clear_caches()
 
 
 def is_in(nodeid: str, places: tuple[str, ...]) -> bool:
@@ -127,14 +118,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures of a test: how it is compiled, here and in what it starts."""
-    item.session.stash[TESTS] = item.session.stash.get(TESTS, 0) + 1
     if LEFT_OUT:
         here, elsewhere = (is_in(item.nodeid, where) for where in (OPTIMIZED, OPTIMIZED_ELSEWHERE))
         here = here and not is_in(item.nodeid, LEFT_OUT_AGAIN)
-        if here != item.session.stash.get(IS_OPTIMIZED, None):
-            jax.clear_caches()  # else some programs of a test would be compiled in the other way
-            jax.config.update("jax_disable_most_optimizations", not here)
-            item.session.stash[IS_OPTIMIZED] = here
+        jax.config.update("jax_disable_most_optimizations", not here)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if elsewhere else "1"
 
 
