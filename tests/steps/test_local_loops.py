@@ -145,6 +145,7 @@ def test_nothing_is_sent_in_the_loop(looped):
     assert sent[False] > 0
 
 
+@pytest.mark.slow
 def test_states_go_from_one_way_to_the_other(looped, single):
     """Between two meetings, in both directions."""
     wanted, _ = by_step(single, BATCHES[:5])

@@ -416,6 +416,7 @@ def _by_size(tree):
 KEEPS_FIRST = optax.GradientTransformation(_keep_first, _pull_back)
 
 
+@pytest.mark.slow
 def test_state_that_never_changes_is_split_with_its_stacked_parameter():
     # The lies: all layers of it in every stage, so that shapes do not fit; one stage's layers
     # pulled to the first weights of another.
