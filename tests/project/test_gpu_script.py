@@ -92,7 +92,7 @@ def test_failures_are_told_at_the_end(tmp_path):
     assert done.returncode == 1
     assert "benchmarks/gpu_bits.py --small --only product,sort --towers 1,2" in done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last == "failed:  benchmarks/gpu_scatter.py --small (exit code 3)"
+    assert last == "failed: benchmarks/gpu_scatter.py --small: exit code 3"
 
 
 def test_operations_are_those_of_all_layers(program):
