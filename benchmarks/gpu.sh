@@ -1,100 +1,170 @@
 #!/usr/bin/env bash
-# What can be seen on a machine with GPUs. Each part takes under ten minutes:
+# What can be seen on a machine with GPUs. Each part takes under ten minutes on one GPU:
 #
-#   benchmarks/gpu.sh                  doctor, same bits, the cost of a step, models that fill a GPU
-#   benchmarks/gpu.sh bits             the same bits by kernel, precision, run, process and towers
-#   benchmarks/gpu.sh devices          visible GPUs, memory fractions, a plan against the memory
-#   benchmarks/gpu.sh text             a language model: trained, profiled, sampled, kept fed
-#   benchmarks/gpu.sh --small PART     the same programs on simulated CPU devices, in some minutes
-#   PYTHON=... benchmarks/gpu.sh       another Python than .venv's
+#   benchmarks/gpu.sh              scatter and steps: begin with these
+#   benchmarks/gpu.sh scatter      what a deterministic scatter-add costs: under two minutes
+#   benchmarks/gpu.sh steps        doctor, the same bits of one recipe, the cost of a step
+#   benchmarks/gpu.sh models       models that fill a GPU, against hand-written JAX
+#   benchmarks/gpu.sh torch        the same models, against compiled PyTorch
+#   benchmarks/gpu.sh bits         the same bits by kernel, precision, run, process and towers
+#   benchmarks/gpu.sh verify       the same bits of recipes
+#   benchmarks/gpu.sh devices      visible GPUs, memory fractions, a plan against the memory
+#   benchmarks/gpu.sh text         a language model: trained, sampled, profiled
+#   benchmarks/gpu.sh pipeline     whether batches come as fast as the GPU takes them
 #
-# For GPUs install JAX's own build first: .venv/bin/pip install 'jax[cuda13]' (or cuda12).
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+#   benchmarks/gpu.sh --small PART...    the same programs on simulated CPU devices, to test them
+#
+# A command that fails or takes too long does not end the script: the last lines name it, and the
+# exit code is 1.
+#
+# PYTHON chooses an interpreter other than .venv's. It needs JAX's own build for GPUs: for .venv,
+# run .venv/bin/pip install 'jax[cuda13]' (or cuda12). The first lines say which modules are missing.
+# For a machine without a network, fetch these on another one, and take the folder along:
+#
+#   pip download --no-deps --dest wheels tyro docstring-parser typeguard tensorboardX
+#   for wheel in wheels/*.whl; do python3 -m zipfile -e "$wheel" packages; done
+#   PYTHON=python3 PYTHONPATH=$PWD/packages benchmarks/gpu.sh
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 python=${PYTHON:-.venv/bin/python}
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1  # what was printed before a time limit is seen
 small=
 if [[ ${1:-} == --small ]]; then
   small=--small
   shift
 fi
-here=(--devices 1,1)
-[[ $small ]] && here=(--simulate 1,1)
+failures=()
+running=
+trap '[[ $running ]] && kill "$running" 2>/dev/null; exit 130' INT TERM
 
 heading() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
-# verify RECIPE OPTION...: the same bits on one device, twice, and on all of them.
-verify() {
-  heading "the same bits on one device, twice: $*"
-  "$python" -m multitower verify "$@" "${here[@]}"
-  [[ $small ]] && return
-  if ((count > 1)); then
-    heading "the same bits on 1 and on $count devices: $*"
-    "$python" -m multitower verify "$@" --devices "1,$count"
-  fi
+# attempt SECONDS COMMAND...: the command with a time limit. Failures are remembered.
+attempt() {
+  local limit_s=$1 code
+  shift
+  timeout --kill-after=5 "$limit_s" "$@" &
+  running=$!
+  wait "$running"
+  code=$?
+  running=
+  ((code == 0)) && return
+  local said="$*" why="exit code $code"
+  ((code == 124)) && why="stopped after $limit_s s"
+  failures+=("${said#"$python "}: $why")
+  echo "FAILED: ${failures[-1]}"
+}
+
+# multitower SECONDS COMMAND OPTION...: the command line.
+multitower() { attempt "$1" "$python" -m multitower "${@:2}"; }
+
+# same_bits SECONDS RECIPE OPTION...: on one device, twice, and on all of them.
+same_bits() {
+  local where=(--devices "1,1$many")
+  [[ $small ]] && where=(--simulate 1,1)
+  heading "the same bits: ${*:2}"
+  multitower "$1" verify "${@:2}" "${where[@]}"
+}
+
+scatter() {
+  heading "deterministic scatter-adds"
+  attempt 115 "$python" benchmarks/gpu_scatter.py $small
 }
 
 steps() {
-  local same=(digits --towers 8 --steps 3) overhead=(--rounds 7) models=(--rounds 5 --steps 10)
+  local recipe=(digits --towers 8 --steps 3) overhead=(--rounds 7 --devices "$count" --real)
   if [[ $small ]]; then
-    same=(examples/own_recipe/recipe.py --towers 2 --steps 1)  # is compiled in a moment
+    recipe=(examples/own_recipe/recipe.py --towers 2 --steps 1)  # is compiled in a moment
     overhead=(--rounds 2 --only Polynomial)
-    models=(--small --rounds 2 --steps 2)
-  else
-    overhead+=(--devices "$count" --real)
   fi
   heading "doctor"
-  "$python" -m multitower doctor
-  verify "${same[@]}"
+  multitower 120 doctor
+  same_bits 120 "${recipe[@]}"
   heading "the cost of a step"
-  "$python" benchmarks/step_overhead.py "${overhead[@]}"
-  heading "models that fill a GPU"
-  "$python" benchmarks/gpu_steps.py "${models[@]}"
+  attempt 300 "$python" benchmarks/step_overhead.py "${overhead[@]}"
 }
 
+models() {
+  local options=(--rounds 5 --steps 10)
+  [[ $small ]] && options=(--small --rounds 2 --steps 2)
+  heading "models that fill a GPU"
+  attempt 580 "$python" benchmarks/gpu_steps.py "${options[@]}" "$@"
+}
+
+torch() { models --torch --contenders hand-written; }
+
 bits() {
+  local options=()
+  [[ $small ]] && options=(--small --only product,sort --towers 1,2)
   heading "the same bits by kernel"
+  attempt 580 "$python" benchmarks/gpu_bits.py "${options[@]}"
+}
+
+verify() {
   if [[ $small ]]; then
-    "$python" benchmarks/gpu_bits.py --small --only product,sort --towers 1,2
+    same_bits 120 gpt --size micro --towers 2 --steps 1
     return
   fi
-  "$python" benchmarks/gpu_bits.py
-  for towers in 1 2 4 8; do
-    verify cifar10-resnet20 --synthetic --towers "$towers" --steps 3
-  done
-  verify gpt --towers 8 --steps 3
-  verify gpt --towers 8 --steps 3 --compute-dtype bfloat16
+  same_bits 140 gpt --towers 8 --steps 3
+  same_bits 140 gpt --towers 8 --steps 3 --compute-dtype bfloat16
+  same_bits 150 cifar10-resnet20 --synthetic --towers 8 --steps 3
+  many= same_bits 150 cifar10-resnet20 --synthetic --towers 1 --steps 3
 }
 
 devices() {
   heading "device control, and plans"
-  "$python" benchmarks/gpu_devices.py $small
+  attempt 580 "$python" benchmarks/gpu_devices.py $small
 }
 
 text() {
-  local runs size=small many=(--steps 300 --batch-size 64 --profile 100:103)
-  local pipeline=(--rounds 5 --real)
+  local runs model=(gpt --size small --towers 8 --batch-size 64) long=(--steps 200)
+  local short=(--steps 20 --profile 15:18)
   if [[ $small ]]; then
-    size=micro
-    many=(--steps 4 --batch-size 8 --simulate 2)
-    pipeline=(--rounds 1)
+    model=(gpt --size micro --towers 2 --batch-size 8 --simulate 2)
+    long=(--steps 4)
+    short=(--steps 4 --profile 2:3)
   fi
   runs=$(mktemp -d)
-  for dtype in float32 bfloat16; do
+  for dtype in bfloat16 float32; do
     heading "a language model, $dtype"
-    "$python" -m multitower train gpt --size $size --towers 8 "${many[@]}" \
-      --compute-dtype $dtype --run-dir "$runs/$dtype"
+    multitower 180 train "${model[@]}" "${long[@]}" --compute-dtype $dtype --run-dir "$runs/$dtype"
   done
-  "$python" -m multitower sample "$runs/bfloat16" --prompt 'def ' --bytes 200
-  heading "the input pipeline"
-  "$python" benchmarks/input_pipeline.py "${pipeline[@]}"
+  heading "text from it"
+  multitower 60 sample "$runs/bfloat16" --prompt 'def ' --bytes 200
+  heading "a profile of it"
+  multitower 120 train "${model[@]}" "${short[@]}" --compute-dtype bfloat16 --run-dir "$runs/profile"
 }
 
-[[ $small ]] || count=$("$python" -c 'import multitower as mt; print(len(mt.devices("gpu")))')
-for part in "${@:-steps}"; do
+pipeline() {
+  local options=(--rounds 5 --real)
+  [[ $small ]] && options=(--rounds 1)
+  heading "the input pipeline"
+  attempt 300 "$python" benchmarks/input_pipeline.py "${options[@]}"
+}
+
+heading "the interpreter"
+"$python" benchmarks/gpu_modules.py || exit
+if [[ $small ]]; then
+  count=2
+else
+  count=$("$python" -c 'import multitower as mt; print(len(mt.devices("gpu")))') || exit
+fi
+many=
+((count > 1)) && many=,$((count < 8 ? count : 8))  # as many as there are towers
+(($#)) || set -- scatter steps
+for part; do
   case $part in
-    steps | bits | devices | text) "$part" ;;
-    *) echo "gpu.sh: there is no part $part: steps, bits, devices, text." >&2 && exit 2 ;;
+    scatter | steps | models | torch | bits | verify | devices | text | pipeline) "$part" ;;
+    *)
+      echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, torch, bits, verify," \
+        "devices, text and pipeline." >&2
+      exit 2
+      ;;
   esac
 done
 heading "done"
+((${#failures[@]} == 0)) && exit
+printf 'failed: %s\n' "${failures[@]}"
+exit 1

@@ -1,11 +1,12 @@
 """Same bits on a GPU, kernel by kernel: over runs, processes and devices, in three precisions.
 
-Each kernel is in the middle of a small model that is trained for three steps with 1, 2, 4 and 8
-towers. Two processes do it at once, each with a part of the GPU's memory, and each does it twice.
-"plain" is the hand-written step, compiled twice without `xla_gpu_deterministic_ops`, which
-same-bits steps are compiled with: where it differs, this option is what keeps the bits.
+Each kernel is in the middle of a small model that is trained for three steps, with 1, 2, 4 and 8
+towers in float32, with 1 and 8 in the others. Two processes do it at once, each with a part of the
+GPU's memory, and each does it twice. "plain" is the hand-written step, compiled twice in each
+process without `xla_gpu_deterministic_ops`, which same-bits steps are compiled with: where it
+differs, this option is what keeps the bits. Kernels that scatter come last: they may be slow.
 
-    python benchmarks/gpu_bits.py [--small] [--only convolution,sort] [--towers 1,2,4,8]
+    python benchmarks/gpu_bits.py [--small] [--only convolution,sort] [--towers 1,8]
 
 `--small` runs on two simulated devices, to test the program.
 """
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,8 @@ import multitower as mt
 
 ROWS, NUM_STEPS, SHARE_OF_MEMORY = 64, 3, 0.4
 PRECISIONS = {"float32": "highest", "TF32": "tensorfloat32", "bfloat16": None}
+TOWERS = {"float32": "1,2,4,8", "TF32": "1,8", "bfloat16": "1,8"}
+TITLES = ["kernel", "precision", "two runs", "two processes", "1 and all devices", "plain, 4 times"]
 
 
 class Work(NamedTuple):
@@ -32,6 +36,7 @@ class Work(NamedTuple):
     params: Any
     batch: Any
     losses: Callable[..., Any]
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
 
 
 def works(*, small: bool) -> dict[str, Work]:
@@ -99,24 +104,25 @@ def works(*, small: bool) -> dict[str, Work]:
         "convolution": Work(
             {"w": normal(3, 3, 8, 16), "out": normal(quarter * 16, 8)}, images, around(convolved)
         ),
-        "max pooling": Work(
-            {"w": normal(8), "out": normal(quarter * 8, 8)}, images, around(pooled)
-        ),
         "attention": Work(attention, sequences, around(attended)),
-        "embedding": Work(
-            {"w": normal(words, wide), "out": normal(wide, 8)},
-            draw.integers(0, 16, (ROWS, side)),
-            around(lambda p, x: p["w"][x].mean(1)),
-        ),
-        "scatter-add": Work(flat, {"x": rows, "places": places}, around(scattered)),
         "sort": Work(flat, rows, around(lambda p, x: jnp.sort(x * p["w"]))),
         "dropout": Work(flat, rows, dropped),
         "mean over towers": Work(square, rows, around(normed)),
     }
     if mt.devices()[0].platform == "gpu":
         kernel = lambda params, x: attended(params, x, "cudnn")
-        found["attention, cuDNN"] = Work(attention, sequences, around(kernel))
-    return found
+        found["attention, cuDNN"] = Work(attention, sequences, around(kernel), ("bfloat16",))
+    return found | {
+        "embedding": Work(
+            {"w": normal(words, wide), "out": normal(wide, 8)},
+            draw.integers(0, 16, (ROWS, side)),
+            around(lambda p, x: p["w"][x].mean(1)),
+        ),
+        "scatter-add": Work(flat, {"x": rows, "places": places}, around(scattered)),
+        "max pooling": Work(
+            {"w": normal(8), "out": normal(quarter * 8, 8)}, images, around(pooled)
+        ),
+    }
 
 
 def trained(work: Work, precision: str, towers: int, devices: int) -> list[str]:
@@ -179,16 +185,16 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if options.only and name not in options.only.split(","):
             continue
         has_plain = name not in ("dropout", "mean over towers")
-        for precision in PRECISIONS:
+        for precision in work.precisions:
             row: dict[str, Any] = {"kernel": name, "precision": precision, "bits": {}}
             try:
-                for towers in map(int, options.towers.split(",")):
+                for towers in map(int, (options.towers or TOWERS[precision]).split(",")):
                     usable = [count for count in counts if count <= towers]
                     found = [trained(work, precision, towers, count) for count in usable]
                     row["bits"][towers] = found
                 row["plain"] = plain(work, precision) if has_plain else []
             except Exception as error:  # one kernel that fails is a result, too
-                row["error"] = str(error).strip().splitlines()[0][:120]
+                row["error"] = (str(error).strip().splitlines() or [repr(error)])[0][:120]
             yield row
 
 
@@ -214,9 +220,9 @@ def line(rows: list[dict[str, Any]]) -> str:
             devices.append(f"T={towers}")
     several = any(len(found) > 1 for found in first["bits"].values())
     over_devices = verdict(devices) if several else "-"
-    by_hand = "-"
-    if first["plain"]:
-        by_hand = "same" if len(set(first["plain"])) == 1 else "differs"
+    by_hand = {0: "-", 1: "same"}.get(
+        len({bits for row in rows for bits in row["plain"]}), "differs"
+    )
     return f"{title} {verdict(runs)} | {verdict(processes)} | {over_devices} | {by_hand} |"
 
 
@@ -225,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small models on two CPU devices")
     parser.add_argument("--only", default="", help="names of kernels, separated by commas")
-    parser.add_argument("--towers", default="1,2,4,8")
+    parser.add_argument("--towers", default="", help="numbers of them, in every precision")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -236,15 +242,28 @@ def main() -> None:
         for row in results(options):
             print(json.dumps(row), flush=True)
         return
-    command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
+    sys.exit(table([sys.executable, __file__, "--worker", *sys.argv[1:]]))
+
+
+def table(command: list[str]) -> int:
+    """Prints the table of what two processes with this command find; their highest exit code."""
+    print(f"| {' | '.join(TITLES)} |")
+    print(f"|{' --- |' * len(TITLES)}")
     workers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(2)
     ]
-    print("| kernel | precision | two runs | two processes | 1 and all devices | plain, twice |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for said in zip(*(worker.stdout or [] for worker in workers), strict=True):
-        print(line([json.loads(one) for one in said]), flush=True)
-    sys.exit(max(worker.wait() for worker in workers))
+    try:
+        for said in zip_longest(*(worker.stdout or [] for worker in workers)):
+            rows = [json.loads(one) for one in said if one]
+            for worker, one in zip(workers, said, strict=True):
+                if one is None:  # the other one goes on, and its rows say what is missing
+                    rows[0]["error"] = f"a process has ended with exit code {worker.wait()}"
+            print(line(rows), flush=True)
+        return max(abs(worker.wait()) for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import time
 import warnings
 from typing import Any
 
+from gpu_steps import answer
+
 import multitower as mt
 
 SETTINGS: list[dict[str, Any]] = [
@@ -28,7 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"preallocate": False},
     {"preallocate": False, "memory_fraction": 0.1},
 ]
-MODELS = ("lenet", "resnet50", "transformer")
+MODELS = ("lenet", "transformer", "resnet50")
 TOWERS = 4
 
 
@@ -76,8 +78,6 @@ def memory(name: str, *, small: bool) -> dict[str, Any]:
         return found, {}, new
 
     given = {"model_state": model.state or {}}
-    plan = mt.plan(losses, optimizer, model.params, batch, devices=1, towers=TOWERS, **given)
-    (planned,) = [one for one in plan.layouts if one.options.get("towers") == TOWERS][:1]
     step = mt.train_step(losses, optimizer, devices=1, towers=TOWERS)
     state = step.init(model.params, **given)
     placed = mt.shard(batch, devices=1, towers=TOWERS)
@@ -85,17 +85,16 @@ def memory(name: str, *, small: bool) -> dict[str, Any]:
         state, _ = step(state, placed)
     jax.block_until_ready(state.params)
     stats = jax.local_devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
+    peak = stats.get("peak_bytes_in_use")  # before the plan, which compiles other programs
+    plan = mt.plan(losses, optimizer, model.params, batch, devices=1, towers=TOWERS, **given)
+    (planned,) = [one for one in plan.layouts if one.options.get("towers") == TOWERS][:1]
     return {"name": model.name, "planned": planned.total_bytes, "peak": peak}
 
 
 def child(words: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """What a process of its own answers, or why it does not."""
     command = [sys.executable, __file__, *(["--small"] if options.small else []), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:160]}
-    return json.loads(done.stdout.splitlines()[-1])
+    return answer(command)
 
 
 def main() -> None:

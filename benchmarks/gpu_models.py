@@ -7,6 +7,7 @@ that a CPU runs in a moment.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ class Model:
         batch: for each device so many rows: `batch(rows)`.
         rows: of one device.
         unit: what a row is made of, and how many of them, such as ("tokens", 1024).
+        unrolled: `loss` without loops, where it has some: XLA counts the operations of a loop once.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Model:
     batch: Callable[[int], Any]
     rows: int
     unit: tuple[str, int]
+    unrolled: Callable[[Any, Any, Any], tuple[jax.Array, Any]] | None = None
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -163,18 +166,19 @@ def transformer(*, small: bool) -> Model:
         "norm": np.ones(wide, "f"),
     }
 
-    def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
-        return _transformer_losses(params, batch, heads), state
+    def loss(params: Any, state: Any, batch: Any, *, unroll: bool = False) -> tuple[jax.Array, Any]:
+        return _transformer_losses(params, batch, heads, unroll=unroll), state
 
     def batch(rows: int) -> Any:
         text = np.random.default_rng(1).integers(0, words, (rows, tokens + 1), np.int32)
         return {"x": text[:, :-1], "y": text[:, 1:]}
 
     rows = 2 if small else 16
-    return Model("transformer, 124M", params, None, loss, batch, rows, ("tokens", tokens))
+    unit, unrolled = ("tokens", tokens), partial(loss, unroll=True)
+    return Model("transformer, 124M", params, None, loss, batch, rows, unit, unrolled)
 
 
-def _transformer_losses(params: Any, batch: Any, heads: int) -> jax.Array:
+def _transformer_losses(params: Any, batch: Any, heads: int, *, unroll: bool) -> jax.Array:
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
@@ -194,6 +198,6 @@ def _transformer_losses(params: Any, batch: Any, heads: int) -> jax.Array:
         return x + hidden @ half["down"], None
 
     x = (params["words"][batch["x"]] + params["places"]).astype(jnp.bfloat16)
-    x, _ = jax.lax.scan(layer, x, params["layers"])
+    x, _ = jax.lax.scan(layer, x, params["layers"], unroll=unroll)
     logits = norm(x, params["norm"]) @ params["words"].astype(jnp.bfloat16).T
     return cross_entropy(logits, batch["y"]).mean(-1)

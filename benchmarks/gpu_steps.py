@@ -1,32 +1,38 @@
 """Steps that fill a GPU: multitower against hand-written JAX and compiled PyTorch.
 
-LeNet-5, ResNet-50 in bfloat16 and a 124M-parameter transformer, with Adam, on all devices. JAX's
-contenders take turns in one process; PyTorch, where it is installed, runs each model in a process
-of its own, on one device, afterwards. "deterministic" is the hand-written step compiled with
-xla_gpu_deterministic_ops, as same-bits steps are: what it costs is what deterministic kernels cost.
-The matrix rate is the fastest bfloat16 matrix product measured here; a step's share of it is
-counted from the floating-point operations of the forward pass, three times.
+LeNet-5, a 124M-parameter transformer and ResNet-50, the last two in bfloat16, with Adam, on all
+devices. JAX's contenders take turns in one process; with `--torch`, PyTorch runs each model in a
+process of its own, on one device, afterwards. "deterministic" is the hand-written step compiled
+with xla_gpu_deterministic_ops, as same-bits steps are: what it costs is what deterministic kernels
+cost. A contender whose step takes longer than two seconds is left out. The matrix rate is the
+fastest bfloat16 matrix product measured here; a step's share of it is counted from the
+floating-point operations of the forward pass, three times.
 
-    python benchmarks/gpu_steps.py [--small] [--rounds 7] [--steps 10] [--json FILE]
+    python benchmarks/gpu_steps.py [--small] [--torch] [--rounds 7] [--steps 10] [--json FILE]
 
 `--small` runs small models of the same structure on simulated devices, to test the program.
 """
 
 import argparse
-import importlib.util
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import multitower as mt
 
 Run = Callable[[int], None]
+CHILD_LIMIT_S = 120.0
+STEP_LIMIT_S = 2.0
+# XLA may make a deterministic scatter-add, such as the gradient of ResNet-50's max pooling, a loop
+# with one trip per index: minutes for a step, which nothing can stop. So these contenders first
+# make a step with a fraction of the rows.
+DETERMINISTIC, FEWER = ("deterministic", "same bits"), 64
 NOMINAL_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L4": 121, "B200": 2250}  # dense bfloat16
 
 
@@ -131,7 +137,9 @@ def matrix_rate(*, small: bool) -> float:
     import jax.numpy as jnp
 
     size, repeats = (128, 2) if small else (8192, 20)
-    matrix = jax.device_put(jnp.ones((size, size), jnp.bfloat16), mt.devices(1)[0])
+    # Random numbers: with zeros or ones a GPU takes less power, and is faster than in a model.
+    matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    matrix = jax.device_put(matrix, mt.devices(1)[0])
     product = jax.jit(lambda a, b: a @ b)
     jax.block_until_ready(product(matrix, matrix))
     best = float("inf")
@@ -144,32 +152,72 @@ def matrix_rate(*, small: bool) -> float:
     return 2 * size**3 / best
 
 
-def operations(model: Any) -> float:
-    """Floating-point operations of one step on one device: the forward pass, three times."""
+def operations(model: Any) -> float | None:
+    """Floating-point operations of one step on one device: the forward pass, three times.
+
+    They are counted in the program that is lowered for the host's CPU: JAX does not count them for
+    a GPU. None where it cannot count them at all.
+    """
     import jax
 
-    lowered = jax.jit(lambda p, s, b: model.loss(p, s, b)[0]).lower(
-        model.params, model.state, model.batch(model.rows)
-    )
-    costs = lowered.cost_analysis()
+    loss = model.unrolled or model.loss
+    try:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            lowered = jax.jit(lambda p, s, b: loss(p, s, b)[0]).lower(
+                model.params, model.state, model.batch(model.rows)
+            )
+            costs = lowered.cost_analysis()
+    except Exception:  # a column less, not the table
+        return None
     costs = costs[0] if isinstance(costs, list) else costs or {}
-    return 3 * float(costs.get("flops", 0.0))
+    return 3 * float(costs["flops"]) if costs.get("flops") else None
 
 
-def measure(contenders: dict[str, Callable[[], Run]], rounds: int, steps: int) -> dict[str, Any]:
+def trial(make: Callable[[Any], Run], model: Any) -> float:
+    """Seconds that a step may take, from one with few rows: see `DETERMINISTIC`."""
+    few = replace(model, rows=model.rows // FEWER)
+    run = make(few)
+    run(1)
+    start = time.perf_counter()
+    run(1)
+    return (time.perf_counter() - start) * model.rows / few.rows
+
+
+def started(name: str, make: Callable[[Any], Run], model: Any) -> Run:
+    """A contender that has made two steps.
+
+    Raises:
+        TimeoutError: a step takes longer than the limit.
+    """
+    if name in DETERMINISTIC and model.rows >= FEWER:
+        _refuse(trial(make, model), f"by a step with 1/{FEWER} of the rows")
+    run = make(model)
+    run(1)
+    start = time.perf_counter()
+    run(1)
+    _refuse(time.perf_counter() - start, "measured once")
+    return run
+
+
+def _refuse(step_s: float, how: str) -> None:
+    if step_s > STEP_LIMIT_S:
+        raise TimeoutError(f"left out: a step takes {step_s:.1f} s, {how}")
+
+
+def measure(
+    contenders: dict[str, Callable[[Any], Run]], model: Any, rounds: int, steps: int
+) -> dict[str, Any]:
     """Milliseconds per step of each round, or the error that kept a contender out."""
     runs: dict[str, Run] = {}
     found: dict[str, Any] = {}
     for name, make in contenders.items():
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
-            run = make()
-            run(2)
+            runs[name] = started(name, make, model)
         except Exception as error:  # a kernel that a platform lacks costs one row, not the table
-            found[name] = {"error": str(error).splitlines()[0][:160]}
+            found[name] = {"error": (str(error).splitlines() or [repr(error)])[0][:160]}
             continue
-        runs[name] = run
-        found[name] = {"ms": [], "start_s": time.perf_counter() - started}
+        found[name] = {"ms": [], "start_s": time.perf_counter() - start}
     for number in range(rounds):
         for name in list(runs) if number % 2 == 0 else list(reversed(runs)):
             start = time.perf_counter()
@@ -178,22 +226,30 @@ def measure(contenders: dict[str, Callable[[], Run]], rounds: int, steps: int) -
     return found
 
 
-def with_torch(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """The same model in PyTorch, compiled, on one device; None where it is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        return None
+def with_torch(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same model in PyTorch, compiled, on one device."""
     command = [sys.executable, str(Path(__file__).parent / "gpu_torch.py"), name]
     command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
     command += ["--small"] if options.small else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    return answer(command)
+
+
+def answer(command: list[str], limit_s: float = CHILD_LIMIT_S) -> dict[str, Any]:
+    """The line of JSON that a process of its own prints last, or why there is none."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {limit_s:g} s"}
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:160]}
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"exit code {done.returncode}: {last[:160]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rows_of(found: dict[str, Any], model: Any, flops: float, rate: float) -> list[str]:
-    """The lines of the table for one model."""
-    base = found.get("hand-written", {}).get("ms")
+def rows_of(
+    found: dict[str, Any], model: Any, rate: float, flops: float | None, base: list[float] | None
+) -> list[str]:
+    """The lines of the table for one model; `base` has the times of the hand-written step."""
     lines = []
     for name, row in found.items():
         if "error" in row:
@@ -208,9 +264,10 @@ def rows_of(found: dict[str, Any], model: Any, flops: float, rate: float) -> lis
         elif base:
             ratio = f"{median / statistics.median(base):.3f}"
         per_s = model.rows * model.unit[1] / median * 1e3
+        share = f"{flops / median * 1e3 / rate:.1%}" if flops else "unknown"
         lines.append(
             f"| {model.name} | {name} | {median:.3f} | {ratio} | {quartiles} | "
-            f"{per_s:,.0f} {model.unit[0]}/s | {flops / median * 1e3 / rate:.1%} |"
+            f"{per_s:,.0f} {model.unit[0]}/s | {share} |"
         )
     return lines
 
@@ -222,10 +279,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
+    parser.add_argument("--contenders", default="", help="names of ours, separated by commas")
+    parser.add_argument("--torch", action="store_true", help="compare with PyTorch, too")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
     options = parser.parse_args()
     if options.small:
         mt.configure(simulated_devices=2)
+    elif options.torch:
+        mt.configure(preallocate=False)  # leave memory to PyTorch's processes
     import jax
     from gpu_models import resnet50, transformer
 
@@ -238,24 +299,30 @@ def main() -> None:
     print(f"matrix rate: {rate / 1e12:.3g} Tflop/s{said} (bfloat16, one device)\n")
     print("| model | contender | ms/step | ratio | quartiles | a device | of the matrix rate |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
+    all_contenders: dict[str, Callable[[Any], Run]] = {
+        "hand-written": lambda model: hand_written(model, num_devices, deterministic=False),
+        "deterministic": lambda model: hand_written(model, num_devices, deterministic=True),
+        "fast": lambda model: with_multitower(model, num_devices, None),
+        "same bits": lambda model: with_multitower(model, num_devices, num_devices),
+    }
+    wanted = options.contenders.split(",") if options.contenders else list(all_contenders)
+    contenders = {name: all_contenders[name] for name in wanted}
     results: dict[str, Any] = {"device": kind, "devices": num_devices, "matrix_flop_per_s": rate}
-    for key, make in {"lenet": lenet, "resnet50": resnet50, "transformer": transformer}.items():
+    for key, make in {"lenet": lenet, "transformer": transformer, "resnet50": resnet50}.items():
         if options.only and key not in options.only.split(","):
             continue
         model = make(small=options.small)
-        contenders = {
-            "hand-written": partial(hand_written, model, num_devices, deterministic=False),
-            "deterministic": partial(hand_written, model, num_devices, deterministic=True),
-            "fast": partial(with_multitower, model, num_devices, None),
-            "same bits": partial(with_multitower, model, num_devices, num_devices),
-        }
-        found = measure(contenders, options.rounds, options.steps)
-        if (row := with_torch(key, options)) is not None:
-            found["PyTorch, compiled"] = row
+        flops = operations(model)
+        found = measure(contenders, model, options.rounds, options.steps)
+        base = found.get("hand-written", {}).get("ms")
+        print(*rows_of(found, model, rate, flops, base), sep="\n", flush=True)
+        if options.torch:
+            peer = {"PyTorch, compiled": with_torch(key, options)}
+            print(*rows_of(peer, model, rate, flops, base), sep="\n", flush=True)
+            found |= peer
         results[key] = found
-        print("\n".join(rows_of(found, model, operations(model), rate)), flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=2), encoding="utf-8")
+        if options.json:
+            Path(options.json).write_text(json.dumps(results, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":
