@@ -284,17 +284,17 @@ def test_no_mutation_no_difference():
     assert len(set(sums_on((1, 2, 3, 8)))) == 1
 
 
-def test_two_devices_swap_small_sums_and_run_a_program_for_others(monkeypatch):
+def test_two_devices_copy_small_sums_and_run_a_program_for_others(monkeypatch):
     """Lie: other bits from a certain size on."""
-    swapped = sums_on((2,))
+    copied = sums_on((2,))
     monkeypatch.setattr(totals, "SMALL_BYTES", 0)
     monkeypatch.delattr(totals, "_copy")
-    assert sums_on((2,)) == swapped
+    assert sums_on((2,)) == copied
 
 
 @pytest.mark.slow
-def test_sums_that_are_swapped_while_steps_run_ahead():
-    """Lie: a device overwrites its sums while the other one still copies them."""
+def test_sums_that_are_copied_while_steps_run_ahead():
+    """Lie: a device overwrites sums while the other one still copies them."""
     params, (batch,) = {"w": np.ones(4096, np.float32)}, line_batches(8, columns=4096, steps=1)
     found = [
         leftovers(line, params, [batch] * 400, towers=4, devices=d, optimizer=optax.sgd(1e-5))

@@ -203,8 +203,8 @@ class Counter:
     ("devices", "towers", "expected"),
     [
         (1, 4, {"tower": 4, "_add": 3, "finish": 1}),
-        # Two devices swap their sums, and each adds both.
-        (2, 4, {"tower": 4, "_add": 4, "finish": 2}),
+        # One of two devices adds the sums of both.
+        (2, 4, {"tower": 4, "_add": 3, "finish": 2}),
         (3, 3, {"tower": 3, "finish": 3, "reduce": 1}),
     ],
 )

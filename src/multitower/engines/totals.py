@@ -65,7 +65,7 @@ class Totals:
 
     def compile(self, sums: TowerSums) -> list[jax.stages.Compiled]:
         """What adds two sums of these shapes, once per local device; nothing without need."""
-        if not any(turn.num_additions for turn in self.turns) and not self._are_swapped(sums):
+        if not any(turn.num_additions for turn in self.turns) and not self._is_copied(sums):
             return []
         return compile_for_each(_add, (sums, sums), self.devices, donate=(0,))
 
@@ -85,8 +85,8 @@ class Totals:
 
     def reduced(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
         """The totals on every local device, after the last tower."""
-        if self._are_swapped(stacks[0][0]):
-            return self._swapped(stacks, add)
+        if self._is_copied(stacks[0][0]):
+            return self._copied(stacks, add)
         if self._reduce is None and not stacks[0][0].blocks:
             return [TowerSums(stacks[0][0].packed, {})]
         if self._reduce is None:
@@ -126,21 +126,20 @@ class Totals:
         whole = [self._blocks(buffer) for buffer in found]
         return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
 
-    def _are_swapped(self, sums: TowerSums) -> bool:
-        """Whether two devices hand each other these sums, and each of them adds.
+    def _is_copied(self, sums: TowerSums) -> bool:
+        """Whether of two devices one adds these sums, and gives the other a copy of the total.
 
         Small ones pass so in half the host's time of a program that spans both devices. From
         `SMALL_BYTES` on, and with more than two devices, there is nothing to gain.
         """
         return self._pair is not None and not sums.blocks and _num_bytes(sums) <= SMALL_BYTES
 
-    def _swapped(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
+    def _copied(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
         assert self._pair is not None
         first, second = self._pair
-        left, right = stacks[first][0], stacks[second][0]
-        # Both copies before an addition overwrites what it adds to.
-        there = _copy(left, self.devices[second]), _copy(right, self.devices[first])
-        totals = {first: add[first](left, there[1]), second: add[second](there[0], right)}
+        right = _copy(stacks[second][0], self.devices[first])
+        total = add[first](stacks[first][0], right)
+        totals = {first: total, second: _copy(total, self.devices[second])}
         return [TowerSums(totals[i].packed, {}) for i in range(2)]
 
     def _blocks(self, leaf: jax.Array) -> list[jax.Array]:

@@ -225,7 +225,7 @@ def block_rows(fields: Fields, num_towers: int) -> list[int]:
 def exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
     """What the program that adds up over devices needs beside the parts.
 
-    Two devices that swap small sums need less.
+    Two devices that copy small sums need less.
     """
     large = [size for size in buffers if size > reduction.SMALL_BYTES]
     small = sum(buffers) - sum(large)
