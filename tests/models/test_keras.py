@@ -149,6 +149,7 @@ def test_train_step_takes_the_variables(keras, two_towers):
     assert_close((state.params, state.model_state), two_towers[:2])
 
 
+@pytest.mark.slow
 def test_keras_losses_are_means(keras):
     """Lie: a warning that they are sums over rows; Keras computes how many there are."""
     labels = keras.utils.to_categorical(np.arange(16) % 4, 4)

@@ -94,6 +94,7 @@ def test_law_l3_without_recomputation(one_device):
     close(found, one_device)
 
 
+@pytest.mark.slow
 def test_it_is_the_training_without_stages(one_device):
     # The lies: a tied weight counted twice in the norm, a tower that is left out.
     step = make(1, stages=None)
