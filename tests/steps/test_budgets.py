@@ -206,6 +206,7 @@ class Counter:
         # One of two devices adds the sums of both.
         (2, 4, {"tower": 4, "_add": 3, "finish": 2}),
         (3, 3, {"tower": 3, "finish": 3, "reduce": 1}),
+        pytest.param(4, 4, {"tower": 4, "finish": 4, "reduce": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_programs_started_in_one_step(monkeypatch, devices, towers, expected):

@@ -129,7 +129,7 @@ class Totals:
     def _is_copied(self, sums: TowerSums) -> bool:
         """Whether of two devices one adds these sums, and gives the other a copy of the total.
 
-        Small ones pass so in half the host's time of a program that spans both devices. From
+        For small ones that takes the host less time than a program that spans both devices. From
         `SMALL_BYTES` on, and with more than two devices, there is nothing to gain.
         """
         return self._pair is not None and not sums.blocks and _num_bytes(sums) <= SMALL_BYTES
