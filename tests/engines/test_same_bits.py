@@ -292,6 +292,24 @@ def test_two_devices_copy_small_sums_and_run_a_program_for_others(monkeypatch):
     assert sums_on((2,)) == copied
 
 
+@pytest.mark.parametrize("by_host", [True, False])
+def test_small_sums_that_the_host_passes_on_or_a_device_copies(by_host, monkeypatch):
+    """Lie: other bits where there is no way through the host's memory, as on GPUs."""
+    kinds: set[type] = set()
+
+    def watched(sums, device):
+        there = copy(sums, device)
+        kinds.update(map(type, there.packed.buffers))
+        return there
+
+    plain, copy = sums_on((1,)), totals._copy
+    monkeypatch.setattr(totals, "_copy", watched)
+    if not by_host:
+        monkeypatch.setattr(totals, "_is_memory_of_host", lambda device: False)
+    assert sums_on((2,)) == plain
+    assert (np.ndarray in kinds) == by_host
+
+
 @pytest.mark.slow
 def test_sums_that_are_copied_while_steps_run_ahead():
     """Lie: a device overwrites sums while the other one still copies them."""
