@@ -40,6 +40,8 @@ class Turn(NamedTuple):
     num_additions: int
 
 
+_GUARD = "jax_transfer_guard_host_to_device"
+
 # For each local device the sums that wait to be added, the last one on top.
 Stacks = list[list[TowerSums]]
 
@@ -172,8 +174,7 @@ def _copy(sums: TowerSums, device: jax.Device) -> TowerSums:
 
 def _is_memory_of_host(device: jax.Device) -> bool:
     """Whether programs of this device take the host's arrays, and nobody asked to be told of it."""
-    guard: str | None = jax.config.jax_transfer_guard_host_to_device
-    return device.platform == "cpu" and guard in (None, "allow")
+    return device.platform == "cpu" and getattr(jax.config, _GUARD) in (None, "allow")
 
 
 def _num_bytes(sums: TowerSums) -> int:
