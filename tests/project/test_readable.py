@@ -32,6 +32,7 @@ OUTSIDE = {
     "https://keepachangelog.com/en/1.1.0/",
     "https://semver.org/spec/v2.0.0.html",
     "https://jobset.sigs.k8s.io",
+    "https://github.com/jax-ml/jax/issues/17844",
 }
 
 
