@@ -27,7 +27,7 @@ def without_code(text):
 
 # ---------------------------------------------------------------- links
 
-# The specifications of the changelog's format, and what a Kubernetes cluster needs.
+# The changelog's format, what a Kubernetes cluster needs, and an issue of JAX.
 OUTSIDE = {
     "https://keepachangelog.com/en/1.1.0/",
     "https://semver.org/spec/v2.0.0.html",
