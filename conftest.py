@@ -54,8 +54,9 @@ LONG = (
     "stages/test_same",
 )
 
-# Which half of the slow tests to take, where there is no time for all (.ci/run): "0" or "1".
-SLOW_HALF = os.environ.get("SLOW_HALF", "")
+# Which share of the slow tests to take, where there is no time for all (.ci/run): as "1/2", the
+# halves are 0/2 and 1/2.
+SLOW_SHARE = os.environ.get("SLOW_SHARE", "0/1")
 
 # The same examples in every run, and no test looks at a clock: machines are shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -103,17 +104,17 @@ def scope_of(nodeid: str) -> str:
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Whether a test belongs to the other half of the slow ones, by its name."""
+    """Whether a test is a slow one of another share, by its name."""
     is_slow = item.get_closest_marker("slow") or is_in(item.nodeid, ("cluster/",))
-    return bool(is_slow) and str(zlib.crc32(scope_of(item.nodeid).encode()) % 2) != SLOW_HALF
+    share, num_shares = map(int, SLOW_SHARE.split("/"))
+    return bool(is_slow) and zlib.crc32(scope_of(item.nodeid).encode()) % num_shares != share
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first, a file's tests in their order; of slow ones a half, if one is asked for."""
+    """Long tests first, a file's tests in their order; of slow ones the share that is asked for."""
     items.sort(key=lambda item: not is_in(item.nodeid, LONG))
-    if SLOW_HALF:
-        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
-        items[:] = [item for item in items if not is_left_out(item)]
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
