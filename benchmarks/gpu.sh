@@ -6,6 +6,7 @@
 #   benchmarks/gpu.sh steps        doctor, the same bits of one recipe, the cost of a step
 #   benchmarks/gpu.sh models       models that fill a GPU, against hand-written JAX
 #   benchmarks/gpu.sh torch        the same models, against compiled PyTorch
+#   benchmarks/gpu.sh keras        the same models, against Keras on JAX
 #   benchmarks/gpu.sh bits         the same bits by kernel, precision, run, process and towers
 #   benchmarks/gpu.sh verify       the same bits of recipes
 #   benchmarks/gpu.sh devices      visible GPUs, memory fractions, a plan against the memory
@@ -21,7 +22,8 @@
 # run .venv/bin/pip install 'jax[cuda13]' (or cuda12). The first lines say which modules are missing.
 # For a machine without a network, fetch these on another one, and take the folder along:
 #
-#   pip download --no-deps --dest wheels tyro docstring-parser typeguard tensorboardX
+#   pip download --no-deps --dest wheels tyro docstring-parser typeguard tensorboardX keras namex
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --dest wheels optree
 #   for wheel in wheels/*.whl; do python3 -m zipfile -e "$wheel" packages; done
 #   PYTHON=python3 PYTHONPATH=$PWD/packages benchmarks/gpu.sh
 set -uo pipefail
@@ -93,7 +95,9 @@ models() {
   attempt 580 "$python" benchmarks/gpu_steps.py "${options[@]}" "$@"
 }
 
-torch() { models --torch --contenders hand-written; }
+torch() { models --peers torch --contenders hand-written; }
+
+keras() { models --peers keras --contenders hand-written; }
 
 bits() {
   local options=()
@@ -156,10 +160,10 @@ many=
 (($#)) || set -- scatter steps
 for part; do
   case $part in
-    scatter | steps | models | torch | bits | verify | devices | text | pipeline) "$part" ;;
+    scatter | steps | models | torch | keras | bits | verify | devices | text | pipeline) "$part" ;;
     *)
-      echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, torch, bits, verify," \
-        "devices, text and pipeline." >&2
+      echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, torch, keras, bits," \
+        "verify, devices, text and pipeline." >&2
       exit 2
       ;;
   esac

@@ -4,6 +4,7 @@ python benchmarks/gpu_modules.py
 """
 
 import importlib
+import os
 import platform
 import sys
 
@@ -20,6 +21,7 @@ NEEDED = {
         "tensorboardX",
     ],
     "the part torch": ["torch"],
+    "the part keras": ["h5py", "namex", "optree", "rich", "keras"],
 }
 PACKAGES = {
     "docstring_parser": "docstring-parser",
@@ -42,6 +44,7 @@ def missing(modules: list[str]) -> list[str]:
 
 def main() -> None:
     """Prints what is there; the exit code is 1 if no part can run."""
+    os.environ["KERAS_BACKEND"] = "jax"  # else Keras looks for TensorFlow
     found = {purpose: missing(modules) for purpose, modules in NEEDED.items()}
     for purpose, packages in found.items():
         print(f"{purpose}: {'missing: ' + ' '.join(packages) if packages else 'complete'}")

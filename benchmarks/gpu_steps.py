@@ -1,14 +1,15 @@
-"""Steps that fill a GPU: multitower against hand-written JAX and compiled PyTorch.
+"""Steps that fill a GPU: multitower against hand-written JAX, Keras on JAX, compiled PyTorch.
 
 LeNet-5, a 124M-parameter transformer and ResNet-50, the last two in bfloat16, with Adam, on all
-devices. JAX's contenders take turns in one process; with `--torch`, PyTorch runs each model in a
-process of its own, on one device, afterwards. "deterministic" is the hand-written step compiled
-with xla_gpu_deterministic_ops, as same-bits steps are: what it costs is what deterministic kernels
-cost. A contender whose step takes longer than two seconds is left out. The matrix rate is the
-fastest bfloat16 matrix product measured here; a step's share of it is counted from the
+devices. JAX's contenders take turns in one process; with `--peers`, PyTorch and Keras run each
+model in processes of their own, on one device, afterwards. "deterministic" is the hand-written step
+compiled with xla_gpu_deterministic_ops, as same-bits steps are: what it costs is what deterministic
+kernels cost. A contender whose step takes longer than two seconds is left out. The matrix rate is
+the fastest bfloat16 matrix product measured here; a step's share of it is counted from the
 floating-point operations of the forward pass, three times.
 
-    python benchmarks/gpu_steps.py [--small] [--torch] [--rounds 7] [--steps 10] [--json FILE]
+    python benchmarks/gpu_steps.py [--small] [--peers torch,keras] [--rounds 7] [--steps 10]
+                                   [--json FILE]
 
 `--small` runs small models of the same structure on simulated devices, to test the program.
 """
@@ -28,6 +29,7 @@ import multitower as mt
 
 Run = Callable[[int], None]
 CHILD_LIMIT_S = 120.0
+PEERS = {"torch": "PyTorch, compiled", "keras": "Keras on JAX"}
 STEP_LIMIT_S = 2.0
 # XLA may make a deterministic scatter-add, such as the gradient of ResNet-50's max pooling, a loop
 # with one trip per index: minutes for a step, which nothing can stop. So these contenders first
@@ -226,9 +228,9 @@ def measure(
     return found
 
 
-def with_torch(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The same model in PyTorch, compiled, on one device."""
-    command = [sys.executable, str(Path(__file__).parent / "gpu_torch.py"), name]
+def with_peer(peer: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same model in another library, on one device."""
+    command = [sys.executable, str(Path(__file__).parent / f"gpu_{peer}.py"), name]
     command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
     command += ["--small"] if options.small else []
     return answer(command)
@@ -257,7 +259,7 @@ def rows_of(
             continue
         median = statistics.median(row["ms"])
         ratio = quartiles = ""
-        if base and name != "PyTorch, compiled":
+        if base and name not in PEERS.values():
             ratios = [a / b for a, b in zip(row["ms"], base, strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4)
             ratio, quartiles = f"{statistics.median(ratios):.3f}", f"{low:.3f}-{high:.3f}"
@@ -280,13 +282,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
     parser.add_argument("--contenders", default="", help="names of ours, separated by commas")
-    parser.add_argument("--torch", action="store_true", help="compare with PyTorch, too")
+    parser.add_argument("--peers", default="", help="other libraries: torch,keras")
     parser.add_argument("--json", default="", help="also write the numbers to this file")
     options = parser.parse_args()
+    peers = options.peers.split(",") if options.peers else []
+    if unknown := set(peers) - set(PEERS):
+        parser.error(f"--peers {options.peers}: {unknown.pop()} is none of {', '.join(PEERS)}")
     if options.small:
         mt.configure(simulated_devices=2)
-    elif options.torch:
-        mt.configure(preallocate=False)  # leave memory to PyTorch's processes
+    elif peers:
+        mt.configure(preallocate=False)  # leave memory to their processes
     import jax
     from gpu_models import resnet50, transformer
 
@@ -316,10 +321,10 @@ def main() -> None:
         found = measure(contenders, model, options.rounds, options.steps)
         base = found.get("hand-written", {}).get("ms")
         print(*rows_of(found, model, rate, flops, base), sep="\n", flush=True)
-        if options.torch:
-            peer = {"PyTorch, compiled": with_torch(key, options)}
-            print(*rows_of(peer, model, rate, flops, base), sep="\n", flush=True)
-            found |= peer
+        for peer in peers:
+            row = {PEERS[peer]: with_peer(peer, key, options)}
+            print(*rows_of(row, model, rate, flops, base), sep="\n", flush=True)
+            found |= row
         results[key] = found
         if options.json:
             Path(options.json).write_text(json.dumps(results, indent=2), encoding="utf-8")

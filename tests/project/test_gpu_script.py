@@ -57,6 +57,13 @@ def test_models_run_through():
 
 
 @pytest.mark.slow
+def test_keras_runs_through():
+    rows = [line for line in lines_of("keras") if "| Keras on JAX |" in line]
+    assert len(rows) == 3
+    assert not any("rror" in row or "exit code" in row for row in rows), rows
+
+
+@pytest.mark.slow
 def test_kernels_and_device_control():
     shown = lines_of("bits", "devices")
     bits = [line for line in shown if line.startswith(("| product", "| sort"))]
