@@ -11,6 +11,7 @@
 #   benchmarks/gpu.sh verify       the same bits of recipes
 #   benchmarks/gpu.sh devices      visible GPUs, memory fractions, a plan against the memory
 #   benchmarks/gpu.sh text         a language model: trained, sampled, profiled
+#   benchmarks/gpu.sh processes    two processes that share a GPU, where NCCL lets them
 #   benchmarks/gpu.sh pipeline     whether batches come as fast as the GPU takes them
 #
 #   benchmarks/gpu.sh --small PART...    the same programs on simulated CPU devices, to test them
@@ -76,9 +77,8 @@ scatter() {
 }
 
 steps() {
-  local recipe=(digits --towers 8 --steps 3) overhead=(--rounds 7 --devices "$count" --real)
+  local overhead=(--rounds 7 --devices "$count" --real)
   if [[ $small ]]; then
-    recipe=(examples/own_recipe/recipe.py --towers 2 --steps 1)  # is compiled in a moment
     overhead=(--rounds 2 --only Polynomial)
   fi
   heading "doctor"
@@ -141,6 +141,17 @@ text() {
   multitower 120 train "${model[@]}" "${short[@]}" --compute-dtype bfloat16 --run-dir "$runs/profile"
 }
 
+# NCCL has refused two ranks on one GPU for long: its answer is what this shows.
+processes() {
+  local where=()
+  [[ $small ]] && where=(--simulate 1)
+  heading "two processes on one GPU"
+  JAX_LOCAL_DEVICE_IDS=0 XLA_PYTHON_CLIENT_MEM_FRACTION=0.3 NCCL_MULTI_RANK_GPU_ENABLE=1 \
+    attempt 150 bash -c '"$0" "$@" --process-id 1 & "$0" "$@" --process-id 0 && wait "$!"' \
+    "$python" -m multitower verify "${recipe[@]}" "${where[@]}" \
+    --coordinator localhost:47113 --num-processes 2
+}
+
 pipeline() {
   local options=(--rounds 5 --real)
   [[ $small ]] && options=(--rounds 1)
@@ -155,15 +166,17 @@ if [[ $small ]]; then
 else
   count=$("$python" -c 'import multitower as mt; print(len(mt.devices("gpu")))') || exit
 fi
+recipe=(digits --towers 8 --steps 3)
+[[ $small ]] && recipe=(examples/own_recipe/recipe.py --towers 2 --steps 1)  # is compiled in a moment
 many=
 ((count > 1)) && many=,$((count < 8 ? count : 8))  # as many as there are towers
 (($#)) || set -- scatter steps
 for part; do
   case $part in
-    scatter | steps | models | torch | keras | bits | verify | devices | text | pipeline) "$part" ;;
+    scatter | steps | models | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
     *)
       echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, torch, keras, bits," \
-        "verify, devices, text and pipeline." >&2
+        "verify, devices, text, processes and pipeline." >&2
       exit 2
       ;;
   esac

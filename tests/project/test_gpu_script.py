@@ -64,6 +64,11 @@ def test_keras_runs_through():
 
 
 @pytest.mark.slow
+def test_two_processes_run_through():
+    assert "step  2 x 1" in lines_of("processes")
+
+
+@pytest.mark.slow
 def test_kernels_and_device_control():
     shown = lines_of("bits", "devices")
     bits = [line for line in shown if line.startswith(("| product", "| sort"))]
