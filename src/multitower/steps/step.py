@@ -284,7 +284,8 @@ class TrainStep:
             raise BatchError(
                 f"the batch has {parts.num_rows} rows, and this step was made for at most "
                 f"{global_batch}: global_batch=, or else the rows of its first batch. Pass "
-                f"train_step(global_batch={parts.num_rows}), or the largest batch there will be."
+                f"global_batch={parts.num_rows} to train_step or Trainer, or the rows of the "
+                "largest batch there will be."
             )
         key = (parts.split, tower_rows, way.version)
         if key not in self._runners:
