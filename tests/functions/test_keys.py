@@ -70,8 +70,8 @@ def test_on_one_device_it_is_jax(make_key, towers):
 @pytest.mark.parametrize(
     ("devices", "towers"),
     [
+        (1, 1),  # one device: what plain JAX draws
         pytest.param(1, None, marks=pytest.mark.slow),
-        pytest.param(1, 1, marks=pytest.mark.slow),
         (4, None),
         (2, 4),
     ],

@@ -350,6 +350,11 @@ WRONG = {
         mt.OutputError,
         "entry 'loss'.*Rename",
     ),
+    "two metrics of one name": (
+        lambda: step(lambda w, x: (losses(w, x), {"a": {"b": mt.ratio(x, 1.0)}, "a/b": x[:, 1]})),
+        mt.OutputError,
+        r"returned metrics\['a'\]\['b'\] and metrics\['a/b'\]: both are called 'a/b'.*Rename one",
+    ),
     "metrics that are no dict": (
         lambda: step(lambda w, x: (losses(w, x), x[:, 0])),
         mt.OutputError,

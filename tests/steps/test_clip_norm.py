@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.steps.optimizing.clipping import clipped, leaf_squares
 
 WAYS = {
     "fast": {"devices": 2},
@@ -19,7 +20,7 @@ WAYS = {
     "shard_update": {"devices": 2, "towers": 4, "shard_update": True},
 }
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-# Blocks of the update, which compile most, take part in other tests every day.
+# Blocks of the update, which compile most, are held against optax every day, below.
 fast_and_same_bits = pytest.mark.parametrize(
     "options",
     [
@@ -90,8 +91,12 @@ def test_it_equals_optax(options):
 
 @pytest.mark.parametrize(
     ("sharded", "dtype"),
-    [pytest.param(False, jnp.bfloat16, marks=pytest.mark.slow), (True, np.float32)],
-    ids=["whole", "sharded"],
+    [
+        (True, jnp.bfloat16),
+        pytest.param(False, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(True, np.float32, marks=pytest.mark.slow),
+    ],
+    ids=["sharded, bfloat16", "whole, bfloat16", "sharded"],
 )
 def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
     found = []
@@ -100,6 +105,16 @@ def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
         state, metrics = train(LIMIT, options, optax.adamw(0.1), params_of(dtype))
         found.append(mt.fingerprint((state, metrics)))
     assert len(set(found)) == 1
+
+
+def test_short_floats_are_squared_and_added_in_float32():
+    """Lies: 1001 ones whose squares add up to 1000; clipped gradients of a longer dtype."""
+    gradients = {"w": jnp.ones(1001, jnp.bfloat16)}
+    squares = leaf_squares(gradients)
+    assert (squares.dtype, squares.tolist()) == (np.float32, [1001])
+    found = clipped(gradients, squares, 1.0)["w"]
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, np.full(1001, 1001**-0.5, jnp.bfloat16))
 
 
 @pytest.mark.slow

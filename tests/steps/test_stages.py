@@ -107,6 +107,16 @@ def test_bfloat16_parameters_and_clipping():
     check(params=params, batches=X.astype(jnp.bfloat16), clip_norm=0.1, rtol=3e-2, ema_decay=0.9)
 
 
+def test_parameters_without_arrays():
+    # The lie: an error of JAX about concatenating nothing, where it works without stages.
+    more = {"clip_norm": 1.0, "skip_nonfinite": True, "diagnostics": True}
+    more["extra_metrics"] = ["gradient_norm"]
+    loss = lambda params, x: mt.cut(x).sum(1)
+    _, metrics = check(loss, params={}, batches=X[:1], stages=2, devices=2, **more)
+    assert metrics["gradient_norm"] == 0
+    assert metrics["finite_params"].shape == (0,)
+
+
 @pytest.mark.slow
 def test_trap_clipping_over_stages_for_many_steps():
     # torchtitan#4312: the norm added up in another order parts from step 15 on.

@@ -225,7 +225,7 @@ def statistics_loss(params, batch, *, model_state):
         ("mean", 4),
         ("first", None),
         pytest.param("mean", None, marks=pytest.mark.slow),
-        pytest.param("first", 4, marks=pytest.mark.slow),
+        ("first", 4),
     ],
 )
 def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):

@@ -55,6 +55,10 @@ def test_a_run_that_is_resumed_says_where_it_continues(tmp_path, capfd):
         lines = capfd.readouterr().err.splitlines()
         assert (lines[0] == "continuing after step 2 of 3") is said
         assert len(lines) == 1 + said
+    for _ in range(2):  # a finished run continues nowhere
+        given = {"evaluate": lambda _: None, "evaluate_every": 3}
+        make_trainer(run_dir=tmp_path).fit(np.float32(0), batches, steps=3, resume=True, **given)
+        assert capfd.readouterr().err == ""
 
 
 def test_lines_say_how_long_it_takes():

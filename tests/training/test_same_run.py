@@ -131,8 +131,26 @@ def test_changes_can_be_allowed(tmp_path):
 @pytest.mark.parametrize("rows", [8, 24])
 def test_the_rows_of_batches_count_where_nobody_said_how_many(rows, tmp_path):
     fit(tmp_path, global_batch=None)
-    with pytest.raises(mt.RunError, match=f"batches of 16 rows, this one has {rows}"):
+    with pytest.raises(mt.RunError, match=f"batches of 16 rows, this one has {rows}") as told:
         fit(tmp_path, steps=5, global_batch=None, rows=rows)
+    assert ("also pass Trainer(global_batch=16)" in str(told.value)) is (rows < 16)
+
+
+def test_two_small_batches_after_a_resume_are_answered_with_the_way_out(tmp_path):
+    # The lie: "pass allow_changes=True", and then another error that names no way.
+    def fit(steps, **how):
+        sizes = [16, 16, 4, 4, 16]
+        batches = lambda first: (np.resize(X, size) for size in sizes[first:])
+        options = {"towers": 2, "devices": 1, "global_batch": how.pop("global_batch", None)}
+        trainer = mt.Trainer(loss, optax.sgd(0.1), run_dir=tmp_path, hooks=[], **options)
+        return trainer.fit(np.float32(0), batches, steps=steps, resume=True, **how)
+
+    fit(2)
+    with pytest.raises(mt.RunError, match=r"allow_changes=True\. If batches of 16 rows are still"):
+        fit(5)
+    with pytest.raises(mt.BatchError, match=r"or else is the rows of the first.* global_batch=16"):
+        fit(5, allow_changes=True)
+    assert fit(5, allow_changes=True, global_batch=16).step == 5
 
 
 @pytest.mark.parametrize("cut", [2, 5])

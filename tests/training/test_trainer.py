@@ -342,6 +342,53 @@ def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_
     assert tested == [2, 4]
 
 
+def test_a_finished_run_makes_no_test_phase_again(tmp_path):
+    # The lies: one test phase more in the metrics at every start of a finished program; and a
+    # phase that was cut short and is taken for made.
+    tested, bad = [], []
+
+    def evaluate(state):
+        tested.append(int(state.step))
+        if bad:
+            raise RuntimeError(bad.pop())
+
+    def fit(steps, every=2):
+        trainer = make_trainer(1, run_dir=tmp_path)
+        given = {"evaluate": evaluate, "evaluate_every": every, "resume": True}
+        tested.clear()
+        return trainer.fit(PARAMS, batches, steps=steps, **given).step, [*tested]
+
+    bad.append("the plug is pulled")
+    with pytest.raises(RuntimeError, match="plug"):
+        fit(2)
+    assert fit(2) == (2, [2])
+    assert fit(2) == (2, [])
+    assert fit(4) == (4, [4])
+    assert fit(4) == (4, [])
+    note = tmp_path / "checkpoints" / "4" / "tested.json"
+    note.write_text(note.read_text()[:-1])  # a kill in the midst of writing it
+    assert fit(4) == (4, [4])
+    assert fit(4) == (4, [])
+    assert fit(5) == (5, [])
+    assert fit(5, every=5) == (5, [5])
+
+
+def test_a_signal_in_the_last_test_phase_is_heard(tmp_path):
+    # The lie: Ctrl-C ends the first of many runs, and the next one begins.
+    tested = []
+
+    def evaluate(state):
+        tested.append(int(state.step))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = make_trainer(1, run_dir=tmp_path)
+    given = {"steps": 2, "evaluate": evaluate, "evaluate_every": 2, "resume": True}
+    with pytest.raises(mt.Interrupted, match="SIGINT: stopped after step 2 of 2, which is saved"):
+        trainer.fit(PARAMS, batches, **given)
+    assert trainer.fit(PARAMS, batches, **given).step == 2
+    assert tested == [2]
+
+
 def test_the_rate_of_training_does_not_count_test_phases(monkeypatch):
     # The lie: a run that gets slower the more often it is tested. A step takes a second here, and
     # a test phase a thousand, on a clock of our own: a busy machine changes nothing.
@@ -372,13 +419,15 @@ def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
 
         def flush(self):
             saved = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-            assert str(self.last) not in saved
+            assert str(self.last) not in saved or self.flushed[-1] == self.last  # it is tested
+            assert not list(tmp_path.glob("checkpoints/*/tested.json"))
             self.flushed.append(self.last)
 
     hook = Hook()
     options = {"checkpoint_every": 2, "keep_last": 2}
-    make_trainer(1, run_dir=tmp_path, hooks=[hook], **options).fit(PARAMS, batches, steps=5)
-    assert hook.flushed == [2, 4, 5]
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[hook], **options)
+    trainer.fit(PARAMS, batches, steps=5, evaluate=lambda _: None, evaluate_every=5)
+    assert hook.flushed == [2, 4, 5, 5]  # also before it is noted that the test phase was made
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "5"}
 
 

@@ -166,6 +166,11 @@ def check_metrics(metrics: Any) -> None:
             )
 
 
+def metric_name(path: Sequence[Any]) -> str:
+    """What a metric is called where it is shown, from its path in the dict: `errors/top1`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
 def _any_axis(flat: Any) -> bool:
     return any(leaf.ndim for _, leaf in flat)
 

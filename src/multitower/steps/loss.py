@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import ArgumentError, OutputError
-from multitower.functions.outputs import check_metrics
+from multitower.functions.outputs import check_metrics, metric_name
+from multitower.functions.ratio import is_ratio
 from multitower.models.modules import Model
 from multitower.steps.precision import as_given, narrow, narrow_rows
 from multitower.towers.rows import is_key
@@ -161,6 +162,7 @@ class LossFunction:
             )
         metrics = given[1] if len(given) > 1 else {}
         check_metrics(metrics)
+        _refuse_equal_names(metrics)
         return LossOutput(given[0], metrics, given[-1] if len(given) == 3 else model_state)
 
 
@@ -176,6 +178,23 @@ def takes_model_state(fn: Callable[..., Any], what: str, caller: str) -> bool:
         ArgumentError: as for `LossFunction.of`.
     """
     return LossFunction.of(fn, what, caller, frozenset({"model_state"})).takes_model_state
+
+
+def _refuse_equal_names(metrics: Any) -> None:
+    """Refuses metrics of which one would hide another where they are shown.
+
+    Raises:
+        OutputError: two have the same name.
+    """
+    known: dict[str, str] = {}
+    for path, _ in jax.tree_util.tree_flatten_with_path(metrics, is_leaf=is_ratio)[0]:
+        name, place = metric_name(path), f"metrics{jax.tree_util.keystr(path)}"
+        if name in known:
+            raise OutputError(
+                f"the loss returned {known[name]} and {place}: both are called {name!r} where "
+                "metrics are shown. Rename one of them."
+            )
+        known[name] = place
 
 
 def _check_arguments(

@@ -127,7 +127,9 @@ class TrainStep:
     def expect(self, global_batch: int | None) -> None:
         """Says how many rows a full batch has, where the first batch to come may be a smaller one.
 
-        A step that is made with `global_batch=`, or has run a batch, knows it already.
+        It is for training loops that learn it after they have made the step, such as `Trainer`,
+        which reads it from a checkpoint. Your own program passes `train_step(global_batch=...)`. A
+        step that is made so, or has run a batch, knows it already.
 
         Args:
             global_batch: rows over all towers; None if nobody knows.
@@ -282,7 +284,8 @@ class TrainStep:
             raise BatchError(
                 f"the batch has {parts.num_rows} rows, and this step was made for at most "
                 f"{global_batch}: global_batch=, or else the rows of its first batch. Pass "
-                f"train_step(global_batch={parts.num_rows}), or the largest batch there will be."
+                f"global_batch={parts.num_rows} to train_step or Trainer, or the rows of the "
+                "largest batch there will be."
             )
         key = (parts.split, tower_rows, way.version)
         if key not in self._runners:

@@ -123,8 +123,9 @@ def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None
     size = num_rows if global_batch is None else global_batch
     if num_rows > size:
         raise BatchError(
-            f"the batch has {num_rows} rows and global_batch is {size}: the step is compiled for "
-            f"at most that many. Pass global_batch={num_rows} or the largest batch there will be."
+            f"the batch has {num_rows} rows and global_batch is {size}, which was passed, or else "
+            f"is the rows of the first batch. Pass global_batch={num_rows}, or the rows of the "
+            "largest batch there will be."
         )
     return -(-size // placement.num_towers)
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from multitower.errors import NonFiniteError
+from multitower.functions.outputs import metric_name
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.lazy_rows import LazyRows
 
@@ -123,7 +124,7 @@ class MetricsReader:
         tower_losses = [float(x) for x in values.pop("tower_losses")]
         finite = values.pop("finite_params")
         numbers = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): float(value)
+            metric_name(path): float(value)
             for path, value in jax.tree_util.tree_flatten_with_path(values)[0]
             if np.ndim(value) == 0
         }

@@ -120,9 +120,13 @@ class BatchRows:
         self._run[_ROWS] = max(most, self._run[_ROWS])
         wanted = self.wanted
         if wanted is not None and (most > wanted or (self._num_seen == 2 and most < wanted)):
+            larger = (
+                f" If batches of {wanted} rows are still to come, also pass "
+                f"Trainer(global_batch={wanted})."
+            )
             raise RunError(
                 f"the run in the checkpoint has batches of {wanted} rows, this one has {most}. "
-                f"{_WAY_OUT}"
+                f"{_WAY_OUT}{larger if most < wanted else ''}"
             )
 
 

@@ -289,7 +289,8 @@ class Trainer:
             about: JSON values to keep with every checkpoint, such as the configuration.
             evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
             evaluate_every: steps from one test phase to the next; 0 for none. A run that goes on
-                from the step of a test phase begins with it: it may not have been made.
+                from the step of a test phase begins with it: it may not have been made. A finished
+                run does not make its last one again.
 
         Returns:
             The state after the last step, also if the run ended early; `restore(best=True)` reads
@@ -300,7 +301,8 @@ class Trainer:
                 not known; `batches` is no function of a step; `resume` without a `run_dir`;
                 `early_stopping` without a test phase.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
-            Interrupted: SIGTERM or SIGINT came; the step was finished and saved.
+            Interrupted: SIGTERM or SIGINT came; the step was finished and saved, or the test phase
+                after the last step was.
             CheckpointError: a checkpoint cannot be written or read.
             RunError: there are checkpoints and `resume` is false, or the checkpoints are of a run
                 with other settings; another run uses `run_dir`; or the batches ran out.
@@ -517,7 +519,7 @@ class Trainer:
 
             first, last = steps
             with shown_on_stderr(last) as self._display:
-                if first:
+                if 0 < first < last:
                     self._display.say(f"continuing after step {first} of {last}")
                 yield
         finally:

@@ -3,9 +3,11 @@ step that costs as much as the step."""
 
 import signal
 
+import numpy as np
 import pytest
 
 from multitower.towers.placement import Placement, place
+from multitower.training.fitting import agreement
 from multitower.training.fitting.agreement import VOTE_EVERY_S, StopVote
 
 
@@ -69,6 +71,15 @@ def test_the_fewest_steps_that_any_asks_for_count(several):
 def test_one_process_needs_no_vote():
     caught = []
     vote = StopVote(caught, place(4, None))
-    assert vote.after_step() is None
+    assert vote.after_step() is vote.at_end() is None
     caught.append(signal.SIGINT)
-    assert vote.after_step() == signal.SIGINT
+    assert vote.after_step() == vote.at_end() == signal.SIGINT
+
+
+def test_a_signal_after_the_last_step_ends_all_processes(several, monkeypatch):
+    """Lie: one process stops, and the others write their results and exit with 0."""
+    others = [0, int(signal.SIGTERM), 0]
+    monkeypatch.setattr(agreement, "gathered", lambda own: np.array([own, *others]))
+    assert StopVote([], several).at_end() == signal.SIGTERM
+    others.clear()
+    assert StopVote([], several).at_end() is None

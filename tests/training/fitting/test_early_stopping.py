@@ -27,7 +27,7 @@ def batches(first):
     return mt.make_batches(X, global_batch=8, seed=0, first=first)
 
 
-def make_trainer(directory, devices, rule):
+def make_trainer(directory, devices, rule, checkpoint_every=3):
     return mt.Trainer(
         losses,
         optax.sgd(0.1),
@@ -36,14 +36,16 @@ def make_trainer(directory, devices, rule):
         run_dir=directory,
         keep_best="far",
         best="min",
-        checkpoint_every=3,
+        checkpoint_every=checkpoint_every,
         early_stopping=rule,
         hooks=[],
     )
 
 
-def fit(trainer, steps=12, **options):
+def fit(trainer, steps=12, *, tested=None, **options):
     def evaluate(state):
+        if tested is not None:
+            tested.append(int(state.step))
         far = np.full(4, FAR[int(state.step)], np.float32)
         trainer.evaluate(lambda _, rows: {"far": rows}, state, far, global_batch=4)
 
@@ -66,13 +68,14 @@ ALL = [(phase, at, kill) for phase in ("train", "test") for at in FAR for kill i
 def test_a_run_ends_early_and_says_why(tmp_path):
     # The lie: the state of another step than the last one, or a run that begins once more.
     rule = mt.EarlyStopping("far", patience=3, best="min")
-    trainer = make_trainer(tmp_path, 1, rule)
+    trainer = make_trainer(tmp_path, 1, rule, 2)  # each step is saved before its test phase
     state = fit(trainer)
     assert (int(state.step), trainer.stopped) == (10, REASON)
     assert int(trainer.restore(PARAMS, best=True).step) == 4
     assert int(trainer.restore(PARAMS).step) == 10
-    assert mt.fingerprint(fit(trainer)) == mt.fingerprint(state)
-    assert trainer.stopped == REASON
+    tested = []
+    assert mt.fingerprint(fit(trainer, tested=tested)) == mt.fingerprint(state)
+    assert (trainer.stopped, tested) == (REASON, [])
     other = make_trainer(tmp_path, 1, mt.EarlyStopping("far", min_delta=1, best="min"))
     with pytest.raises(mt.RunError, match=r"another early_stopping: the run there has 'far, best"):
         fit(other)
@@ -80,6 +83,8 @@ def test_a_run_ends_early_and_says_why(tmp_path):
     trainer._early_stopping = mt.EarlyStopping("far", patience=4, best="min")
     assert int(fit(trainer).step) == 12
     assert trainer.stopped is None
+    fit(other, tested=tested, allow_changes=True)
+    assert tested == [12]  # its rule has not counted this test phase
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)])
@@ -101,12 +106,10 @@ def test_law_l4_a_run_that_is_stopped_anywhere_ends_after_the_same_step(tmp_path
 
         shutil.rmtree(tmp_path)
         trainer.hooks = [stop]
-        if (phase, at, is_killed) == ("test", 10, False):
-            fit(trainer)  # it ends before it hears of the signal
-        else:
-            with pytest.raises((mt.Interrupted, PulledPlugError)):
-                fit(trainer)
-            assert trainer.stopped is None
+        with pytest.raises(PulledPlugError if is_killed else mt.Interrupted):
+            fit(trainer)
+        is_ended = (phase, at, is_killed) == ("test", 10, False)
+        assert trainer.stopped == (REASON if is_ended else None)
         assert mt.fingerprint(fit(other)) == expected
         assert other.stopped == REASON
 

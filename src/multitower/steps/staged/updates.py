@@ -79,7 +79,7 @@ class Updates:
         shared = self._shared(rest)
         metrics: dict[str, Any] = {}
         if self._needs_finite:
-            every = [finite[s] for s in self._with_params]
+            every = [finite[s] for s in self._with_params] or [np.zeros(0, bool)]
             new, shared, metrics = self._checked(parts, new, shared, every, loss)
         return new, shared, {**metrics, **self._told(parts, new, shared, squares)}
 
@@ -149,8 +149,8 @@ class Updates:
     def _by_leaf(self, found: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:
         """One number for each leaf in their order, from those of all stages; pieces are joined."""
         all_of = jnp.concatenate(found)
-        result = all_of[np.array([places[0] for places in self._places])]
-        for n in range(1, max(map(len, self._places))):
+        result = all_of[np.array([places[0] for places in self._places], int)]
+        for n in range(1, max(map(len, self._places), default=0)):
             more = np.array([len(places) > n for places in self._places])
             at = np.array([places[min(n, len(places) - 1)] for places in self._places])
             result = jnp.where(more, join(result, all_of[at]), result)
@@ -170,7 +170,7 @@ class Updates:
                 (0, s),
             )
             for s in self._with_params
-        ]
+        ] or [np.zeros(0, np.float32)]  # parameters without arrays
 
     def _shared(self, rest: Any) -> dict[int, Any]:
         """The new leaves of the optimizer's state that belong to no stage."""

@@ -7,6 +7,7 @@ from typing import Any
 from multitower.errors import Interrupted
 from multitower.steps.state.train_state import TrainState
 from multitower.training.checkpoints.checkpoint import Checkpoints
+from multitower.training.checkpoints.tested import note_tested
 
 
 class Saver:
@@ -37,6 +38,12 @@ class Saver:
         """Saves the state, if checkpoints are kept."""
         if self._checkpoints is not None:
             self._checkpoints.save(number, state, self._about, run=self._run)
+
+    def note_tested(self, number: int, counted: Mapping[str, Any]) -> None:
+        """Notes that the run's last test phase has been made, if checkpoints are kept."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+            note_tested(self._checkpoints.directory / str(number), counted)
 
     def interrupted(self, number: int, step: int) -> Interrupted:
         """What to raise when a signal came: everything is on disk by then."""

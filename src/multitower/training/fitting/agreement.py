@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from multitower.processes.together import gathered
 from multitower.towers.placement import Placement
 
 # A signal is heard within about twice as long, or within two calls.
@@ -66,6 +67,13 @@ class StopVote:
             self._cast = self._largest(self._votes([mine, -steps]))
             self._cast_at, self._since = now, 0
         return None
+
+    def at_end(self) -> int | None:
+        """As `after_step`, for a signal that came later; waits for all processes."""
+        mine = self._caught[0] if self._caught else 0
+        if self._largest is None:
+            return mine or None
+        return int(gathered(np.int32(mine)).max()) or None
 
     def _votes(self, mine: list[int]) -> jax.Array:
         """One vote a device."""

@@ -90,6 +90,14 @@ class Patience:
             counted = {**counted, "step": step, "waited": counted["waited"] + 1}
         self._run[_COUNTED] = counted
 
+    def has_counted(self, step: int) -> bool:
+        """Whether the test phase of this step is among those that were counted."""
+        return self._run[_COUNTED]["step"] == step
+
+    def kept(self) -> dict[str, Any]:
+        """What a resume needs of it, in the place of what was saved with a checkpoint."""
+        return {RULE: self._rule.in_words(), _COUNTED: self._run[_COUNTED]}
+
     def reason(self) -> str | None:
         """Why the run ends now, decided by process 0; None if it goes on.
 

@@ -8,6 +8,7 @@ from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
+from multitower.training.checkpoints.tested import read_tested
 from multitower.training.fitting.agreement import StopVote
 from multitower.training.fitting.beginning import Resume, begin_at
 from multitower.training.fitting.calls import Feeding
@@ -17,7 +18,7 @@ from multitower.training.fitting.interruption import noted_signals
 from multitower.training.fitting.loop import Loop
 from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.profile import Profile
-from multitower.training.progress import Hook, MetricsReader, num_rows_of
+from multitower.training.progress import Hook, MetricsReader, flush_hooks, num_rows_of
 from multitower.training.same_run import BatchRows
 
 
@@ -91,23 +92,26 @@ class Around(NamedTuple):
         """
         steps = call.how.steps
         with noted_signals() as caught:
-            first, saved, counted = 0, {}, {}
+            first, saved, counted, tested = 0, {}, {}, None
             if checkpoints is not None and checkpoints.steps():
                 given = (checkpoints, state, run, call.how, checkpoints.directory)
                 first, state, saved = begin_at(*given)
-                counted = checkpoints.run_of(first)
+                tested = read_tested(checkpoints.directory / str(first))
+                counted = checkpoints.run_of(first) if tested is None else tested
             patience = None
             if self.early_stopping is not None:
                 patience = Patience(self.early_stopping, run, counted)
-            test = TestPhase(call.evaluate, call.evaluate_every, patience)
+            every, is_made = call.evaluate_every, tested is not None
+            test = TestPhase(call.evaluate, every, patience, is_made=is_made)
             saver = Saver(checkpoints, self.checkpoint_every, steps, call.about, run)
+            vote = StopVote(caught, self.step.placement)
             if first == steps:
                 if test.is_due(first):
                     with self.while_it_runs(patience, None, (first, steps)):
                         reason = test.again(first, state)
                     if reason is not None:
                         self.end(reason)
-                return state
+                return self._ended(state, test, saver, vote)
             batches, global_batch = call.batches(first), self.options["global_batch"]
             rows = BatchRows(run, saved)
             if global_batch is None:
@@ -122,14 +126,28 @@ class Around(NamedTuple):
                 self._reader(steps, state, epoch),
                 saver,
                 test,
-                StopVote(caught, self.step.placement),
+                vote,
                 self.check_replicas_every,
                 self.hooks,
                 self.end,
                 self.profile,
             )
             with self.while_it_runs(patience, epoch, (first, steps)):
-                return loop.run(state, _counted(batches, rows), first=first, last=steps)
+                state = loop.run(state, _counted(batches, rows), first=first, last=steps)
+            return self._ended(state, test, saver, vote)
+
+    def _ended(
+        self, state: TrainState, test: TestPhase, saver: Saver, vote: StopVote
+    ) -> TrainState:
+        """The state of a run that has nothing left to do; a signal that came late is heard."""
+        number = int(state.step)  # host-device sync
+        if test.is_due(number):
+            flush_hooks(self.hooks)  # what has been noted is not reported again
+            saver.note_tested(number, test.counted())
+        stop = vote.at_end()
+        if stop:
+            raise saver.interrupted(stop, number)
+        return state
 
     def _feeding(self, saves: bool, call: FitCall, global_batch: int | None) -> Feeding:
         """What makes calls of batches."""

@@ -15,6 +15,7 @@ class TestPhase:
         evaluate: a function of the state; None for none.
         every: steps from one call to the next; 0 for never.
         patience: what decides after a call whether the run ends; None if it never does.
+        is_made: whether the run goes on from a step whose call is known to have been made.
 
     Raises:
         ArgumentError: `every` is negative, or there is nothing to call.
@@ -27,6 +28,8 @@ class TestPhase:
         evaluate: Callable[[TrainState], Any] | None,
         every: int,
         patience: Patience | None = None,
+        *,
+        is_made: bool = False,
     ) -> None:
         if every < 0 or (every and evaluate is None):
             raise ArgumentError(
@@ -36,6 +39,7 @@ class TestPhase:
         self._evaluate = evaluate
         self._every = every
         self._patience = patience
+        self._is_made = is_made
 
     def is_due(self, number: int) -> bool:
         """Whether to call it after this step."""
@@ -45,9 +49,19 @@ class TestPhase:
         """Calls it where a run goes on, if it is due there; returns what `run` does.
 
         The run may have ended after its save and before this test phase. Made again, it comes to
-        the same scores.
+        the same scores. One that is known to have been made is not made again, unless early
+        stopping has not counted it: then the rule is another one.
         """
-        return self.run(state) if first and self.is_due(first) else None
+        if not (first and self.is_due(first)):
+            return None
+        patience = self._patience
+        if self._is_made and (patience is None or patience.has_counted(first)):
+            return None if patience is None else patience.reason()
+        return self.run(state)
+
+    def counted(self) -> dict[str, Any]:
+        """What early stopping has counted, to be kept; empty without it."""
+        return {} if self._patience is None else self._patience.kept()
 
     def run(self, state: TrainState) -> str | None:
         """Calls it; returns why the run ends early, if it does."""
