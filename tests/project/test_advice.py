@@ -222,7 +222,7 @@ ADVICE = {
     ),
     "a batch larger than the first": (
         grown,
-        "Pass train_step(global_batch=8)",
+        "Pass global_batch=8 to train_step",
         lambda: grown(global_batch=8),
     ),
 }
