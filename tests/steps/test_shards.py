@@ -168,7 +168,7 @@ def test_trap_every_device_keeps_its_part_from_the_start(trained):
 def test_what_a_compiled_step_sends(trained):
     # The lie: an all-reduce of all gradients, of which every device then takes its part.
     _, step, _, _, state, _ = trained
-    (runner,) = step._runners.values()
+    (runner,) = step._maker.runners.values()
     fields = state.fields()
     fed = runner._feeder.feed(take_apart(BATCHES[0], 0, name="batch"))
     text = runner.program(fields).lower(fields, *fed).compile().as_text()
