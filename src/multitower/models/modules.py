@@ -68,6 +68,11 @@ class Model:
         """The module."""
         return self.how.build(self.weights, self.fixed, self.state)
 
+    def in_tower(self, here: Tower) -> "Model":
+        """The model as one tower gets it: each tower has its own keys."""
+        own = lambda tree: jax.tree.map(lambda leaf: enter(leaf, here), tree)
+        return replace(self, fixed=own(self.fixed), state=own(self.state))
+
     def state_after(self, module: Any) -> Any:
         """The state of a module that was built of this one and called.
 
@@ -226,10 +231,7 @@ def call_tower(fun: Any, call: Call, here: Tower, tower_rows: int) -> tuple[Any,
     Raises:
         OutputError: a change that towers cannot put together.
     """
-    entered = [
-        replace(model, state=jax.tree.map(lambda leaf: enter(leaf, here), model.state))
-        for model in call.models
-    ]
+    entered = [model.in_tower(here) for model in call.models]
     modules = [model.build() for model in entered]
     args, kwargs = fill((call.args, call.kwargs), modules)
     arrays = [enter(leaf, here) for leaf in call.arrays]  # each tower has its own keys
