@@ -172,7 +172,7 @@ class TrainStep:
             StateError: it is not a state.
         """
         check_is_state(state, "step.model(state)")
-        maker = state.maker if isinstance(state.maker, Maker) else self._maker
+        maker = state.origin if isinstance(state.origin, Maker) else self._maker
         return maker.parts.loss.build(state.params, state.model_state)
 
     @property
@@ -212,8 +212,8 @@ class TrainStep:
         check_is_state(state, "step(state, batch)")
         way, kind, counts = self._find_way(), None, ()
         maker = self._maker
-        if state.maker is not maker and state.maker in self._makers:
-            maker = state.maker
+        if state.origin is not maker and state.origin in self._makers:
+            maker = state.origin
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)
             parts, counts = work.largest, work.counts

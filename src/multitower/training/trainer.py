@@ -587,7 +587,9 @@ class Trainer:
 def _scored(state: TrainState) -> TrainState:
     """A state with what is scored as its parameters; what towers keep apart is not joined."""
     average = state.ema_params
-    return state if average is None else TrainState(state.shared()._replace(params=average))
+    if average is None:
+        return state
+    return TrainState(state.shared()._replace(params=average), origin=state.origin)
 
 
 def _as_hooks(hooks: Any) -> list[Hook]:
