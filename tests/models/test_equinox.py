@@ -182,6 +182,14 @@ class Holds(eqx.Module):
         return self.what(x, self.weight)
 
 
+def test_modules_inside_of_a_tree():
+    """Lie: a function has "dtype custom_jvp"."""
+    step = mt.train_step(lambda m, x: m[0](x), optax.sgd(0.1), devices=1, towers=2)
+    with pytest.raises(mt.ArgumentError, match=r"params\[1\] is a MLP with arrays or functions"):
+        step.init([eqx.nn.Linear(4, 2, key=KEY), eqx.nn.MLP(4, 2, 3, 1, key=KEY)])
+    assert step.init([eqx.nn.Linear(4, 2, key=KEY)]).step == 0
+
+
 def test_a_leaf_that_nothing_can_be_remembered_by():
     model = Holds(jnp.ones(4), bytearray(b"x"))
     with pytest.raises(

@@ -160,6 +160,30 @@ def take_model(module: Any, wanted: Any = None) -> Model:
     return Model(weights, fixed, state, how, type(module).__name__)
 
 
+def refuse_modules_inside(params: Any) -> None:
+    """Refuses modules inside of a tree of parameters if they have more than weights.
+
+    Raises:
+        ArgumentError: one that has more; it is named.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)
+    for path, value in flat:
+        if is_nnx(value):
+            others: Any = take_model(value).state
+            what, whole = "Variables that are no nnx.Param", "nnx.Dict(...) or nnx.List(...)"
+        elif is_equinox(value):
+            others = [leaf for leaf in jax.tree.leaves(value) if not _is_float(leaf)]
+            what, whole = "arrays or functions that are not trained", "an eqx.Module of yours"
+        else:
+            continue
+        if jax.tree.leaves(others):
+            raise ArgumentError(
+                f"params{jax.tree_util.keystr(path)} is a {type(value).__name__} with {what}, "
+                f"inside of a {type(params).__name__}. Pass one module that holds all of them, "
+                f"such as {whole}."
+            )
+
+
 def take_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -199,6 +223,10 @@ def take_call(
         take(module)
     _refuse_shared_variables([module for module in modules if is_nnx(module)])
     return Call(holed, holed_kwargs, closed.rows, models, closed.arrays, modules)
+
+
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def fill(tree: Any, values: Sequence[Any] | Mapping[int, Any]) -> Any:

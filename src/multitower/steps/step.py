@@ -12,7 +12,7 @@ from multitower.errors import ArgumentError, BatchError
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.modules import Model
+from multitower.models.modules import Model, refuse_modules_inside
 from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
@@ -140,6 +140,8 @@ class TrainStep:
         model = params if isinstance(params, Model) else None
         if model is not None:
             params, model_state = self._take(model, model_state)
+        else:
+            refuse_modules_inside(params)
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
