@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.tracing import uneven
@@ -46,16 +47,18 @@ if TYPE_CHECKING:
 class Maker:
     """A step with one of the models that it was given: who made a state.
 
-    Models differ here in more than their weights and state: in integers, functions, structure.
+    Models differ here in more than the values of weights and state: in shapes, integers, functions.
 
     Attributes:
         parts: what the step is made of, with a loss that can put the model together.
+        kind: of the parameters, their structure, shapes and dtypes; None before there are any.
         looked: what is known of the loss, by kinds of batches.
         runners: likewise what runs them.
         seen: likewise what has been run.
     """
 
     parts: StepParts
+    kind: Any = None
     looked: dict[Any, Looked] = field(default_factory=dict[Any, Looked])
     runners: dict[Any, Runner] = field(default_factory=dict[Any, Runner])
     seen: dict[Any, Seen] = field(default_factory=dict[Any, Seen])
@@ -145,7 +148,7 @@ class TrainStep:
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
-        maker = self._maker = self._maker_of(model)
+        maker = self._maker = self._maker_of(model, params)
         return way.first(maker.parts, self._with_scale(fields), maker)
 
     def expect(self, global_batch: int | None) -> None:
@@ -279,13 +282,16 @@ class TrainStep:
             )
         return model.weights, model.state if model.how.changes_in_place else model_state
 
-    def _maker_of(self, model: Model | None) -> Maker:
+    def _maker_of(self, model: Model | None, params: Any) -> Maker:
         """Who makes the states of a model, or of parameters that are none."""
         loss = self._step.loss if model is None else self._step.loss.of_model(model)
+        leaves, treedef = jax.tree.flatten(params)
+        kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         for maker in self._makers:
-            if maker.parts.loss.has_model_of(loss):
+            if maker.kind in (None, kind) and maker.parts.loss.has_model_of(loss):
+                maker.kind = kind
                 return maker
-        maker = Maker(replace(self._step, loss=loss))
+        maker = Maker(replace(self._step, loss=loss), kind)
         self._makers.add(maker)
         return maker
 
