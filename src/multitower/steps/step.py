@@ -1,11 +1,8 @@
 """TrainStep: what `train_step` makes. Compiles a step for each kind of batch, and runs it."""
 
-import weakref
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.tracing import uneven
@@ -18,6 +15,7 @@ from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import take_apart_each
+from multitower.steps.makers import Maker, Makers
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import fitting_scale
@@ -43,27 +41,6 @@ if TYPE_CHECKING:
     from multitower.steps.rotation.turns import Turns
 
 
-@dataclass(eq=False)
-class Maker:
-    """A step with one of the models that it was given: who made a state.
-
-    Models differ here in more than the values of weights and state: in shapes, integers, functions.
-
-    Attributes:
-        parts: what the step is made of, with a loss that can put the model together.
-        kind: of the parameters, their structure, shapes and dtypes; None before there are any.
-        looked: what is known of the loss, by kinds of batches.
-        runners: likewise what runs them.
-        seen: likewise what has been run.
-    """
-
-    parts: StepParts
-    kind: Any = None
-    looked: dict[Any, Looked] = field(default_factory=dict[Any, Looked])
-    runners: dict[Any, Runner] = field(default_factory=dict[Any, Runner])
-    seen: dict[Any, Seen] = field(default_factory=dict[Any, Seen])
-
-
 class TrainStep:
     """A training step on towers; made by `train_step`. Call it as `step(state, batch)`."""
 
@@ -83,9 +60,7 @@ class TrainStep:
         self._way: Whole | None = None
         if devices is not None:
             self._find_way()
-        # Of the newest model; and of all whose states somebody has.
-        self._maker = Maker(step)
-        self._makers = weakref.WeakSet({self._maker})
+        self._makers = Makers(step)
         self._has_run = False
 
     @property
@@ -148,7 +123,7 @@ class TrainStep:
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
-        maker = self._maker = self._maker_of(model, params)
+        maker = self._makers.see(model, params)
         return way.first(maker.parts, self._with_scale(fields), maker)
 
     def expect(self, global_batch: int | None) -> None:
@@ -177,13 +152,13 @@ class TrainStep:
             StateError: it is not a state.
         """
         check_is_state(state, "step.model(state)")
-        maker = state.origin if isinstance(state.origin, Maker) else self._maker
+        maker = state.origin if isinstance(state.origin, Maker) else self._makers.newest
         return maker.parts.loss.build(state.params, state.model_state)
 
     @property
     def untrained(self) -> Any:
         """Arrays of the newest module that are in no state: integers, flags and keys."""
-        model = self._maker.parts.loss.model
+        model = self._makers.newest.parts.loss.model
         return () if model is None else model.fixed
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -216,9 +191,9 @@ class TrainStep:
             refuse_disabled_jit()
         check_is_state(state, "step(state, batch)")
         way, kind, counts = self._find_way(), None, ()
-        maker = self._maker
-        if state.origin is not maker and state.origin in self._makers:
-            maker = state.origin
+        maker = self._makers.newest
+        if state.origin is not maker:
+            maker = self._makers.of_state(state)
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)
             parts, counts = work.largest, work.counts
@@ -273,7 +248,7 @@ class TrainStep:
         return self._way
 
     def _take(self, model: Model, model_state: Any) -> tuple[Any, Any]:
-        """Parameters and model state of a module; the loss is told how to put it together."""
+        """Parameters and model state of a module."""
         loss = self._step.loss
         if model.how.changes_in_place and loss.takes_model_state:
             raise ArgumentError(
@@ -281,19 +256,6 @@ class TrainStep:
                 "loss_fn(model, batch), and let the model change in it."
             )
         return model.weights, model.state if model.how.changes_in_place else model_state
-
-    def _maker_of(self, model: Model | None, params: Any) -> Maker:
-        """Who makes the states of a model, or of parameters that are none."""
-        loss = self._step.loss if model is None else self._step.loss.of_model(model)
-        leaves, treedef = jax.tree.flatten(params)
-        kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        for maker in self._makers:
-            if maker.kind in (None, kind) and maker.parts.loss.has_model_of(loss):
-                maker.kind = kind
-                return maker
-        maker = Maker(replace(self._step, loss=loss), kind)
-        self._makers.add(maker)
-        return maker
 
     def _with_scale(self, fields: Fields) -> Fields:
         """The fields with the loss scale that this step needs."""
