@@ -102,7 +102,7 @@ def with_multitower(step: Any, state: Any, batch: Any) -> tuple[Any, Callable[[i
     import jax
 
     state, _ = step(state, batch)
-    (runner,) = step._runners.values()
+    (runner,) = step._makers.newest.runners.values()
     fields = state.fields()
     rows = jax.tree.leaves(batch)
     lowered = runner.program(fields).lower(fields, [], rows, runner._feeder._count(ROWS))

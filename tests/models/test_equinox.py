@@ -17,6 +17,7 @@ from tower_keys import tower_key
 pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own tower's rows")
 
 X = np.random.default_rng(0).normal(size=(2, 16, 4)).astype(np.float32)  # two batches of 16 rows
+KEY = jax.random.key(0)
 ROWS = {"axis_name": "rows", "in_axes": (0, None, 0), "out_axes": (0, None)}
 
 
@@ -181,6 +182,14 @@ class Holds(eqx.Module):
         return self.what(x, self.weight)
 
 
+def test_modules_inside_of_a_tree():
+    """Lie: a function has "dtype custom_jvp"."""
+    step = mt.train_step(lambda m, x: m[0](x), optax.sgd(0.1), devices=1, towers=2)
+    with pytest.raises(mt.ArgumentError, match=r"params\[1\] is a MLP with arrays or functions"):
+        step.init([eqx.nn.Linear(4, 2, key=KEY), eqx.nn.MLP(4, 2, 3, 1, key=KEY)])
+    assert step.init([eqx.nn.Linear(4, 2, key=KEY)]).step == 0
+
+
 def test_a_leaf_that_nothing_can_be_remembered_by():
     model = Holds(jnp.ones(4), bytearray(b"x"))
     with pytest.raises(
@@ -205,6 +214,112 @@ def test_a_trainer_scores_the_module():
     )
     expected = np.mean(line_losses(trainer.step.model(state), x))
     np.testing.assert_allclose(scores["loss"], expected, rtol=1e-5)
+
+
+def test_the_arrays_of_a_partitioned_module_are_scored_in_evaluation_mode():
+    """Lie: Equinox's own error about None; or dropout in the scores."""
+    model = eqx.nn.Sequential([eqx.nn.Dropout(0.5), eqx.nn.Linear(4, "scalar", key=KEY)])
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def scores(params, x):
+        return {"y": jax.vmap(eqx.combine(params, static))(x)}
+
+    x = X[0, :6]
+    expected = np.mean(jax.vmap(eqx.nn.inference_mode(model))(x))
+    found = mt.evaluate(scores, params, x, global_batch=4, devices=2)
+    np.testing.assert_allclose(found["y"], expected, rtol=1e-5)
+    assert params[0].inference is None
+
+
+class Noisy(eqx.Module):
+    weight: jax.Array
+    key: jax.Array
+    inference: bool = eqx.field(static=True, default=False)
+
+
+def test_a_flag_that_cannot_be_set_is_named():
+    with pytest.raises(mt.ArgumentError, match=r"of the Noisy has an attribute inference.*static"):
+        mt.predict(lambda m, x: x, Noisy(jnp.ones(4), KEY), X[0], global_batch=4)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_law_l6_a_key_inside_a_module(make_key):
+    """Lie: the same noise in every tower; or in another place than in a closure or an argument."""
+
+    def draws(model, x):
+        return (x @ model.weight).mean(), jax.random.normal(model.key, (len(x),))
+
+    model = Noisy(jnp.ones(4), make_key(7))
+    expected = np.concatenate([jax.random.normal(tower_key(model.key, t), (2,)) for t in range(4)])
+    x = X[0, :8]
+    (_, found), _ = mt.value_and_grad(draws, has_aux=True, devices=4)(model, x)
+    np.testing.assert_array_equal(found, expected)
+    step = mt.train_step(
+        lambda model, x: (0 * model.weight.sum() + draws(model, x)[1]),
+        optax.sgd(0.1), devices=1, towers=4, diagnostics=True,
+    )  # fmt: skip
+    _, metrics = step(step.init(model), x)
+    np.testing.assert_allclose(metrics["tower_losses"], expected.reshape(4, 2).mean(1), rtol=1e-5)
+
+
+class Permuted(eqx.Module):
+    weight: jax.Array
+    order: jax.Array
+
+    def __init__(self, seed):
+        self.weight = jnp.ones(4)
+        self.order = jnp.asarray(np.random.default_rng(seed).permutation(4))
+
+
+def permuted_losses(model, x):
+    return (x[:, model.order] @ model.weight - x[:, 0]) ** 2
+
+
+@pytest.mark.parametrize("options", [{}, {"towers": 2}], ids=str)
+def test_models_of_one_step_keep_their_own_integers(options):
+    """An ensemble. Lie: all of them are trained with the integers of the last one."""
+
+    def train(step, state):
+        for x in X:
+            state, _ = step(state.replace(rng=None), x)
+        return step.model(state.replace(rng=None))
+
+    make = lambda: mt.train_step(permuted_losses, optax.sgd(0.1), devices=2, **options)
+    step, models = make(), [Permuted(seed) for seed in range(2)]
+    states = [step.init(model) for model in models]
+    for model, state in zip(models, states, strict=True):
+        alone = make()
+        expected = train(alone, alone.init(model))
+        found = train(step, state)
+        np.testing.assert_array_equal(found.order, model.order)
+        np.testing.assert_array_equal(found.weight, expected.weight)
+
+
+def test_law_l4_a_resume_with_other_integers_is_refused(tmp_path):
+    """Lie: the weights of one model, put together with the integers of another one."""
+
+    def trainer():
+        return mt.Trainer(
+            permuted_losses, optax.sgd(0.1), devices=1, towers=2, run_dir=tmp_path, hooks=[],
+            keep_best="y", global_batch=16,
+        )  # fmt: skip
+
+    def fit(seed, steps):
+        one = trainer()
+        score = lambda model, x: {"y": x[:, model.order] @ model.weight}
+        test = lambda state: one.evaluate(score, state, X[0], global_batch=16)
+        batches = lambda first: iter(X[first:])
+        given = {"evaluate": test, "evaluate_every": 1, "resume": True}
+        return one.fit(Permuted(seed), batches, steps=steps, **given)
+
+    fit(0, 1)
+    with pytest.raises(mt.RunError, match="model has other integers, flags or keys"):
+        fit(1, 2)
+    for best in (False, True):
+        assert trainer().restore(Permuted(0), best=best).step == 1
+        with pytest.raises(mt.RunError, match="model has other integers, flags or keys"):
+            trainer().restore(Permuted(1), best=best)
+    assert fit(0, 2).step == 2
 
 
 def line_losses(model, x):

@@ -224,6 +224,16 @@ def test_train_step_takes_a_module():
     assert_close(state_of(model), expected)
 
 
+def test_modules_inside_of_a_tree():
+    """Lie: statistics and frozen arrays are trained as parameters, or Flax's own error."""
+    step = mt.train_step(lambda m, x: m["a"](x)[:, 0], optax.sgd(0.1), devices=1, towers=2)
+    linear, norm = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    with pytest.raises(mt.ArgumentError, match=r"params\['b'\] is a BatchNorm with Variables that"):
+        step.init({"a": linear, "b": norm})
+    assert jax.tree.leaves(step.init({"a": linear, "b": [linear]}).params)
+    assert step.init(nnx.Dict(a=linear, b=norm)).model_state
+
+
 @pytest.mark.slow
 def test_law_l4_a_module_is_saved_and_resumed(tmp_path):
     """On other devices than it was begun; random streams and statistics included."""

@@ -109,7 +109,7 @@ def measured(program, options, most):
     if "towers" in options:
         step(state, batch)
         return max(most.values())
-    (run,) = step._runners.values()
+    (run,) = step._makers.newest.runners.values()
     parts, fields = take_apart(batch, 0, name="batch"), state.fields()
     is_split = options.keys() & {"shard_params", "shard_update"}
     program = run.program(fields) if is_split else run.program

@@ -109,7 +109,7 @@ def test_a_contrastive_loss_in_stages_equals_that_of_the_whole_batch():
     assert staged_loss == pytest.approx(loss, rel=1e-4)
     for found, wanted in zip(staged_params, params, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-4)  # Adam enlarges the rounding
-    (runner,) = made["step"]._runners.values()
+    (runner,) = made["step"]._makers.newest.runners.values()
     assert runner._job.chain.homes == (0, 0, 1, 1)
     assert made["step"].layout.place_of == (0, 1)
     lines = path.read_text().splitlines()

@@ -144,7 +144,7 @@ def test_the_fast_step_sends_one_all_reduce(monkeypatch):
     params = np.zeros((4, 300), np.float32)
     step = mt.train_step(lambda w, batch: (batch @ w).sum(1), optax.sgd(0.1), devices=4)
     state, _ = step(step.init(params), ROWS)
-    (runner,) = step._runners.values()
+    (runner,) = step._makers.newest.runners.values()
     shared = NamedSharding(step.placement.mesh, PartitionSpec())
     fields = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shared), state.fields()

@@ -126,7 +126,7 @@ def elements(text):
 def test_nothing_is_sent_in_the_loop(looped):
     """Read off the compiled programs: collectives, and the bodies of loops with what they call."""
     looped(start(looped), BATCHES[:3])
-    (runner,) = looped._runners.values()
+    (runner,) = looped._makers.newest.runners.values()
     given = runner._feeder.feed(take_apart_each(BATCHES[:3], 4))
     sent = {}
     for meets, program in runner._programs.items():

@@ -255,7 +255,7 @@ def test_between_meetings_no_program_spans_devices(monkeypatch):
     step = make(sync_every=2, devices=2)
     state = step.init(PARAMS)
     state, _ = step(state, batch(0))
-    (runner,) = step._runners.values()
+    (runner,) = step._makers.newest.runners.values()
     meeting = runner._meeting
     calls, reduced = [], meeting.totals.reduced
     monkeypatch.setattr(meeting.totals, "reduced", lambda *args: calls.append(1) or reduced(*args))

@@ -168,7 +168,7 @@ def test_trap_every_device_keeps_its_part_from_the_start(trained):
 def test_what_a_compiled_step_sends(trained):
     # The lie: an all-reduce of all gradients, of which every device then takes its part.
     _, step, _, _, state, _ = trained
-    (runner,) = step._runners.values()
+    (runner,) = step._makers.newest.runners.values()
     fields = state.fields()
     fed = runner._feeder.feed(take_apart(BATCHES[0], 0, name="batch"))
     text = runner.program(fields).lower(fields, *fed).compile().as_text()
@@ -319,7 +319,7 @@ def test_a_loss_in_16_bits_is_sent_its_parameters_in_16_bits():
     options = {"compute_dtype": jnp.bfloat16, "shard_params": True}
     step = mt.train_step(loss, optax.sgd(0.1), devices=2, **options)
     state, parts = step.init(layers), take_apart(np.ones((4, 64), np.float32), 0, name="batch")
-    runner = step._runner(state, parts, 4)
+    runner = step._runner(step._makers.newest, state, parts, 4)
     fields = state.fields()
     lowered = runner.program(fields).lower(fields, *runner._feeder.feed(parts)).as_text()
     sent = re.findall(r'"stablehlo.(\w+)"\([^\n]*?-> tensor<64x64x(\w+)>', lowered)

@@ -73,7 +73,7 @@ def test_it_is_as_many_calls(looped):
     assert_close(state, wanted)
     joined = jax.tree.map(lambda a, b: np.concatenate([a, b]), first, second)
     assert_close(joined, metrics)
-    (runner,) = looped._runners.values()
+    (runner,) = looped._makers.newest.runners.values()
     assert runner._run._cache_size() == 1  # the short call is the same program
 
 

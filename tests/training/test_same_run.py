@@ -153,6 +153,12 @@ def test_two_small_batches_after_a_resume_are_answered_with_the_way_out(tmp_path
     assert fit(5, allow_changes=True, global_batch=16).step == 5
 
 
+def test_law_l4_batches_of_any_size_go_on_where_a_full_one_is_said(tmp_path):
+    """Lie: two small batches after a resume, or a larger one, are those of another run."""
+    for rows, steps in ((8, 1), (5, 3), (16, 4)):
+        assert fit(tmp_path, optax.sgd(0.1), steps=steps, rows=rows).step == steps
+
+
 @pytest.mark.parametrize("cut", [2, 5])
 def test_law_l4_a_run_that_goes_on_with_a_ragged_batch(cut, tmp_path):
     """Lie: the ragged batch is taken for a full one, and its rows go to other towers."""

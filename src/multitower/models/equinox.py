@@ -61,8 +61,34 @@ class EquinoxParts(NamedTuple):
 
 
 def equinox_in_evaluation_mode(module: Any) -> Any:
-    """A copy as `eqx.nn.inference_mode` makes it."""
-    return sys.modules["equinox"].nn.inference_mode(module)
+    """A copy as `eqx.nn.inference_mode` makes it; also of the arrays that `eqx.partition` gives.
+
+    There a flag is None, and `eqx.combine` takes the one that is set here.
+
+    Raises:
+        ArgumentError: a flag that is no leaf.
+    """
+    equinox: Any = sys.modules["equinox"]
+    try:
+        return equinox.tree_at(_flags, module, replace_fn=lambda _: True, is_leaf=_is_none)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"a layer of the {type(module).__name__} has an attribute inference that is no leaf of "
+            "the module, so eqx.nn.inference_mode cannot set it. Make it a plain field, "
+            "inference: bool, without static=True; or give it another name."
+        ) from error
+
+
+def _flags(tree: Any) -> list[Any]:
+    """The attributes `inference` in a tree, which `eqx.nn.inference_mode` sets."""
+    is_inside = lambda node: node is not tree and hasattr(node, "inference")
+    nodes = [x for x in jax.tree.leaves(tree, is_leaf=is_inside) if is_inside(x)]
+    own = [tree.inference] if hasattr(tree, "inference") else []
+    return [*own, *(flag for node in nodes for flag in _flags(node))]
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def take_equinox(module: Any) -> tuple[EquinoxParts, Any, Any, Any]:

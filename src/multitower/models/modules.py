@@ -68,6 +68,11 @@ class Model:
         """The module."""
         return self.how.build(self.weights, self.fixed, self.state)
 
+    def in_tower(self, here: Tower) -> "Model":
+        """The model as one tower gets it: each tower has its own keys."""
+        own = lambda tree: jax.tree.map(lambda leaf: enter(leaf, here), tree)
+        return replace(self, fixed=own(self.fixed), state=own(self.state))
+
     def state_after(self, module: Any) -> Any:
         """The state of a module that was built of this one and called.
 
@@ -155,6 +160,30 @@ def take_model(module: Any, wanted: Any = None) -> Model:
     return Model(weights, fixed, state, how, type(module).__name__)
 
 
+def refuse_modules_inside(params: Any) -> None:
+    """Refuses modules inside of a tree of parameters if they have more than weights.
+
+    Raises:
+        ArgumentError: one that has more; it is named.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)
+    for path, value in flat:
+        if is_nnx(value):
+            others: Any = take_model(value).state
+            what, whole = "Variables that are no nnx.Param", "nnx.Dict(...) or nnx.List(...)"
+        elif is_equinox(value):
+            others = [leaf for leaf in jax.tree.leaves(value) if not _is_float(leaf)]
+            what, whole = "arrays or functions that are not trained", "an eqx.Module of yours"
+        else:
+            continue
+        if jax.tree.leaves(others):
+            raise ArgumentError(
+                f"params{jax.tree_util.keystr(path)} is a {type(value).__name__} with {what}, "
+                f"inside of a {type(params).__name__}. Pass one module that holds all of them, "
+                f"such as {whole}."
+            )
+
+
 def take_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -196,6 +225,10 @@ def take_call(
     return Call(holed, holed_kwargs, closed.rows, models, closed.arrays, modules)
 
 
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def fill(tree: Any, values: Sequence[Any] | Mapping[int, Any]) -> Any:
     """A tree with values in place of its holes."""
     return jax.tree.map(
@@ -226,10 +259,7 @@ def call_tower(fun: Any, call: Call, here: Tower, tower_rows: int) -> tuple[Any,
     Raises:
         OutputError: a change that towers cannot put together.
     """
-    entered = [
-        replace(model, state=jax.tree.map(lambda leaf: enter(leaf, here), model.state))
-        for model in call.models
-    ]
+    entered = [model.in_tower(here) for model in call.models]
     modules = [model.build() for model in entered]
     args, kwargs = fill((call.args, call.kwargs), modules)
     arrays = [enter(leaf, here) for leaf in call.arrays]  # each tower has its own keys

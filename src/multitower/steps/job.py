@@ -267,8 +267,9 @@ def _forward(
         batch = split.rebuild(shared.rest, rows, here)
         given, treedef = jax.tree.flatten(fields.model_state)
         given = [enter(leaf, here) for leaf in given]
+        loss = step.loss.in_tower(here)
         with inside_a_tower(tower_rows), inside_tower():
-            output = step.loss(params, batch, rng, jax.tree.unflatten(treedef, given))
+            output = loss(params, batch, rng, jax.tree.unflatten(treedef, given))
         new = _leaves_like(treedef, output.model_state)
         changed = sort(given, new, here, tower_rows, step.model_state_from)
         return output._replace(model_state=changed)

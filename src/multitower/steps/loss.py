@@ -14,7 +14,8 @@ from multitower.functions.outputs import check_metrics, metric_name
 from multitower.functions.ratio import is_ratio
 from multitower.models.modules import Model
 from multitower.steps.precision import as_given, narrow, narrow_rows
-from multitower.towers.rows import is_key
+from multitower.steps.state.fingerprint import fingerprint
+from multitower.towers.rows import Tower, is_key
 
 
 class LossOutput(NamedTuple):
@@ -106,6 +107,17 @@ class LossFunction:
         # On the host: arrays that never change become constants of the compiled programs.
         fixed = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), model.fixed)
         return replace(self, model=replace(model, weights=(), fixed=fixed, state=()))
+
+    def in_tower(self, here: Tower) -> "LossFunction":
+        """The loss as one tower has it: of the keys that its module holds, it has its own."""
+        return self if self.model is None else replace(self, model=self.model.in_tower(here))
+
+    def has_model_of(self, other: "LossFunction") -> bool:
+        """Whether the modules of two losses differ in nothing but weights and state."""
+        mine, others = self.model, other.model
+        if mine is None or others is None:
+            return mine is others
+        return mine.how == others.how and fingerprint(mine.fixed) == fingerprint(others.fixed)
 
     @property
     def keeps_model_state(self) -> bool:

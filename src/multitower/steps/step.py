@@ -1,6 +1,5 @@
 """TrainStep: what `train_step` makes. Compiles a step for each kind of batch, and runs it."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,11 +10,12 @@ from multitower.errors import ArgumentError, BatchError
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.modules import Model
+from multitower.models.modules import Model, refuse_modules_inside
 from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import take_apart_each
+from multitower.steps.makers import Maker, Makers
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import fitting_scale
@@ -60,9 +60,7 @@ class TrainStep:
         self._way: Whole | None = None
         if devices is not None:
             self._find_way()
-        self._looked: dict[Any, Looked] = {}
-        self._runners: dict[Any, Runner] = {}
-        self._seen: dict[Any, Seen] = {}
+        self._makers = Makers(step)
         self._has_run = False
 
     @property
@@ -117,12 +115,16 @@ class TrainStep:
 
         way = self._find_way()
         params = take_params(params, in_parts=way.makes_in_parts)
-        if isinstance(params, Model):
-            params, model_state = self._take(params, model_state)
+        model = params if isinstance(params, Model) else None
+        if model is not None:
+            params, model_state = self._take(model, model_state)
+        else:
+            refuse_modules_inside(params)
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)
-        return way.first(self._step, self._with_scale(fields), self)
+        maker = self._makers.see(model, params)
+        return way.first(maker.parts, self._with_scale(fields), maker)
 
     def expect(self, global_batch: int | None) -> None:
         """Says how many rows a full batch has, where the first batch to come may be a smaller one.
@@ -152,8 +154,14 @@ class TrainStep:
             StateError: it is not a state.
         """
         check_is_state(state, "step.model(state)")
-        maker = state.maker if isinstance(state.maker, TrainStep) else self
-        return maker._step.loss.build(state.params, state.model_state)
+        maker = state.origin if isinstance(state.origin, Maker) else self._makers.newest
+        return maker.parts.loss.build(state.params, state.model_state)
+
+    @property
+    def untrained(self) -> Any:
+        """Arrays of the newest module that are in no state: integers, flags and keys."""
+        model = self._makers.newest.parts.loss.model
+        return () if model is None else model.fixed
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Makes one update.
@@ -185,22 +193,25 @@ class TrainStep:
             refuse_disabled_jit()
         check_is_state(state, "step(state, batch)")
         way, kind, counts = self._find_way(), None, ()
+        maker = self._makers.newest
+        if state.origin is not maker:
+            maker = self._makers.of_state(state)
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)
             parts, counts = work.largest, work.counts
         else:
             leaves, treedef = jax.tree.flatten(batch)
             kind = (way.version, kind_of(leaves, treedef))
-            if state.maker is self and (seen := self._seen.get(kind)) is not None:
+            if state.maker is maker and (seen := maker.seen.get(kind)) is not None:
                 return self._run_again(seen, state, leaves, batch)
             work = parts = take_apart(batch, 0, name="batch")
-        refuse_tracers(state, parts, self)
-        if state.maker is not self:
+        refuse_tracers(state, parts, maker)
+        if state.maker is not maker:
             fields = self._with_scale(way.accepted(state.fields()))
-            state = way.adopt(self._step, fields, self)
+            state = way.adopt(maker.parts, fields, maker)
         given = state
         if changes := state.changes():
-            state = way.with_changes(state, changes, self)
+            state = way.with_changes(state, changes, maker)
         global_batch = self._global_batch or self._full_batch(parts)
         if not self._has_run and self.placement.spans_processes:
             from multitower.steps.state.replicas import check_replicas  # noqa: PLC0415 (importing stays quick)
@@ -208,13 +219,13 @@ class TrainStep:
             passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
             check_same_call("batch", passed, self.placement, counts)
             check_replicas(state)  # host-device sync
-        runner = self._runner(state, parts, global_batch)
-        result = runner.run(state, work, self)
+        runner = self._runner(maker, state, parts, global_batch)
+        result = runner.run(state, work, maker)
         given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed is no measure
         if kind is not None and kind[1] is not None:
-            self._seen[kind] = Seen.of(parts, runner)
+            maker.seen[kind] = Seen.of(parts, runner)
         return result
 
     def _run_again(
@@ -223,9 +234,9 @@ class TrainStep:
         """Makes an update with a batch of a kind that has been run, as quickly as Python can."""
         given = state
         if changes := state.changes():
-            state = self._find_way().with_changes(state, changes, self)
+            state = self._find_way().with_changes(state, changes, state.maker)
         try:
-            result = seen.runner.run(state, seen.parts(leaves), self)
+            result = seen.runner.run(state, seen.parts(leaves), state.maker)
         except RuntimeError:
             take_apart(batch, 0, name="batch")  # says in our words what JAX says of an array
             raise
@@ -239,26 +250,19 @@ class TrainStep:
         return self._way
 
     def _take(self, model: Model, model_state: Any) -> tuple[Any, Any]:
-        """Parameters and model state of a module; the loss is told how to put it together."""
+        """Parameters and model state of a module."""
         loss = self._step.loss
         if model.how.changes_in_place and loss.takes_model_state:
             raise ArgumentError(
                 f"the loss takes model_state, and a {model.name} keeps its own: write "
                 "loss_fn(model, batch), and let the model change in it."
             )
-        if loss.model is None or loss.model.how != model.how or model.fixed:
-            self._step = replace(self._step, loss=loss.of_model(model))
-            self._forget()
         return model.weights, model.state if model.how.changes_in_place else model_state
 
     def _with_scale(self, fields: Fields) -> Fields:
         """The fields with the loss scale that this step needs."""
         dtype = self._step.loss.compute_dtype
         return fields._replace(loss_scale=fitting_scale(dtype, fields.loss_scale))
-
-    def _forget(self) -> None:
-        for known in (self._runners, self._looked, self._seen):
-            known.clear()
 
     def _full_batch(self, parts: Parts) -> int:
         """Rows of a full batch, if this is one."""
@@ -267,12 +271,12 @@ class TrainStep:
             return first.tower_rows * first.placement.num_towers
         return parts.num_rows
 
-    def _runner(self, state: TrainState, parts: Parts, global_batch: int) -> Runner:
+    def _runner(self, maker: Maker, state: TrainState, parts: Parts, global_batch: int) -> Runner:
         """What runs this batch: the same for every batch that fits the full one."""
         way = self._find_way()
         num_towers = way.num_towers
         tower_rows = -(-global_batch // num_towers)
-        averaged, meets, num_weights = self._look(state, parts, tower_rows)
+        averaged, meets, num_weights = self._look(maker, state, parts, tower_rows)
         way.check(meets)
         if averaged or meets:  # every row of every tower must be real
             if parts.num_rows % num_towers and meets:
@@ -288,23 +292,23 @@ class TrainStep:
                 "largest batch there will be."
             )
         key = (parts.split, tower_rows, way.version)
-        if key not in self._runners:
+        if key not in maker.runners:
             batches = Batches(parts, tower_rows, num_weights > 0, bool(averaged or meets))
-            self._runners[key] = way.make_runner(self._step, state, batches)
-        return self._runners[key]
+            maker.runners[key] = way.make_runner(maker.parts, state, batches)
+        return maker.runners[key]
 
-    def _look(self, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
+    def _look(self, maker: Maker, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
         """What there is to know of the loss before a program is made of it."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
-        if key not in self._looked:
+        if key not in maker.looked:
             way = self._find_way()
             look = lambda fields: look_at_loss(
-                self._step,
+                maker.parts,
                 parts,
                 fields,
                 tower_rows,
                 num_towers=way.num_towers,
                 is_by_device=self._towers is None,
             )
-            self._looked[key] = way.look(state, look)  # dear: it may join what devices have
-        return self._looked[key]
+            maker.looked[key] = way.look(state, look)  # dear: it may join what devices have
+        return maker.looked[key]

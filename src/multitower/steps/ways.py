@@ -1,5 +1,6 @@
 """Ways to keep a training state on devices, beside the whole of it on every one."""
 
+import weakref
 from collections.abc import Callable
 
 import jax
@@ -28,7 +29,8 @@ class InBlocks(Whole):
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement, same_bits=True)
-        self._sharded: ShardedState | None = None
+        # By the maker of states: its models are alike.
+        self._sharded: weakref.WeakKeyDictionary[object, ShardedState] = weakref.WeakKeyDictionary()
         self._version = 0
 
     @property
@@ -38,36 +40,39 @@ class InBlocks(Whole):
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`."""
-        whole, sharded = self._fitted(step, fields)
+        whole, sharded = self._fitted(step, fields, maker)
         parts = sharded.first(whole, with_average=step.ema_decay is not None)
         return sharded.state(parts, maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`."""
-        whole, sharded = self._fitted(step, fields)
+        whole, sharded = self._fitted(step, fields, maker)
         kept = whole._replace(opt_state=fields.opt_state, ema_params=fields.ema_params)
         return sharded.state(sharded.take_apart(kept), maker)
 
     def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
         """As in `Whole`."""
-        assert self._sharded is not None
-        return self._sharded.state(self._sharded.take_changes(state.parts(), changes), maker)
+        sharded = self._sharded[maker]
+        return sharded.state(sharded.take_changes(state.parts(), changes), maker)
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
         batch, tower_rows, has_weights, _ = batches
-        assert self._sharded is not None
-        given = (step, batch.split, tower_rows, self.placement, self._sharded)
+        given = (step, batch.split, tower_rows, self.placement, self._sharded[state.maker])
         return ShardedRunner(*given, has_weights=has_weights)
 
-    def _fitted(self, step: StepParts, fields: Fields) -> tuple[Fields, ShardedState]:
+    def _fitted(
+        self, step: StepParts, fields: Fields, maker: object
+    ) -> tuple[Fields, ShardedState]:
         """The fields that are whole on every device, and what knows the blocks of the others."""
         rest = fields._replace(opt_state=None, ema_params=None)
         whole = on_all_devices(rest, self.placement)
-        if self._sharded is None or not self._sharded.fits(whole.params):
-            self._sharded = ShardedState(step.optimizer, whole.params, self.placement)
+        sharded = self._sharded.get(maker)
+        if sharded is None or not sharded.fits(whole.params):
+            sharded = ShardedState(step.optimizer, whole.params, self.placement)
+            self._sharded[maker] = sharded
             self._version += 1
-        return whole, self._sharded
+        return whole, sharded
 
 
 class InStages(Whole):

@@ -20,9 +20,11 @@ from multitower.errors import RunError
 from multitower.hardware.configuration import uses_onednn
 from multitower.hardware.provenance import versions
 from multitower.steps.optimizing.optimizer import call_update
+from multitower.steps.state.fingerprint import fingerprint
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"
+_UNTRAINED = "untrained arrays"
 _WAY_OUT = (
     "Resuming would give the results of neither run. Use the saved settings, choose another "
     "run_dir, or pass allow_changes=True."
@@ -31,7 +33,9 @@ _WAY_OUT = (
 _MANY = 40
 
 
-def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def describe_run(
+    optimizer: Any, params: Any, settings: Mapping[str, Any], untrained: Any = ()
+) -> dict[str, Any]:
     """The settings that determine a run's results, as JSON values.
 
     Args:
@@ -39,6 +43,7 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
         params: its parameters, or their shapes and dtypes.
         settings: options that determine the results; a function of the step count is described by
             its program, another optimizer by that of its update.
+        untrained: arrays of the model that are in no checkpoint, from `TrainStep.untrained`.
 
     Returns:
         The settings, and a description of the optimizer's update.
@@ -60,6 +65,7 @@ def describe_run(optimizer: Any, params: Any, settings: Mapping[str, Any]) -> di
     # Where optax.inject_hyperparams keeps the learning rate, it is no number of the update.
     found["first optimizer state"] = _program(jax.make_jaxpr(optimizer.init)(shapes))
     found["onednn"] = uses_onednn()
+    found |= describe_arrays(untrained)
     return {**found, "versions": {name: versions()[name] for name in ("jax", "optax")}}
 
 
@@ -74,6 +80,7 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
     Raises:
         RunError: a setting differs; the message names it.
     """
+    check_same_arrays(saved, now, where)
     # Another version of JAX or optax may write the same update in another way.
     is_comparable = saved.get("versions") == now["versions"]
     for name, value in now.items():
@@ -86,6 +93,30 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
         raise RunError(
             f"{where} holds a run with another {name}: the run there has {there}, this one has "
             f"{here}. {_WAY_OUT}"
+        )
+
+
+def describe_arrays(untrained: Any) -> dict[str, Any]:
+    """What there is to know of arrays that are in no checkpoint; part of `describe_run`."""
+    return {_UNTRAINED: fingerprint(untrained)}
+
+
+def check_same_arrays(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
+    """Refuses a model that has other untrained arrays than that of a checkpoint.
+
+    Args:
+        saved: settings saved with the checkpoint; empty if there are none.
+        now: of this model, from `describe_arrays`.
+        where: the directory of the checkpoints, for the message.
+
+    Raises:
+        RunError: they differ.
+    """
+    if saved.get(_UNTRAINED, now[_UNTRAINED]) != now[_UNTRAINED]:
+        raise RunError(
+            f"{where} holds a run whose model has other integers, flags or keys. These arrays are "
+            "not trained, and a checkpoint does not hold them: the weights would be put together "
+            "with those of the model that you passed. Make it as the run did, from the same seed."
         )
 
 

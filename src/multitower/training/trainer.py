@@ -269,7 +269,8 @@ class Trainer:
 
         Args:
             params: the initial parameters, or a function without arguments that returns them (see
-                `TrainStep.init`); on a resume their values are not used.
+                `TrainStep.init`); on a resume their values are not used. An Equinox module must
+                then have the integers, flags and keys that it had when the run began.
             batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
                 ... A batch must depend on its number alone, so that a resume gets the same ones.
             steps: updates in all, over the first run and all resumes. More than a finished run has
@@ -331,7 +332,8 @@ class Trainer:
         how = Resume(steps, resume, allow_previous, allow_changes)
         call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every)
         state = self.step.init(params, model_state=model_state, rng=rng)
-        run = describe_run(self._optimizer, state.params_shapes(), self._settings)
+        given = (self._settings, self.step.untrained)
+        run = describe_run(self._optimizer, state.params_shapes(), *given)
         with self._checkpoints() as checkpoints:
             return self._around().run(state, run, checkpoints, call)
 
@@ -341,7 +343,7 @@ class Trainer:
         """Reads the newest checkpoint, or the best one, without training.
 
         Args:
-            params: as for `fit`; the values are not used.
+            params: as for `fit`; the values of weights are not used.
             model_state: as for `fit`.
             rng: as for `fit`.
             best: read the state that `keep_best` kept.
@@ -351,6 +353,7 @@ class Trainer:
 
         Raises:
             CheckpointError: there is no run directory, no checkpoint, or it cannot be read.
+            RunError: an Equinox module has other integers, flags or keys than that of the run.
         """
         if self._directory is None:
             raise CheckpointError("this trainer keeps no checkpoints: give it a run_dir.")
@@ -360,9 +363,14 @@ class Trainer:
             raise CheckpointError(
                 f"{directory} does not exist: {why if best else 'no complete checkpoint yet'}."
             )
+        from multitower.training.same_run import check_same_arrays, describe_arrays  # noqa: PLC0415 (importing stays quick)
+
         with Checkpoints(directory, read_only=True) as checkpoints:
             like = self.step.init(params, model_state=model_state, rng=rng)
-            return checkpoints.restore(like=like).state
+            number, state, _ = checkpoints.restore(like=like)
+            now = describe_arrays(self.step.untrained)
+            check_same_arrays(checkpoints.run_of(number), now, directory)
+            return state
 
     def model(self, state: TrainState, *, ema: bool | None = None) -> Any:
         """Returns what `evaluate` scores: the moving average or the parameters, or their module.
@@ -433,7 +441,9 @@ class Trainer:
         if self._patience is not None:
             self._patience.see(number, scores)
         if self._best is not None:
-            self._best.offer(number, state, scores)
+            from multitower.training.same_run import describe_arrays  # noqa: PLC0415 (importing stays quick)
+
+            self._best.offer(number, state, scores, describe_arrays(self.step.untrained))
         return scores
 
     def predict(
@@ -579,7 +589,9 @@ class Trainer:
 def _scored(state: TrainState) -> TrainState:
     """A state with what is scored as its parameters; what towers keep apart is not joined."""
     average = state.ema_params
-    return state if average is None else TrainState(state.shared()._replace(params=average))
+    if average is None:
+        return state
+    return TrainState(state.shared()._replace(params=average), origin=state.origin)
 
 
 def _as_hooks(hooks: Any) -> list[Hook]:

@@ -99,9 +99,10 @@ class TrainState:
         "_spent",
         "made_by",
         "maker",
+        "origin",
     )
 
-    def __init__(self, fields: Fields | None, maker: object = None) -> None:
+    def __init__(self, fields: Fields | None, maker: object = None, origin: object = None) -> None:
         self._fields = fields
         self._shared: Fields | None = None
         self._parts: Any = None
@@ -111,6 +112,8 @@ class TrainState:
         self._spent = False
         self._shown: dict[str, Shown] = {}
         self.maker = maker
+        # Who made the state that this one was made of: it knows the model.
+        self.origin = origin if maker is None else maker
         # The programs of the maker whose results the parts are, if it wants to know them again.
         self.made_by: Any = None
 
@@ -182,7 +185,7 @@ class TrainState:
 
     def replace(self, **changes: Any) -> "TrainState":
         """A state with some attributes changed, as `dataclasses.replace` would do it."""
-        return TrainState(self.fields()._replace(**changes))
+        return TrainState(self.fields()._replace(**changes), origin=self.origin)
 
     def fields(self) -> Fields:
         """The contents, as arrays that span all devices."""

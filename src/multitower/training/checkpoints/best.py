@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from multitower.errors import RunError, warn
 from multitower.processes.together import of_first
@@ -40,13 +40,20 @@ class BestCheckpoint(NamedTuple):
     metric: str
     mode: Literal["max", "min"]
 
-    def offer(self, step: int, state: TrainState, scores: Mapping[str, float]) -> bool:
+    def offer(
+        self,
+        step: int,
+        state: TrainState,
+        scores: Mapping[str, float],
+        run: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Saves a state if it is better than the one that is there; waits until it is on disk.
 
         Args:
             step: updates made.
             state: what was scored.
             scores: what was found; a NaN is never the best.
+            run: as for `Checkpoints.save`.
 
         Returns:
             Whether it was saved.
@@ -62,7 +69,7 @@ class BestCheckpoint(NamedTuple):
         if math.isnan(scores[self.metric]):
             return False
         with Checkpoints(self.directory, keep_last=1) as checkpoints:
-            checkpoints.save(step, state, {"scores": dict(scores)})
+            checkpoints.save(step, state, {"scores": dict(scores)}, run=run)
         return True
 
     def scores(self) -> tuple[int, dict[str, float]] | None:

@@ -113,13 +113,13 @@ class Around(NamedTuple):
                         self.end(reason)
                 return self._ended(state, test, saver, vote)
             batches, global_batch = call.batches(first), self.options["global_batch"]
-            rows = BatchRows(run, saved)
-            if global_batch is None:
-                # A run that goes on may begin with a smaller batch than the first one was.
-                global_batch = rows.wanted
-                self.step.expect(global_batch)
             epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch
+            if global_batch is None:
+                # A run that goes on may begin with a smaller batch than the first one was.
+                rows = BatchRows(run, saved)
+                global_batch, batches = rows.wanted, _counted(batches, rows)
+                self.step.expect(global_batch)
             loop = Loop(
                 self.step,
                 self._feeding(checkpoints is not None, call, global_batch),
@@ -133,7 +133,7 @@ class Around(NamedTuple):
                 self.profile,
             )
             with self.while_it_runs(patience, epoch, (first, steps)):
-                state = loop.run(state, _counted(batches, rows), first=first, last=steps)
+                state = loop.run(state, batches, first=first, last=steps)
             return self._ended(state, test, saver, vote)
 
     def _ended(

@@ -1,0 +1,75 @@
+"""Makers: what one step knows of each of the models that it was given.
+
+Models may take turns, as in an ensemble: a state is trained with the model that it was made of.
+"""
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multitower.models.modules import Model
+from multitower.steps.job import Looked
+from multitower.steps.parts import StepParts
+from multitower.steps.seen import Seen
+from multitower.steps.state.train_state import TrainState
+from multitower.steps.way import Runner
+
+
+@dataclass(eq=False)
+class Maker:
+    """A step with one of the models that it was given: who made a state.
+
+    Models differ here in more than the values of weights and state: in shapes, integers, functions.
+
+    Attributes:
+        parts: what the step is made of, with a loss that can put the model together.
+        kind: of the parameters, their structure, shapes and dtypes; None before there are any.
+        looked: what is known of the loss, by kinds of batches.
+        runners: likewise what runs them.
+        seen: likewise what has been run.
+    """
+
+    parts: StepParts
+    kind: Any = None
+    looked: dict[Any, Looked] = field(default_factory=dict[Any, Looked])
+    runners: dict[Any, Runner] = field(default_factory=dict[Any, Runner])
+    seen: dict[Any, Seen] = field(default_factory=dict[Any, Seen])
+
+
+class Makers:
+    """The makers of one step: that of the newest model, and those whose states somebody has.
+
+    Attributes:
+        newest: of the model that came last.
+    """
+
+    def __init__(self, step: StepParts) -> None:
+        self._step = step
+        self.newest = Maker(step)
+        self._all = weakref.WeakSet({self.newest})
+
+    def see(self, model: Model | None, params: Any) -> Maker:
+        """Who makes the states of a model, or of parameters that are none; it is the newest."""
+        loss = self._step.loss if model is None else self._step.loss.of_model(model)
+        leaves, treedef = jax.tree.flatten(params)
+        kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        for maker in self._all:
+            if maker.kind in (None, kind) and maker.parts.loss.has_model_of(loss):
+                maker.kind = kind
+                break
+        else:
+            maker = Maker(replace(self._step, loss=loss), kind)
+            self._all.add(maker)
+        self.newest = maker
+        return maker
+
+    def of_state(self, state: TrainState) -> Maker:
+        """Who made a state, or what it was made of; the newest, if that is nobody known."""
+        origin = state.origin
+        if isinstance(origin, Maker) and origin in self._all:
+            return origin
+        return self.newest
