@@ -2,14 +2,13 @@
 
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 
 from multitower.engines.tracing import look_by_shapes
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.options import StageOptions
-from multitower.steps.blocks.state import ShardedState
-from multitower.steps.blocks.update import ShardedRunner
 from multitower.steps.job import Looked
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
@@ -22,6 +21,9 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.towers.placement import Placement, place
+
+if TYPE_CHECKING:
+    from multitower.steps.blocks.state import ShardedState
 
 
 class InBlocks(Whole):
@@ -59,16 +61,20 @@ class InBlocks(Whole):
         """As in `Whole`."""
         batch, tower_rows, has_weights, _ = batches
         given = (step, batch.split, tower_rows, self.placement, self._sharded[state.maker])
+        from multitower.steps.blocks.update import ShardedRunner  # noqa: PLC0415 (importing stays quick)
+
         return ShardedRunner(*given, has_weights=has_weights)
 
     def _fitted(
         self, step: StepParts, fields: Fields, maker: object
-    ) -> tuple[Fields, ShardedState]:
+    ) -> "tuple[Fields, ShardedState]":
         """The fields that are whole on every device, and what knows the blocks of the others."""
         rest = fields._replace(opt_state=None, ema_params=None)
         whole = on_all_devices(rest, self.placement)
         sharded = self._sharded.get(maker)
         if sharded is None or not sharded.fits(whole.params):
+            from multitower.steps.blocks.state import ShardedState  # noqa: PLC0415 (importing stays quick)
+
             sharded = ShardedState(step.optimizer, whole.params, self.placement)
             self._sharded[maker] = sharded
             self._version += 1
