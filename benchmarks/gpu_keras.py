@@ -5,10 +5,7 @@ A step is one of `model.fit`, which is how Keras is used, with a batch that lies
     python benchmarks/gpu_keras.py lenet|resnet50|transformer [--small] [--rounds 7] [--steps 10]
 """
 
-import argparse
-import json
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +14,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import keras
 import numpy as np
+from gpu_child import options_of, report
 from keras import layers, ops
 
 import multitower as mt
@@ -133,12 +131,7 @@ def transformer(small: bool) -> tuple[Any, Any, Any]:
 
 def main() -> None:
     """Measures one model."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", choices=["lenet", "resnet50", "transformer"])
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
+    options = options_of(__doc__)
     mt.configure(preallocate=False)  # others use the same GPU
     if options.model != "lenet":
         keras.config.set_dtype_policy("mixed_bfloat16")
@@ -155,14 +148,7 @@ def main() -> None:
     def run(num_steps: int) -> None:
         model.fit(batches(), steps_per_epoch=num_steps, shuffle=False, verbose=0)
 
-    started = time.perf_counter()
-    run(2)
-    found: dict[str, Any] = {"start_s": time.perf_counter() - started, "ms": []}
-    for _ in range(options.rounds):
-        start = time.perf_counter()
-        run(options.steps)
-        found["ms"].append((time.perf_counter() - start) / options.steps * 1e3)
-    print(json.dumps(found))
+    report(run, options)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 python benchmarks/gpu_torch.py lenet|resnet50|transformer [--small] [--rounds 7] [--steps 10]
 """
 
-import argparse
-import json
-import time
 from typing import Any
 
 import torch
+from gpu_child import options_of, report
 from torch import nn
 from torch.nn import functional
 
@@ -115,12 +113,7 @@ def transformer(small: bool) -> tuple[nn.Module, Any, Any]:
 
 def main() -> None:
     """Measures one model."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", choices=["lenet", "resnet50", "transformer"])
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
+    options = options_of(__doc__)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     makers = {"lenet": lenet, "resnet50": resnet50, "transformer": transformer}
@@ -145,14 +138,7 @@ def main() -> None:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
-    started = time.perf_counter()
-    run(2)
-    found: dict[str, Any] = {"start_s": time.perf_counter() - started, "ms": []}
-    for _ in range(options.rounds):
-        start = time.perf_counter()
-        run(options.steps)
-        found["ms"].append((time.perf_counter() - start) / options.steps * 1e3)
-    print(json.dumps(found))
+    report(run, options)
 
 
 if __name__ == "__main__":

@@ -161,8 +161,8 @@ def _pair(plan: reduction.Plan, local: Sequence[jax.Device]) -> tuple[int, int] 
 def _copy(sums: TowerSums, device: jax.Device) -> TowerSums:
     """These sums for programs of another device.
 
-    A CPU's memory is the host's: sums that are there already are passed on as they are, which takes
-    a tenth of the time. The host doesn't wait for others, and a device copies them.
+    A CPU's memory is the host's: sums that are ready are passed on as they are, in a tenth of the
+    time. Others are copied by the devices: the host waits for none.
     """
     buffers = sums.packed.buffers
     if _is_memory_of_host(device) and all(buffer.is_ready() for buffer in buffers):
