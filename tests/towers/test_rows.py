@@ -82,6 +82,14 @@ def test_a_legacy_key_among_rows():
     assert take_apart(key, 0, name="batch").num_rows == 2
     assert take_apart((key, np.ones(2)), 0, name="batch").split.kinds == ("key", 0)
     assert take_apart((key, np.ones(3)), (None, 0), name="batch").split.kinds == ("shared", 0)
+    assert take_apart((np.asarray(key), np.ones(3)), 0, name="batch").split.kinds == ("key", 0)
+
+
+def test_labels_of_two_rows_are_no_legacy_key():
+    """Lie: the last batch of an epoch has two rows, and its NumPy labels are a key."""
+    labels = np.array([3, 1], np.uint32)
+    assert take_apart((labels, np.ones(2)), 0, name="batch").split.kinds == (0, 0)
+    assert take_apart((labels, np.float32(2)), 0, name="batch").num_rows == 2
 
 
 def test_half_a_legacy_key_is_never_a_key():

@@ -257,7 +257,8 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
 def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
 
-    Among two rows too: half a key would be of no use to anybody.
+    Among two rows too: half a key would be of no use to anybody. But there a NumPy array is a
+    column of rows, such as labels: JAX makes keys as arrays of its own.
     """
     legacy = {
         number
@@ -269,6 +270,8 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
         for number, kind in enumerate(kinds)
         if isinstance(kind, int) and number not in legacy
     ]
+    if all(count == 2 for count in others):
+        legacy = {number for number in legacy if not isinstance(leaves[number], np.ndarray)}
     if not legacy or not others:
         return kinds
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
