@@ -5,6 +5,8 @@ something was looked at that changes all the time, or that cannot be compared.
 """
 
 import contextlib
+import dataclasses
+import inspect
 import math
 import sysconfig
 import types
@@ -51,13 +53,22 @@ class OfAProperty:
         return factor
 
 
+@dataclasses.dataclass
+class OfADataclass:
+    scale: float = 2.0
+
+    def times(self, x: float) -> float:
+        return x * factor * self.scale
+
+
 @pytest.mark.parametrize(
     "value",
-    [of_a_decorator, OfAMethod(), OfAProperty],
-    ids=["of a decorator", "of a method", "of a property"],
+    [of_a_decorator, OfAMethod(), OfAProperty, OfADataclass()],
+    ids=["of a decorator", "of a method", "of a property", "of a dataclass"],
 )
 def test_a_global_is_seen_through(value, monkeypatch):
     before = content_of(value)
+    inspect.get_annotations(type(value))  # kept in the class, from Python 3.14 on
     assert content_of(value) == before
     monkeypatch.setitem(globals(), "factor", 3.0)
     assert content_of(value) != before
