@@ -32,13 +32,19 @@ _LARGE_BYTES = 2**20
 _MANY = 5000
 # Members of a class that say nothing about what its methods do; from Python 3.14 on, what makes
 # its annotations is a function, and what it made is kept when somebody looks.
-_NO_CONTENT = frozenset(
-    (
-        *("__doc__", "__module__", "__dict__", "__weakref__", "__slots__"),
-        *("__annotations__", "__annotate_func__", "__annotations_cache__"),
-        *("__conditional_annotations__", "__dataclass_fields__", "__dataclass_params__"),
-    )
-)
+_NO_CONTENT = {
+    "__annotate_func__",
+    "__annotations__",
+    "__annotations_cache__",
+    "__conditional_annotations__",
+    "__dataclass_fields__",
+    "__dataclass_params__",
+    "__dict__",
+    "__doc__",
+    "__module__",
+    "__slots__",
+    "__weakref__",
+}
 # What these read cannot be told from the names in the code.
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
