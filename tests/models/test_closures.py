@@ -1,14 +1,19 @@
 """What a loss closes over: arrays, keys, and things that may change unseen."""
 
 import dataclasses
+import enum
 import functools
+import logging
 import sys
 import types
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import multitower as mt
 from multitower.models.closures import close_function, open_function
@@ -413,7 +418,134 @@ def test_what_changed_is_seen_by_a_function_made_anew(make_loss, monkeypatch):
     assert run() == 10.5
 
 
+class Slots:
+    __slots__ = ("scale",)
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class MoreThanSlots(Slots):
+    """Has a `__dict__` too."""
+
+
+class Table(dict):
+    def __call__(self, x):
+        return x * self.scale
+
+
+class Calls:
+    def __call__(self, x):
+        return x * factor
+
+
+class Row(NamedTuple):
+    weight: float = 1.0
+
+    __call__ = Calls.__call__
+
+
+class Linen(linen.Module):
+    __call__ = Calls.__call__
+
+
+class Nnx(nnx.Module):
+    __call__ = Calls.__call__
+
+
+class Equinox(eqx.Module):
+    weight: jax.Array
+
+    __call__ = Calls.__call__
+
+
+class Named(str):
+    __slots__ = ()
+    __call__ = Calls.__call__
+
+
+class Kind(enum.Enum):
+    ONLY = 1
+
+    __call__ = Calls.__call__
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    __call__ = Calls.__call__
+
+
+OF_CLASSES = {
+    "slots": MoreThanSlots(),
+    "a dict": Table(),
+    "a named tuple": Row(),
+    "a Linen module": Linen(),
+    "an NNX module": Nnx(),
+    "an Equinox module": Equinox(jnp.ones(())),
+    "a string": Named("name"),
+    "an enum": Kind.ONLY,
+    "a frozen dataclass": Frozen(),
+}
+current = None
+
+
+def closed_over(one):
+    return lambda w, x: one(w * x)
+
+
+def in_a_global(one):
+    return lambda w, x: current(w * x)
+
+
+def its_method(one):
+    call = one.__call__
+    return lambda w, x: call(w * x)
+
+
+@pytest.mark.parametrize("kind", OF_CLASSES)
+def test_what_a_method_uses_is_seen_by_a_function_made_anew(kind, monkeypatch):
+    """Lie: what has a value, or holds arrays, is compared by these, and not by what it does."""
+    one = OF_CLASSES[kind]
+    monkeypatch.setitem(globals(), "current", one)
+
+    def run(scale):
+        monkeypatch.setitem(globals(), "factor", scale)
+        if isinstance(one, Table | Slots):
+            one.scale = scale
+        made = [make_loss(one) for make_loss in (closed_over, in_a_global, its_method)]
+        return [float(mt.value_and_grad(fun, towers=2, devices=2)(1.0, X)[0]) for fun in made]
+
+    assert run(2.0) == [7.0] * 3
+    assert run(3.0) == [10.5] * 3
+
+
+@pytest.mark.parametrize("kind", ["a named tuple", "an NNX module", "an Equinox module"])
+def test_what_a_method_of_an_argument_uses_is_seen(kind, monkeypatch):
+    def run(scale):
+        monkeypatch.setitem(globals(), "factor", scale)
+        fun = lambda w, x, one: one(w * x)
+        grads = mt.value_and_grad(fun, in_axes=(None, 0, None), towers=2, devices=2)
+        found = mt.make_parallel(fun, in_axes=(None, 0, None), devices=2)(1.0, X, OF_CLASSES[kind])
+        return float(grads(1.0, X, OF_CLASSES[kind])[0]), float(found.mean())
+
+    assert [run(2.0), run(3.0)] == [(7.0, 7.0), (10.5, 10.5)]
+
+
 traced, seen = [], []
+log_of_calls = logging.getLogger(__name__)
+
+
+class Logs(linen.Module):
+    """Uses what cannot be compared: a logger has locks."""
+
+    def __call__(self, x):
+        log_of_calls.debug("called")
+        return x * factor
+
+
+def of_a_model_that_logs(scale):
+    one = Logs()
+    return lambda w, x: (traced.append(1), one(w * x))[1]
 
 
 def of_a_global_lambda(scale):
@@ -465,6 +597,9 @@ def of_a_module_in_the_closure(scale):
     return lambda w, x: (traced.append(1), w * x * scale * own.half * 2)[1]
 
 
+OF_GLOBALS = (of_a_global_lambda, of_a_model_that_logs, of_settings)  # these do without `scale`
+
+
 def of_a_global_array(scale):
     globals()["bias"] = jnp.float32(scale)
     return lambda w, x: (traced.append(1), w * x * bias)[1]
@@ -490,6 +625,7 @@ def of_a_global_array(scale):
         (of_a_module_in_the_closure, "make_parallel", 2),
         (of_a_global_array, "make_parallel", 2),
         (of_a_global_array, "evaluate", None),
+        (of_a_model_that_logs, "value_and_grad", 2),
     ],
 )
 def test_other_values_need_no_other_program(make_loss, of, towers, monkeypatch):
@@ -511,7 +647,7 @@ def test_other_values_need_no_other_program(make_loss, of, towers, monkeypatch):
         found.append(float(run(scale)))
         counts.append(len(traced))
     assert counts == counts[:1] * 3
-    times = {of_a_global_lambda: 0, of_settings: 0, of_a_numpy_array: 3}.get(make_loss, 1)
+    times = {of_a_numpy_array: 3, **dict.fromkeys(OF_GLOBALS, 0)}.get(make_loss, 1)
     assert found == [X.mean() * (times * scale or 2.0) for scale in (2.0, 3.0, 4.0)]
 
 

@@ -12,7 +12,7 @@ from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.closures import Contents, as_function, call_opened
+from multitower.models.closures import Contents, UsedByArguments, as_function, call_opened
 from multitower.models.modules import Call, fill, take_call
 from multitower.models.nnx import diff_state
 from multitower.towers.rows import is_traced
@@ -107,6 +107,7 @@ def value_and_grad(
     check_reduction(reduction)
     options = (positions, has_aux, Axes.of(in_axes), where, towers, reduction)
     own = _tower_function(fun, *options)  # refuses wrong options right away
+    used = UsedByArguments()
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ def value_and_grad(
 
         def run_opened(opened: Any, closed: Contents) -> tuple[ValueAndGrad, Call, Finished]:
             try:
-                kind, run = _remembered(opened, *options)
+                kind, run = _remembered(used.of(args, kwargs), opened, *options)
             except TypeError:  # unhashable: nothing to remember it by
                 kind, run = own if opened is fun else _tower_function(opened, *options)
             call = take_call(args, kwargs, closed, filters)
@@ -205,8 +206,10 @@ def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
     return kind, TowerFunction(kind, devices, towers)
 
 
-# A loop without jit calls value_and_grad anew at every step: it must not compile anew.
-_remembered = functools.lru_cache(maxsize=128)(_tower_function)
+@functools.lru_cache(maxsize=128)
+def _remembered(_used: Any, *function: Any) -> tuple[ValueAndGrad, TowerFunction]:
+    """A loop without jit calls value_and_grad anew at every step: it must not compile anew."""
+    return _tower_function(*function)
 
 
 def _at_home(gradient: Any, parameter: Any) -> Any:

@@ -12,7 +12,7 @@ from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.closures import Contents, as_function, call_opened
+from multitower.models.closures import Contents, UsedByArguments, as_function, call_opened
 from multitower.models.modules import Call, call_tower, take_call
 from multitower.models.state import Changed, as_leaf, only_first
 from multitower.stages.options import StageOptions, stage_options
@@ -106,6 +106,7 @@ def make_parallel(
     cut = stage_options(stages, layout, interleave)
     options = (Axes.of(in_axes), Axes.of(out_axes), _Where(where, towers), cut)
     own = _tower_function(fn, *options)  # refuses wrong options right away
+    used = UsedByArguments()
 
     @functools.wraps(fn)
     def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -114,7 +115,7 @@ def make_parallel(
 
         def run_opened(opened: Any, closed: Contents) -> tuple[Call, Any]:
             try:
-                run = own if opened is fn else _remembered(opened, *options)
+                run = own if opened is fn else _remembered(used.of(args, kwargs), opened, *options)
             except TypeError:  # unhashable: nothing to remember it by
                 run = _tower_function(opened, *options)
             call = take_call(args, kwargs, closed)
@@ -138,8 +139,10 @@ def _tower_function(
     return StagedFunction(kind, *where, stages)
 
 
-# A loop may make the function anew at every turn: it must not compile anew.
-_remembered = functools.lru_cache(maxsize=128)(_tower_function)
+@functools.lru_cache(maxsize=128)
+def _remembered(_used: Any, *function: Any) -> TowerFunction:
+    """A loop may make the function anew at every turn: it must not compile anew."""
+    return _tower_function(*function)
 
 
 class _Parallel(NamedTuple):

@@ -18,9 +18,17 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from multitower.errors import ArgumentError, MultitowerError
+from multitower.models.dependencies import methods_of
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import is_nnx
-from multitower.models.opening import Left, Opener, OpenFunction, of_partial, variables_of
+from multitower.models.opening import (
+    Left,
+    Opener,
+    OpenFunction,
+    flatten_with_classes,
+    of_partial,
+    variables_of,
+)
 
 _Result = TypeVar("_Result")
 
@@ -37,6 +45,23 @@ class Contents(NamedTuple):
     arrays: list[Any]
     modules: list[Any]
     rows: Mapping[str, Any]
+
+
+class UsedByArguments:
+    """What the methods of users' classes among a function's arguments use, at its first call.
+
+    As by `jax.jit`, a function object that was called before is taken to be what it was.
+    """
+
+    def __init__(self) -> None:
+        self._known: Any = None
+
+    def of(self, *arguments: Any) -> Any:
+        """Hashable; equal to that of another function if the methods use the same."""
+        if self._known is None:
+            _, _, classes = flatten_with_classes(arguments)
+            self._known = methods_of(classes)
+        return self._known
 
 
 def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable[..., Any]:

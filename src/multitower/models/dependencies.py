@@ -30,21 +30,6 @@ from multitower.models.bytecode import Chain, Imported, Names
 _LARGE_BYTES = 2**20
 # So many values are looked at for one function; more are too many to compare.
 _MANY = 5000
-# Members of a class that say nothing about what its methods do; from Python 3.14 on, what makes
-# its annotations is a function, and what it made is kept when somebody looks.
-_NO_CONTENT = {
-    "__annotate_func__",
-    "__annotations__",
-    "__annotations_cache__",
-    "__conditional_annotations__",
-    "__dataclass_fields__",
-    "__dataclass_params__",
-    "__dict__",
-    "__doc__",
-    "__module__",
-    "__slots__",
-    "__weakref__",
-}
 # What these read cannot be told from the names in the code.
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
@@ -81,7 +66,9 @@ def is_value(leaf: Any) -> bool:
         hash(leaf)
     except TypeError:
         return False
-    return type(leaf).__hash__ is not object.__hash__
+    cls = type(leaf)
+    is_equal_to_itself_alone = cls.__eq__ is object.__eq__ and not is_installed(cls)
+    return cls.__hash__ is not object.__hash__ and not is_equal_to_itself_alone
 
 
 def types_in(value: Any) -> Any:
@@ -116,6 +103,26 @@ def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dep
     return known
 
 
+def of_users(classes: Iterable[type]) -> tuple[type, ...]:
+    """Those of them that are users' own, each once."""
+    return tuple(cls for cls in dict.fromkeys(classes) if not is_installed(cls))
+
+
+def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None) -> Dependencies:
+    """What the methods of users' classes use; a class of which that is unknown, by its identity.
+
+    Args:
+        classes: those of values that a function is given or closes over.
+        fun: a function that closes over them; as the function itself they are looked at once.
+    """
+    known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
+    if classes not in known:
+        reader = _Reader()
+        key = tuple(map(reader.methods, classes))
+        known[classes] = Dependencies(key, tuple(reader.alive))
+    return known[classes]
+
+
 def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
     """A value that a function closes over, such as a namespace of settings, and what is in it.
 
@@ -132,6 +139,9 @@ def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
 
 
 _SEEN: weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError] = (
+    weakref.WeakKeyDictionary()
+)
+_SEEN_CLASSES: weakref.WeakKeyDictionary[Any, dict[tuple[type, ...], Dependencies]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -193,9 +203,9 @@ class _Reader:
         Raises:
             UnknownDependencyError: there is none.
         """
-        if value is None or isinstance(value, bool | int | str | bytes):
+        if type(value) in _PLAIN:
             return type(value), value
-        if isinstance(value, float | complex | np.generic):
+        if type(value) in (float, complex) or isinstance(value, np.generic):
             return type(value), repr(value)  # 0.0 and -0.0 are equal
         fixed = isinstance(value, jax.Array | types.BuiltinFunctionType | jax.stages.Wrapped)
         if fixed or is_installed(value):
@@ -208,18 +218,33 @@ class _Reader:
         self.alive.append(value)
         if len(self._numbers) > _MANY:
             raise UnknownDependencyError
-        for kind, describe in _DESCRIPTIONS:
-            if isinstance(value, kind):
-                return describe(self, value)
-        if isinstance(value, types.ModuleType):  # all of it: too much to compare
-            raise UnknownDependencyError
-        return self._same(value) if is_value(value) else self._instance(value)
+        return self._looked_into(value)
+
+    def _looked_into(self, value: Any) -> Any:
+        described = next((own for kind, own in _DESCRIPTIONS if isinstance(value, kind)), None)
+        if described is None and not is_value(value):
+            return self._instance(value)
+        found = (described or _Reader._plain)(self, value)
+        if is_installed(type(value)):
+            return found
+        # Its methods count too; and a list, say, may have attributes.
+        return found, self.methods(type(value)), described and self._state(value)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(self.content(one) for one in held)
 
     def class_(self, cls: type) -> Any:
         return "class", id(cls), tuple(self._members(cls))
+
+    def methods(self, cls: type) -> Any:
+        """A class; by its identity, if it cannot be compared."""
+        before = len(self._numbers)
+        try:
+            return self.content(cls)
+        except UnknownDependencyError:
+            for one in list(self._numbers)[before:]:
+                del self._numbers[one]
+            return self._same(cls)
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """What is reached by attributes: `config.scale` alone, and not all that config has."""
@@ -254,8 +279,8 @@ class _Reader:
     def _members(self, cls: type) -> Iterator[Any]:
         for one in cls.__mro__:
             if one is not object and not is_installed(one):
-                for name, member in vars(one).items():
-                    if name not in _NO_CONTENT and not self._is_left_out(one, name):
+                for name, member in tuple(vars(one).items()):
+                    if not (_is_about(name, member) or self._is_left_out(one, name)):
                         yield name, self._member(member)
 
     def _member(self, member: Any) -> Any:
@@ -266,19 +291,39 @@ class _Reader:
         return self.content(member)
 
     def _instance(self, value: Any) -> Any:
-        if isinstance(value, types.ModuleType) or not hasattr(value, "__dict__"):
+        if is_installed(type(value)) and not hasattr(value, "__dict__"):
             raise UnknownDependencyError
-        held = {k: v for k, v in vars(value).items() if not self._is_left_out(value, k)}
-        inside = tuple((name, self.content(one)) for name, one in held.items())
-        return "object", id(value), self.content(type(value)), inside
+        return "object", id(value), self.content(type(value)), self._state(value)
+
+    def _state(self, value: Any) -> tuple[Any, ...]:
+        """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
+        held = dict(getattr(value, "__dict__", {}))
+        for cls in type(value).__mro__:
+            for name, member in vars(cls).items():
+                if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
+                    held[name] = getattr(value, name)
+        return tuple(
+            (name, self.content(one))
+            for name, one in held.items()
+            if not self._is_left_out(value, name)
+        )
 
     def _is_left_out(self, owner: Any, name: str) -> bool:
         return name in self._written or (id(owner), name) in self._stored
+
+    def with_rules(self, fun: Any) -> Any:
+        held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
+        return "with rules", id(fun), self.all_of(held)
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
         if value.nbytes > _LARGE_BYTES or value.dtype.hasobject:
             raise UnknownDependencyError
         return "array", id(value), value.shape, value.dtype.str, value.tobytes()
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):  # all of it: too much to compare
+            raise UnknownDependencyError
+        return self._same(value)
 
     def _same(self, value: Any) -> Any:
         """Known by itself: by value where it has one, else by identity."""
@@ -293,6 +338,7 @@ class _Reader:
 
 
 _MISSING = object()
+_PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
 
 # Of what may hold other things. What can change is known by its identity too.
 _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
@@ -303,9 +349,12 @@ _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
     (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
     (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),
     (functools.partial, lambda read, it: ("partial", read.all_of((it.func, it.args, it.keywords)))),
+    (jax.custom_jvp, _Reader.with_rules),
+    (jax.custom_vjp, _Reader.with_rules),
     (tuple, lambda read, it: (type(it), read.all_of(it))),
     (list, lambda read, it: (type(it), id(it), read.all_of(it))),
     (dict, lambda read, it: (type(it), id(it), read.all_of(it), read.all_of(it.values()))),
+    (set, lambda read, it: (type(it), id(it), read.all_of(sorted(it, key=repr)))),
     (np.ndarray, _Reader.array),
 )
 
@@ -318,6 +367,14 @@ def _module(imported: Imported, fun: types.FunctionType) -> Any:
     except (ImportError, ValueError):
         return None
     return sys.modules.get(name)
+
+
+def _is_about(name: str, member: Any) -> bool:
+    """Whether a member of a class is about the class, as `__doc__`, and not what its methods do."""
+    if name in ("__annotate_func__", "_abc_impl"):  # what makes annotations (Python 3.14); of ABC
+        return True
+    is_pythons = name.startswith("__") and name.endswith("__")
+    return is_pythons and not (callable(member) or hasattr(type(member), "__get__"))
 
 
 def is_installed(value: Any) -> bool:

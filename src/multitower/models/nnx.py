@@ -14,6 +14,12 @@ def is_nnx(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
+def classes_of_nnx(module: Any) -> list[type]:
+    """The classes of a module and of all that is in it."""
+    nnx: Any = sys.modules["flax.nnx"]
+    return [type(node) for _, node in nnx.iter_graph(module)]
+
+
 def diff_state(argnum: Any) -> tuple[int, Any] | None:
     """Position and filter of an `nnx.DiffState`, which may stand for a position in `argnums`."""
     nnx: Any = sys.modules.get("flax.nnx")

@@ -12,15 +12,18 @@ from jax.tree_util import treedef_is_leaf
 
 from multitower.models.bytecode import Names
 from multitower.models.dependencies import (
+    Dependencies,
     UnknownDependencyError,
     content_of,
     dependencies_of,
     is_installed,
     is_value,
+    methods_of,
+    of_users,
     types_in,
 )
 from multitower.models.equinox import is_equinox
-from multitower.models.nnx import is_nnx
+from multitower.models.nnx import classes_of_nnx, is_nnx
 from multitower.towers.rows import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"
@@ -114,12 +117,14 @@ class _Cell:
         treedef: the structure of the tree that it is.
         leaves: `_ARRAY`, a `_Module`, an OpenFunction, or a `_Leaf`.
         original: the variable, if the function may want to write into it.
+        classes: what the methods of users' classes in it use.
     """
 
     rows: str | None
     treedef: Any
     leaves: tuple[Any, ...]
     original: types.CellType | None = field(default=None, compare=False)
+    classes: Dependencies | None = None
 
     def close(self, left: Left) -> types.CellType:
         if self.original is not None:
@@ -223,11 +228,12 @@ class Opener:
         if is_rebound:
             self._may_change = True
             return _Cell(None, None, (), cell)
+        leaves, treedef, classes = flatten_with_classes(held)
+        used = methods_of(classes, self._way[-1]) if classes else None
         if name in self._names and self.rows.setdefault(name, held) is held:
             self._num_taken += 1
-            return _Cell(name, None, ())
+            return _Cell(name, None, (), classes=used)
         before = self._num_taken
-        leaves, treedef = jax.tree.flatten(held, is_leaf=is_nnx)
         arrays: Any = jax.Array | np.ndarray
         if _is_record(held, leaves):
             arrays |= int | float
@@ -236,7 +242,7 @@ class Opener:
         opened = tuple(self._open_leaf(leaf, arrays, name) for leaf in leaves)
         is_leaf = bool(leaves) and treedef_is_leaf(treedef)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
-            return _Cell(None, treedef, opened)
+            return _Cell(None, treedef, opened, classes=used)
         # A list or dict without arrays stays itself: the function may want to write into it.
         self._may_change = True
         return _Cell(None, None, (_leaf(held),), cell)
@@ -254,9 +260,9 @@ class Opener:
         is_function = isinstance(leaf, types.FunctionType)
         if is_function and leaf not in self._way:
             return self.open(leaf)
-        may_change = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
-        if may_change or not is_value(leaf):
-            chains = Names.of(self._way[-1].__code__).free.get(name, ((),)) if may_change else ((),)
+        is_open = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
+        if is_open or isinstance(leaf, types.MethodType) or not is_value(leaf):
+            chains = Names.of(self._way[-1].__code__).free.get(name, ((),)) if is_open else ((),)
             try:
                 if not is_function:  # one that calls itself would keep its old contents
                     return _Leaf((type(leaf), content_of(leaf, chains)), leaf)
@@ -272,6 +278,20 @@ class Opener:
             # No key is a NumPy array, and one that looks like a key would be taken for one.
             return not self._values and leaf.dtype.kind in "biufc" and not is_legacy_key(leaf)
         return not self._values or is_traced(leaf) or is_key(leaf) or is_legacy_key(leaf)
+
+
+def flatten_with_classes(tree: Any) -> tuple[list[Any], Any, tuple[type, ...]]:
+    """The leaves of a tree, NNX modules among them, its structure, and users' classes in it."""
+    nodes: list[Any] = []
+
+    def look(node: Any) -> bool:
+        nodes.append(node)
+        return is_nnx(node)
+
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=look)
+    modules = [leaf for leaf in leaves if is_nnx(leaf)]
+    classes = [*map(type, nodes), *(cls for one in modules for cls in classes_of_nnx(one))]
+    return leaves, treedef, of_users(classes)
 
 
 def _is_users(fun: types.FunctionType) -> bool:
