@@ -140,7 +140,7 @@ $(stamp): $(lock) pyproject.toml
 	@test -x $(bin)/pip || $(builder) -m venv $(VENV)
 	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $(lock) || { \
 	  echo "The pinned packages of $(lock) could not be installed for Python $(version) (see above)." >&2; \
-	  echo "The locks are tested with Python 3.11 to 3.13: make $(MAKECMDGOALS) PYTHON=python3.13 VENV=.venv-3.13" >&2; \
+	  echo "The locks are tested with Python 3.11 to 3.14: make $(MAKECMDGOALS) PYTHON=python3.13 VENV=.venv-3.13" >&2; \
 	  exit 1; }
 	@$(compile)
 	@$(bin)/python -m pip install -qq --no-deps --no-build-isolation -e .
