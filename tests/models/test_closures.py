@@ -475,6 +475,7 @@ class Frozen:
     __call__ = Calls.__call__
 
 
+traced, seen = [], []
 OF_CLASSES = {
     "slots": MoreThanSlots(),
     "a dict": Table(),
@@ -519,6 +520,74 @@ def test_what_a_method_uses_is_seen_by_a_function_made_anew(kind, monkeypatch):
     assert run(3.0) == [10.5] * 3
 
 
+class Agent:
+    """Holds much that its loss does not use: it changes all the time, or cannot be compared."""
+
+    def __init__(self):
+        self.config, self.target = Namespace(scale=2.0), [np.float32(0)]
+        self.calls, self.replay = 0, np.zeros(2**20 + 1, np.uint8)
+
+    def loss(self, w, x):
+        traced.append(1)
+        self.calls += 1
+        return self.scaled(w * x) - self.target[0] * self.half
+
+    def scaled(self, x):
+        return sum(self.config.scale * x for _ in range(2)) / 2
+
+    @property
+    def half(self):
+        return self.config.scale / self.config.scale / 2
+
+    __call__ = loss
+
+
+class WholeAgent(Agent):
+    def loss(self, w, x):
+        return super().loss(w, x)
+
+    def __call__(self, w, x):
+        return self.scaled(w * x) - vars(self)["target"][0] / 2
+
+
+@pytest.mark.parametrize("of", ["loss", "scaled by hand", "__call__"])
+@pytest.mark.parametrize("towers", [None, 2])
+def test_trap_an_agent_whose_loss_is_a_method(of, towers):
+    """Its attributes change between calls, as the target network of Q-learning does."""
+    one = Agent()
+    by_hand = lambda w, x: one.scaled(w * x) - one.target[0] / 2
+    fun = {"loss": one.loss, "scaled by hand": by_hand, "__call__": one}[of]
+    run = lambda fun: float(mt.value_and_grad(fun, towers=towers, devices=2)(1.0, X)[0])
+    assert run(fun) == 7.0
+    known = len(traced)
+    one.replay[0] += 1
+    assert (run(fun), len(traced)) == (7.0, known)
+    one.target = [np.float32(2)]
+    assert run(fun) == 6.0
+    one.config.scale = 3.0
+    assert run(fun) == 9.5
+
+
+def test_trap_an_attribute_that_lies_on_several_devices():
+    """JAX says that meshes should be equal, which is of no help."""
+    one = Agent()
+    one.target = [mt.grad(lambda w, x: w * x, devices=2)(1.0, X)]  # on both
+    with pytest.raises(mt.ArgumentError, match=r"of shape \(\) that lies on 2 devices, through an"):
+        mt.grad(one.loss, devices=2)(1.0, X)
+    assert np.isfinite(mt.grad(one.loss, devices=2, towers=2)(1.0, X))
+
+
+def test_a_method_that_may_use_all_of_its_object():
+    one = WholeAgent()
+    one.replay = None
+    for fun in (one.loss, one):
+        run = lambda fun=fun: float(mt.value_and_grad(fun, devices=2)(1.0, X)[0])
+        one.target = [np.float32(0)]
+        assert run() == 7.0
+        one.target = [np.float32(2)]
+        assert run() == 6.0
+
+
 @pytest.mark.parametrize("kind", ["a named tuple", "an NNX module", "an Equinox module"])
 def test_what_a_method_of_an_argument_uses_is_seen(kind, monkeypatch):
     def run(scale):
@@ -531,7 +600,6 @@ def test_what_a_method_of_an_argument_uses_is_seen(kind, monkeypatch):
     assert [run(2.0), run(3.0)] == [(7.0, 7.0), (10.5, 10.5)]
 
 
-traced, seen = [], []
 log_of_calls = logging.getLogger(__name__)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import re
 import sysconfig
 import types
 from pathlib import Path
@@ -72,6 +73,116 @@ def test_a_global_is_seen_through(value, monkeypatch):
     assert content_of(value) == before
     monkeypatch.setitem(globals(), "factor", 3.0)
     assert content_of(value) != before
+
+
+def read_scale(one):
+    return one.scale
+
+
+class Reads:
+    """Ways to read an attribute of an object in its methods."""
+
+    base = 1.0
+
+    def __init__(self):
+        self.scale, self.config, self.unused = 2.0, Namespace(owner=self), 0
+
+    def plainly(self):
+        return self.scale + self.base
+
+    def by_another_method(self):
+        return self.plainly()
+
+    def by_itself(self, n=2):
+        return self.by_itself(n - 1) if n else self.scale
+
+    def by_a_property(self):
+        return self.own_scale
+
+    @property
+    def own_scale(self):
+        return self.scale
+
+    def by_a_static_method(self):
+        return self.read(self)
+
+    read = staticmethod(read_scale)
+
+    def in_a_function(self):
+        inner = lambda: [self.scale for _ in range(2)]
+        return inner()
+
+    def in_a_class(self):
+        class Inner:
+            scale = self.scale
+
+        return Inner.scale
+
+    def by_a_default(self):
+        def inner(one=self):
+            return one.scale
+
+        return inner()
+
+    def under_another_name(self):
+        one, _ = self, 1
+        return one.scale
+
+    def after_it_was_rebound(self, other=None):
+        self = other or self  # noqa: PLW0642
+        return self.scale
+
+    def by_a_pattern(self):
+        match self:
+            case Reads(scale=found):
+                return found
+
+    def by_its_name(self):
+        return getattr(self, "scale") + self.__dict__["scale"]  # noqa: B009
+
+    def by_all_variables(self):
+        return locals()["self"].scale
+
+    def by_a_helper(self):
+        return read_scale(self)
+
+    def by_its_parts(self):
+        return self.config.owner.scale
+
+    def in_a_block(self):
+        with contextlib.nullcontext(self) as one:
+            return one.scale
+
+    def by_what_its_class_has(self):
+        return type(self).base * self.__class__.base
+
+    def by_the_parent(self):
+        return super().__getattribute__("scale")
+
+
+WAYS = [name for name in vars(Reads) if re.match("(plainly|by|in|under|after)_?", name)]
+NARROW = {
+    "plainly",
+    "by_another_method",
+    "by_itself",
+    "by_a_property",
+    "in_a_function",
+    "in_a_class",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_method_reads_of_its_object(way, monkeypatch):
+    """Lies: a change that it would read is not seen; all of the object counts, always."""
+    one = Reads()
+    before = content_of(getattr(one, way))
+    one.unused += 1
+    assert (content_of(getattr(one, way)) == before) or way not in NARROW
+    one.unused -= 1
+    assert content_of(getattr(one, way)) == before
+    one.scale = 3.0
+    monkeypatch.setattr(Reads, "base", 2.0)
+    assert content_of(getattr(one, way)) != before
 
 
 def test_arrays_are_compared_up_to_a_mebibyte():

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import SMALL, pack, unpack
 from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.tracing import Traced, refuse_filled, trace
+from multitower.errors import ArgumentError
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, pad_rows, real_rows
 
@@ -174,9 +175,23 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
     Inside `shard_map` the type of a traced value names the mesh, and that of a constant does not.
     Who compares types, as Equinox's BatchNorm does, would find `jnp.array(False)` another type than
     the flag that it replaces. So the function is traced by itself.
+
+    Raises:
+        ArgumentError: it finds an array of several devices in an object, and not in an argument.
     """
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return trace(fn, args, num_towers)
+        traced = trace(fn, args, num_towers)
+    for held in traced.program.consts:
+        is_of_mesh = isinstance(held, jax.Array) and isinstance(held.sharding, NamedSharding)
+        if is_of_mesh and len(held.sharding.device_set) > 1:
+            raise ArgumentError(
+                f"the function uses an array of shape {held.shape} that lies on "
+                f"{len(held.sharding.device_set)} devices, through an attribute of an object or an "
+                "entry of a list or dict: JAX refuses that. Pass it as an argument which every "
+                "tower gets whole, such as target in loss(params, target, batch) with "
+                "in_axes=(None, None, 0); or, for small arrays, keep jax.device_get of it there."
+            )
+    return traced
 
 
 def sum_over_devices(tree: Any) -> Any:

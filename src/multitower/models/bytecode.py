@@ -29,7 +29,8 @@ class Names:
 
     Attributes:
         chains: the globals and imported modules that it reads, with the attributes that it takes.
-        free: of the variables that it closes over, by name, the attributes that it takes of each.
+        free: of its first argument, and of the variables that it closes over, by name, the
+            attributes that it takes of each.
         stored: attributes of globals that it assigns to, such as a counter of its calls: these are
             not what it depends on.
         written: attributes that it assigns to of anything else.
@@ -41,7 +42,8 @@ class Names:
     def __init__(self, code: types.CodeType) -> None:
         reading = _Reading()
         for inner in _codes(code):
-            reading.read(inner)
+            first = code.co_varnames[: min(1, code.co_argcount)] if inner is code else ()
+            reading.read(inner, first)
         chains = [
             chain
             for chain in reading.chains
@@ -77,11 +79,12 @@ class _Reading:
         # What a variable may hold of modules that are imported here.
         self._variables: dict[str, dict[Chain, None]] = {}
         self._cells: tuple[str, ...] = ()
+        self._first: tuple[str, ...] = ()
 
-    def read(self, code: types.CodeType) -> None:
-        """Reads one code object."""
+    def read(self, code: types.CodeType, first: tuple[str, ...]) -> None:
+        """Reads one code object; of a method, `first` names the variable of its object."""
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        self._cells = code.co_cellvars
+        self._cells, self._first = code.co_cellvars, first
         at: Chain = ()
         module: Chain = ()
         counted: list[str] = []  # attributes between `x.n` and `x.n += 1`
@@ -93,6 +96,8 @@ class _Reading:
                 at = (*(at or module), step.argval)
             elif at and step.opname in _ATTRIBUTES and before[-1].opname == "COPY":
                 self.stored[*at, step.argval] = None
+                if isinstance(at[0], _Free):
+                    self.written.add(step.argval)
                 counted.append(step.argval)
                 at = ()
             elif at and step.opname in _ATTRIBUTES:
@@ -141,7 +146,7 @@ class _Reading:
             for one in held[1:] and held:  # nobody knows which of them: all of each counts
                 self._use(one)
             at = held[0] if len(held) == 1 else ()
-            if not held and "DEREF" in step.opname:
+            if not held and ("DEREF" in step.opname or variable in self._first):
                 at = (_Free(variable),)
         return at
 

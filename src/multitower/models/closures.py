@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from multitower.errors import ArgumentError, MultitowerError
-from multitower.models.dependencies import methods_of
+from multitower.models.dependencies import is_installed, methods_of
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import is_nnx
 from multitower.models.opening import (
@@ -77,10 +77,24 @@ def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable
     if isinstance(fun, types.MethodType):
         module, method = fun.__self__, fun.__func__
     if not (is_nnx(module) or is_equinox(module)):
-        return fun
+        return _as_closure(fun)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(module, *args, **kwargs)
+
+    return call
+
+
+def _as_closure(fun: Any) -> Any:
+    """A method, or an object that is called, as a function that closes over its object."""
+    if not isinstance(fun, types.MethodType):
+        method = type(fun).__call__
+        if not isinstance(method, types.FunctionType) or is_installed(type(fun)):
+            return fun
+        fun = types.MethodType(method, fun)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
 
     return call
 

@@ -32,6 +32,7 @@ _LARGE_BYTES = 2**20
 _MANY = 5000
 # What these read cannot be told from the names in the code.
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
+_READ_VARIABLES = ("locals", "super", "vars")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
 _INSTALLED = tuple(
     {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -165,7 +166,7 @@ class _Reader:
         self.alive: list[Any] = []
         self._written: frozenset[str] = frozenset()
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
-        self._numbers: dict[int, int] = {}  # of what can contain itself
+        self._numbers: dict[Any, int] = {}  # of what can contain itself
 
     def leave_out(self, fun: types.FunctionType) -> None:
         """Leaves out what a function writes itself, such as a counter of its calls."""
@@ -249,12 +250,16 @@ class _Reader:
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """What is reached by attributes: `config.scale` alone, and not all that config has."""
         for number, name in enumerate(attributes):
-            is_open = isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__")
-            if not is_open or is_installed(value):
+            is_plain = type(value).__getattribute__ is object.__getattribute__
+            is_own = not isinstance(value, types.ModuleType | type)
+            if is_installed(value) or (is_own and not (is_plain and hasattr(value, "__dict__"))):
                 break
             found = inspect.getattr_static(value, name, _MISSING)
+            if is_own and isinstance(found, types.FunctionType | property):
+                fun = found.fget if isinstance(found, property) else found
+                return tuple(attributes[: number + 1]), self.method(fun, value)
             if found is _MISSING or hasattr(type(found), "__get__"):
-                # A method or a property may use all of its object.
+                # What is no plain method may use all of its object.
                 owner = value if not isinstance(value, types.ModuleType) else found
                 return tuple(attributes[: number + 1]), self.content(owner)
             value = found
@@ -269,6 +274,22 @@ class _Reader:
         self._written, self._stored = outer
         # By its identity too: where its program is traced again, that is this function.
         return "function", id(fun), fun.__code__, defaults, cells, used
+
+    def method(self, fun: Any, owner: Any) -> Any:
+        """A function, and what it uses of the object that is its first argument."""
+        used = None if is_value(owner) else _used_of_first(fun)
+        if used is None:
+            return "method", self.content(fun), self.content(owner)
+        place = id(fun), id(owner)
+        if place in self._numbers:
+            return "again", self._numbers[place]
+        self._numbers[place] = len(self._numbers)
+        self.alive.append(owner)
+        outer = self._written, self._stored
+        self.leave_out(fun)
+        found = tuple((chain, self.at(owner, chain)) for chain in used)
+        self._written, self._stored = outer
+        return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
         try:
@@ -344,7 +365,7 @@ _PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
 _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
     (types.FunctionType, _Reader.function),
     (type, _Reader.class_),
-    (types.MethodType, lambda read, it: ("method", read.all_of((it.__func__, it.__self__)))),
+    (types.MethodType, lambda read, it: read.method(it.__func__, it.__self__)),
     (staticmethod, lambda read, it: ("static", read.content(it.__func__))),
     (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
     (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),
@@ -367,6 +388,18 @@ def _module(imported: Imported, fun: types.FunctionType) -> Any:
     except (ImportError, ValueError):
         return None
     return sys.modules.get(name)
+
+
+def _used_of_first(fun: Any) -> tuple[Chain, ...] | None:
+    """The attributes that a function takes of its first argument; None if it may take any."""
+    if not isinstance(fun, types.FunctionType) or is_installed(fun):
+        return None
+    names = Names.of(fun.__code__)
+    # `super()` finds the object without a name.
+    takes_any = "__class__" in fun.__code__.co_freevars or not fun.__code__.co_argcount
+    if takes_any or any(chain[0] in _READ_VARIABLES for chain in names.chains):
+        return None
+    return names.free.get(fun.__code__.co_varnames[0], ())
 
 
 def _is_about(name: str, member: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import treedef_is_leaf
 
-from multitower.models.bytecode import Names
+from multitower.models.bytecode import Chain, Names
 from multitower.models.dependencies import (
     Dependencies,
     UnknownDependencyError,
@@ -27,6 +27,7 @@ from multitower.models.nnx import classes_of_nnx, is_nnx
 from multitower.towers.rows import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"
+_WHOLE: tuple[Chain, ...] = ((),)  # no attribute alone
 
 
 def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Callable[..., Any]:
@@ -239,15 +240,16 @@ class Opener:
             arrays |= int | float
         elif isinstance(held, float | np.floating | tuple) and _is_users(self._way[-1]):
             arrays |= float | np.floating
-        opened = tuple(self._open_leaf(leaf, arrays, name) for leaf in leaves)
         is_leaf = bool(leaves) and treedef_is_leaf(treedef)
+        chains = Names.of(self._way[-1].__code__).free.get(name, _WHOLE) if is_leaf else _WHOLE
+        opened = tuple(self._open_leaf(leaf, arrays, chains) for leaf in leaves)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
             return _Cell(None, treedef, opened, classes=used)
         # A list or dict without arrays stays itself: the function may want to write into it.
         self._may_change = True
         return _Cell(None, None, (_leaf(held),), cell)
 
-    def _open_leaf(self, leaf: Any, arrays: Any, name: str) -> Any:
+    def _open_leaf(self, leaf: Any, arrays: Any, chains: Iterable[Chain]) -> Any:
         if isinstance(leaf, functools.partial):
             leaf = of_partial(leaf)
         leaf = self.inside(leaf)
@@ -261,11 +263,12 @@ class Opener:
         if is_function and leaf not in self._way:
             return self.open(leaf)
         is_open = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
-        if is_open or isinstance(leaf, types.MethodType) or not is_value(leaf):
-            chains = Names.of(self._way[-1].__code__).free.get(name, ((),)) if is_open else ((),)
+        is_method = isinstance(leaf, types.MethodType)
+        if is_open or is_method or not is_value(leaf):
+            by_itself = None if is_value(leaf) or is_method else id(leaf)
             try:
                 if not is_function:  # one that calls itself would keep its old contents
-                    return _Leaf((type(leaf), content_of(leaf, chains)), leaf)
+                    return _Leaf((type(leaf), by_itself, content_of(leaf, chains)), leaf)
             except UnknownDependencyError:
                 pass
             self._may_change = True
