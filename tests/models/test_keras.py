@@ -8,6 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import multitower as mt
@@ -131,8 +132,6 @@ def test_law_l3_same_bits(keras, two_towers):
 
 def test_train_step_takes_the_variables(keras, two_towers):
     """The whole step: what is not trained is model state."""
-    import optax
-
     model = make_model(keras)
 
     def losses(trainable, x, *, model_state):
@@ -167,3 +166,13 @@ def test_variables_are_no_arrays(keras):
     """JAX's transformations refuse them since 0.9, in words that help nobody."""
     with pytest.raises(mt.ArgumentError, match=r"w\[0\] is a .*\[v.value for v in"):
         mt.grad(lambda w, x: x.mean())(make_model(keras).trainable_variables, X[0])
+
+
+def test_a_model_is_no_parameters(keras):
+    """Lies: a call without arguments, as for a function that makes them; a dtype to convert."""
+    model = make_model(keras)
+    loss = lambda model, x: model(x)[:, 0]
+    with pytest.raises(mt.ArgumentError, match=r"params is Sequential, .*\[v.value for v in"):
+        mt.train_step(loss, optax.sgd(0.1), devices=1).init(model)
+    with pytest.raises(mt.ArgumentError, match=r"model is Sequential, .*stateless_call"):
+        mt.grad(loss, devices=1)(model, X[0])

@@ -20,6 +20,7 @@ from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.step import TrainStep
 from multitower.towers.placement import contiguous
+from tower_keys import tower_key
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 8, 3)).astype(np.float32)
@@ -271,6 +272,57 @@ def test_model_state_goes_with_the_group():
     state, _ = train(step, state, range(3))
     assert int(state.model_state["calls"]) == 2  # group 0's, which made updates 0 and 2
     assert list(state.local["model_state"]["calls"]) == [2, 1]
+
+
+def test_a_skipped_update_leaves_the_model_state_of_its_group():
+    # The lie: the state of the group whose turn was before.
+    def loss(params, batch, *, model_state):
+        seen = jnp.where(jnp.isfinite(batch["y"]).all(), batch["x"].mean(0), jnp.nan)
+        return losses(params, batch), {}, {"seen": seen}
+
+    step = make(loss, towers=2, devices=2, skip_nonfinite=True)
+    state = step.init({"w": W}, model_state={"seen": np.zeros(3, np.float32)})
+    state, _ = train(step, state, range(2))
+    state, metrics = step(state, {"x": X[2], "y": np.full(8, np.nan, np.float32)})
+    assert metrics["skipped"] == 1
+    kept = state.local["model_state"]["seen"]
+    np.testing.assert_allclose(kept, [X[0].mean(0), X[1].mean(0)], rtol=1e-6)
+    np.testing.assert_array_equal(state.model_state["seen"], kept[0])
+    np.testing.assert_array_equal(state.local["params"]["w"][0], state.params["w"])
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_law_l6_keys_in_the_model_state_differ_in_every_tower(make_key):
+    # The lie: T towers that each begin with the same key, and T updates with the same mask.
+    def loss(w, x, *, model_state):
+        key, own = jax.random.split(model_state["key"])
+        drawn = jax.random.uniform(own), jax.random.uniform(model_state["fixed"])
+        return w * x.sum(1), dict(zip(("drawn", "fixed"), drawn, strict=True)), {
+            **model_state, "key": key,
+        }  # fmt: skip
+
+    first = {"key": make_key(0), "fixed": make_key(1)}
+    step = make(loss, towers=4, max_staleness=1, devices=2)
+    state, found, expected = step.init(jnp.float32(1), model_state=first), [], []
+    keys = [tower_key(first["key"], group) for group in (0, 2)]  # of the first tower of each
+    for number in range(6):
+        state, metrics = step(state, X[number])
+        found.append((metrics["drawn"], metrics["fixed"]))
+        group = number % 2
+        fixed = tower_key(first["fixed"], 2 * group)
+        draws = [  # of both towers, whose mean the metric is
+            (jax.random.uniform(jax.random.split(tower_key(keys[group], t))[1]),
+             jax.random.uniform(tower_key(fixed, t)))
+            for t in range(2)
+        ]  # fmt: skip
+        keys[group] = jax.random.split(keys[group])[0]
+        expected.append(np.mean(draws, axis=0))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert len({float(drawn) for drawn, _ in found}) == 6
+    restored = state.replace(params=jnp.float32(2))
+    assert mt.fingerprint(restored.local["model_state"]) == mt.fingerprint(
+        {"key": jnp.stack(keys), "fixed": jnp.stack([tower_key(first["fixed"], n) for n in (0, 2)])}
+    )
 
 
 def test_every_update_draws_its_own_random_numbers():

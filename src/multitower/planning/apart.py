@@ -207,7 +207,9 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
         versions * state.parameters,
         state.optimizer_state,
         state.average,
-        state.rest + sum(here) * num_bytes((given.fields.model_state, given.fields.rng)),
+        state.rest
+        + sum(here) * num_bytes((given.fields.model_state, given.fields.rng))
+        + (not all(here)) * num_bytes(given.fields.model_state),  # of the group whose turn it is
         max(one.towers for one in waiting) * num_bytes(row_shapes(batch, tower_rows)),
         max(one.running for one in waiting) * sums,
         program.temporary,
@@ -218,6 +220,9 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
     for group in turns.groups:
         others = sum(device != turns.home for device in group.devices)
         size, messages = others * num_bytes(copies), others * len(jax.tree.leaves(copies))
+        if group.devices[0] != turns.home:  # what the update begins with
+            size += num_bytes(given.fields.model_state)
+            messages += len(jax.tree.leaves(given.fields.model_state))
         found = Traffic(size + others * sums, messages + others * len(program.buffers))
         sent = max(sent, found)
     return took, sent

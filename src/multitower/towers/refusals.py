@@ -90,12 +90,27 @@ def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
     """Refuses an object that JAX's functions take as an array, and its transformations do not.
 
     Raises:
-        ArgumentError: such as a variable of Keras.
+        ArgumentError: such as a variable of Keras; or a whole model of Keras.
     """
+    refuse_keras_model(leaf, where)
     if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
         raise ArgumentError(
             f"{where()} is a {type(leaf).__name__}, which holds an array and is none. Pass the "
             "array: of Keras's variables [v.value for v in model.trainable_variables]."
+        )
+
+
+def refuse_keras_model(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses a model or layer of Keras, which holds its variables and is no tree of them.
+
+    Raises:
+        ArgumentError: it is one.
+    """
+    if hasattr(leaf, "stateless_call") and hasattr(leaf, "trainable_variables"):
+        raise ArgumentError(
+            f"{where()} is {type(leaf).__name__}, a model of Keras. Pass its arrays, [v.value for "
+            "v in model.trainable_variables], and call model.stateless_call(trainable, "
+            "non_trainable, x) in the loss."
         )
 
 

@@ -69,6 +69,24 @@ def test_keeps_the_last_ones_and_a_named_one_can_be_read(saved):
             checkpoints.restore(like=make(1)[1], step=7)
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+def test_what_a_user_has_written_into_a_state_is_saved(tmp_path, towers):
+    # The lies: a number that is no array; a dtype that no resume takes; a value from before.
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    loss = lambda w, x: (x["x"] @ w) ** 2
+    step = mt.train_step(loss, optimizer, towers=towers, devices=2)
+    state, _ = step(step.init(np.ones(5, np.float32)), ROWS)
+    state.opt_state.hyperparams["learning_rate"] = 0.01
+    assert "opt_state=<" in repr(state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        wide = np.arange(5.0)  # float64
+        checkpoints.save(2, state.replace(params=wide, step=2), {})
+        found = [checkpoints.restore(like=step.init(wide), step=number).state for number in (1, 2)]
+    assert mt.fingerprint(found[1].params) == mt.fingerprint(np.arange(5, dtype=np.float32))
+    assert mt.fingerprint(step(found[0], ROWS)) == mt.fingerprint(step(state, ROWS))
+
+
 def test_saving_does_not_keep_the_memory_of_the_state(tmp_path):
     # The lie: a background save that writes what the next step has overwritten.
     step, state = make(2)

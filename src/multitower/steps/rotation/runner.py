@@ -72,7 +72,9 @@ class RotationRunner:
         scale = np.float64(rows[0].tower_rows / rows[0].num_rows)  # turns sums into means
         # Parameters are not donated: on the home device a version is the same array.
         used = (parts.home.opt_state, parts.home.ema_params)
-        kept = parts.home._replace(opt_state=None, ema_params=None)
+        # The model state goes with the group: what an update does not change stays the group's.
+        model_state = jax.device_put(version.copies[0].model_state, self._turns.home)
+        kept = parts.home._replace(opt_state=None, ema_params=None, model_state=model_state)
         given = (kept, used, total, jax.device_put(scale, self._turns.home), staleness)
         new, metrics = self._program(given)(*given)
         state.spend()

@@ -12,12 +12,13 @@ import numpy as np
 
 from multitower.errors import StateError
 from multitower.functions.calls import replicate
+from multitower.models.state import enter
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import own_copy
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
-from multitower.towers.rows import is_key
+from multitower.towers.rows import Tower, is_key
 
 
 class Version(NamedTuple):
@@ -75,7 +76,8 @@ class Parts(NamedTuple):
 def take_apart(fields: Fields, turns: Turns) -> Parts:
     """The parts of a state that is whole; the originals are never overwritten.
 
-    Without versions, as after `init`, all groups begin with the newest parameters.
+    Without versions, as after `init`, all groups begin with the newest parameters. Of the keys in
+    the model state each has then those of the first of its towers.
 
     Raises:
         StateError: the versions are of other groups.
@@ -86,8 +88,11 @@ def take_apart(fields: Fields, turns: Turns) -> Parts:
     count = int(fields.step)  # host-device sync
     versions: list[Version] = []
     for number, place in enumerate(turns.groups):
-        made, pair = count, (own.params, own.model_state)
-        if fields.local is not None:
+        if fields.local is None:
+            first = Tower(np.int32(number * turns.num_towers), None, None)
+            own_state = jax.tree.map(lambda leaf, here=first: enter(leaf, here), own.model_state)
+            made, pair = count, (own.params, own_state)
+        else:
             made = int(fields.local["step"][number])
             given = (fields.local["params"], fields.local["model_state"])
             pair = jax.tree.map(lambda leaf, n=number: own_copy(leaf[n]), given)

@@ -9,21 +9,31 @@ import numpy as np
 
 from multitower.errors import CheckpointError
 from multitower.processes.together import whole_on_host
+from multitower.steps.state.changes import with_changes
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.rows import is_key
+from multitower.towers.rows import device_dtype, is_key
 from multitower.towers.split import copy_to
 
 
 def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
-    """The leaves of a state with their paths, in canonical order."""
+    """The leaves of a state with their paths, in canonical order.
+
+    What a user has written into it has the dtypes that the next step gives it.
+
+    Raises:
+        StateError: what was written there does not fit.
+    """
+    if changes := state.changes():
+        state = TrainState(with_changes(state.fields(), changes))
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
 
 
-def on_host(leaf: jax.Array | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def on_host(leaf: Any) -> np.ndarray[Any, Any]:
     """Copies a leaf to the host; of a typed key its data. Call it on every process."""
-    if isinstance(leaf, np.ndarray):
-        return leaf
+    if not isinstance(leaf, jax.Array):  # a state that a user has put together may have numbers
+        leaf = np.asarray(leaf)
+        return leaf.astype(device_dtype(leaf), copy=False)
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if data.is_fully_replicated:  # one copy is enough
         data = data.addressable_shards[0].data

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from multitower.errors import ArgumentError, StateError
 from multitower.steps.state.changes import Changes, Shown
@@ -295,4 +296,4 @@ def _summary(tree: Any) -> str:
     if not leaves:
         return "None" if tree is None else "no arrays"
     arrays = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
-    return f"<{arrays}, {sum(leaf.size for leaf in leaves):,} elements>"
+    return f"<{arrays}, {sum(map(np.size, leaves)):,} elements>"
