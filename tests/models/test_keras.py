@@ -168,6 +168,16 @@ def test_variables_are_no_arrays(keras):
         mt.grad(lambda w, x: x.mean())(make_model(keras).trainable_variables, X[0])
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+def test_trap_weights_that_were_trained_since(keras, towers):
+    """Lie: a model that is called in parallel keeps the weights of its first call."""
+    model = make_model(keras)
+    infer = mt.make_parallel(model, devices=2, towers=towers)
+    for scale in (1.0, 2.0):
+        model.trainable_variables[-1].assign_add(np.full(model.output_shape[1:], scale))
+        np.testing.assert_allclose(infer(X[0]), model(X[0]), rtol=1e-5)
+
+
 def test_a_model_is_no_parameters(keras):
     """Lies: a call without arguments, as for a function that makes them; a dtype to convert."""
     model = make_model(keras)

@@ -89,7 +89,8 @@ def _as_closure(fun: Any) -> Any:
     """A method, or an object that is called, as a function that closes over its object."""
     if not isinstance(fun, types.MethodType):
         method = type(fun).__call__
-        if not isinstance(method, types.FunctionType) or is_installed(type(fun)):
+        is_keras = hasattr(type(fun), "stateless_call")
+        if not isinstance(method, types.FunctionType) or (is_installed(type(fun)) and not is_keras):
             return fun
         fun = types.MethodType(method, fun)
 
