@@ -19,6 +19,11 @@ X = np.arange(24, dtype=np.float32).reshape(8, 3)
 Y = np.arange(8.0, dtype=np.float32)
 W = np.ones(3, np.float32)
 CLASSES = np.ones(5, np.float32)
+# Its last bias has as many entries as the batch has rows.
+TARGET = [
+    {"b": np.ones(4, np.float32), "w": np.ones((3, 4), np.float32)},
+    {"b": np.ones(8, np.float32), "w": np.ones((4, 8), np.float32)},
+]
 batch = {"x": X, "y": Y}  # a global variable, as in a notebook
 
 
@@ -40,6 +45,24 @@ def of_global(params):
 
 def weighted_batch(params, batch, classes=None):
     return of_batch(params, batch) * (batch["classes"] if classes is None else classes).sum()
+
+
+def predict(params, x):
+    for layer in params:
+        x = x @ layer["w"] + layer["b"]
+    return x
+
+
+def against(params, target, x):
+    return losses(params, x) - predict(target, x).sum(-1)
+
+
+def against_two(params, target, batch, other):
+    return against(params, target, batch["x"]) + predict([other], batch["x"]).sum(-1) * batch["y"]
+
+
+def against_batch(params, batch):
+    return against(params, batch["t"], batch["x"])
 
 
 def of_kind(params, batch, kind=None):
@@ -117,6 +140,36 @@ ADVICE = {
             {**batch, "classes": CLASSES},
             in_axes=(None, {"classes": None, "x": 0, "y": 0}),
         ),
+    ),
+    "rows differ, in a second set of weights": (
+        lambda: grads(against, W, TARGET, X),
+        "target[0]['b'] has 4 rows, target[0]['w'] has 3, target[1]['b'] has 8 and x has 8: all "
+        "split arrays need the same number of rows. If every tower needs the whole of target: "
+        "in_axes=(None, None, 0).",
+        lambda: grads(against, W, TARGET, X, in_axes=(None, None, 0)),
+    ),
+    "rows differ, in two arguments and a third": (
+        lambda: grads(against_two, W, TARGET, {"x": X, "y": Y}, TARGET[0]),
+        "the whole of target and other: in_axes=(None, None, 0, None).",
+        lambda: grads(
+            against_two, W, TARGET, {"x": X, "y": Y}, TARGET[0], in_axes=(None, None, 0, None)
+        ),
+    ),
+    "rows differ, in weights inside an argument": (
+        lambda: grads(against_batch, W, {"t": TARGET, "x": X}),
+        "whole of batch['t']: in_axes=(None, {'t': None, 'x': 0}).",
+        lambda: grads(against_batch, W, {"t": TARGET, "x": X}, in_axes=(None, {"t": None, "x": 0})),
+    ),
+    "rows differ, in the weights of a parallel function": (
+        lambda: parallel(predict, TARGET, X),
+        "whole of params: in_axes=(None, 0).",
+        lambda: parallel(predict, TARGET, X, in_axes=(None, 0)),
+    ),
+    "rows differ, in two arrays": (
+        lambda: parallel(lambda w, x: x @ w, W, X),
+        "w has 3 rows and x has 8: all split arrays need the same number of rows. If every tower "
+        "needs the whole of w: in_axes=(None, 0). If of x: in_axes=(0, None).",
+        lambda: parallel(lambda w, x: x @ w, W, X, in_axes=(None, 0)),
     ),
     "rows differ, in an argument that is named": (
         lambda: mt.grad(weighted, devices=2)(W, X, weights=CLASSES),

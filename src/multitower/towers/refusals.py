@@ -23,6 +23,10 @@ class Names(Protocol):
         """What to write so that every tower gets the whole of a leaf."""
         ...
 
+    def all_whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
+        """The same for several leaves or arguments, in one piece of advice."""
+        ...
+
 
 def refuse_lists_for_rows(
     tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str | Names, given_axes: Any
