@@ -28,6 +28,18 @@ class _Where(NamedTuple):
     towers: int | None
 
 
+class _Axes(NamedTuple):
+    given: Axes
+    returned: Axes
+    way_out: str
+
+
+_OUTSIDE = (
+    "Return something per row and combine it outside, or say out_axes=None for a result that does "
+    "not depend on the rows."
+)
+
+
 @refuse_foreign(
     axis_name="Inside the function, the axis is always called 'towers'.",
     mesh="Say devices=.",
@@ -100,11 +112,41 @@ def make_parallel(
 
     Source: `make_parallel` of the classic TensorFlow tower tutorials, with `jax.vmap`'s arguments.
     """
+    return make_parallel_for(
+        _OUTSIDE,
+        fn,
+        in_axes,
+        out_axes,
+        devices=devices,
+        towers=towers,
+        stages=stages,
+        layout=layout,
+        interleave=interleave,
+    )
+
+
+def make_parallel_for(
+    way_out: str,
+    fn: Callable[_P, _R],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    devices: DeviceSpec | None = None,
+    towers: int | None = None,
+    stages: int | None = None,
+    layout: tuple[int, int] | None = None,
+    interleave: bool = False,
+) -> Callable[_P, _R]:
+    """`make_parallel` for a caller of ours; `way_out` tells its users what to return."""
     arguments = Arguments(fn)
     fn = as_function(fn)
     where = tuple(devices) if isinstance(devices, list) else devices
     cut = stage_options(stages, layout, interleave)
-    options = (Axes.of(in_axes), Axes.of(out_axes), _Where(where, towers), cut)
+    options = (
+        _Axes(Axes.of(in_axes), Axes.of(out_axes), way_out),
+        _Where(where, towers),
+        cut,
+    )
     own = _tower_function(fn, *options)  # refuses wrong options right away
     used = UsedByArguments()
 
@@ -129,9 +171,9 @@ def make_parallel(
 
 
 def _tower_function(
-    fn: Any, in_axes: Axes, out_axes: Axes, where: _Where, stages: StageOptions | None
+    fn: Any, axes: "_Axes", where: _Where, stages: StageOptions | None
 ) -> TowerFunction:
-    kind = _Parallel(fn, in_axes.tree, out_axes.tree)
+    kind = _Parallel(fn, axes.given.tree, axes.returned.tree, axes.way_out)
     if stages is None:
         return TowerFunction(kind, *where)
     from multitower.functions.in_stages import StagedFunction  # noqa: PLC0415 (importing stays quick)
@@ -149,6 +191,7 @@ class _Parallel(NamedTuple):
     fn: Any  # a function, or an OpenFunction
     in_axes: Any
     out_axes: Any
+    way_out: str = _OUTSIDE
     name: str = "arguments"
     averages: bool = False
 
@@ -228,8 +271,7 @@ class _Parallel(NamedTuple):
                 raise OutputError(
                     f"result{jax.tree_util.keystr(path)} has shape {leaf.shape} for a tower of "
                     f"{tower_rows} rows: axis {axis} does not hold one entry per row, so the "
-                    "towers cannot be put together. Return something per row and combine it "
-                    "outside, or say out_axes=None for a result that does not depend on the rows."
+                    f"towers cannot be put together. {self.way_out}"
                 )
             by_row[number] = jnp.moveaxis(leaf, axis, 0)
         return Leaves(by_row, treedef), whole

@@ -5,6 +5,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from multitower.errors import ArgumentError, CheckpointError, refuse_foreign, warn
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
@@ -408,7 +410,7 @@ class Trainer:
         dataset: Any,
         *,
         global_batch: int,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Scores a data set with the moving average of the parameters, or the parameters.
 
         Args:
@@ -421,9 +423,10 @@ class Trainer:
             global_batch: rows to score at a time.
 
         Returns:
-            For each name the mean over all examples, each counted once. Hooks are called with it,
-            and with `keep_best` the state is kept if it is the best so far. To score other data
-            than those that decide, use `multitower.evaluate(metrics, trainer.model(state), ...)`.
+            For each name the mean over all examples, each counted once. Hooks are called with the
+            numbers among these means, without the arrays, and with `keep_best` the state is kept
+            if it is the best so far. To score other data than those that decide, use
+            `multitower.evaluate(metrics, trainer.model(state), ...)`.
 
         Raises:
             MultitowerError: as `multitower.evaluate`.
@@ -437,13 +440,14 @@ class Trainer:
         )
         number = int(state.step)  # host-device sync
         epoch = epoch_of(number, self._steps_per_epoch)
-        self._tell(Progress("test", number, number, scores, state=state, epoch=epoch))
+        numbers = {name: score for name, score in scores.items() if not np.ndim(score)}
+        self._tell(Progress("test", number, number, numbers, state=state, epoch=epoch))
         if self._patience is not None:
-            self._patience.see(number, scores)
+            self._patience.see(number, numbers)
         if self._best is not None:
             from multitower.training.same_run import describe_arrays  # noqa: PLC0415 (importing stays quick)
 
-            self._best.offer(number, state, scores, describe_arrays(self.step.untrained))
+            self._best.offer(number, state, numbers, describe_arrays(self.step.untrained))
         return scores
 
     def predict(

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.functions.parallel import make_parallel
+from multitower.functions.parallel import make_parallel_for
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
+
+_ONE_ENTRY = "Return one entry per row, and combine the rows of what predict returns."
 
 
 def predict(
@@ -107,4 +109,4 @@ def _runner(
         return fn(params, batch, **({"model_state": model_state} if takes_state else {}))
 
     where: dict[str, Any] = {"devices": devices, "towers": towers}
-    return make_parallel(run, in_axes=(None, 0), **where, **cut)
+    return make_parallel_for(_ONE_ENTRY, run, in_axes=(None, 0), **where, **cut)
