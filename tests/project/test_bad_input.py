@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -55,6 +56,20 @@ def with_state(w, x, *, model_state):
 
 def forgets_state(w, x, *, model_state):
     return losses(w, x)
+
+
+def fast_losses(params, x):
+    return losses(getattr(params, "fast", params), x)
+
+
+def with_phase(gradients, state, params=None, *, phase):
+    return gradients, state
+
+
+OPAQUE_SAM = optax.contrib.sam(SGD, optax.sgd(0.05), opaque_mode=True, reset_state=False)
+LOOKAHEAD = optax.lookahead(SGD, 2, 0.5)
+FAST_AND_SLOW = optax.LookaheadParams.init_synced(jnp.ones(3))
+WITH_PHASE = optax.GradientTransformationExtraArgs(lambda params: (), with_phase)
 
 
 def donated():
@@ -385,6 +400,25 @@ WRONG = {
         mt.OutputError,
         r"must return \(loss, aux\), and it returned array\. .*or drop has_aux",
     ),
+    # -------------------------------------------------------- optimizers
+    **{
+        f"{name}, towers={towers}": (
+            lambda optimizer=optimizer, params=params, towers=towers: step(
+                fast_losses, params, X[:8], optimizer=optimizer, towers=towers
+            ),
+            mt.ArgumentError,
+            f"the optimizer needs {needed}.*loop of your own: .*mt.value_and_grad",
+        )
+        for name, optimizer, params, needed in (
+            ("L-BFGS", optax.lbfgs(), W, "the loss as a function .*, value_fn"),
+            ("Sophia", optax.contrib.sophia(0.1), W, "the loss as a function .*, obj_fn"),
+            ("SAM", OPAQUE_SAM, W, "the gradient as a function .*, grad_fn"),
+            ("lookahead", LOOKAHEAD, W, "fast and slow parameters, optax.LookaheadParams"),
+            ("lookahead's parameters", LOOKAHEAD, FAST_AND_SLOW, "fast and slow parameters"),
+            ("an update of the user's own", WITH_PHASE, W, "more arguments, 'phase'"),
+        )
+        for towers in (None, 4)
+    },
     # -------------------------------------------------------- steps and states
     "a state in the place of parameters": (
         lambda: MADE.init(MADE.init(W)),
