@@ -104,6 +104,21 @@ def donated(*, use_result):
     return parallel(jnp.sin, doubled if use_result else x)
 
 
+def replaced():
+    """The loss of each of two target networks."""
+
+    def of_state(params, batch, *, model_state):
+        return against(params, model_state, batch["x"]), {}, model_state
+
+    made = mt.train_step(of_state, optax.sgd(0.0), devices=2)
+    state = made.init(W, model_state=TARGET)
+    state, first = made(state, batch)
+    other = jax.tree.map(lambda leaf: 2 * leaf, TARGET)
+    _, second = made(state.replace(model_state=other), batch)
+    for target, found in ((TARGET, first), (other, second)):
+        np.testing.assert_allclose(found["loss"], against(W, target, X).mean(), rtol=1e-5)
+
+
 def sharded(**options):
     made = mt.train_step(of_batch, optax.sgd(0.1), devices=2, **options)
     return made(made.init(W), mt.shard(batch, devices=2, towers=4))
@@ -178,8 +193,14 @@ ADVICE = {
     ),
     "rows differ, in a batch": (
         lambda: step(weighted_batch, {**batch, "classes": CLASSES}),
-        "whole of batch['classes']: take it out of batch and let the function close over it.",
+        "whole of batch['classes']: take it out of batch and let the function close over it, or,",
         lambda: step(functools.partial(weighted_batch, classes=CLASSES), batch),
+    ),
+    "a target network in a batch": (
+        lambda: step(against_batch, {"t": TARGET, "x": X}),
+        "if it changes between steps like a target network, pass it as model_state "
+        "(state.replace(model_state=...)).",
+        replaced,
     ),
     "a batch in a global variable": (
         lambda: grads(of_global, W),

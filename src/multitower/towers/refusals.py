@@ -163,7 +163,14 @@ def whole_of(tree: Any, number: int, name: str | Names, axes: Any, up: int = 0) 
 
 def taken_out_of(name: str) -> str:
     """What to write for a leaf of a tree that has no in_axes."""
-    return f"take it out of {name} and let the function close over it"
+    text = f"take it out of {name} and let the function close over it"
+    if name != "batch":
+        return text
+    # A step looks at its function once: it would go on with the first target network.
+    return (
+        f"{text}, or, if it changes between steps like a target network, pass it as model_state "
+        "(state.replace(model_state=...))"
+    )
 
 
 def shown(value: Any) -> str:
