@@ -445,6 +445,21 @@ WRONG = {
         mt.StateError,
         "the trainer got ndarray as state: .*fit or restore.* mt.predict",
     ),
+    "rng missing, for a trainer": (
+        lambda: mt.Trainer(with_rng, SGD, devices=2, hooks=[]).fit(W, lambda first: [X], steps=1),
+        mt.ArgumentError,
+        r"takes rng, and fit got none\. Write trainer\.fit\(\.\.\., rng=jax\.random\.key\(0\)\)",
+    ),
+    "model state missing, for a trainer": (
+        lambda: mt.Trainer(with_state, SGD, devices=2, hooks=[]).fit(W, lambda _: [X], steps=1),
+        mt.ArgumentError,
+        r"model_state, and fit got none\. Write trainer\.fit\(\.\.\., model_state=\{",
+    ),
+    "rng not wanted, for a trainer": (
+        lambda: TRAINER.fit(W, lambda first: [X], steps=1, rng=jax.random.key(0)),
+        mt.ArgumentError,
+        "fit got rng, and the loss does not take it",
+    ),
     "a resume without a directory": (
         lambda: TRAINER.fit(W, lambda first: iter([X]), steps=1, resume=True),
         mt.ArgumentError,

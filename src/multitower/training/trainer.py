@@ -14,6 +14,7 @@ from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.processes.together import is_first
 from multitower.steps.local.options import LocalState
+from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay
 from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState, check_is_state
@@ -222,6 +223,7 @@ class Trainer:
         self.step: TrainStep = train_step(
             loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
         )
+        self._loss = LossFunction.of(loss_fn)
         self.hooks = _as_hooks(hooks)
         self.stopped: str | None = None
         self._is_shown = hooks is None
@@ -321,6 +323,7 @@ class Trainer:
                 "fit(resume=True), and this trainer keeps no checkpoints: give it a run_dir, or "
                 "leave resume out."
             )
+        self._loss.check_extras(model_state, rng, "trainer.fit(..., ")
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
         self._check_test_phase(evaluate_every)
         self._warn_of_a_last_meeting(steps)
@@ -368,6 +371,7 @@ class Trainer:
         from multitower.training.same_run import check_same_arrays, describe_arrays  # noqa: PLC0415 (importing stays quick)
 
         with Checkpoints(directory, read_only=True) as checkpoints:
+            self._loss.check_extras(model_state, rng, "trainer.restore(..., ")
             like = self.step.init(params, model_state=model_state, rng=rng)
             number, state, _ = checkpoints.restore(like=like)
             now = describe_arrays(self.step.untrained)
