@@ -323,6 +323,16 @@ WRONG = {
         mt.OutputError,
         r"the loss has shape \(2, 3\) for 2 rows.*loss.mean",
     ),
+    "a loss for each network of an ensemble": (
+        lambda: grads(lambda w, x: jnp.stack([losses(w, x)] * 5)),
+        mt.OutputError,
+        r"the loss has shape \(5, 2\) for 2 rows.*e\.g\. loss\.mean\(axis=0\)\.",
+    ),
+    "a loss for each token of each network of an ensemble": (
+        lambda: grads(lambda w, x: jnp.stack([x * w] * 5)),
+        mt.OutputError,
+        r"the loss has shape \(5, 2, 3\) for 2 rows.*e\.g\. loss\.mean\(axis=\(0, 2\)\)\.",
+    ),
     "a complex loss": (lambda: grads(lambda w, x: x[:, 0] * 1j), mt.OutputError, "complex.*real"),
     "an integer loss": (
         lambda: step(lambda w, x: jnp.argmax(x, 1)),
