@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from flax.training import train_state as linen_state
 
 import multitower as mt
 
@@ -70,6 +71,18 @@ OPAQUE_SAM = optax.contrib.sam(SGD, optax.sgd(0.05), opaque_mode=True, reset_sta
 LOOKAHEAD = optax.lookahead(SGD, 2, 0.5)
 FAST_AND_SLOW = optax.LookaheadParams.init_synced(jnp.ones(3))
 WITH_PHASE = optax.GradientTransformationExtraArgs(lambda params: (), with_phase)
+
+
+class Keras:
+    """What is asked of a Keras model, which takes long to import."""
+
+    trainable_variables = ()
+
+    def __call__(self, inputs):
+        return inputs
+
+    def stateless_call(self, trainable_variables, non_trainable_variables, inputs):
+        return inputs, non_trainable_variables
 
 
 def donated():
@@ -434,6 +447,18 @@ WRONG = {
         lambda: MADE.init(MADE.init(W)),
         mt.ArgumentError,
         r"params is a TrainState: .*step\.model\(state\)",
+    ),
+    "a training state of Flax Linen": (
+        lambda: MADE.init(
+            linen_state.TrainState.create(apply_fn=losses, params={"w": W}, tx=optax.sgd(0.1))
+        ),
+        mt.ArgumentError,
+        r"params is a TrainState, which holds an optimizer.*Pass state\.params",
+    ),
+    "a model of Keras": (
+        lambda: MADE.init(Keras()),
+        mt.ArgumentError,
+        r"params is a Keras, a model of Keras: .*v\.value for v in model\.trainable_variables",
     ),
     "the pair that a step returns": (
         lambda: MADE((MADE.init(W), {}), X),

@@ -33,15 +33,27 @@ def check_is_state(
 
 
 def refuse_a_state(params: Any) -> None:
-    """Refuses a training state in the place of parameters.
+    """Refuses a training state, or a model that holds its own, in the place of parameters.
 
     Raises:
-        ArgumentError: it is one.
+        ArgumentError: it is one: ours, that of Flax Linen, or a model of Keras.
     """
     if isinstance(params, TrainState):
         raise ArgumentError(
             "params is a TrainState: pass the parameters or the module inside it, "
             "step.model(state)."
+        )
+    name = type(params).__name__
+    if all(hasattr(params, field) for field in ("params", "tx", "opt_state", "apply_fn")):
+        raise ArgumentError(
+            f"params is a {name}, which holds an optimizer and its state, as a training state of "
+            "multitower does. Pass state.params, and the optimizer, state.tx, to train_step."
+        )
+    if hasattr(params, "trainable_variables") and hasattr(params, "stateless_call"):
+        raise ArgumentError(
+            f"params is a {name}, a model of Keras: pass its arrays, "
+            "[v.value for v in model.trainable_variables], and call model.stateless_call in the "
+            "loss. Arrays of its non_trainable_variables are the model_state."
         )
 
 
