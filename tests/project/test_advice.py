@@ -69,6 +69,10 @@ def of_kind(params, batch, kind=None):
     return of_batch(params, batch) * len(kind or batch["kind"])
 
 
+def drawn(params, key):
+    return params * jax.random.normal(key, (3,))
+
+
 def named(x, names):
     return x * len(names)
 
@@ -201,6 +205,16 @@ ADVICE = {
         "if it changes between steps like a target network, pass it as model_state "
         "(state.replace(model_state=...)).",
         replaced,
+    ),
+    "a key alone": (
+        lambda: parallel(drawn, W, jax.random.key(0), in_axes=(None, 0)),
+        "pass n keys, jax.random.split(key, n), and draw with jax.vmap(draw)(keys).",
+        lambda: parallel(
+            lambda w, keys: jax.vmap(functools.partial(drawn, w))(keys),
+            W,
+            jax.random.split(jax.random.key(0), 8),
+            in_axes=(None, 0),
+        ),
     ),
     "a batch in a global variable": (
         lambda: grads(of_global, W),

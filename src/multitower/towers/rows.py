@@ -138,7 +138,7 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
             raise rows_differ(tree, name, axes, kinds)
         rows.append(leaf if kind == 0 else jnp.moveaxis(leaf, kind, 0))
     if num_rows < 0:
-        raise _nothing_to_split(name)
+        raise _nothing_to_split(name, KEY in kinds)
     refuse_lists_for_rows(tree, kinds, all_axes, name, axes)
     if any(map(is_number, leaves)):
         refuse_numbers_for_rows(tree, all_axes, name, num_rows, axes)
@@ -276,7 +276,14 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
 
 
-def _nothing_to_split(name: str | Names) -> BatchError:
+def _nothing_to_split(name: str | Names, has_key: bool) -> BatchError:
+    if has_key and not isinstance(name, str):
+        return BatchError(
+            "the call has a key and no array to split: a key alone has no rows. For n draws pass n "
+            "keys, jax.random.split(key, n), and draw with jax.vmap(draw)(keys). If the function "
+            "closes over its rows, it must take them as an argument; or tell mt.value_and_grad the "
+            "name of its variable, such as in_axes={'batch': 0}."
+        )
     text = (
         f"{name if isinstance(name, str) else 'the call'} has no array to split: its leaves are "
         "numbers, 0-d arrays or shared. Pass the rows as arrays with at least one axis, np.asarray "
