@@ -69,6 +69,10 @@ def of_kind(params, batch, kind=None):
     return of_batch(params, batch) * len(kind or batch["kind"])
 
 
+def of_time(params, batch):
+    return losses(params, batch["x"]).mean(1) * batch["y"]
+
+
 def drawn(params, key):
     return params * jax.random.normal(key, (3,))
 
@@ -199,6 +203,11 @@ ADVICE = {
         lambda: step(weighted_batch, {**batch, "classes": CLASSES}),
         "whole of batch['classes']: take it out of batch and let the function close over it, or,",
         lambda: step(functools.partial(weighted_batch, classes=CLASSES), batch),
+    ),
+    "a batch that is time-major": (
+        lambda: step(of_time, {"x": np.ones((5, 8, 3), np.float32), "y": Y}),
+        "If the rows of batch['x'] are on axis 1: pass np.swapaxes(batch['x'], 0, 1).",
+        lambda: step(of_time, {"x": np.swapaxes(np.ones((5, 8, 3), np.float32), 0, 1), "y": Y}),
     ),
     "a target network in a batch": (
         lambda: step(against_batch, {"t": TARGET, "x": X}),

@@ -5,7 +5,6 @@ in axis 0, and no array of it holds rows. It is shared whole: weights without th
 batch that every tower gets, lead from one error to the next.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ class _Argument(NamedTuple):
 
 
 def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -> BatchError:
-    """The error for row counts that differ; it says what is to be shared.
+    """The error for row counts that differ; it says what is to be shared, or turned.
 
     Args:
         tree: what was to be cut.
@@ -51,7 +50,14 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
         axes: the axes that were given for it.
         kinds: for each leaf the axis of its rows, an int, or something else.
     """
-    arguments = _arguments(tree, name, kinds)
+    error = _argument_differs(tree, name, axes, _arguments(tree, name, kinds))
+    return BatchError(f"{error}{_or_turn(tree, name, kinds)}")
+
+
+def _argument_differs(
+    tree: Any, name: str | Names, axes: Any, arguments: Sequence[_Argument]
+) -> str:
+    """Names the arguments that are no rows, since others agree on a number of rows."""
     agreeing = [one for one in arguments if one.rows() is not None]
     if not agreeing:
         return _leaf_differs(tree, name, axes, _merged(arguments))
@@ -63,7 +69,7 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
     if not no_rows:
         return _leaf_differs(tree, name, axes, _merged(arguments))
     other = next(one for one in agreeing if one.rows() == num_rows)
-    return BatchError(
+    return (
         f"{_has_rows(tree, name, no_rows)} and {path_of(tree, min(other.counts), name)} has "
         f"{num_rows}: all split arrays need the same number of rows. If every tower needs the "
         f"whole of {_in_words([name_of(one.path, name) for one in no_rows])}: "
@@ -74,8 +80,9 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
 def _arguments(tree: Any, name: str | Names, kinds: Sequence[Any]) -> list[_Argument]:
     start = 1 if isinstance(name, str) else 2  # a call is (args, kwargs, ...)
     # In one argument alone, such as a batch, its entries are compared.
-    levels = (_at(depth, tree, kinds) for depth in itertools.count(start))
-    return next(found for found in levels if len(found) > 1)
+    deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+    levels = [_at(depth, tree, kinds) for depth in range(start, deepest + 1)]
+    return next((found for found in levels if len(found) > 1), levels[-1])
 
 
 def _at(depth: int, tree: Any, kinds: Sequence[Any]) -> list[_Argument]:
@@ -95,12 +102,12 @@ def _merged(arguments: Sequence[_Argument]) -> dict[int, int]:
     return {number: count for one in arguments for number, count in one.counts.items()}
 
 
-def _leaf_differs(tree: Any, name: str | Names, axes: Any, counts: dict[int, int]) -> BatchError:
+def _leaf_differs(tree: Any, name: str | Names, axes: Any, counts: dict[int, int]) -> str:
     """Names the leaf with a number of rows that fewer leaves have than another."""
     (usual, _), *_ = Counter(counts.values()).most_common()  # of equally many the first
     first = next(n for n, count in counts.items() if count == usual)
     other = next(n for n, count in counts.items() if count != usual)
-    return BatchError(
+    return (
         f"{path_of(tree, other, name)} has {counts[other]} rows and {path_of(tree, first, name)} "
         f"has {usual}: all split arrays need the same number of rows. If every tower needs the "
         f"whole of {path_of(tree, other, name)}: {whole_of(tree, other, name, axes)}."
@@ -139,3 +146,19 @@ def _or_else(
 def _in_words(names: Sequence[str]) -> str:
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def _or_turn(tree: Any, name: str | Names, kinds: Sequence[Any]) -> str:
+    """What else may be meant where rows could lie on axis 1: a batch that is time-major."""
+    if not isinstance(name, str):
+        return ""
+    shapes = {n: x.shape for n, x in enumerate(jax.tree.leaves(tree)) if kinds[n] == 0}
+    everywhere = set[int].intersection(*({*shape[:2]} for shape in shapes.values()))
+    turned = [
+        n for n, shape in shapes.items() for rows in everywhere if shape[0] != rows == shape[1]
+    ]
+    if not turned:
+        return ""
+    where = path_of(tree, turned[0], name)
+    others = " and likewise the other time-major arrays" if len(turned) > 1 else ""
+    return f" If the rows of {where} are on axis 1: pass np.swapaxes({where}, 0, 1){others}."
