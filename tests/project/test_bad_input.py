@@ -495,6 +495,24 @@ WRONG = {
         mt.ArgumentError,
         "fit got rng, and the loss does not take it",
     ),
+    **{
+        f"{called} without global_batch": (
+            function,
+            mt.ArgumentError,
+            rf"^{called} needs global_batch=\. Say how many rows to {verb} at a time, such as",
+        )
+        for called, verb, function in (
+            ("predict", "compute", lambda: mt.predict(losses, W, X)),
+            ("evaluate", "score", lambda: mt.evaluate(losses, W, X)),
+            ("Trainer.predict", "compute", lambda: TRAINER.predict(losses, W, X)),
+            ("Trainer.evaluate", "score", lambda: TRAINER.evaluate(losses, W, X)),
+        )
+    },
+    "predict with batch_size": (
+        lambda: mt.predict(losses, W, X, batch_size=5),
+        mt.ArgumentError,
+        "predict has no argument 'batch_size'.*are global_batch=",
+    ),
     "a resume without a directory": (
         lambda: TRAINER.fit(W, lambda first: iter([X]), steps=1, resume=True),
         mt.ArgumentError,

@@ -407,6 +407,10 @@ class Trainer:
             )
         return self.step.model(state if ema is False else _scored(state))
 
+    @refuse_foreign(
+        global_batch="Say how many rows to score at a time, such as global_batch=256.",
+        batch_size="The rows to score at a time, over all towers, are global_batch=.",
+    )
     def evaluate(
         self,
         metrics: Callable[..., Any],
@@ -454,6 +458,10 @@ class Trainer:
             self._best.offer(number, state, numbers, describe_arrays(self.step.untrained))
         return scores
 
+    @refuse_foreign(
+        global_batch="Say how many rows to compute at a time, such as global_batch=256.",
+        batch_size="The rows to compute at a time, over all towers, are global_batch=.",
+    )
     def predict(
         self, fn: Callable[..., Any], state: TrainState, data: Any, *, global_batch: int
     ) -> Any:

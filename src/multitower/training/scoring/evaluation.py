@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import OutputError
+from multitower.errors import OutputError, refuse_foreign
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import type_in_words
 from multitower.functions.parallel import make_parallel_for
@@ -29,6 +29,10 @@ _ONE_ENTRY = (
 Scores = dict[str, jax.Array | list[jax.Array]]
 
 
+@refuse_foreign(
+    global_batch="Say how many rows to score at a time, such as global_batch=256.",
+    batch_size="The rows to score at a time, over all towers, are global_batch=.",
+)
 def evaluate(
     metrics: Callable[..., dict[str, jax.Array]],
     params: Any,

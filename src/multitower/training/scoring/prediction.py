@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.errors import refuse_foreign
 from multitower.functions.parallel import make_parallel_for
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
@@ -17,6 +18,10 @@ from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on,
 _ONE_ENTRY = "Return one entry per row, and combine the rows of what predict returns."
 
 
+@refuse_foreign(
+    global_batch="Say how many rows to compute at a time, such as global_batch=256.",
+    batch_size="The rows to compute at a time, over all towers, are global_batch=.",
+)
 def predict(
     fn: Callable[..., Any],
     params: Any,
