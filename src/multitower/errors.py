@@ -156,8 +156,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a decorator: an argument that the function lacks is an `ArgumentError` in words.
 
+    So is a keyword-only one that it needs, and that the call lacks.
+
     Args:
-        **hints: what to do instead, for arguments of other libraries' functions of that kind.
+        **hints: what to do instead, for arguments of other libraries' functions of that kind; what
+            to write, for those that the function needs.
 
     Example:
         >>> from multitower.errors import ArgumentError, refuse_foreign
@@ -172,6 +175,11 @@ def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         known = inspect.signature(function).parameters
+        needed = [
+            name
+            for name, one in known.items()
+            if one.kind is one.KEYWORD_ONLY and one.default is one.empty
+        ]
 
         @functools.wraps(function)
         def call(*args: _P.args, **given: _P.kwargs) -> _R:
@@ -180,6 +188,10 @@ def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R
                     hint = hints.get(name) or did_you_mean(name, known) or "Leave it out."
                     called = function.__qualname__.removesuffix(".__init__")
                     raise ArgumentError(f"{called} has no argument {name!r}. {hint.strip()}")
+            for name in needed:
+                if name in hints and name not in given:
+                    called = function.__qualname__
+                    raise ArgumentError(f"{called} needs {name}=. {hints[name]}")
             return function(*args, **given)
 
         return call

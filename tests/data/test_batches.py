@@ -116,7 +116,7 @@ def test_batches_have_keys_only_when_asked():
         (np.zeros(3), {"global_batch": 0}, "global_batch=0"),
         (np.zeros(3), {"step": -1}, "step=-1"),
         (np.zeros((0, 2)), {}, "zero rows"),
-        ({"x": np.zeros(3), "y": np.zeros(4)}, {}, r"data\['y'\] has 4 rows and data\['x'\] has 3"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, {}, r"data\['x'\] has 3 rows and data\['y'\] has 4"),
     ],
 )
 def test_bad_batches_are_errors(data, options, message):

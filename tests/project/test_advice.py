@@ -19,6 +19,11 @@ X = np.arange(24, dtype=np.float32).reshape(8, 3)
 Y = np.arange(8.0, dtype=np.float32)
 W = np.ones(3, np.float32)
 CLASSES = np.ones(5, np.float32)
+# Its last bias has as many entries as the batch has rows.
+TARGET = [
+    {"b": np.ones(4, np.float32), "w": np.ones((3, 4), np.float32)},
+    {"b": np.ones(8, np.float32), "w": np.ones((4, 8), np.float32)},
+]
 batch = {"x": X, "y": Y}  # a global variable, as in a notebook
 
 
@@ -42,8 +47,34 @@ def weighted_batch(params, batch, classes=None):
     return of_batch(params, batch) * (batch["classes"] if classes is None else classes).sum()
 
 
+def predict(params, x):
+    for layer in params:
+        x = x @ layer["w"] + layer["b"]
+    return x
+
+
+def against(params, target, x):
+    return losses(params, x) - predict(target, x).sum(-1)
+
+
+def against_two(params, target, batch, other):
+    return against(params, target, batch["x"]) + predict([other], batch["x"]).sum(-1) * batch["y"]
+
+
+def against_batch(params, batch):
+    return against(params, batch["t"], batch["x"])
+
+
 def of_kind(params, batch, kind=None):
     return of_batch(params, batch) * len(kind or batch["kind"])
+
+
+def of_time(params, batch):
+    return losses(params, batch["x"]).mean(1) * batch["y"]
+
+
+def drawn(params, key):
+    return params * jax.random.normal(key, (3,))
 
 
 def named(x, names):
@@ -79,6 +110,21 @@ def donated(*, use_result):
     x = jnp.asarray(X)
     doubled = jax.jit(lambda x: 2 * x, donate_argnums=0)(x)
     return parallel(jnp.sin, doubled if use_result else x)
+
+
+def replaced():
+    """The loss of each of two target networks."""
+
+    def of_state(params, batch, *, model_state):
+        return against(params, model_state, batch["x"]), {}, model_state
+
+    made = mt.train_step(of_state, optax.sgd(0.0), devices=2)
+    state = made.init(W, model_state=TARGET)
+    state, first = made(state, batch)
+    other = jax.tree.map(lambda leaf: 2 * leaf, TARGET)
+    _, second = made(state.replace(model_state=other), batch)
+    for target, found in ((TARGET, first), (other, second)):
+        np.testing.assert_allclose(found["loss"], against(W, target, X).mean(), rtol=1e-5)
 
 
 def sharded(**options):
@@ -118,6 +164,36 @@ ADVICE = {
             in_axes=(None, {"classes": None, "x": 0, "y": 0}),
         ),
     ),
+    "rows differ, in a second set of weights": (
+        lambda: grads(against, W, TARGET, X),
+        "target[0]['b'] has 4 rows, target[0]['w'] has 3, target[1]['b'] has 8 and x has 8: all "
+        "split arrays need the same number of rows. If every tower needs the whole of target: "
+        "in_axes=(None, None, 0).",
+        lambda: grads(against, W, TARGET, X, in_axes=(None, None, 0)),
+    ),
+    "rows differ, in two arguments and a third": (
+        lambda: grads(against_two, W, TARGET, {"x": X, "y": Y}, TARGET[0]),
+        "the whole of target and other: in_axes=(None, None, 0, None).",
+        lambda: grads(
+            against_two, W, TARGET, {"x": X, "y": Y}, TARGET[0], in_axes=(None, None, 0, None)
+        ),
+    ),
+    "rows differ, in weights inside an argument": (
+        lambda: grads(against_batch, W, {"t": TARGET, "x": X}),
+        "whole of batch['t']: in_axes=(None, {'t': None, 'x': 0}).",
+        lambda: grads(against_batch, W, {"t": TARGET, "x": X}, in_axes=(None, {"t": None, "x": 0})),
+    ),
+    "rows differ, in the weights of a parallel function": (
+        lambda: parallel(predict, TARGET, X),
+        "whole of params: in_axes=(None, 0).",
+        lambda: parallel(predict, TARGET, X, in_axes=(None, 0)),
+    ),
+    "rows differ, in two arrays": (
+        lambda: parallel(lambda w, x: x @ w, W, X),
+        "w has 3 rows and x has 8: all split arrays need the same number of rows. If every tower "
+        "needs the whole of w: in_axes=(None, 0). If of x: in_axes=(0, None).",
+        lambda: parallel(lambda w, x: x @ w, W, X, in_axes=(None, 0)),
+    ),
     "rows differ, in an argument that is named": (
         lambda: mt.grad(weighted, devices=2)(W, X, weights=CLASSES),
         "every tower needs the whole of weights: functools.partial(weighted, weights=weights).",
@@ -125,8 +201,29 @@ ADVICE = {
     ),
     "rows differ, in a batch": (
         lambda: step(weighted_batch, {**batch, "classes": CLASSES}),
-        "whole of batch['classes']: take it out of batch and let the function close over it.",
+        "whole of batch['classes']: take it out of batch and let the function close over it, or,",
         lambda: step(functools.partial(weighted_batch, classes=CLASSES), batch),
+    ),
+    "a batch that is time-major": (
+        lambda: step(of_time, {"x": np.ones((5, 8, 3), np.float32), "y": Y}),
+        "If the rows of batch['x'] are on axis 1: pass np.swapaxes(batch['x'], 0, 1).",
+        lambda: step(of_time, {"x": np.swapaxes(np.ones((5, 8, 3), np.float32), 0, 1), "y": Y}),
+    ),
+    "a target network in a batch": (
+        lambda: step(against_batch, {"t": TARGET, "x": X}),
+        "if it changes between steps like a target network, pass it as model_state "
+        "(state.replace(model_state=...)).",
+        replaced,
+    ),
+    "a key alone": (
+        lambda: parallel(drawn, W, jax.random.key(0), in_axes=(None, 0)),
+        "pass n keys, jax.random.split(key, n), and draw with jax.vmap(draw)(keys).",
+        lambda: parallel(
+            lambda w, keys: jax.vmap(functools.partial(drawn, w))(keys),
+            W,
+            jax.random.split(jax.random.key(0), 8),
+            in_axes=(None, 0),
+        ),
     ),
     "a batch in a global variable": (
         lambda: grads(of_global, W),

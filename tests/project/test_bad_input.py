@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
+from flax.training import train_state as linen_state
 
 import multitower as mt
 
@@ -55,6 +57,32 @@ def with_state(w, x, *, model_state):
 
 def forgets_state(w, x, *, model_state):
     return losses(w, x)
+
+
+def fast_losses(params, x):
+    return losses(getattr(params, "fast", params), x)
+
+
+def with_phase(gradients, state, params=None, *, phase):
+    return gradients, state
+
+
+OPAQUE_SAM = optax.contrib.sam(SGD, optax.sgd(0.05), opaque_mode=True, reset_state=False)
+LOOKAHEAD = optax.lookahead(SGD, 2, 0.5)
+FAST_AND_SLOW = optax.LookaheadParams.init_synced(jnp.ones(3))
+WITH_PHASE = optax.GradientTransformationExtraArgs(lambda params: (), with_phase)
+
+
+class Keras:
+    """What is asked of a Keras model, which takes long to import."""
+
+    trainable_variables = ()
+
+    def __call__(self, inputs):
+        return inputs
+
+    def stateless_call(self, trainable_variables, non_trainable_variables, inputs):
+        return inputs, non_trainable_variables
 
 
 def donated():
@@ -308,6 +336,16 @@ WRONG = {
         mt.OutputError,
         r"the loss has shape \(2, 3\) for 2 rows.*loss.mean",
     ),
+    "a loss for each network of an ensemble": (
+        lambda: grads(lambda w, x: jnp.stack([losses(w, x)] * 5)),
+        mt.OutputError,
+        r"the loss has shape \(5, 2\) for 2 rows.*e\.g\. loss\.mean\(axis=0\)\.",
+    ),
+    "a loss for each token of each network of an ensemble": (
+        lambda: grads(lambda w, x: jnp.stack([x * w] * 5)),
+        mt.OutputError,
+        r"the loss has shape \(5, 2, 3\) for 2 rows.*e\.g\. loss\.mean\(axis=\(0, 2\)\)\.",
+    ),
     "a complex loss": (lambda: grads(lambda w, x: x[:, 0] * 1j), mt.OutputError, "complex.*real"),
     "an integer loss": (
         lambda: step(lambda w, x: jnp.argmax(x, 1)),
@@ -385,11 +423,42 @@ WRONG = {
         mt.OutputError,
         r"must return \(loss, aux\), and it returned array\. .*or drop has_aux",
     ),
+    # -------------------------------------------------------- optimizers
+    **{
+        f"{name}, towers={towers}": (
+            lambda optimizer=optimizer, params=params, towers=towers: step(
+                fast_losses, params, X[:8], optimizer=optimizer, towers=towers
+            ),
+            mt.ArgumentError,
+            f"the optimizer needs {needed}.*loop of your own: .*mt.value_and_grad",
+        )
+        for name, optimizer, params, needed in (
+            ("L-BFGS", optax.lbfgs(), W, "the loss as a function .*, value_fn"),
+            ("Sophia", optax.contrib.sophia(0.1), W, "the loss as a function .*, obj_fn"),
+            ("SAM", OPAQUE_SAM, W, "the gradient as a function .*, grad_fn"),
+            ("lookahead", LOOKAHEAD, W, "fast and slow parameters, optax.LookaheadParams"),
+            ("lookahead's parameters", LOOKAHEAD, FAST_AND_SLOW, "fast and slow parameters"),
+            ("an update of the user's own", WITH_PHASE, W, "more arguments, 'phase'"),
+        )
+        for towers in (None, 4)
+    },
     # -------------------------------------------------------- steps and states
     "a state in the place of parameters": (
         lambda: MADE.init(MADE.init(W)),
         mt.ArgumentError,
         r"params is a TrainState: .*step\.model\(state\)",
+    ),
+    "a training state of Flax Linen": (
+        lambda: MADE.init(
+            linen_state.TrainState.create(apply_fn=losses, params={"w": W}, tx=optax.sgd(0.1))
+        ),
+        mt.ArgumentError,
+        r"params is a TrainState, which holds an optimizer.*Pass state\.params",
+    ),
+    "a model of Keras": (
+        lambda: MADE.init(Keras()),
+        mt.ArgumentError,
+        r"params is Keras, a model of Keras\. .*v\.value for v in model\.trainable_variables",
     ),
     "the pair that a step returns": (
         lambda: MADE((MADE.init(W), {}), X),
@@ -410,6 +479,39 @@ WRONG = {
         lambda: TRAINER.predict(losses, W, X, global_batch=5),
         mt.StateError,
         "the trainer got ndarray as state: .*fit or restore.* mt.predict",
+    ),
+    "rng missing, for a trainer": (
+        lambda: mt.Trainer(with_rng, SGD, devices=2, hooks=[]).fit(W, lambda first: [X], steps=1),
+        mt.ArgumentError,
+        r"takes rng, and fit got none\. Write trainer\.fit\(\.\.\., rng=jax\.random\.key\(0\)\)",
+    ),
+    "model state missing, for a trainer": (
+        lambda: mt.Trainer(with_state, SGD, devices=2, hooks=[]).fit(W, lambda _: [X], steps=1),
+        mt.ArgumentError,
+        r"model_state, and fit got none\. Write trainer\.fit\(\.\.\., model_state=\{",
+    ),
+    "rng not wanted, for a trainer": (
+        lambda: TRAINER.fit(W, lambda first: [X], steps=1, rng=jax.random.key(0)),
+        mt.ArgumentError,
+        "fit got rng, and the loss does not take it",
+    ),
+    **{
+        f"{called} without global_batch": (
+            function,
+            mt.ArgumentError,
+            rf"^{called} needs global_batch=\. Say how many rows to {verb} at a time, such as",
+        )
+        for called, verb, function in (
+            ("predict", "compute", lambda: mt.predict(losses, W, X)),
+            ("evaluate", "score", lambda: mt.evaluate(losses, W, X)),
+            ("Trainer.predict", "compute", lambda: TRAINER.predict(losses, W, X)),
+            ("Trainer.evaluate", "score", lambda: TRAINER.evaluate(losses, W, X)),
+        )
+    },
+    "predict with batch_size": (
+        lambda: mt.predict(losses, W, X, batch_size=5),
+        mt.ArgumentError,
+        "predict has no argument 'batch_size'.*are global_batch=",
     ),
     "a resume without a directory": (
         lambda: TRAINER.fit(W, lambda first: iter([X]), steps=1, resume=True),

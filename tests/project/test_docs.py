@@ -52,6 +52,7 @@ SLOW = {
     "guides/profiling.md",
     "guides/ragged-batches.md",
     "guides/randomness.md",
+    "guides/several-models.md",
     "guides/slow-links.md",
     "guides/trainer.md",
     "guides/weight-decay.md",

@@ -44,19 +44,29 @@ class Arguments(NamedTuple):
         """What to write so that every tower gets the whole of a leaf.
 
         Args:
-            path: of the leaf, in `tree`.
+            path: of the leaf, or of an argument, in `tree`.
             tree: the call.
             axes: the axes that it is cut along, a prefix of the tree.
         """
-        part, *rest = path
+        return self.all_whole([path], tree, axes)
+
+    def all_whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
+        """The same for several leaves or arguments: one `in_axes` for all that it can name."""
+        said: dict[Any, Any] = {}
+        others: list[str] = []
+        for part, *rest in paths:
+            try:
+                if (part.idx != _ARGS or axes[_ROWS]) and part.idx != _ROWS:
+                    raise LookupError
+                so_far = said.get(part.idx, axes[part.idx])
+                said[part.idx] = _with_none(so_far, tree[part.idx], rest)
+            except LookupError:  # no in_axes for it, or a container of the user's own
+                others.append(self._without_axes((part, *rest)))
+        return " and ".join([*(f"in_axes={one!r}" for one in said.values()), *others])
+
+    def _without_axes(self, path: Sequence[Any]) -> str:
         name = self.of(path)
-        is_argument = part.idx == _ARGS and not axes[_ROWS]
-        try:
-            if is_argument or part.idx == _ROWS:
-                return f"in_axes={_with_none(axes[part.idx], tree[part.idx], rest)!r}"
-        except LookupError:  # a container of the user's own
-            pass
-        if len(rest) > 1:
+        if len(path) > 2:  # inside an argument
             return f"take it out of {self.of(path[:2])} and close over it"
         called = getattr(self.fun, "__name__", "fn")
         called = called if called.isidentifier() else "fn"

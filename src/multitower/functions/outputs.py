@@ -40,10 +40,18 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
             f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "
-            "sum or average them, e.g. loss.mean(axis=tuple(range(1, loss.ndim))). For a mean over "
+            f"sum or average them, e.g. {_mean_of_rows(loss.shape, tower_rows)}. For a mean over "
             f"tokens or other weighted terms return mt.ratio(loss * mask, mask).{hint}"
         )
     return loss.shape != ()
+
+
+def _mean_of_rows(shape: tuple[int, ...], tower_rows: int) -> str:
+    """The mean over all axes but that of the rows, which is not the first one in an ensemble."""
+    if shape[:1] == (tower_rows,) or tower_rows not in shape:
+        return "loss.mean(axis=tuple(range(1, loss.ndim)))"
+    others = [axis for axis in range(len(shape)) if axis != shape.index(tower_rows)]
+    return f"loss.mean(axis={others[0] if len(others) == 1 else tuple(others)})"
 
 
 def type_in_words(value: Any) -> str:

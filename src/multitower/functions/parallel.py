@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -14,6 +15,7 @@ from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.closures import Contents, UsedByArguments, as_function, call_opened
 from multitower.models.modules import Call, call_tower, take_call
+from multitower.models.opening import OpenFunction
 from multitower.models.state import Changed, as_leaf, only_first
 from multitower.stages.options import StageOptions, stage_options
 from multitower.towers.rows import Split, Tower, axes_of_leaves
@@ -145,6 +147,16 @@ def _remembered(_used: Any, *function: Any) -> TowerFunction:
     return _tower_function(*function)
 
 
+_OR_OUT_AXES = ", or say out_axes=None for a result that does not depend on the rows"
+_OURS = str(Path(__file__).parents[1])
+
+
+def _is_ours(fn: Any) -> bool:
+    """Whether the caller is `evaluate` or `predict`, which have no out_axes."""
+    code = fn.bare[0] if isinstance(fn, OpenFunction) else getattr(fn, "__code__", None)
+    return code is not None and code.co_filename.startswith(_OURS)
+
+
 class _Parallel(NamedTuple):
     fn: Any  # a function, or an OpenFunction
     in_axes: Any
@@ -229,7 +241,7 @@ class _Parallel(NamedTuple):
                     f"result{jax.tree_util.keystr(path)} has shape {leaf.shape} for a tower of "
                     f"{tower_rows} rows: axis {axis} does not hold one entry per row, so the "
                     "towers cannot be put together. Return something per row and combine it "
-                    "outside, or say out_axes=None for a result that does not depend on the rows."
+                    f"outside{'' if _is_ours(self.fn) else _OR_OUT_AXES}."
                 )
             by_row[number] = jnp.moveaxis(leaf, axis, 0)
         return Leaves(by_row, treedef), whole

@@ -77,23 +77,29 @@ class LossFunction:
         names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return cls(fn, "rng" in names, "model_state" in names)
 
-    def check_extras(self, model_state: Any, rng: Any) -> None:
+    def check_extras(self, model_state: Any, rng: Any, call: str = "step.init(params, ") -> None:
         """Refuses extras that are missing or not wanted.
+
+        Args:
+            model_state: what was given.
+            rng: likewise.
+            call: what the user writes to give them, up to these arguments.
 
         Raises:
             ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
         """
         given = {"rng": (rng, self.takes_rng), "model_state": (model_state, self.takes_model_state)}
         examples = {"rng": "jax.random.key(0)", "model_state": "{...}"}
+        called = call.partition("(")[0].rpartition(".")[2]
         for name, (value, wanted) in given.items():
             if wanted and value is None:
                 raise ArgumentError(
-                    f"the loss takes {name}, and init got none. Write "
-                    f"step.init(params, {name}={examples[name]})."
+                    f"the loss takes {name}, and {called} got none. Write "
+                    f"{call}{name}={examples[name]})."
                 )
             if value is not None and not wanted:
                 raise ArgumentError(
-                    f"init got {name}, and the loss does not take it. Add it as a keyword-only "
+                    f"{called} got {name}, and the loss does not take it. Add it as a keyword-only "
                     f"argument: loss_fn(params, batch, *, {name})."
                 )
         if rng is not None and not (is_key(rng) and rng.ndim == 0):

@@ -14,7 +14,6 @@ from multitower.models.modules import Model, is_model, take_model
 from multitower.steps.runner import own_copy
 from multitower.towers.leaf_shards import shardings_of
 from multitower.towers.placement import Placement
-from multitower.towers.refusals import refuse_keras_model
 from multitower.towers.split import copy_to
 
 
@@ -58,9 +57,8 @@ def take_params(params: Any, *, in_parts: bool) -> Any:
         in_parts: whether the weights that a function returns shall be `Unmade`.
 
     Raises:
-        ArgumentError: a function that takes arguments, or a model of Keras.
+        ArgumentError: a function that takes arguments.
     """
-    refuse_keras_model(params, lambda: "params")
     if not is_model(params) and _is_function(params):
         if in_parts:
             return _unmade(params)

@@ -23,6 +23,10 @@ class Names(Protocol):
         """What to write so that every tower gets the whole of a leaf."""
         ...
 
+    def all_whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
+        """The same for several leaves or arguments, in one piece of advice."""
+        ...
+
 
 def refuse_lists_for_rows(
     tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str | Names, given_axes: Any
@@ -110,7 +114,7 @@ def refuse_keras_model(leaf: Any, where: Callable[[], str]) -> None:
         raise ArgumentError(
             f"{where()} is {type(leaf).__name__}, a model of Keras. Pass its arrays, [v.value for "
             "v in model.trainable_variables], and call model.stateless_call(trainable, "
-            "non_trainable, x) in the loss."
+            "non_trainable, x) in the loss. Those of non_trainable_variables are model_state."
         )
 
 
@@ -174,7 +178,14 @@ def whole_of(tree: Any, number: int, name: str | Names, axes: Any, up: int = 0) 
 
 def taken_out_of(name: str) -> str:
     """What to write for a leaf of a tree that has no in_axes."""
-    return f"take it out of {name} and let the function close over it"
+    text = f"take it out of {name} and let the function close over it"
+    if name != "batch":
+        return text
+    # A step looks at its function once: it would go on with the first target network.
+    return (
+        f"{text}, or, if it changes between steps like a target network, pass it as model_state "
+        "(state.replace(model_state=...))"
+    )
 
 
 def shown(value: Any) -> str:

@@ -5,7 +5,6 @@ whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; 
 different one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +25,8 @@ from multitower.towers.refusals import (
     refuse_numbers_for_rows,
     refuse_what_is_no_array,
     refuse_what_is_no_number,
-    whole_of,
 )
+from multitower.towers.unequal_rows import rows_differ
 
 # Folded into the keys of towers; documented, so that a draw can be repeated by hand.
 _TOWERS = 0x746F7772
@@ -136,10 +135,10 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
         if num_rows < 0:
             first, num_rows = number, count
         elif count != num_rows:
-            raise _rows_differ(tree, name, axes, kinds)
+            raise rows_differ(tree, name, axes, kinds)
         rows.append(leaf if kind == 0 else jnp.moveaxis(leaf, kind, 0))
     if num_rows < 0:
-        raise _nothing_to_split(name)
+        raise _nothing_to_split(name, KEY in kinds)
     refuse_lists_for_rows(tree, kinds, all_axes, name, axes)
     if any(map(is_number, leaves)):
         refuse_numbers_for_rows(tree, all_axes, name, num_rows, axes)
@@ -277,7 +276,14 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
 
 
-def _nothing_to_split(name: str | Names) -> BatchError:
+def _nothing_to_split(name: str | Names, has_key: bool) -> BatchError:
+    if has_key and not isinstance(name, str):
+        return BatchError(
+            "the call has a key and no array to split: a key alone has no rows. For n draws pass n "
+            "keys, jax.random.split(key, n), and draw with jax.vmap(draw)(keys). If the function "
+            "closes over its rows, it must take them as an argument; or tell mt.value_and_grad the "
+            "name of its variable, such as in_axes={'batch': 0}."
+        )
     text = (
         f"{name if isinstance(name, str) else 'the call'} has no array to split: its leaves are "
         "numbers, 0-d arrays or shared. Pass the rows as arrays with at least one axis, np.asarray "
@@ -289,18 +295,4 @@ def _nothing_to_split(name: str | Names) -> BatchError:
         f"{text}, and do not say in_axes=None for them. A loss that closes over its batch must "
         "take it as an argument, loss_fn(params, batch); or tell mt.value_and_grad the name of its "
         "variable, such as in_axes={'batch': 0}."
-    )
-
-
-def _rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Kind]) -> BatchError:
-    """Names the leaf with a number of rows that fewer leaves have than another."""
-    leaves = jax.tree.leaves(tree)
-    counts = {n: int(leaves[n].shape[k]) for n, k in enumerate(kinds) if isinstance(k, int)}
-    (usual, _), *_ = Counter(counts.values()).most_common()  # of equally many the first
-    first = next(n for n, count in counts.items() if count == usual)
-    other = next(n for n, count in counts.items() if count != usual)
-    return BatchError(
-        f"{path_of(tree, other, name)} has {counts[other]} rows and {path_of(tree, first, name)} "
-        f"has {usual}: all split arrays need the same number of rows. If every tower needs the "
-        f"whole of {path_of(tree, other, name)}: {whole_of(tree, other, name, axes)}."
     )

@@ -5,6 +5,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from multitower.errors import ArgumentError, CheckpointError, refuse_foreign, warn
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
@@ -12,6 +14,7 @@ from multitower.processes.leaving import hosts_of_all
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.processes.together import is_first
 from multitower.steps.local.options import LocalState
+from multitower.steps.loss import LossFunction
 from multitower.steps.parts import EmaDecay
 from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState, check_is_state
@@ -220,6 +223,7 @@ class Trainer:
         self.step: TrainStep = train_step(
             loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
         )
+        self._loss = LossFunction.of(loss_fn)
         self.hooks = _as_hooks(hooks)
         self.stopped: str | None = None
         self._is_shown = hooks is None
@@ -319,6 +323,7 @@ class Trainer:
                 "fit(resume=True), and this trainer keeps no checkpoints: give it a run_dir, or "
                 "leave resume out."
             )
+        self._loss.check_extras(model_state, rng, "trainer.fit(..., ")
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
         self._check_test_phase(evaluate_every)
         self._warn_of_a_last_meeting(steps)
@@ -366,6 +371,7 @@ class Trainer:
         from multitower.training.same_run import check_same_arrays, describe_arrays  # noqa: PLC0415 (importing stays quick)
 
         with Checkpoints(directory, read_only=True) as checkpoints:
+            self._loss.check_extras(model_state, rng, "trainer.restore(..., ")
             like = self.step.init(params, model_state=model_state, rng=rng)
             number, state, _ = checkpoints.restore(like=like)
             now = describe_arrays(self.step.untrained)
@@ -401,6 +407,10 @@ class Trainer:
             )
         return self.step.model(state if ema is False else _scored(state))
 
+    @refuse_foreign(
+        global_batch="Say how many rows to score at a time, such as global_batch=256.",
+        batch_size="The rows to score at a time, over all towers, are global_batch=.",
+    )
     def evaluate(
         self,
         metrics: Callable[..., Any],
@@ -408,7 +418,7 @@ class Trainer:
         dataset: Any,
         *,
         global_batch: int,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Scores a data set with the moving average of the parameters, or the parameters.
 
         Args:
@@ -421,9 +431,10 @@ class Trainer:
             global_batch: rows to score at a time.
 
         Returns:
-            For each name the mean over all examples, each counted once. Hooks are called with it,
-            and with `keep_best` the state is kept if it is the best so far. To score other data
-            than those that decide, use `multitower.evaluate(metrics, trainer.model(state), ...)`.
+            For each name the mean over all examples, each counted once. Hooks are called with the
+            numbers among these means, without the arrays, and with `keep_best` the state is kept
+            if it is the best so far. To score other data than those that decide, use
+            `multitower.evaluate(metrics, trainer.model(state), ...)`.
 
         Raises:
             MultitowerError: as `multitower.evaluate`.
@@ -437,15 +448,20 @@ class Trainer:
         )
         number = int(state.step)  # host-device sync
         epoch = epoch_of(number, self._steps_per_epoch)
-        self._tell(Progress("test", number, number, scores, state=state, epoch=epoch))
+        numbers = {name: score for name, score in scores.items() if not np.ndim(score)}
+        self._tell(Progress("test", number, number, numbers, state=state, epoch=epoch))
         if self._patience is not None:
-            self._patience.see(number, scores)
+            self._patience.see(number, numbers)
         if self._best is not None:
             from multitower.training.same_run import describe_arrays  # noqa: PLC0415 (importing stays quick)
 
-            self._best.offer(number, state, scores, describe_arrays(self.step.untrained))
+            self._best.offer(number, state, numbers, describe_arrays(self.step.untrained))
         return scores
 
+    @refuse_foreign(
+        global_batch="Say how many rows to compute at a time, such as global_batch=256.",
+        batch_size="The rows to compute at a time, over all towers, are global_batch=.",
+    )
     def predict(
         self, fn: Callable[..., Any], state: TrainState, data: Any, *, global_batch: int
     ) -> Any:

@@ -149,6 +149,43 @@ def test_an_empty_batch_is_an_error():
         evaluate(metrics, 1.0, {"x": VALUES}, global_batch=0)
 
 
+LABELS = np.arange(100) % 3
+
+
+def of_classes(params, batch):
+    own = jax.nn.one_hot(batch["y"], 3)
+    guess = jax.nn.one_hot((batch["x"] > params).astype(int), 3)
+    return {"confusion": own[:, :, None] * guess[:, None, :], "x_of": own * batch["x"][:, None]}
+
+
+@pytest.mark.parametrize("towers", [None, 3])
+def test_a_metric_may_have_an_array_per_row(towers):
+    # The lie: a TypeError of Python, where train_step takes such a metric.
+    data = {"x": VALUES, "y": LABELS}
+    where = {"global_batch": 30, "towers": towers, "devices": 2}
+    means = mt.evaluate(of_classes, 0.0, data, **where)
+    counts = mt.evaluate(of_classes, 0.0, data, reduction="sum", **where)
+    confusion = np.zeros((3, 3))
+    np.add.at(confusion, (LABELS, (VALUES > 0).astype(int)), 1)
+    np.testing.assert_array_equal(counts["confusion"], confusion)
+    np.testing.assert_array_equal(means["confusion"], confusion / 100)
+    exact = [math.fsum(VALUES[label == LABELS].tolist()) for label in range(3)]
+    np.testing.assert_array_equal(counts["x_of"], exact)
+    np.testing.assert_array_equal(means["x_of"], np.array(exact) / 100)
+
+
+def test_hooks_and_the_best_score_get_the_numbers_alone():
+    told = []
+    trainer = mt.Trainer(
+        lambda w, batch: (w - batch["x"]) ** 2, optax.sgd(0.1), devices=1, hooks=[told.append]
+    )
+    state = trainer.fit(jnp.float32(0), lambda first: iter([{"x": VALUES}]), steps=1)
+    both = lambda w, batch: {**of_classes(w, batch), "x": batch["x"]}
+    scores = trainer.evaluate(both, state, {"x": VALUES, "y": LABELS}, global_batch=50)
+    assert scores["confusion"].shape == (3, 3)
+    assert told[-1].metrics == {"x": EXACT}
+
+
 def test_a_mean_of_a_tower_is_refused():
     with pytest.raises(mt.OutputError, match=r"\['mean'\]"):
         evaluate(lambda _, batch: {"mean": batch["x"].mean()}, 0.0, {"x": VALUES}, global_batch=4)
@@ -232,7 +269,15 @@ def test_equinox_modules_are_scored_in_inference_mode():
         (lambda w, x: (x * w, {}), "returned tuple: return a dict with one number per row"),
         (
             lambda w, x: {"mean": x.mean()},
-            r"metrics\['mean'\] has shape \(\) for . rows: return one number per",
+            r"metrics\['mean'\] has shape \(\) for . rows: return one entry per row",
+        ),
+        (
+            lambda w, x: {"table": jnp.zeros((3, 3)) + x.sum()},
+            r"result\['table'\] has shape \(3, 3\) for .* Return something per row .* outside\.\n",
+        ),
+        (
+            lambda w, x: {"classes": jnp.ones(4) * x.sum()},
+            r"result\['classes'\] has shape \(4,\) .* Return something per row .* outside\.\n",
         ),
     ],
 )

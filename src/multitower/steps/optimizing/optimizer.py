@@ -1,7 +1,10 @@
 """An optimizer's update, with what it looks at beside the gradients."""
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
+
+from multitower.errors import ArgumentError
 
 if TYPE_CHECKING:
     import optax
@@ -25,6 +28,9 @@ def call_update(
 
     Returns:
         Updates of the parameters, and the new state.
+
+    Raises:
+        ArgumentError: the optimizer needs something else of a step, such as the loss as a function.
     """
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
@@ -35,4 +41,34 @@ def call_update(
             extras = {name: extra for name, extra in extras.items() if name in taken}
     else:
         extras = {}
-    return optimizer.update(gradients, opt_state, params, **extras)
+    try:
+        return optimizer.update(gradients, opt_state, params, **extras)
+    except (AttributeError, TypeError, ValueError) as error:
+        needed = _needed(str(error))
+        if needed is None:
+            raise
+        raise ArgumentError(
+            f"the optimizer needs {needed}, and train_step gives it the gradients, its state, the "
+            "parameters and the value of the loss. Use it in a loop of your own: loss, gradients = "
+            "mt.value_and_grad(loss_fn)(params, batch), then optimizer.update."
+        ) from error
+
+
+# What optax's optimizers say that a step did not give them: L-BFGS, Sophia, SAM, and all that name
+# an argument of their own.
+_FUNCTIONS = {
+    "value_fn": "the loss as a function of the parameters, value_fn",
+    "obj_fn": "the loss as a function of the parameters, obj_fn",
+    "grad_fn": "the gradient as a function of the parameters, grad_fn",
+}
+
+
+def _needed(message: str) -> str | None:
+    """What an optimizer lacks, by the message of its error; None if that is no matter of a step."""
+    for name, words in _FUNCTIONS.items():
+        if re.search(rf"\b{name}\b", message):
+            return words
+    if "LookaheadParams" in message or re.search(r"no attribute '?fast\b", message):
+        return "fast and slow parameters, optax.LookaheadParams"
+    found = re.search(r"missing .* required keyword-only arguments?: (.*)", message)
+    return f"more arguments, {found[1].rstrip('.')}" if found else None

@@ -9,6 +9,7 @@ import numpy as np
 from multitower.errors import ArgumentError, StateError
 from multitower.steps.state.changes import Changes, Shown
 from multitower.steps.state.fields import Fields, shapes_of
+from multitower.towers.refusals import refuse_keras_model
 
 
 def check_is_state(
@@ -34,16 +35,23 @@ def check_is_state(
 
 
 def refuse_a_state(params: Any) -> None:
-    """Refuses a training state in the place of parameters.
+    """Refuses a training state, or a model that holds its own, in the place of parameters.
 
     Raises:
-        ArgumentError: it is one.
+        ArgumentError: it is one: ours, that of Flax Linen, or a model of Keras.
     """
     if isinstance(params, TrainState):
         raise ArgumentError(
             "params is a TrainState: pass the parameters or the module inside it, "
             "step.model(state)."
         )
+    name = type(params).__name__
+    if all(hasattr(params, field) for field in ("params", "tx", "opt_state", "apply_fn")):
+        raise ArgumentError(
+            f"params is a {name}, which holds an optimizer and its state, as a training state of "
+            "multitower does. Pass state.params, and the optimizer, state.tx, to train_step."
+        )
+    refuse_keras_model(params, lambda: "params")
 
 
 @jax.tree_util.register_pytree_with_keys_class

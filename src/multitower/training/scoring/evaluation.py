@@ -1,7 +1,6 @@
 """Evaluation: every example counts once, whatever the batches, towers and devices."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import OutputError
+from multitower.errors import OutputError, refuse_foreign
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import type_in_words
 from multitower.functions.parallel import make_parallel
@@ -19,11 +18,16 @@ from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
+from multitower.training.scoring.exact_sums import ExactSums
 
-# For each metric the numbers of its rows, and those of its totals and weights.
-Scores = dict[str, list[jax.Array]]
+# For each metric the entries of its rows; of a ratio those of its offset, totals and weights.
+Scores = dict[str, jax.Array | list[jax.Array]]
 
 
+@refuse_foreign(
+    global_batch="Say how many rows to score at a time, such as global_batch=256.",
+    batch_size="The rows to score at a time, over all towers, are global_batch=.",
+)
 def evaluate(
     metrics: Callable[..., dict[str, jax.Array]],
     params: Any,
@@ -37,7 +41,7 @@ def evaluate(
     stages: int | None = None,
     layout: tuple[int, int] | None = None,
     interleave: bool = False,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Scores a data set on all devices: the mean of each metric over all examples.
 
     The result equals `{name: fsum(v) / len(v) for name, v in metrics(params, dataset).items()}`.
@@ -46,8 +50,8 @@ def evaluate(
     Args:
         metrics: `metrics(params, batch)` returns a dict with one number per row for each name, or
             `mt.ratio(total, weight)` with an entry per row in both: totals and weights are then
-            added over all examples and divided once. It may also take keyword-only
-            `model_state`, like a loss.
+            added over all examples and divided once. An entry per row may be an array, such as
+            `(rows, classes)`. It may also take keyword-only `model_state`, like a loss.
         params: the first argument of `metrics`, whole on every device. Copies of NNX and Equinox
             modules in it are scored in evaluation mode, as after `model.eval()` and by
             `eqx.nn.inference_mode`: without dropout, with BatchNorm's running statistics. Models
@@ -68,13 +72,14 @@ def evaluate(
         interleave: likewise.
 
     Returns:
-        For each name the mean (the sum, the ratio). The sums are exact before they are rounded to
+        For each name the mean (the sum, the ratio): a float, or a NumPy array of float64 where
+        every row has an array. The sums are exact before they are rounded to
         float64, so that they do not depend on the order of the examples.
 
     Raises:
         BatchError: no examples, different row counts, a batch without rows, or an iterator
             without batches.
-        OutputError: a metric that is not one number per row; or metrics that exchange values
+        OutputError: a metric without an entry per row; or metrics that exchange values
             between towers, and a `global_batch` that does not divide the number of examples.
         ArgumentError: `metrics` cannot be cut into so many stages.
 
@@ -96,26 +101,26 @@ def evaluate(
     shared = (in_evaluation_mode(params), model_state if takes_state else None)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
-    seen: dict[str, list[list[float]]] = {}
+    seen: dict[str, list[ExactSums]] = {}
 
     def read(scores: Scores, num_real: int) -> None:
-        for name, parts in scores.items():
-            kept = seen.setdefault(name, [[] for _ in parts])
+        for name, found in scores.items():
+            parts = found if isinstance(found, list) else [found]
+            kept = seen.setdefault(name, [ExactSums(part.shape[1:]) for part in parts])
             for part, values in zip(kept, parts, strict=True):
-                on_host = whole_on_host(values).astype(np.float64)  # host-device sync
-                part.extend(on_host[:num_real].tolist())
+                part.add(whole_on_host(values)[:num_real])  # host-device sync
 
     num_rows = for_each_chunk(
         lambda rows: score(shared, rows),
         read,
         chunks(dataset, global_batch, None if stages else place_on(devices, towers)),
     )
-    sums = {name: [math.fsum(part) for part in parts] for name, parts in seen.items()}
+    sums = {name: [part.total() for part in parts] for name, parts in seen.items()}
     divisor = num_rows if reduction == "mean" else 1
     return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}
 
 
-def _value(sums: list[float], num_rows: int, divisor: int) -> float:
+def _value(sums: list[Any], num_rows: int, divisor: int) -> Any:
     """Of the sum over rows, or of what was added to a ratio and its totals and weights."""
     own, *ratios = sums
     if not ratios:
@@ -144,16 +149,16 @@ def _check(found: Any, num_rows: int) -> None:
         # Of arrays `make_parallel` finds out whether they have one entry per row.
         if not isinstance(value, Ratio) and jnp.shape(value) == ():
             raise OutputError(
-                f"metrics[{name!r}] has shape () for {num_rows} rows: return one "
-                f"number per row, shape ({num_rows},), or mt.ratio(total, weight); evaluate "
-                "averages over the examples itself."
+                f"metrics[{name!r}] has shape () for {num_rows} rows: return one entry per row, "
+                "or mt.ratio(total, weight); evaluate takes the mean over the examples itself, or "
+                'with reduction="sum" the sum.'
             )
 
 
-def _parts(value: Any, num_rows: int) -> list[Any]:
-    """One entry per row of everything that is added up: numbers, then totals and weights."""
+def _parts(value: Any, num_rows: int) -> Any:
+    """One entry per row of everything that is added up; of a ratio a list."""
     if not isinstance(value, Ratio):
-        return [value]
+        return value
     offset = 0.0 if value.offset is None else value.offset
     parts = [by_row(part, num_rows) for term in value.terms for part in term]
     return [jnp.broadcast_to(offset, (num_rows,)), *parts]

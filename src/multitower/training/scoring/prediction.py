@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.errors import refuse_foreign
 from multitower.functions.parallel import make_parallel
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
@@ -15,6 +16,10 @@ from multitower.steps.loss import takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
 
+@refuse_foreign(
+    global_batch="Say how many rows to compute at a time, such as global_batch=256.",
+    batch_size="The rows to compute at a time, over all towers, are global_batch=.",
+)
 def predict(
     fn: Callable[..., Any],
     params: Any,

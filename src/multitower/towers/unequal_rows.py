@@ -1,0 +1,164 @@
+"""Arrays that are to be cut and differ in their number of rows: which of them are no rows.
+
+A second set of weights, a target network or a model state is an argument whose own arrays differ
+in axis 0, and no array of it holds rows. It is shared whole: weights without their biases, or a
+batch that every tower gets, lead from one error to the next.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.errors import BatchError
+from multitower.towers.refusals import Names, name_of, path_of, taken_out_of, whole_of
+
+_SHOWN = 3  # a message names so many arrays of an argument
+
+
+class _Argument(NamedTuple):
+    """An argument of the function, or an entry of a batch.
+
+    Attributes:
+        path: its path in the tree.
+        counts: for the number of each of its arrays that is cut: how many rows that has.
+        is_flat: whether these arrays lie in it directly, as in most batches.
+    """
+
+    path: tuple[Any, ...]
+    counts: dict[int, int]
+    is_flat: bool
+
+    def rows(self) -> int | None:
+        """The rows that all its arrays have; None if they differ."""
+        found = set(self.counts.values())
+        return found.pop() if len(found) == 1 else None
+
+    def may_be_a_batch(self, num_rows: int) -> bool:
+        """Whether it looks like rows, and something beside them."""
+        fitting = sum(count == num_rows for count in self.counts.values())
+        return self.is_flat and 2 * fitting > len(self.counts)
+
+
+def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -> BatchError:
+    """The error for row counts that differ; it says what is to be shared, or turned.
+
+    Args:
+        tree: what was to be cut.
+        name: what it is called, or who names its leaves.
+        axes: the axes that were given for it.
+        kinds: for each leaf the axis of its rows, an int, or something else.
+    """
+    error = _argument_differs(tree, name, axes, _arguments(tree, name, kinds))
+    return BatchError(f"{error}{_or_turn(tree, name, kinds)}")
+
+
+def _argument_differs(
+    tree: Any, name: str | Names, axes: Any, arguments: Sequence[_Argument]
+) -> str:
+    """Names the arguments that are no rows, since others agree on a number of rows."""
+    agreeing = [one for one in arguments if one.rows() is not None]
+    if not agreeing:
+        return _leaf_differs(tree, name, axes, _merged(arguments))
+    ranked = Counter(one.rows() for one in agreeing).most_common()
+    # Of equally many the larger number: a batch has more rows than most weights have inputs.
+    num_rows = max(count for count, votes in ranked if votes == ranked[0][1] and count is not None)
+    mixed = [one for one in arguments if one.rows() is None and one.may_be_a_batch(num_rows)]
+    no_rows = [one for one in arguments if one.rows() != num_rows and one not in mixed]
+    if not no_rows:
+        return _leaf_differs(tree, name, axes, _merged(arguments))
+    other = next(one for one in agreeing if one.rows() == num_rows)
+    return (
+        f"{_has_rows(tree, name, no_rows)} and {path_of(tree, min(other.counts), name)} has "
+        f"{num_rows}: all split arrays need the same number of rows. If every tower needs the "
+        f"whole of {_in_words([name_of(one.path, name) for one in no_rows])}: "
+        f"{_wholes(tree, name, axes, no_rows)}.{_or_else(tree, name, axes, arguments, no_rows)}"
+    )
+
+
+def _arguments(tree: Any, name: str | Names, kinds: Sequence[Any]) -> list[_Argument]:
+    start = 1 if isinstance(name, str) else 2  # a call is (args, kwargs, ...)
+    # In one argument alone, such as a batch, its entries are compared.
+    deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+    levels = [_at(depth, tree, kinds) for depth in range(start, deepest + 1)]
+    return next((found for found in levels if len(found) > 1), levels[-1])
+
+
+def _at(depth: int, tree: Any, kinds: Sequence[Any]) -> list[_Argument]:
+    found: dict[tuple[Any, ...], _Argument] = {}
+    pairs = zip(jax.tree_util.tree_flatten_with_path(tree)[0], kinds, strict=True)
+    for number, ((path, leaf), kind) in enumerate(pairs):
+        if isinstance(kind, int):
+            own = tuple(path[:depth])
+            is_flat = len(path) <= depth + 1
+            one = found.get(own, _Argument(own, {}, is_flat))
+            counts = {**one.counts, number: int(leaf.shape[kind])}
+            found[own] = _Argument(own, counts, one.is_flat and is_flat)
+    return list(found.values())
+
+
+def _merged(arguments: Sequence[_Argument]) -> dict[int, int]:
+    return {number: count for one in arguments for number, count in one.counts.items()}
+
+
+def _leaf_differs(tree: Any, name: str | Names, axes: Any, counts: dict[int, int]) -> str:
+    """Names the leaf with a number of rows that fewer leaves have than another."""
+    (usual, _), *_ = Counter(counts.values()).most_common()  # of equally many the first
+    first = next(n for n, count in counts.items() if count == usual)
+    other = next(n for n, count in counts.items() if count != usual)
+    return (
+        f"{path_of(tree, other, name)} has {counts[other]} rows and {path_of(tree, first, name)} "
+        f"has {usual}: all split arrays need the same number of rows. If every tower needs the "
+        f"whole of {path_of(tree, other, name)}: {whole_of(tree, other, name, axes)}."
+    )
+
+
+def _has_rows(tree: Any, name: str | Names, no_rows: Sequence[_Argument]) -> str:
+    """Such as `q['w'] has 8 rows, q['b'] has 32`: one array for each number of rows."""
+    of_count = {count: n for one in no_rows for n, count in reversed(one.counts.items())}
+    told = [(n, count) for count, n in of_count.items()]
+    told.sort()
+    texts = [f"{path_of(tree, n, name)} has {count}" for n, count in told[:_SHOWN]]
+    return ", ".join([f"{texts[0]} rows", *texts[1:]])
+
+
+def _wholes(tree: Any, name: str | Names, axes: Any, shared: Sequence[_Argument]) -> str:
+    if isinstance(name, str):
+        return taken_out_of(name)
+    return name.all_whole([one.path for one in shared], tree, axes)
+
+
+def _or_else(
+    tree: Any,
+    name: str | Names,
+    axes: Any,
+    arguments: Sequence[_Argument],
+    no_rows: Sequence[_Argument],
+) -> str:
+    """The other way round, where each of two arguments may be the batch."""
+    few, many = no_rows[0], [one for one in arguments if one not in no_rows]
+    if len(no_rows) > 1 or len(many) > 1 or few.rows() is None or isinstance(name, str):
+        return ""
+    return f" If of {name_of(many[0].path, name)}: {_wholes(tree, name, axes, many)}."
+
+
+def _in_words(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _or_turn(tree: Any, name: str | Names, kinds: Sequence[Any]) -> str:
+    """What else may be meant where rows could lie on axis 1: a batch that is time-major."""
+    if not isinstance(name, str):
+        return ""
+    shapes = {n: x.shape for n, x in enumerate(jax.tree.leaves(tree)) if kinds[n] == 0}
+    everywhere = set[int].intersection(*({*shape[:2]} for shape in shapes.values()))
+    turned = [
+        n for n, shape in shapes.items() for rows in everywhere if shape[0] != rows == shape[1]
+    ]
+    if not turned:
+        return ""
+    where = path_of(tree, turned[0], name)
+    others = " and likewise the other time-major arrays" if len(turned) > 1 else ""
+    return f" If the rows of {where} are on axis 1: pass np.swapaxes({where}, 0, 1){others}."
