@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from multitower.errors import ArgumentError, MultitowerError
+from multitower.errors import ArgumentError, MultitowerError, warn
 from multitower.models.dependencies import is_installed, methods_of
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import is_nnx
@@ -87,15 +87,19 @@ def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable
 
 def _as_closure(fun: Any) -> Any:
     """A method, or an object that is called, as a function that closes over its object."""
-    if not isinstance(fun, types.MethodType):
-        method = type(fun).__call__
-        is_keras = hasattr(type(fun), "stateless_call")
-        if not isinstance(method, types.FunctionType) or (is_installed(type(fun)) and not is_keras):
-            return fun
-        fun = types.MethodType(method, fun)
+    if hasattr(type(fun), "stateless_call"):
+        warn(
+            f"the function is {type(fun).__name__}, a model of Keras, and keeps the weights of its "
+            "first call. If they change, pass them: lambda weights, state, x: "
+            "model.stateless_call(weights, state, x)[0], with in_axes=(None, None, 0)."
+        )
+    is_bound = isinstance(fun, types.MethodType)
+    bound = fun if is_bound else types.MethodType(type(fun).__call__, fun)
+    if not isinstance(bound.__func__, types.FunctionType) or is_installed(bound.__func__):
+        return fun
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
+        return bound(*args, **kwargs)
 
     return call
 
