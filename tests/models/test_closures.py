@@ -530,6 +530,7 @@ class Agent:
     def loss(self, w, x):
         traced.append(1)
         self.calls += 1
+        self.latest = "loss"
         return self.scaled(w * x) - self.target[0] * self.half
 
     def scaled(self, x):

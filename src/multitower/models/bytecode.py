@@ -118,7 +118,8 @@ class _Reading:
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
             if not (at and isinstance(at[0], str)):
                 self.written.add(step.argval)
-                return at
+                is_held = len(at) == 1 and isinstance(at[0], _Free)
+                return () if is_held else at  # to write into an object is not to read it
             self.stored[*at, step.argval] = None
             return ()
         if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
