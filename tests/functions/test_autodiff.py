@@ -470,3 +470,21 @@ def test_trap_average_gradients_of_sparse_gradients():
     gradient = sparse.BCOO((np.ones(2, np.float32), places), shape=(2, 2))
     with pytest.raises(mt.GradientError, match=r"indices of a sparse gradient.*todense"):
         mt.average_gradients([gradient, gradient])
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_trap_a_transformation_around_it_compiles_at_every_call(towers):
+    """A product with the Hessian took seconds, each time."""
+    traced = []
+
+    def losses(w, x):
+        traced.append(1)
+        return jnp.tanh(w * x)
+
+    gradient = mt.grad(losses, devices=2, towers=towers)
+    x = np.arange(8, dtype=np.float32)
+    product = lambda: jax.jvp(lambda w: gradient(w, x), (1.0,), (1.0,))[1]
+    first, known = product(), len(traced)
+    assert (product(), len(traced)) == (first, known)
+    by_jax = jax.grad(jax.grad(lambda w: jnp.tanh(w * x).mean()))(1.0)
+    np.testing.assert_allclose(first, by_jax, rtol=1e-4)

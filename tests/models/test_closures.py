@@ -578,6 +578,18 @@ def test_trap_an_attribute_that_lies_on_several_devices():
     assert np.isfinite(mt.grad(one.loss, devices=2, towers=2)(1.0, X))
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad])
+def test_an_attribute_that_is_traced(transform):
+    one = Agent()
+
+    def loss_for(target):
+        one.target = [target]
+        return mt.value_and_grad(one.loss, devices=2)(1.0, X)[0]
+
+    expected = {jax.jit: [6.0, 5.0], jax.grad: [-0.5, -0.5]}[transform]
+    assert [float(transform(loss_for)(value)) for value in (2.0, 4.0)] == expected
+
+
 def test_a_method_that_may_use_all_of_its_object():
     one = WholeAgent()
     one.replay = None

@@ -18,7 +18,7 @@ from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Tower, pad_rows, real_rows
+from multitower.towers.rows import Tower, is_traced, pad_rows, real_rows
 
 
 def run(
@@ -182,8 +182,9 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = trace(fn, args, num_towers)
     for held in traced.program.consts:
-        is_of_mesh = isinstance(held, jax.Array) and isinstance(held.sharding, NamedSharding)
-        if is_of_mesh and len(held.sharding.device_set) > 1:
+        if is_traced(held) or not isinstance(held, jax.Array):
+            continue
+        if isinstance(held.sharding, NamedSharding) and len(held.sharding.device_set) > 1:
             raise ArgumentError(
                 f"the function uses an array of shape {held.shape} that lies on "
                 f"{len(held.sharding.device_set)} devices, through an attribute of an object or an "

@@ -146,7 +146,7 @@ class TowerFunction:
     def _call(self, parts: Parts, placement: Placement) -> Any:
         if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
-            return self._traced(parts.split, (), parts.shared, parts.rows)
+            return self._jitted(parts.split, (), parts.shared, parts.rows)
         if not self._looked_at:
             check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
         if self._towers is not None:
