@@ -218,6 +218,16 @@ def test_law_l3_same_bits_on_layouts(layout, whats, on_one_device):
     assert found == {what: on_one_device[what] for what in whats}
 
 
+@pytest.mark.slow
+def test_exchanges_wait_for_programs_with_one_device_of_each_process():
+    """Lie: two programs that send to the same processes at once, and read each other's messages."""
+    what = "texts_after_a_late_program"
+    texts, (first, second) = together(2, 2, what, **QUICKLY)[what]
+    assert texts == ["process 0 of two", "process 1 of two"]
+    assert first == 1
+    assert 1.9 < second < 2  # the fixed point of sin(z) + 1
+
+
 # ---------------------------------------------------------------- joining, before JAX starts
 
 

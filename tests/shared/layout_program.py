@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 import multitower as mt
 from multitower.processes.together import texts_of_all, whole_on_host
@@ -408,6 +409,34 @@ def texts(devices=None):
     return texts_of_all("\N{DEGREE SIGN}" * (1 + 5000 * jax.process_index()))
 
 
+def texts_after_a_late_program():
+    """Texts, while a program with one device of each process has not yet sent what it has.
+
+    Process 1 takes long before it sends; with the product, XLA does not wait for the program.
+    """
+    firsts = {one.process_index: one for one in reversed(jax.devices())}
+    own = [firsts[process] for process in range(jax.process_count())]
+    split = jax.NamedSharding(jax.sharding.Mesh(np.array(own), "p"), jax.P("p"))
+
+    def late(x):
+        times = jnp.where(lax.axis_index("p") == 1, 30_000_000, 0)
+        z = lax.fori_loop(0, times, lambda _, z: jnp.sin(z) + x[0], x[0])
+        product = jnp.full((300, 300), z) @ jnp.full((300, 300), z)
+        return lax.all_gather(jnp.full(512, z) + 0 * product.sum(), "p")
+
+    gather = jax.jit(jax.shard_map(
+        late, mesh=split.mesh, in_specs=jax.P("p"), out_specs=jax.P(), check_vma=False
+    ))  # fmt: skip
+    ones = jax.device_put(np.ones(1, np.float32), own[jax.process_index()])
+    given = jax.make_array_from_single_device_arrays((len(own),), split, [ones])
+    own_words = f"process {jax.process_index()} of two"
+    jax.block_until_ready(gather(given))
+    texts_of_all(own_words)  # all is compiled, and the processes are connected
+    found = gather(given)
+    texts = texts_of_all(own_words)
+    return [texts, np.asarray(found.addressable_data(0))[:, 0].tolist()]
+
+
 def meeting(devices=None, num_stages=None):
     """Towers that meet, forward and backward: sums, all rows, and who is who.
 
@@ -416,7 +445,7 @@ def meeting(devices=None, num_stages=None):
 
     def forward(params, rows):
         z = jnp.tanh(rows["x"] @ params["in"])
-        z = mt.cut(z - jax.lax.pmean(z.mean(0), "towers"))
+        z = mt.cut(z - lax.pmean(z.mean(0), "towers"))
         alike = z @ mt.all_rows(z).T
         right = jnp.take_along_axis(alike, (mt.row_index(z) ^ 1)[:, None], 1)[:, 0]
         return alike, right * params["out"].mean(), z
@@ -452,6 +481,7 @@ WHATS = {
     "negative_zeros": negative_zeros,
     "unlike": unlike,
     "texts": texts,
+    "texts_after_a_late_program": texts_after_a_late_program,
     "float16": float16,
     "local_calls": local_calls,
     "local_run": local_run,

@@ -63,6 +63,26 @@ def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
     return np.asarray(leaf)  # host-device sync
 
 
+def settle() -> None:
+    """Waits for the programs of this process's devices, before JAX's own exchange of processes.
+
+    On CPUs XLA keeps programs with one device of a process in order, and programs with several, but
+    neither after the other. JAX's exchanges are programs with all devices: they would overtake one
+    that exchanges over the first device of each process, and each would read what is sent for the
+    other. On GPUs a device takes its programs in order.
+    """
+    devices = jax.local_devices()
+    if are_several() and len(devices) > 1 and devices[0].platform == "cpu":
+        numbers = [jax.device_put(np.int32(0), device) for device in devices]
+        # host-device sync: a device runs these when it has run what it was given before
+        jax.block_until_ready([_next(number) for number in numbers])
+
+
+@jax.jit
+def _next(number: jax.Array) -> jax.Array:
+    return number + 1
+
+
 def gathered(value: Any, *, tiled: bool = False) -> Any:
     """The values of all processes, stacked along a new first axis; call it on every process.
 
@@ -70,6 +90,7 @@ def gathered(value: Any, *, tiled: bool = False) -> Any:
         DeviceError: the processes have different numbers of devices.
     """
     _check_equal_devices()
+    settle()
     from jax.experimental import multihost_utils  # noqa: PLC0415 (slow; not for one process)
 
     return multihost_utils.process_allgather(value, tiled=tiled)

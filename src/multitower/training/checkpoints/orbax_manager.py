@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from multitower.errors import CheckpointError
-from multitower.processes.together import are_several
+from multitower.processes.together import are_several, settle
 from multitower.training.checkpoints.orbax_library import first_line, load_orbax
 
 # A reader that a run overtakes looks again, so often and after so many seconds.
@@ -57,7 +57,7 @@ class OrbaxManager:
             ),
         )
         self._read_only = read_only
-        self._manager = self._open(options)
+        self._opened = self._open(options)
 
     def save(self, step: int, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         """Saves in the background; returns when the arrays may be overwritten.
@@ -123,6 +123,11 @@ class OrbaxManager:
                 return self._manager.reload()
             time.sleep(_PAUSE_S)
 
+    @property
+    def _manager(self) -> Any:
+        settle()  # it exchanges numbers of steps between processes
+        return self._opened
+
     def raise_failure(self) -> None:
         """Raises the error of a save that has failed in the background.
 
@@ -130,7 +135,7 @@ class OrbaxManager:
             CheckpointError: there was one.
         """
         try:
-            self._manager.check_for_errors()
+            self._opened.check_for_errors()
         except Exception as error:
             raise self._failed(error) from error
 
@@ -164,6 +169,7 @@ class OrbaxManager:
                 raise self._failed(error) from error
 
     def _open(self, options: Any) -> Any:
+        settle()
         for left in reversed(range(TRIES)):
             try:
                 return self._ocp.CheckpointManager(self._directory, options=options)
