@@ -49,9 +49,9 @@ class Watch:
 
     def __init__(self):
         gc.collect()  # what other tests have left makes every look long
-        kept = jax.live_arrays()
-        self._kept = {id(array): array for array in kept}  # so that nobody else gets their memory
-        self._before = {x.unsafe_buffer_pointer() for x in self._pieces(kept)}
+        self._before = {x.unsafe_buffer_pointer() for x in self._pieces(jax.live_arrays())}
+        # With the pieces, which are arrays now. Kept so that nobody else gets their memory.
+        self._kept = {id(array): array for array in jax.live_arrays()}
         self.most = dict.fromkeys(jax.devices(), 0)
 
     def __enter__(self):
