@@ -4,6 +4,8 @@ The lie each would catch: a program that goes on with something else than what w
 first words of `message` name what was given, the last ones the way out.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ def losses(w, x):
 
 
 MADE = mt.train_step(losses, SGD, devices=2)
+LINEN_STATE = linen_state.TrainState.create(apply_fn=losses, params={"w": W}, tx=SGD)
 TRAINER = mt.Trainer(losses, SGD, devices=2, hooks=[])
 
 
@@ -449,11 +452,14 @@ WRONG = {
         r"params is a TrainState: .*step\.model\(state\)",
     ),
     "a training state of Flax Linen": (
-        lambda: MADE.init(
-            linen_state.TrainState.create(apply_fn=losses, params={"w": W}, tx=optax.sgd(0.1))
-        ),
+        lambda: MADE.init(LINEN_STATE),
         mt.ArgumentError,
         r"params is a TrainState, which holds an optimizer.*Pass state\.params",
+    ),
+    "the gradient of a training state of Flax Linen": (
+        lambda: mt.grad(lambda state, x: state.apply_fn(state.params["w"], x))(LINEN_STATE, X),
+        mt.ArgumentError,
+        r"state is a TrainState.*Pass state\.params to differentiate",
     ),
     "a model of Keras": (
         lambda: MADE.init(Keras()),
@@ -609,6 +615,13 @@ WRONG = {
         lambda: mt.train_step(lambda w, x, y: (w * x - y) ** 2, optax.sgd(0.1)),
         mt.ArgumentError,
         r"\(w, x, y\) takes 3 arguments.*with two.*def loss\(w, batch\): x, y = batch",
+    ),
+    "a partial loss that binds what stands before the batch": (
+        lambda: mt.train_step(
+            functools.partial(lambda w, scale, x: scale * losses(w, x), scale=2.0), SGD
+        ),
+        mt.ArgumentError,
+        "binds scale by name.*stands before the batch.*scale after the batch",
     ),
     "a loss without a batch": (
         lambda: mt.train_step(lambda w: w**2, optax.sgd(0.1)),

@@ -42,7 +42,7 @@ from multitower.functions.ratio import (
 )
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
-from multitower.towers.refusals import refuse_holder
+from multitower.towers.refusals import is_state_of_linen, refuse_holder
 from multitower.towers.rows import Split, Tower
 
 
@@ -281,13 +281,19 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
 
     Raises:
         GradientError: a leaf that is no float; the message names its path.
-        ArgumentError: a leaf that only holds an array.
+        ArgumentError: a leaf that only holds an array; or a training state of Flax Linen.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_number = isinstance(leaf, int | float | complex)
         dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
             refuse_holder(leaf, lambda path=path: f"{name()}{jax.tree_util.keystr(path)}")
+            if is_state_of_linen(tree):
+                raise ArgumentError(
+                    f"{name()} is a {type(tree).__name__}, which holds an optimizer and its state, "
+                    f"too. Pass {name()}.params to differentiate, and {name()} as another argument "
+                    "if the loss needs it, with in_axes=None."
+                )
             raise GradientError(
                 f"{name()}{jax.tree_util.keystr(path)} has dtype {dtype}: only floats can be "
                 "differentiated. Convert it with .astype(jnp.float32), or take it out of the "

@@ -1,5 +1,6 @@
 """The loss of a training step: which extras it takes, and what it returns."""
 
+import functools
 import inspect
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
@@ -230,6 +231,7 @@ def _check_arguments(
     takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in all_of)
     if len(required) <= 2 and (takes_any or len(names) >= 2):
         return
+    _check_partial(fn, names, what, caller)
     given = getattr(fn, "__name__", type(fn).__name__)
     name = given if given.isidentifier() else "loss"
     body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
@@ -246,3 +248,23 @@ def _check_arguments(
         "the parameters and one batch, a pytree of arrays. Write "
         f"def {name}({names[0] if names else 'params'}, batch): {body}"
     )
+
+
+def _check_partial(fn: Callable[..., Any], names: list[str], what: str, caller: str) -> None:
+    """Refuses a `functools.partial` that binds by name what stands before the batch.
+
+    Raises:
+        ArgumentError: it does, so that nothing after it can be passed by position.
+    """
+    if not isinstance(fn, functools.partial) or len(names) > 1:
+        return
+    whole = list(inspect.signature(fn.func).parameters)
+    before = [name for name in whole[len(fn.args) :][:2] if name in fn.keywords]
+    if before:
+        bound = ", ".join(before)
+        raise ArgumentError(
+            f"{what} is a functools.partial that binds {bound} by name. It stands before the "
+            f"batch, which {caller} passes by position. Write lambda params, batch: "
+            f"{getattr(fn.func, '__name__', 'loss')}(...) with the arguments in their order, or "
+            f"define the function with {bound} after the batch."
+        )

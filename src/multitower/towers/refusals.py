@@ -118,6 +118,11 @@ def refuse_keras_model(leaf: Any, where: Callable[[], str]) -> None:
         )
 
 
+def is_state_of_linen(value: Any) -> bool:
+    """Whether it is Flax Linen's training state: parameters, an optimizer and its state."""
+    return all(hasattr(value, field) for field in ("params", "tx", "opt_state", "apply_fn"))
+
+
 def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str]) -> None:
     """Refuses arrays of NumPy that no device can have."""
     if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:

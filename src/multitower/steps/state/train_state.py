@@ -9,7 +9,7 @@ import numpy as np
 from multitower.errors import ArgumentError, StateError
 from multitower.steps.state.changes import Changes, Shown
 from multitower.steps.state.fields import Fields, shapes_of
-from multitower.towers.refusals import refuse_keras_model
+from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
 
 
 def check_is_state(
@@ -45,11 +45,11 @@ def refuse_a_state(params: Any) -> None:
             "params is a TrainState: pass the parameters or the module inside it, "
             "step.model(state)."
         )
-    name = type(params).__name__
-    if all(hasattr(params, field) for field in ("params", "tx", "opt_state", "apply_fn")):
+    if is_state_of_linen(params):
         raise ArgumentError(
-            f"params is a {name}, which holds an optimizer and its state, as a training state of "
-            "multitower does. Pass state.params, and the optimizer, state.tx, to train_step."
+            f"params is a {type(params).__name__}, which holds an optimizer and its state, as a "
+            "training state of multitower does. Pass state.params, and the optimizer, state.tx, to "
+            "train_step."
         )
     refuse_keras_model(params, lambda: "params")
 
