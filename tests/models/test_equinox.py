@@ -295,6 +295,26 @@ def test_models_of_one_step_keep_their_own_integers(options):
         np.testing.assert_array_equal(found.weight, expected.weight)
 
 
+@pytest.mark.parametrize("knows", [None, Permuted(1)], ids=["nothing", "another model"])
+def test_another_step_goes_on_with_the_integers_of_a_state(knows):
+    """Lie: the integers of the model that the other step was given, or none."""
+    model = Permuted(0)
+    one, other = (
+        mt.train_step(permuted_losses, optax.sgd(rate), devices=2, towers=2) for rate in (0.1, 0.2)
+    )
+    if knows is not None:
+        other.init(knows)
+    state, _ = one(one.init(model), X[0])
+    state, _ = other(state, X[1])
+    expected = model.weight
+    for rate, x in zip((0.1, 0.2), X, strict=True):
+        loss = lambda w, x=x: jnp.mean((x[:, model.order] @ w - x[:, 0]) ** 2)
+        expected = expected - rate * jax.grad(loss)(expected)
+    found = other.model(state)
+    np.testing.assert_array_equal(found.order, model.order)
+    np.testing.assert_allclose(found.weight, expected, rtol=1e-5)
+
+
 def test_law_l4_a_resume_with_other_integers_is_refused(tmp_path):
     """Lie: the weights of one model, put together with the integers of another one."""
 

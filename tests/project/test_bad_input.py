@@ -29,6 +29,7 @@ def losses(w, x):
 
 
 MADE = mt.train_step(losses, SGD, devices=2)
+WITH_AVERAGE = mt.train_step(losses, SGD, devices=2, ema_decay=0.9)
 LINEN_STATE = linen_state.TrainState.create(apply_fn=losses, params={"w": W}, tx=SGD)
 TRAINER = mt.Trainer(losses, SGD, devices=2, hooks=[])
 
@@ -703,6 +704,16 @@ WRONG = {
         step_twice,
         mt.StateError,
         "overwritten it.*state, metrics = step.*jnp.copy",
+    ),
+    "a state with a moving average that the step keeps none of": (
+        lambda: MADE(WITH_AVERAGE.init(W), X),
+        mt.StateError,
+        r"has a moving average.*pass ema_decay=.*state\.replace\(ema_params=None\)",
+    ),
+    "a state without the moving average that the step keeps": (
+        lambda: WITH_AVERAGE(MADE.init(W), X),
+        mt.StateError,
+        r"state has none: .*state\.replace\(ema_params=state\.params\)",
     ),
     "a batch larger than the first": (
         step_grown,

@@ -13,6 +13,7 @@ import numpy as np
 
 from multitower.models.modules import Model
 from multitower.steps.job import Looked
+from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
 from multitower.steps.seen import Seen
 from multitower.steps.state.train_state import TrainState
@@ -57,19 +58,27 @@ class Makers:
         loss = self._step.loss if model is None else self._step.loss.of_model(model)
         leaves, treedef = jax.tree.flatten(params)
         kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        self.newest = self._find(loss, kind)
+        return self.newest
+
+    def of_state(self, state: TrainState) -> Maker:
+        """Who trains a state: with the model that it was made of, if a step knows that."""
+        origin = state.origin
+        if not isinstance(origin, Maker):
+            return self.newest
+        if origin in self._all:
+            return origin
+        model = origin.parts.loss.model  # of another step
+        if model is None and self.newest.parts.loss.model is None:
+            return self.newest
+        return self._find(replace(self._step.loss, model=model), origin.kind)
+
+    def _find(self, loss: LossFunction, kind: Any) -> Maker:
+        """Who makes the states of such a model: one that is there, or a new one."""
         for maker in self._all:
             if maker.kind in (None, kind) and maker.parts.loss.has_model_of(loss):
                 maker.kind = kind
-                break
-        else:
-            maker = Maker(replace(self._step, loss=loss), kind)
-            self._all.add(maker)
-        self.newest = maker
+                return maker
+        maker = Maker(replace(self._step, loss=loss), kind)
+        self._all.add(maker)
         return maker
-
-    def of_state(self, state: TrainState) -> Maker:
-        """Who made a state, or what it was made of; the newest, if that is nobody known."""
-        origin = state.origin
-        if isinstance(origin, Maker) and origin in self._all:
-            return origin
-        return self.newest

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from multitower.engines.tracing import uneven
-from multitower.errors import ArgumentError, BatchError
+from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
 from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
@@ -178,8 +178,9 @@ class TrainStep:
             devices.
 
         Raises:
-            StateError: it is not a state, or it has been overwritten; at the first call, processes
-                have different variables.
+            StateError: it is not a state, or it has been overwritten; another step made it, with
+                or without a moving average that this one lacks or keeps; at the first call,
+                processes have different variables.
             BatchError: no rows, different row counts, or more rows than a full batch; at the first
                 call, processes pass different shapes or have different numbers of towers, or of
                 batches in the call.
@@ -208,6 +209,7 @@ class TrainStep:
         refuse_tracers(state, parts, maker)
         if state.maker is not maker:
             fields = self._with_scale(way.accepted(state.fields()))
+            self._check_average(fields)
             state = way.adopt(maker.parts, fields, maker)
         given = state
         if changes := state.changes():
@@ -263,6 +265,24 @@ class TrainStep:
         """The fields with the loss scale that this step needs."""
         dtype = self._step.loss.compute_dtype
         return fields._replace(loss_scale=fitting_scale(dtype, fields.loss_scale))
+
+    def _check_average(self, fields: Fields) -> None:
+        """Refuses a state from elsewhere whose moving average this step would lose, or lack.
+
+        Raises:
+            StateError: it has one, or none.
+        """
+        keeps, given = self._step.ema_decay is not None, fields.ema_params is not None
+        if given and not keeps:
+            raise StateError(
+                "the state has a moving average (state.ema_params), and this step keeps none: "
+                "pass ema_decay= to train_step, or state.replace(ema_params=None)."
+            )
+        if keeps and not given:
+            raise StateError(
+                "this step keeps a moving average (ema_decay=), and the state has none: leave "
+                "ema_decay out, or begin it with state.replace(ema_params=state.params)."
+            )
 
     def _full_batch(self, parts: Parts) -> int:
         """Rows of a full batch, if this is one."""
