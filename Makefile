@@ -66,7 +66,7 @@ test-slow: $(stamp)  ## the long tests: kill and resume, many device counts, sev
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "slow and not cluster" tests $(ARGS)
 
 # Each file of tests starts engines of its own, in one worker, and mostly waits for them.
-test-cluster: $(engines)  ## on the engines themselves: SLURM, Open MPI, Ray, two hosts (root, Debian)
+test-cluster: $(engines)  ## SLURM, Open MPI, Ray, two hosts, XLA's compiler for GPUs (root, Debian)
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m cluster tests $(ARGS)
 
 test-all: $(engines)  ## all of them at once, as CI does: while some wait, others compute
@@ -115,6 +115,12 @@ lock: | $(bin)/uv  ## write requirements/*.txt anew from pyproject.toml
 	    --universal --python-version 3.$$minor --fork-strategy fewest \
 	    --generate-hashes --no-annotate --no-header $(ARGS) -o $$cluster >/dev/null || exit 1; \
 	  sed -i.old '/^-/d' $$file $$cluster && rm -f $$file.old $$cluster.old; \
+	  cuda=requirements/cuda-python3.$$minor.txt; \
+	  echo "$$cuda"; \
+	  echo 'jax[cuda13-local]' | $(bin)/uv pip compile - --constraints $$file --quiet \
+	    --universal --python-version 3.$$minor --fork-strategy fewest \
+	    --generate-hashes --no-annotate --no-header $(ARGS) > $$cuda.all || exit 1; \
+	  awk '/^[a-z]/ { keep = /^jax-cuda/ } keep' $$cuda.all > $$cuda && rm -f $$cuda.all; \
 	done
 	@echo requirements/mutants.txt
 	@$(bin)/uv pip compile requirements/mutants.in --quiet --universal --python-version 3.11 \
@@ -150,9 +156,12 @@ $(stamp): $(lock) pyproject.toml
 	  exit 1; }
 	@touch $@
 
-# Ray and the schema of JobSet, for the tests on engines alone.
-$(engines): requirements/cluster-$(notdir $(lock)) $(stamp)
+# Ray and the schema of JobSet, for the tests on engines alone; and JAX's compiler for GPUs, in a
+# folder of its own: where JAX finds it, it looks for GPUs at every start.
+$(engines): requirements/cluster-$(notdir $(lock)) requirements/cuda-$(notdir $(lock)) $(stamp)
 	@$(bin)/python -m pip install -qq --no-compile --require-hashes -r $<
+	@$(bin)/python -m pip install -qq --no-compile --no-deps --require-hashes --upgrade \
+	  --target $(VENV)/cuda -r $(word 2,$^)
 	@$(compile)
 	@touch $@
 

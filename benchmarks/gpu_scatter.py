@@ -1,8 +1,8 @@
 """What a deterministic scatter-add costs on a GPU, at rising sizes, and whether it repeats itself.
 
-With `xla_gpu_deterministic_ops` alone XLA may make a scatter-add a loop with one trip per index;
-`xla_gpu_enable_scatter_determinism_expander` sorts the indices instead. The gradient of max pooling
-with overlapping windows is a scatter-add too. Each is compiled in three ways. A way is measured at
+With `xla_gpu_deterministic_ops` XLA sorts the indices of a scatter-add, as in the gradient of max
+pooling. Where they are not int32 or int64, as in the gradient of `jnp.sort`, it makes a loop with
+one trip per index (gpu_compiled.py shows which). Each is compiled in two ways. A way is measured at
 larger sizes until one run takes over five seconds. The error is against NumPy in float64.
 
     python benchmarks/gpu_scatter.py [--small]
@@ -20,11 +20,9 @@ import numpy as np
 
 import multitower as mt
 
-DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "deterministic": DETERMINISTIC,
-    "deterministic, sorted": {**DETERMINISTIC, "xla_gpu_enable_scatter_determinism_expander": True},
+    "deterministic": {"xla_gpu_deterministic_ops": True},
 }
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 CHANNELS = 64
@@ -68,6 +66,18 @@ def max_pooling(size: int) -> Case:
     wanted = np.zeros(images.shape)
     np.add.at(wanted, (image, 2 * top + row, 2 * left + column, channel), grads.astype(float))
     return lambda x, grads: jax.vjp(pooled, x)[1](grads)[0], (images, grads), wanted
+
+
+def sort(size: int) -> Case:
+    """The gradient of a sort of `size` numbers."""
+    import jax
+    import jax.numpy as jnp
+
+    draw = np.random.default_rng(0)
+    numbers, grads = draw.normal(size=(2, size)).astype("f")
+    wanted = np.zeros(size)
+    wanted[np.argsort(numbers, kind="stable")] = grads
+    return lambda x, grads: jax.vjp(jnp.sort, x)[1](grads)[0], (numbers, grads), wanted
 
 
 def measure(case: Case, options: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +126,8 @@ def main() -> None:
     print(f"{mt.devices(1)[0].device_kind}, JAX {jax.__version__}\n")
     print("| kernel | indices | compiled | ms | compile s | error | bits of several runs |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, make in {"scatter-add": scatter_add, "max pooling": max_pooling}.items():
+    cases = {"scatter-add": scatter_add, "max pooling": max_pooling, "sort": sort}
+    for name, make in cases.items():
         ways = dict(WAYS)
         for size in SIZES[:2] if options.small else SIZES:
             case = make(size)

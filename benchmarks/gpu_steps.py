@@ -31,9 +31,10 @@ Run = Callable[[int], None]
 CHILD_LIMIT_S = 120.0
 PEERS = {"torch": "PyTorch, compiled", "keras": "Keras on JAX"}
 STEP_LIMIT_S = 2.0
-# XLA may make a deterministic scatter-add, such as the gradient of ResNet-50's max pooling, a loop
-# with one trip per index: minutes for a step, which nothing can stop. So these contenders first
-# make a step with a fraction of the rows.
+# A version of XLA may make a deterministic scatter-add, such as the gradient of ResNet-50's max
+# pooling, a loop with one trip per index: minutes for a step, which nothing can stop. (Those of JAX
+# 0.10.2 and 0.12.0 do not, see gpu_compiled.py.) So these contenders first make a step with a
+# fraction of the rows.
 DETERMINISTIC, FEWER = ("deterministic", "same bits"), 64
 NOMINAL_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L4": 121, "B200": 2250}  # dense bfloat16
 

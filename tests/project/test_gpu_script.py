@@ -41,8 +41,10 @@ def lines_of(*part, fails=False):
 @pytest.mark.slow
 def test_the_first_parts_run_through():
     shown = lines_of()
-    sizes = [line for line in shown if line.startswith(("| scatter-add", "| max pooling"))]
-    assert len(sizes) == 2 * 2 * 3  # kernels, sizes, ways to compile
+    sizes = [
+        line for line in shown if line.startswith(("| scatter-add", "| max pooling", "| sort"))
+    ]
+    assert len(sizes) == 3 * 2 * 2  # kernels, sizes, ways to compile
     assert all(row.endswith("| same |") for row in sizes), sizes
     assert "same bits: one device and all of them agree" in shown
     assert "params       same bits" in shown
@@ -193,6 +195,7 @@ def test_an_option_that_jax_does_not_know(program, monkeypatch, capsys):
     assert rows[1].endswith("| same |")
 
 
-def test_the_gradient_of_max_pooling_is_that_of_numpy(program):
-    fn, arguments, wanted = program("gpu_scatter").max_pooling(1000)
+@pytest.mark.parametrize("kernel", ["max_pooling", "sort"])
+def test_a_gradient_that_scatters_is_that_of_numpy(program, kernel):
+    fn, arguments, wanted = getattr(program("gpu_scatter"), kernel)(1000)
     np.testing.assert_allclose(fn(*map(jnp.asarray, arguments)), wanted, atol=1e-6)

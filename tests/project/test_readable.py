@@ -27,12 +27,11 @@ def without_code(text):
 
 # ---------------------------------------------------------------- links
 
-# The changelog's format, what a Kubernetes cluster needs, and an issue of JAX.
+# The changelog's format, and what a Kubernetes cluster needs.
 OUTSIDE = {
     "https://keepachangelog.com/en/1.1.0/",
     "https://semver.org/spec/v2.0.0.html",
     "https://jobset.sigs.k8s.io",
-    "https://github.com/jax-ml/jax/issues/17844",
 }
 
 
