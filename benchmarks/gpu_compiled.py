@@ -9,7 +9,7 @@ The programs of a step with `towers=8` are compiled for H100s, from shapes (see 
 - operations: of single ones, with the option of same-bits steps, xla_gpu_deterministic_ops.
 - reductions: which collectives the program that adds up over devices has, and what its kernels do
   with floats.
-- plans: what `mt.plan` says, compiled for CPUs and compiled for H100s.
+- steps and plans: of models that fill a GPU, in gpu_compiled_models.py.
 
     pip install --no-deps --target cuda jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
     PYTHONPATH=src:cuda python benchmarks/gpu_compiled.py [PART ...] [--only sort,embedding]
@@ -28,51 +28,29 @@ from typing import Any
 
 import gpu_compiler
 import numpy as np
+from gpu_compiled_models import plans, steps
+from gpu_compiler import in_words
 
 TOWERS, DEVICES = 8, 2
-COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 
 
-class Compiled:
-    """The programs of a step with towers, for described GPUs."""
+def texts_of(work: Any, gpus: list[Any], dtype: Any) -> list[list[str]]:
+    """Of each program of a step with towers its text on every GPU; no tower's, where they meet."""
+    import jax
+    import optax
 
-    def __init__(self, work: Any, gpus: list[Any], dtype: Any) -> None:
-        from dataclasses import replace
+    from multitower.planning.shapes import planned
 
-        import jax
-        import optax
-
-        from multitower.engines.job import Shared
-        from multitower.engines.same_bits import SameBits
-        from multitower.planning.shapes import planned, row_shapes
-        from multitower.steps.job import make_job
-        from multitower.steps.loss import LossFunction
-        from multitower.steps.parts import StepParts
-        from multitower.steps.state.bundles import bundled, bundled_job
-        from multitower.towers.placement import contiguous
-
-        loss = replace(LossFunction.of(work.losses), compute_dtype=dtype)
-        step = StepParts(loss, optax.adam(1e-2), None, "mean", False, False, None, "mean")
-        rng = jax.random.key(0) if "rng" in work.losses.__code__.co_varnames else None
-        given = planned(step, work.params, work.batch, model_state=None, rng=rng)
-        tower_rows = -(-given.batch.num_rows // TOWERS)
-        job = bundled_job(make_job(given.step, given.batch.split, tower_rows, TOWERS))
-        (state,) = jax.eval_shape(bundled, [given.fields])
-        engine = SameBits(job, contiguous(gpus, TOWERS))
-        rows = row_shapes(given.batch, tower_rows)
-        self.programs = engine._compile(Shared(state, given.batch.shared), rows)
-
-    def texts(self) -> list[list[str]]:
-        """Of each program its text on every GPU; where towers meet, the update's alone."""
-        found = [self.programs.add, self.programs.finish]
-        if isinstance(self.programs.tower, list):
-            found.append(self.programs.tower)
-        return [[_bare(one.as_text()) for one in programs] for programs in found if programs]
-
-
-def _bare(text: str) -> str:
-    """The text without what says where it comes from."""
-    return re.sub(r", metadata=\{[^}]*\}", "", text)
+    rng = jax.random.key(0) if "rng" in work.losses.__code__.co_varnames else None
+    step = gpu_compiler.step_parts(work.losses, optax.adam(1e-2), dtype)
+    given = planned(step, work.params, work.batch, model_state=None, rng=rng)
+    programs = gpu_compiler.same_bits(given, gpus, TOWERS)
+    found = [programs.add, programs.finish]
+    if isinstance(programs.tower, list):
+        found.append(programs.tower)
+    # Without what says where an operation comes from.
+    bare = lambda text: re.sub(r", metadata=\{[^}]*\}", "", text)
+    return [[bare(one.as_text()) for one in each] for each in found if each]
 
 
 def by_hand(work: Any, gpu: Any, dtype: Any) -> str:
@@ -114,13 +92,7 @@ def loops_of(text: str) -> str:
 
 def calls_of(text: str) -> str:
     """Calls of NVIDIA's libraries."""
-    found = Counter(re.findall(r'custom_call_target="__(\w+)', text))
-    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or "-"
-
-
-def in_words(found: Counter[str]) -> str:
-    """Counted instructions."""
-    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or "-"
+    return in_words(Counter(re.findall(r'custom_call_target="__(\w+)', text)))
 
 
 def kernels(folder: Path, only: list[str]) -> Iterator[str]:
@@ -141,7 +113,7 @@ def kernels(folder: Path, only: list[str]) -> Iterator[str]:
                 text = by_hand(work, gpus[0], dtype)
                 default = [in_words(gpu_compiler.order_dependent(folder)), loops_of(text)]
             gpu_compiler.forget(folder)
-            texts = Compiled(work, gpus, dtype).texts()
+            texts = texts_of(work, gpus, dtype)
             order = in_words(gpu_compiler.order_dependent(folder))
             one = "\n".join(of_gpus[0] for of_gpus in texts)
             same = "same" if all(len(set(of_gpus)) == 1 for of_gpus in texts) else "differ"
@@ -217,77 +189,16 @@ def reductions(folder: Path, only: list[str]) -> Iterator[str]:
             shape = jax.ShapeDtypeStruct((count * size,), np.float32, sharding=placement.split)
             lowered = make_reduction(placement).lower([[shape]] * parts, [[]] * parts)
             text = lowered.compile().as_text()
-            sent = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
+            sent = in_words(gpu_compiler.collectives_of(text))
             floats = in_words(gpu_compiler.float_operations(folder))
-            yield f"| {count} | {parts} | {size:,} | {in_words(sent)} | {floats} |"
-
-
-def plans(folder: Path, only: list[str]) -> Iterator[str]:
-    """A line for each layout of each model."""
-    from gpu_models import resnet50, transformer
-    from gpu_steps import lenet
-
-    import multitower as mt
-
-    gpus = gpu_compiler.described_gpus(TOWERS)
-    yield "| model | layout | for CPUs | for H100s | ratio |"
-    yield "| --- | --- | --- | --- | --- |"
-    for make in (lenet, transformer, resnet50):
-        model = make(small=False)
-        if only and model.name not in only:
-            continue
-        here = planned_bytes(model)
-        with gpu_compiler.in_place_of_devices(gpus):
-            assert mt.devices()[0].platform != "cpu"
-            there = planned_bytes(model)
-        for layout, num_bytes in here.items():
-            found = there.get(layout)
-            cells = [f"{num_bytes / 2**30:.2f} GiB", "-", "-"]
-            if found is not None:
-                cells[1:] = [f"{found / 2**30:.2f} GiB", f"{found / num_bytes:.2f}"]
-            yield f"| {model.name} | {layout} | {' | '.join(cells)} |"
-
-
-def planned_bytes(model: Any) -> dict[str, int]:
-    """The bytes of a device in each layout for eight of them."""
-    import jax
-    import optax
-
-    import multitower as mt
-
-    def losses(params: Any, batch: Any) -> Any:
-        return model.loss(params, None, batch)[0]
-
-    def losses_and_state(params: Any, batch: Any, *, model_state: Any) -> Any:
-        values, new = model.loss(params, model_state, batch)
-        return values, {}, new
-
-    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    batch = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, model.batch(1)))
-    rows = model.rows * TOWERS
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-    found = mt.plan(
-        losses if model.state is None else losses_and_state,
-        optax.adam(1e-4),
-        shapes(model.params),
-        batch,
-        devices=TOWERS,
-        towers=TOWERS,
-        model_state=None if model.state is None else shapes(model.state),
-    )
-    return {
-        ", ".join(f"{k}={v}" for k, v in one.options.items() if k != "devices") or "no option": (
-            one.total_bytes
-        )
-        for one in found.layouts
-        if "stages" not in one.options
-    }
+            yield f"| {count} | {parts} | {size:,} | {sent} | {floats} |"
 
 
 PARTS: dict[str, Callable[[Path, list[str]], Iterator[str]]] = {
     "kernels": kernels,
     "operations": operations,
     "reductions": reductions,
+    "steps": steps,
     "plans": plans,
 }
 

@@ -9,7 +9,7 @@ no cuDNN that could say which of its kernels it would take.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ _ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.]+")
 _DEPENDS_ON_ORDER = re.compile(r"\.(?:cas|exch|b?f\d+)")
 _FLOATS = re.compile(r"\t(\w+)(?:\.\w+)*\.b?f(?:16|32|64)(?:x2)?\b")
 _MOVES = ("ld", "st", "mov", "selp")
+_COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 
 
 def start(folder: Path) -> None:
@@ -98,6 +99,57 @@ def float_operations(folder: Path) -> Counter[str]:
     """What the kernels do with floats, beside moving them."""
     found = Counter(name for text in _kernels(folder) for name in _FLOATS.findall(text))
     return Counter({name: count for name, count in found.items() if name not in _MOVES})
+
+
+def collectives_of(text: str) -> Counter[str]:
+    """What a program sends between GPUs."""
+    return Counter(re.findall(rf" ({'|'.join(_COLLECTIVES)})(?:-start)?\(", text))
+
+
+def num_kernels(text: str) -> int:
+    """How many kernels, calls of libraries and copies a program starts, apart from loops."""
+    entry = text[text.index("\nENTRY ") :]
+    return len(re.findall(r" (?:fusion|custom-call|copy|sort|scatter)\(", entry))
+
+
+def in_words(found: Counter[str]) -> str:
+    """Counted things."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or "-"
+
+
+def step_parts(loss_fn: Callable[..., Any], optimizer: Any, dtype: Any = None) -> Any:
+    """What `mt.train_step` makes of these arguments."""
+    from dataclasses import replace
+
+    from multitower.steps.loss import LossFunction
+    from multitower.steps.parts import StepParts
+
+    loss = replace(LossFunction.of(loss_fn), compute_dtype=dtype)
+    return StepParts(loss, optimizer, None, "mean", False, False, None, "mean")
+
+
+def same_bits(given: Any, gpus: list[Any], towers: int) -> Any:
+    """The programs of a step with towers.
+
+    Args:
+        given: from `multitower.planning.shapes.planned`.
+        gpus: which run the towers.
+        towers: how many there are.
+    """
+    import jax
+
+    from multitower.engines.job import Shared
+    from multitower.engines.same_bits import SameBits
+    from multitower.planning.shapes import row_shapes
+    from multitower.steps.job import make_job
+    from multitower.steps.state.bundles import bundled, bundled_job
+    from multitower.towers.placement import contiguous
+
+    tower_rows = -(-given.batch.num_rows // towers)
+    job = bundled_job(make_job(given.step, given.batch.split, tower_rows, towers))
+    (state,) = jax.eval_shape(bundled, [given.fields])
+    engine = SameBits(job, contiguous(gpus, towers))
+    return engine._compile(Shared(state, given.batch.shared), row_shapes(given.batch, tower_rows))
 
 
 def forget(folder: Path) -> None:
