@@ -26,7 +26,7 @@ def steps(folder: Path, only: list[str]) -> Iterator[str]:
         with gpu_compiler.in_place_of_devices(gpus):
             given = planned(step, *shapes_of(model), model_state=state_of(model), rng=None)
             ways = {
-                "hand-written": [by_hand(model, optimizer, gpus)],
+                "hand-written": [hand_written(model, optimizer, gpus)],
                 "fast": [fast(given, gpus, model.rows)],
             }
         programs = gpu_compiler.same_bits(given, gpus[:1], DEVICES)
@@ -40,34 +40,18 @@ def steps(folder: Path, only: list[str]) -> Iterator[str]:
             yield f"| {' | '.join(cells)} | {num_bytes / 2**30:.2f} GiB |"
 
 
-def by_hand(model: Any, optimizer: Any, gpus: list[Any]) -> Any:
+def hand_written(model: Any, optimizer: Any, gpus: list[Any]) -> Any:
     """`jit(shard_map(... pmean ...))`."""
     import jax
+    from gpu_steps import by_hand
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(gpus), ("d",))
-
-    def on_device(params: Any, opt_state: Any, state: Any, batch: Any) -> Any:
-        import optax
-
-        def mean(params: Any) -> Any:
-            losses, new = model.loss(params, state, batch)
-            return losses.mean(), new
-
-        (loss, state), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        loss, state, grads = jax.lax.pmean((loss, state, grads), "d")
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, state, loss
-
-    whole, split = PartitionSpec(), PartitionSpec("d")
-    places = (whole, whole, whole, split)
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=places, out_specs=whole, check_vma=False)
-
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
     params, batch = shapes_of(model)
-    given = (params, jax.eval_shape(optimizer.init, params), state_of(model), batch)
-    step = jax.jit(mapped, donate_argnums=(0, 1, 2))
-    there = [NamedSharding(mesh, place) for place in places]
-    return step.lower(*map(_on, there, given)).compile()
+    first = (params, jax.eval_shape(optimizer.init, params), state_of(model))
+    step = jax.jit(by_hand(model, optimizer, mesh), donate_argnums=(0, 1, 2))
+    return step.lower(*_on(whole, first), _on(split, batch)).compile()
 
 
 def fast(given: Any, gpus: list[Any], rows: int) -> Any:

@@ -39,16 +39,13 @@ DETERMINISTIC, FEWER = ("deterministic", "same bits"), 64
 NOMINAL_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L4": 121, "B200": 2250}  # dense bfloat16
 
 
-def hand_written(model: Any, num_devices: int, *, deterministic: bool) -> Run:
-    """`jit(shard_map(... pmean ...))`, or plain `jit` on one device."""
+def by_hand(model: Any, optimizer: Any, mesh: Any) -> Callable[..., Any]:
+    """A step as `shard_map(... pmean ...)`, over a mesh whose axis is "d", to be jitted."""
     import jax
-    import numpy as np
     import optax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import PartitionSpec
 
-    mesh = Mesh(np.array(mt.devices(num_devices)), ("d",))
     split, whole = PartitionSpec("d"), PartitionSpec()
-    optimizer = optax.adam(1e-4)
 
     def on_device(params: Any, opt_state: Any, state: Any, batch: Any) -> Any:
         def mean(params: Any) -> Any:
@@ -60,13 +57,26 @@ def hand_written(model: Any, num_devices: int, *, deterministic: bool) -> Run:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, state, loss
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(whole, whole, whole, split),
         out_specs=whole,
         check_vma=False,
     )
+
+
+def hand_written(model: Any, num_devices: int, *, deterministic: bool) -> Run:
+    """`jit(shard_map(... pmean ...))`, or plain `jit` on one device."""
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(mt.devices(num_devices)), ("d",))
+    split, whole = PartitionSpec("d"), PartitionSpec()
+    optimizer = optax.adam(1e-4)
+    mapped = by_hand(model, optimizer, mesh)
     # It means nothing to a CPU, which then need not compile the step once more.
     deterministic &= mt.devices()[0].platform != "cpu"
     options = {"xla_gpu_deterministic_ops": True} if deterministic else None
