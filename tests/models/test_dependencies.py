@@ -216,6 +216,35 @@ def test_what_a_helper_counts_in_is_not_what_it_depends_on(monkeypatch):
     assert dependencies_of(make()) != before
 
 
+def doubled(given):
+    return 2 * given.scale
+
+
+class Doubled:
+    def __init__(self):
+        self.scale = doubled(tally)
+
+
+def loss_with_a_record(w):
+    found = Namespace()
+    found.scale = doubled(tally)
+    return w * found.scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: lambda w: w * Doubled().scale, lambda: lambda w: loss_with_a_record(w)],
+    ids=["of a new object", "of a record"],
+)
+def test_that_an_attribute_of_this_name_is_written_elsewhere_hides_no_change(make, monkeypatch):
+    """Lie: the first of two settings, because something else is kept under that name."""
+    monkeypatch.delattr(tally, "rest")
+    before = dependencies_of(make())
+    assert dependencies_of(make()) == before
+    monkeypatch.setattr(tally, "scale", 3.0)
+    assert dependencies_of(make()) != before
+
+
 lazy = types.ModuleType("lazy")
 lazy.__file__ = str(Path(sysconfig.get_path("purelib"), "lazy.py"))
 lazy.__getattr__ = lambda name: 2.0

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.models.bytecode import Chain, Imported, Names
+from multitower.models.bytecode import Chain, Free, Imported, Names
 
 # NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
 _LARGE_BYTES = 2**20
@@ -164,16 +164,24 @@ class _Reader:
 
     def __init__(self) -> None:
         self.alive: list[Any] = []
-        self._written: frozenset[str] = frozenset()
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[Any, int] = {}  # of what can contain itself
 
-    def leave_out(self, fun: types.FunctionType) -> None:
-        """Leaves out what a function writes itself, such as a counter of its calls."""
-        names = Names.of(fun.__code__)
-        self._written |= names.written
-        for name, *attributes, last in names.stored:
+    def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
+        """Leaves out what a function writes itself, such as a counter of its calls.
+
+        Args:
+            fun: the function.
+            first: its first argument, if that is known.
+        """
+        code = fun.__code__
+        held = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True))
+        for name, *attributes, last in Names.of(code).stored:
             owner = fun.__globals__.get(name)
+            if isinstance(name, Free) and name.name in held:
+                owner = getattr(held[name.name], "cell_contents", None)  # it may have no value yet
+            elif isinstance(name, Free) and (name.name,) == code.co_varnames[:1]:
+                owner = first
             for attribute in attributes:
                 owner = inspect.getattr_static(owner, attribute, None)
             self.alive.append(owner)
@@ -268,10 +276,10 @@ class _Reader:
     def function(self, fun: types.FunctionType) -> Any:
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        outer = self._written, self._stored
+        outer = self._stored
         self.leave_out(fun)
         used = tuple(self.globals_of(fun))
-        self._written, self._stored = outer
+        self._stored = outer
         # By its identity too: where its program is traced again, that is this function.
         return "function", id(fun), fun.__code__, defaults, cells, used
 
@@ -285,10 +293,10 @@ class _Reader:
             return "again", self._numbers[place]
         self._numbers[place] = len(self._numbers)
         self.alive.append(owner)
-        outer = self._written, self._stored
-        self.leave_out(fun)
+        outer = self._stored
+        self.leave_out(fun, owner)
         found = tuple((chain, self.at(owner, chain)) for chain in used)
-        self._written, self._stored = outer
+        self._stored = outer
         return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
@@ -330,7 +338,7 @@ class _Reader:
         )
 
     def _is_left_out(self, owner: Any, name: str) -> bool:
-        return name in self._written or (id(owner), name) in self._stored
+        return (id(owner), name) in self._stored
 
     def with_rules(self, fun: Any) -> Any:
         held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
