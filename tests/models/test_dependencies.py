@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import operator
+import random
 import re
 import sysconfig
 import types
@@ -17,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 
+from multitower.models.closures import open_function
 from multitower.models.dependencies import (
     UnknownDependencyError,
     content_of,
@@ -233,7 +236,7 @@ def loss_with_a_record(w):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: lambda w: w * Doubled().scale, lambda: lambda w: loss_with_a_record(w)],
+    [lambda: lambda w: w * Doubled().scale, lambda: lambda w: -loss_with_a_record(w)],
     ids=["of a new object", "of a record"],
 )
 def test_that_an_attribute_of_this_name_is_written_elsewhere_hides_no_change(make, monkeypatch):
@@ -243,6 +246,45 @@ def test_that_an_attribute_of_this_name_is_written_elsewhere_hides_no_change(mak
     assert dependencies_of(make()) == before
     monkeypatch.setattr(tally, "scale", 3.0)
     assert dependencies_of(make()) != before
+
+
+@pytest.mark.parametrize("name", ["get", "__getitem__", "__len__"])
+def test_what_a_built_in_method_is_of(name):
+    """Lies: `scale_of = settings.get` never changes; each new one needs a program of its own."""
+    settings = {"scale": 2.0}
+
+    def look():
+        scale_of = getattr(settings, name)
+        return content_of(scale_of), open_function(lambda w: w * scale_of("scale"), ())[0]
+
+    before = look()
+    assert look() == before
+    settings["shift"] = 1.0
+    assert not any(map(operator.eq, look(), before))
+
+
+generator = random.Random(0)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w: w + np.random.normal(),
+        lambda w: w + random.random(),
+        lambda w: w + random.uniform(0.0, 1.0),
+        lambda w: w + generator.random(),
+    ],
+    ids=["NumPy", "Python", "a method of Python", "a generator"],
+)
+def test_random_numbers_of_the_host_are_drawn_anew(fun):
+    """Lie: a loss without `jax.jit` gets the noise of its first step at every step."""
+    with pytest.raises(UnknownDependencyError):
+        dependencies_of(fun)
+
+
+def test_what_draws_nothing_shares_a_program():
+    make = lambda: lambda w: w + np.random.default_rng(0).normal() + np.mean([math.sin(1.0)])
+    assert dependencies_of(make()) == dependencies_of(make())
 
 
 lazy = types.ModuleType("lazy")

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import random
 import sys
 import sysconfig
 import types
@@ -34,6 +35,7 @@ _MANY = 5000
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _READ_VARIABLES = ("locals", "super", "vars")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
+METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
 _INSTALLED = tuple(
     {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).parents[1]), "<frozen"}
@@ -59,9 +61,9 @@ class Dependencies:
 
 def is_value(leaf: Any) -> bool:
     """Whether it is equal to another one only if both are the same for good."""
-    if isinstance(leaf, types.MethodType):
-        return is_value(leaf.__self__)
-    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType | jax.stages.Wrapped):
+    if isinstance(leaf, METHOD):  # built-in ones too, of a module or of an object: `settings.get`
+        return leaf.__self__ is None or is_value(leaf.__self__)
+    if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
         return True
     try:
         hash(leaf)
@@ -216,7 +218,7 @@ class _Reader:
             return type(value), value
         if type(value) in (float, complex) or isinstance(value, np.generic):
             return type(value), repr(value)  # 0.0 and -0.0 are equal
-        fixed = isinstance(value, jax.Array | types.BuiltinFunctionType | jax.stages.Wrapped)
+        fixed = isinstance(value, jax.Array | jax.stages.Wrapped)
         if fixed or is_installed(value):
             # A framework's method may be around one of the user's.
             wrapped = None if fixed else getattr(value, "__wrapped__", None)
@@ -260,7 +262,9 @@ class _Reader:
         for number, name in enumerate(attributes):
             is_plain = type(value).__getattribute__ is object.__getattribute__
             is_own = not isinstance(value, types.ModuleType | type)
-            if is_installed(value) or (is_own and not (is_plain and hasattr(value, "__dict__"))):
+            if is_installed(value):
+                return self._of_installed(value, attributes[number:])
+            if is_own and not (is_plain and hasattr(value, "__dict__")):
                 break
             found = inspect.getattr_static(value, name, _MISSING)
             if is_own and isinstance(found, types.FunctionType | property):
@@ -272,6 +276,18 @@ class _Reader:
                 return tuple(attributes[: number + 1]), self.content(owner)
             value = found
         return self.content(value)
+
+    def _of_installed(self, value: Any, attributes: Chain | list[str]) -> Any:
+        """What is installed stays what it is, but for what an object in it may change.
+
+        So does `np.random.normal`, a method of NumPy's generator.
+        """
+        found = value
+        for name in attributes:
+            if isinstance(found, types.ModuleType):
+                found = inspect.getattr_static(found, name, None)
+        is_changing = isinstance(found, METHOD) and not is_value(found)
+        return self.content(found if is_changing else value)
 
     def function(self, fun: types.FunctionType) -> Any:
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
@@ -320,7 +336,8 @@ class _Reader:
         return self.content(member)
 
     def _instance(self, value: Any) -> Any:
-        if is_installed(type(value)) and not hasattr(value, "__dict__"):
+        is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
+        if is_installed(type(value)) and is_hidden:
             raise UnknownDependencyError
         return "object", id(value), self.content(type(value)), self._state(value)
 
@@ -339,6 +356,11 @@ class _Reader:
 
     def _is_left_out(self, owner: Any, name: str) -> bool:
         return (id(owner), name) in self._stored
+
+    def builtin(self, fun: Any) -> Any:
+        if is_value(fun):
+            return self._same(fun)
+        return "method", fun.__name__, self.content(fun.__self__)
 
     def with_rules(self, fun: Any) -> Any:
         held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
@@ -374,6 +396,8 @@ _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
     (types.FunctionType, _Reader.function),
     (type, _Reader.class_),
     (types.MethodType, lambda read, it: read.method(it.__func__, it.__self__)),
+    (types.BuiltinFunctionType, _Reader.builtin),
+    (types.MethodWrapperType, _Reader.builtin),
     (staticmethod, lambda read, it: ("static", read.content(it.__func__))),
     (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
     (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),

@@ -12,6 +12,7 @@ from jax.tree_util import treedef_is_leaf
 
 from multitower.models.bytecode import Chain, Names
 from multitower.models.dependencies import (
+    METHOD,
     Dependencies,
     UnknownDependencyError,
     content_of,
@@ -263,7 +264,7 @@ class Opener:
         if is_function and leaf not in self._way:
             return self.open(leaf)
         is_open = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
-        is_method = isinstance(leaf, types.MethodType)
+        is_method = isinstance(leaf, METHOD)
         if is_open or is_method or not is_value(leaf):
             by_itself = None if is_value(leaf) or is_method else id(leaf)
             try:
