@@ -6,6 +6,7 @@ something was looked at that changes all the time, or that cannot be compared.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import operator
@@ -57,6 +58,21 @@ class OfAProperty:
         return factor
 
 
+class OfACachedProperty:
+    @functools.cached_property
+    def scale(self):
+        return factor
+
+
+class Scale:
+    def __get__(self, one, cls=None):
+        return factor
+
+
+class OfADescriptor:
+    scale = Scale()
+
+
 @dataclasses.dataclass
 class OfADataclass:
     scale: float = 2.0
@@ -67,8 +83,15 @@ class OfADataclass:
 
 @pytest.mark.parametrize(
     "value",
-    [of_a_decorator, OfAMethod(), OfAProperty, OfADataclass()],
-    ids=["of a decorator", "of a method", "of a property", "of a dataclass"],
+    [
+        of_a_decorator,
+        OfAMethod(),
+        OfAProperty,
+        OfACachedProperty(),
+        OfADescriptor(),
+        OfADataclass(),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_global_is_seen_through(value, monkeypatch):
     before = content_of(value)

@@ -121,7 +121,7 @@ def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None)
     known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
     if classes not in known:
         reader = _Reader()
-        key = tuple(map(reader.methods, classes))
+        key = tuple(map(reader.if_comparable, classes))
         known[classes] = Dependencies(key, tuple(reader.alive))
     return known[classes]
 
@@ -239,7 +239,7 @@ class _Reader:
         if is_installed(type(value)):
             return found
         # Its methods count too; and a list, say, may have attributes.
-        return found, self.methods(type(value)), described and self._state(value)
+        return found, self.if_comparable(type(value)), described and self._state(value)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(self.content(one) for one in held)
@@ -247,15 +247,15 @@ class _Reader:
     def class_(self, cls: type) -> Any:
         return "class", id(cls), tuple(self._members(cls))
 
-    def methods(self, cls: type) -> Any:
-        """A class; by its identity, if it cannot be compared."""
+    def if_comparable(self, value: Any) -> Any:
+        """What there is to say of a value, such as a class; its identity, if that is not known."""
         before = len(self._numbers)
         try:
-            return self.content(cls)
+            return self.content(value)
         except UnknownDependencyError:
             for one in list(self._numbers)[before:]:
                 del self._numbers[one]
-            return self._same(cls)
+            return self._same(value)
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """What is reached by attributes: `config.scale` alone, and not all that config has."""
@@ -329,11 +329,14 @@ class _Reader:
                         yield name, self._member(member)
 
     def _member(self, member: Any) -> Any:
-        # Descriptors of dataclasses, slots and frameworks belong to the class.
         known = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
-        if hasattr(type(member), "__get__") and not known:
-            return self._same(member)
-        return self.content(member)
+        if not hasattr(type(member), "__get__") or known:
+            return self.content(member)
+        if not is_installed(type(member)):
+            return self.if_comparable(member)
+        # Descriptors of dataclasses, slots and frameworks belong to the class; those of functools
+        # have a function, such as a cached property.
+        return self._same(member), self.if_comparable(getattr(member, "func", None))
 
     def _instance(self, value: Any) -> Any:
         is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
