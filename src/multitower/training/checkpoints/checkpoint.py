@@ -84,17 +84,26 @@ class Checkpoints:
         """Saves a state in the background; returns when the state may be overwritten.
 
         Args:
-            step: its number; saving a number that is there already does nothing.
+            step: its number; saving a number that is there already does nothing, and a lower one
+                than the highest that is there is refused.
             state: what to save.
             about: JSON values to keep with it.
             run: JSON values that tell this run from another one, for `Trainer`.
 
         Raises:
-            CheckpointError: this save, or one in the background before it, has failed.
+            CheckpointError: this save, or one in the background before it, has failed; or there
+                is a checkpoint with a higher number.
         """
         self.raise_failure()
-        if step in self.steps():
+        there = self.steps()
+        if step in there:
             return
+        if there and step < there[-1]:  # Orbax would pass over it without a word
+            raise CheckpointError(
+                f"{self.directory} has checkpoint {there[-1]}, and step {step} is to be saved "
+                "after it: a resume begins at the highest number. To go on from an earlier "
+                "checkpoint, save to another directory, or move the later ones away."
+            )
         # host-device sync: the next step overwrites the state, so it is copied first.
         leaves = {name: on_host(leaf) for name, leaf in named_leaves(state)}
         written = {
