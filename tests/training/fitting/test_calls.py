@@ -104,12 +104,13 @@ def test_what_is_not_finite_is_named_by_its_step(tmp_path):
 
 
 def test_batches_that_run_out_and_a_loader_that_uses_its_arrays_again():
-    # The lie: rows that are copied to the devices when their loader has overwritten them.
+    # The lies: rows that are copied to the devices when their loader has overwritten them; a call
+    # whose batches are all the last one.
     def few(first):
         array = np.empty((16, 5), np.float32)
         for number in range(first, 6):
             array[:] = number
-            yield {"x": array, "y": np.zeros(16, np.float32)}
+            yield {"x": array, "y": np.ones(16, np.float32)}
 
     run = Run(steps_per_call=4)
     with pytest.raises(mt.RunError, match="ran out after step 6 of 11"):

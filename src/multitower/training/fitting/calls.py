@@ -5,6 +5,9 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from multitower.steps.looped import is_one_program, stack_ahead
 from multitower.steps.step import TrainStep
 from multitower.towers.feeding import prefetch, run_ahead
@@ -87,7 +90,8 @@ def _together(
 
     def groups() -> Iterator[list[Any]]:
         for size in sizes:
-            if group := list(itertools.islice(batches, size)):
+            # Each at once: the loader may write the next one into the same arrays.
+            if group := [_copied(batch) for batch in itertools.islice(batches, size)]:
                 yield group
 
     def make_ready(group: list[Any]) -> Call:
@@ -95,6 +99,10 @@ def _together(
 
     with closing(run_ahead(groups(), _WAITING, make_ready)) as ahead:
         yield from ahead
+
+
+def _copied(batch: Any) -> Any:
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
 def sizes_of_calls(most: int, borders: Sequence[int], *, first: int, last: int) -> Iterator[int]:
