@@ -11,6 +11,7 @@ import numpy as np
 from multitower.steps.looped import is_one_program, stack_ahead
 from multitower.steps.step import TrainStep
 from multitower.towers.feeding import prefetch, run_ahead
+from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import Placement
 from multitower.training.progress import num_rows_of
 
@@ -102,6 +103,9 @@ def _together(
 
 
 def _copied(batch: Any) -> Any:
+    """A batch on the host that nobody else writes into; of one process, which needs all rows."""
+    if isinstance(batch, LazyRows):
+        batch = batch.read(np.arange(batch.num_rows))
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
