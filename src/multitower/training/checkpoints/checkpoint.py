@@ -249,7 +249,8 @@ class Checkpoints:
         if fingerprint(leaves) != written["fingerprint"]:
             raise _DamageError("its bits are not the ones that were saved")
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
-        state = jax.tree.unflatten(jax.tree.structure(like), filled)
+        state: TrainState = jax.tree.unflatten(jax.tree.structure(like), filled)
+        state.origin = like.origin  # the model that it is put into
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:
