@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # the latter in a class body
 _CLASS_BODY = ("LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")  # its reads of a closure
-_WRITES = ("append", "add", "extend", "insert", "remove", "update")
+WRITES = ("append", "add", "extend", "insert", "remove", "update")
 
 
 class Imported(NamedTuple):
@@ -49,7 +49,7 @@ class Names:
             if chain[0] not in reading.globals_stored
             and not any(chain[: len(stored)] == stored for stored in reading.stored)
         ]
-        used_else = {chain[0] for chain in chains if len(chain) != 2 or chain[1] not in _WRITES}
+        used_else = {chain[0] for chain in chains if len(chain) != 2 or chain[1] not in WRITES}
         self.chains = tuple(chains)
         self.filled = frozenset(chain[0] for chain in chains) - used_else
         self.free = {name: tuple(found) for name, found in reading.free.items()}
