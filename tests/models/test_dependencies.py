@@ -321,6 +321,17 @@ def test_an_installed_module_is_not_looked_into():
     assert dependencies_of(make()) == dependencies_of(make())
 
 
+def test_a_setting_of_an_installed_package(monkeypatch):
+    """Lie: the first value of `package.config.scale`, because a package stays what it is."""
+    monkeypatch.setattr(lazy, "config", Namespace(scale=2.0, calls=0), raising=False)
+    make = lambda: lambda w: w * lazy.config.scale
+    before = dependencies_of(make())
+    monkeypatch.setattr(lazy.config, "calls", 1)
+    assert dependencies_of(make()) == before
+    monkeypatch.setattr(lazy.config, "scale", 3.0)
+    assert dependencies_of(make()) != before
+
+
 def test_what_is_installed_and_what_is_the_same_for_good():
     assert all(map(is_installed, (int, math, np, np.ndarray, lazy, contextlib.contextmanager)))
     assert not any(map(is_installed, (Namespace, counted, types.ModuleType("mine"), tally)))

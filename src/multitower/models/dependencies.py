@@ -278,16 +278,18 @@ class _Reader:
         return self.content(value)
 
     def _of_installed(self, value: Any, attributes: Chain | list[str]) -> Any:
-        """What is installed stays what it is, but for what an object in it may change.
+        """What is installed stays what it is, but for what programs do change in it.
 
-        So does `np.random.normal`, a method of NumPy's generator.
+        These are settings, such as `package.config.scale`, and objects with methods among its
+        functions: `np.random.normal` is a method of NumPy's generator.
         """
         found = value
         for name in attributes:
-            if isinstance(found, types.ModuleType):
-                found = inspect.getattr_static(found, name, None)
+            is_final = isinstance(found, type | types.FunctionType)
+            found = _MISSING if is_final else getattr(found, "__dict__", {}).get(name, _MISSING)
+        is_setting = type(found) in _NUMBERS or isinstance(found, str)
         is_changing = isinstance(found, METHOD) and not is_value(found)
-        return self.content(found if is_changing else value)
+        return self.content(found if is_setting or is_changing else value)
 
     def function(self, fun: types.FunctionType) -> Any:
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
@@ -393,6 +395,7 @@ class _Reader:
 
 _MISSING = object()
 _PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
+_NUMBERS = (bool, int, float)
 
 # Of what may hold other things. What can change is known by its identity too.
 _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
