@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,6 +65,16 @@ def test_rows_read_by_a_process_are_those_of_the_batch(
     places = np.array([*range(global_batch // 2, global_batch), 0])  # and one that fills up
     for name, leaf in lazy.read(places).items():
         np.testing.assert_array_equal(leaf, whole[name][places], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [np.int32, jnp.int32, np.int64])
+def test_a_step_of_numpy_or_jax_is_that_number(kind):
+    """Lie: the rows of another step, once rows are more than int32 can count."""
+    options, step = {"global_batch": kind(48), "seed": 1}, 2**27
+    found = make_batch(rows(7), **options, step=kind(step))
+    assert mt.fingerprint(found) == mt.fingerprint(
+        make_batch(rows(7), global_batch=48, seed=1, step=step)
+    )
 
 
 def test_epochs_and_seeds_differ():

@@ -9,6 +9,7 @@ import pytest
 import multitower as mt
 from multitower.engines.equal_programs import EqualPrograms
 from multitower.stages import programs
+from processes import run_python
 
 X = np.arange(6, dtype=np.float32)
 SHAPE = jax.ShapeDtypeStruct((6,), np.float32)
@@ -54,6 +55,24 @@ def test_a_number_that_adapts_to_other_dtypes_is_another_program():
     assert one.compiled is not other.compiled
     assert one(jnp.asarray(2.0)).weak_type
     assert not other(jnp.float32(2)).weak_type
+
+
+WITH_ARRAYS = """
+import jax, numpy as np
+from multitower.engines.equal_programs import EqualPrograms
+
+equal, shape = EqualPrograms(), jax.ShapeDtypeStruct((64,), np.float32)
+large = np.arange(64.0 * 64, dtype="f").reshape(64, 64)
+for y in (large, -large):
+    (program,) = equal.compile_for_each(lambda x, y=y: x + y, (shape,), jax.devices()[:1])
+    print(program(jax.numpy.ones(64)).max())
+"""
+
+
+def test_arrays_that_programs_close_over_are_a_difference():
+    """Lie: the stage of another array, where JAX passes such arrays beside the arguments."""
+    told = run_python("-c", WITH_ARRAYS, JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS="True")
+    assert told.split() == ["4096.0", "1.0"]
 
 
 def test_arguments_that_a_program_does_not_need_are_a_difference():

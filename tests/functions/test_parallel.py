@@ -228,6 +228,23 @@ def test_law_l3_of_an_array_that_lies_on_several_devices(towers):
     assert np.asarray(same).tobytes() == rows.tobytes()
 
 
+def test_law_l3_where_keys_are_made_with_an_offset():
+    """Lie: the numbers of before, though every call of JAX itself draws others."""
+    draw = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed)))
+    noise = lambda w, seeds: w * draw(seeds)
+    gradient = mt.grad(noise, towers=2, devices=1)
+    seeds = np.arange(4)
+    before = gradient(1.0, seeds)
+    jax.config.update("jax_random_seed_offset", 1)
+    try:
+        with_offset = gradient(1.0, seeds)
+        expected = draw(seeds).mean()
+    finally:
+        jax.config.update("jax_random_seed_offset", 0)
+    assert with_offset == pytest.approx(expected)
+    assert gradient(1.0, seeds) == before != with_offset
+
+
 @pytest.mark.parametrize(
     "setting",
     [

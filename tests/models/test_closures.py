@@ -732,6 +732,31 @@ def test_other_values_need_no_other_program(make_loss, of, towers, monkeypatch):
     assert found == [X.mean() * (times * scale or 2.0) for scale in (2.0, 3.0, 4.0)]
 
 
+def test_a_dict_of_settings_in_the_closure():
+    """Lies: a compilation at every step; or settings of before, also for a batch of other rows."""
+
+    def make_loss(config):
+        loss = lambda w, x: (traced.append(1), w * x * config["scales"][0])[1]
+
+        def rebind(new):
+            nonlocal config
+            config = new
+
+        return loss, rebind
+
+    run = lambda loss, x=X: float(mt.value_and_grad(loss, devices=2, towers=2)(1.0, x)[0])
+    config = {"scales": [2.0]}
+    loss, rebind = make_loss(config)
+    found, count = [run(loss)], len(traced)
+    rebind({"scales": [5.0]})
+    found.append(run(make_loss(config)[0]))
+    assert len(traced) == count
+    found.append(run(make_loss(config)[0], X[:4]))
+    config["scales"][0] = 3.0
+    found.append(run(make_loss(config)[0]))
+    assert found == [2 * X.mean(), 2 * X.mean(), 2 * X[:4].mean(), 3 * X.mean()]
+
+
 def test_numbers_that_decide_are_numbers():
     """Lie: JAX's error for a float that the loss compares, or an array that NumPy gets."""
 

@@ -6,8 +6,11 @@ something was looked at that changes all the time, or that cannot be compared.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
+import operator
+import random
 import re
 import sysconfig
 import types
@@ -17,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 
+from multitower.models.closures import open_function
 from multitower.models.dependencies import (
     UnknownDependencyError,
     content_of,
@@ -54,6 +58,21 @@ class OfAProperty:
         return factor
 
 
+class OfACachedProperty:
+    @functools.cached_property
+    def scale(self):
+        return factor
+
+
+class Scale:
+    def __get__(self, one, cls=None):
+        return factor
+
+
+class OfADescriptor:
+    scale = Scale()
+
+
 @dataclasses.dataclass
 class OfADataclass:
     scale: float = 2.0
@@ -64,8 +83,15 @@ class OfADataclass:
 
 @pytest.mark.parametrize(
     "value",
-    [of_a_decorator, OfAMethod(), OfAProperty, OfADataclass()],
-    ids=["of a decorator", "of a method", "of a property", "of a dataclass"],
+    [
+        of_a_decorator,
+        OfAMethod(),
+        OfAProperty,
+        OfACachedProperty(),
+        OfADescriptor(),
+        OfADataclass(),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_global_is_seen_through(value, monkeypatch):
     before = content_of(value)
@@ -216,6 +242,74 @@ def test_what_a_helper_counts_in_is_not_what_it_depends_on(monkeypatch):
     assert dependencies_of(make()) != before
 
 
+def doubled(given):
+    return 2 * given.scale
+
+
+class Doubled:
+    def __init__(self):
+        self.scale = doubled(tally)
+
+
+def loss_with_a_record(w):
+    found = Namespace()
+    found.scale = doubled(tally)
+    return w * found.scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: lambda w: w * Doubled().scale, lambda: lambda w: -loss_with_a_record(w)],
+    ids=["of a new object", "of a record"],
+)
+def test_that_an_attribute_of_this_name_is_written_elsewhere_hides_no_change(make, monkeypatch):
+    """Lie: the first of two settings, because something else is kept under that name."""
+    monkeypatch.delattr(tally, "rest")
+    before = dependencies_of(make())
+    assert dependencies_of(make()) == before
+    monkeypatch.setattr(tally, "scale", 3.0)
+    assert dependencies_of(make()) != before
+
+
+@pytest.mark.parametrize("name", ["get", "__getitem__", "__len__"])
+def test_what_a_built_in_method_is_of(name):
+    """Lies: `scale_of = settings.get` never changes; each new one needs a program of its own."""
+    settings = {"scale": 2.0}
+
+    def look():
+        scale_of = getattr(settings, name)
+        return content_of(scale_of), open_function(lambda w: w * scale_of("scale"), ())[0]
+
+    before = look()
+    assert look() == before
+    settings["shift"] = 1.0
+    assert not any(map(operator.eq, look(), before))
+
+
+generator = random.Random(0)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w: w + np.random.normal(),
+        lambda w: w + random.random(),
+        lambda w: w + random.uniform(0.0, 1.0),
+        lambda w: w + generator.random(),
+    ],
+    ids=["NumPy", "Python", "a method of Python", "a generator"],
+)
+def test_random_numbers_of_the_host_are_drawn_anew(fun):
+    """Lie: a loss without `jax.jit` gets the noise of its first step at every step."""
+    with pytest.raises(UnknownDependencyError):
+        dependencies_of(fun)
+
+
+def test_what_draws_nothing_shares_a_program():
+    make = lambda: lambda w: w + np.random.default_rng(0).normal() + np.mean([math.sin(1.0)])
+    assert dependencies_of(make()) == dependencies_of(make())
+
+
 lazy = types.ModuleType("lazy")
 lazy.__file__ = str(Path(sysconfig.get_path("purelib"), "lazy.py"))
 lazy.__getattr__ = lambda name: 2.0
@@ -225,6 +319,17 @@ def test_an_installed_module_is_not_looked_into():
     """Some make their attributes when they are asked for."""
     make = lambda: lambda w: w * lazy.scale
     assert dependencies_of(make()) == dependencies_of(make())
+
+
+def test_a_setting_of_an_installed_package(monkeypatch):
+    """Lie: the first value of `package.config.scale`, because a package stays what it is."""
+    monkeypatch.setattr(lazy, "config", Namespace(scale=2.0, calls=0), raising=False)
+    make = lambda: lambda w: w * lazy.config.scale
+    before = dependencies_of(make())
+    monkeypatch.setattr(lazy.config, "calls", 1)
+    assert dependencies_of(make()) == before
+    monkeypatch.setattr(lazy.config, "scale", 3.0)
+    assert dependencies_of(make()) != before
 
 
 def test_what_is_installed_and_what_is_the_same_for_good():

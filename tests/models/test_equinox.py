@@ -3,6 +3,8 @@
 The reference runs every tower by hand, with Equinox alone.
 """
 
+import copy
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -293,6 +295,39 @@ def test_models_of_one_step_keep_their_own_integers(options):
         found = train(step, state)
         np.testing.assert_array_equal(found.order, model.order)
         np.testing.assert_array_equal(found.weight, expected.weight)
+
+
+def restored(state, directory):
+    with mt.Checkpoints(directory) as checkpoints:
+        checkpoints.save(0, state, {})
+        return checkpoints.restore(like=state).state
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda state, _: copy.copy(state), lambda state, _: copy.deepcopy(state), restored],
+    ids=["copy", "deepcopy", "restored"],
+)
+def test_a_copy_keeps_the_integers_of_its_model(copied, tmp_path):
+    """Lie: a copy in an ensemble is trained with the integers of the last model."""
+    step = mt.train_step(permuted_losses, optax.sgd(0.1), devices=1)
+    states = [step.init(Permuted(seed)) for seed in range(2)]
+    found, _ = step(copied(states[0], tmp_path), X[0])
+    np.testing.assert_array_equal(step.model(found).order, Permuted(0).order)
+    assert mt.fingerprint(found) == mt.fingerprint(step(states[0], X[0])[0])
+
+
+def test_values_alone_are_of_no_model_where_there_are_several():
+    """Lie: they are trained with the integers of the last one."""
+    step = mt.train_step(permuted_losses, optax.sgd(0.1), devices=1)
+    state = step.init(Permuted(0))
+    step(jax.tree.map(jnp.copy, state), X[0])
+    other = step.init(Permuted(1))
+    for use in (step.model, lambda state: step(state, X[0])):
+        with pytest.raises(mt.StateError, match="of which model this state is"):
+            use(jax.tree.map(jnp.copy, state))
+    del state
+    step(jax.tree.map(jnp.copy, other), X[0])
 
 
 @pytest.mark.parametrize("knows", [None, Permuted(1)], ids=["nothing", "another model"])

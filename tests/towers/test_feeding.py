@@ -64,6 +64,23 @@ def test_trap_host_memory_that_changes_under_the_devices(shape, towers):
         assert (np.asarray(placed) == number).all()
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+def test_numbers_and_keys_of_a_loader_that_writes_into_its_arrays(towers):
+    """Lie: the rows of one batch with the weight and the key of one that was read ahead."""
+    batch = {"x": np.zeros(4), "weight": np.zeros(()), "key": np.zeros(2, np.uint32)}
+
+    def stream():
+        for number in range(4):
+            for leaf in batch.values():
+                leaf[...] = number
+            yield batch
+
+    found = list(mt.prefetch(stream(), devices=2, towers=towers))
+    assert [[np.asarray(leaf).max() for leaf in one.values()] for one in found] == [
+        [number] * 3 for number in range(4)
+    ]
+
+
 def test_trap_a_state_made_of_host_memory_that_changes():
     import optax
 

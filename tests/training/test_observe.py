@@ -1,5 +1,6 @@
 """Observers: what is written is what was reported, once per step, and others can read it."""
 
+import errno
 import json
 import os
 import time
@@ -52,6 +53,30 @@ def test_a_nan_is_null(tmp_path):
     with MetricsFile(tmp_path / "m") as hook:
         hook(mt.Progress("train", 1, 1, {"loss": float("nan")}))
     assert read_lines(tmp_path / "m") == [{"phase": "train", "step": 1, "loss": None}]
+
+
+def test_what_cannot_be_written_anew_leaves_the_lines_that_there_were(tmp_path, monkeypatch):
+    """Lie: a disk that is full at a resume, or a kill there, takes the lines of the whole run."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as hook:
+        report(hook, [1, 2])
+
+    def full(partial, text):
+        with partial.open("w"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(path), "write_text", full)
+    with pytest.raises(mt.RunError, match="No space left"):
+        report(MetricsFile(path), [3])
+    assert list(tmp_path.iterdir()) == [path]
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["phase", "step", "examples_per_s"])
+def test_a_metric_by_the_name_of_what_a_line_has_is_refused(name, tmp_path):
+    """Lie: the metric in the place of the step, so that a resume drops other lines."""
+    with pytest.raises(mt.RunError, match=f"the metrics hold '{name}'.*Rename"):
+        MetricsFile(tmp_path / "m")(mt.Progress("train", 1, 1, {"loss": 1.0, name: 5.0}))
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):

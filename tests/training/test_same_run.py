@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.training.same_run import describe_run
 
 X = np.linspace(-1, 1, 16, dtype=np.float32)
 
@@ -110,6 +111,18 @@ def test_a_schedule_counts_by_what_it_computes(tmp_path):
     assert fit(tmp_path, make(0.0), steps=3).step == 3
     with pytest.raises(mt.RunError, match="another optimizer"):
         fit(tmp_path, make(0.01), steps=4)
+
+
+def test_a_table_in_a_jitted_schedule_counts():
+    """Lie: the run of another table, because a call inside of the update has it."""
+    table = np.linspace(0, 1, 300, dtype=np.float32)
+    rate = lambda table: jax.jit(lambda count: jnp.asarray(table)[count])
+    there, here, again = (
+        describe_run(optax.sgd(rate(one)), np.float32(0), {})
+        for one in (table, table[::-1].copy(), table.copy())
+    )
+    assert there == again
+    assert there["optimizer"] != here["optimizer"]
 
 
 def test_an_average_counts_by_what_it_computes(tmp_path):

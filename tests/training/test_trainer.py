@@ -431,6 +431,28 @@ def test_hooks_are_flushed_before_a_checkpoint_is_saved(tmp_path):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "5"}
 
 
+def test_the_best_state_of_an_earlier_run_is_not_taken_for_one_of_this_run(tmp_path):
+    # The lie: trainer.best of a run that ended before its first checkpoint, with other settings.
+    def fit(**options):
+        trainer = make_trainer(1, run_dir=tmp_path, keep_best="loss", best="min", hooks=[stop])
+        evaluate = lambda state: trainer.evaluate(scores, state, DATA, global_batch=100)
+        evaluate(trainer.step.init(PARAMS))  # a first state belongs to any run
+        trainer.fit(PARAMS, batches, steps=4, evaluate=evaluate, evaluate_every=2, **options)
+        return trainer.best
+
+    def stop(progress):
+        if progress.step == 3 and not stopped:
+            stopped.append(progress.step)
+            raise KeyboardInterrupt
+
+    stopped = []
+    with pytest.raises(KeyboardInterrupt):
+        fit()
+    with pytest.raises(mt.RunError, match=r"best holds the best state .* of step 2: pass resume="):
+        fit()
+    assert fit(resume=True)[0] == 4
+
+
 def test_what_keep_best_needs_is_said(tmp_path):
     with pytest.raises(mt.ArgumentError, match="needs a run_dir"):
         make_trainer(1, keep_best="loss")

@@ -8,6 +8,7 @@ step s asks for batch s and goes on as if it had never stopped.
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -72,6 +73,8 @@ def make_batch(
         [2 1 5 4]
     """
     _check_global_batch(global_batch)
+    # Their product is more than an int32 of NumPy or JAX, such as state.step, can hold.
+    step, global_batch = operator.index(step), operator.index(global_batch)
     if step < 0:
         raise BatchError(f"step={step}: the first batch is number 0.")
     num_rows = take_apart(dataset, 0, name="data").num_rows

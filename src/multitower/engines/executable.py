@@ -1,5 +1,6 @@
 """One-device programs: the same function, compiled for every device that runs it."""
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,17 +96,23 @@ def signature(tree: Any) -> Any:
     """What a compiled program depends on: structure, shapes, dtypes and settings; hashable."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
-    return treedef, kinds, tuple(getattr(jax.config, name) for name in _SETTINGS)
+    return treedef, kinds, _settings_of(jax.config)
 
 
 # Those of JAX that change results, and may change from call to call, as in a `with` block.
 _SETTINGS = (
+    "jax_accurate_erf_inv",
     "jax_enable_x64",
+    "jax_explicit_x64_dtypes",
+    "jax_high_dynamic_range_gumbel",
+    "jax_random_seed_offset",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
+# Not every version has all of them.
+_settings_of = operator.attrgetter(*[name for name in _SETTINGS if hasattr(jax.config, name)])
 
 
 def _shape(leaf: Any, there: SingleDeviceSharding) -> jax.ShapeDtypeStruct:

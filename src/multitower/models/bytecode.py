@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # the latter in a class body
 _CLASS_BODY = ("LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")  # its reads of a closure
-_WRITES = ("append", "add", "extend", "insert", "remove", "update")
+WRITES = ("append", "add", "extend", "insert", "remove", "update")
 
 
 class Imported(NamedTuple):
@@ -31,9 +31,8 @@ class Names:
         chains: the globals and imported modules that it reads, with the attributes that it takes.
         free: of its first argument, and of the variables that it closes over, by name, the
             attributes that it takes of each.
-        stored: attributes of globals that it assigns to, such as a counter of its calls: these are
-            not what it depends on.
-        written: attributes that it assigns to of anything else.
+        stored: attributes that it assigns to, of globals, of its first argument and of what it
+            closes over (`Free`), such as a counter of its calls: it does not depend on these.
         filled: globals of which it uses nothing but methods that fill a list, dict or set.
         stores_globals: whether it assigns to a global.
         rebound: variables of its closure that it assigns to (`nonlocal`).
@@ -50,12 +49,11 @@ class Names:
             if chain[0] not in reading.globals_stored
             and not any(chain[: len(stored)] == stored for stored in reading.stored)
         ]
-        used_else = {chain[0] for chain in chains if len(chain) != 2 or chain[1] not in _WRITES}
+        used_else = {chain[0] for chain in chains if len(chain) != 2 or chain[1] not in WRITES}
         self.chains = tuple(chains)
         self.filled = frozenset(chain[0] for chain in chains) - used_else
         self.free = {name: tuple(found) for name, found in reading.free.items()}
         self.stored = tuple(reading.stored)
-        self.written = frozenset(reading.written)
         self.stores_globals = bool(reading.globals_stored)
         self.rebound = frozenset(reading.rebound) & set(code.co_freevars)
 
@@ -73,7 +71,6 @@ class _Reading:
         self.chains: dict[Chain, None] = {}
         self.free: dict[str, dict[Chain, None]] = {}
         self.stored: dict[Chain, None] = {}
-        self.written: set[str] = set()
         self.globals_stored: set[str] = set()
         self.rebound: set[str] = set()
         # What a variable may hold of modules that are imported here.
@@ -96,8 +93,6 @@ class _Reading:
                 at = (*(at or module), step.argval)
             elif at and step.opname in _ATTRIBUTES and before[-1].opname == "COPY":
                 self.stored[*at, step.argval] = None
-                if isinstance(at[0], _Free):
-                    self.written.add(step.argval)
                 counted.append(step.argval)
                 at = ()
             elif at and step.opname in _ATTRIBUTES:
@@ -116,12 +111,11 @@ class _Reading:
         is_module = bool(at) and isinstance(at[0], Imported)
         variable = _variables(step, "STORE_")[:1]
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            if not (at and isinstance(at[0], str)):
-                self.written.add(step.argval)
-                is_held = len(at) == 1 and isinstance(at[0], _Free)
-                return () if is_held else at  # to write into an object is not to read it
+            if not at or isinstance(at[0], Imported):
+                return at
             self.stored[*at, step.argval] = None
-            return ()
+            is_whole = isinstance(at[0], str) or len(at) == 1
+            return () if is_whole else at  # to write into an object is not to read it
         if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             self.globals_stored.add(step.argval)
         if step.opname == "STORE_DEREF":
@@ -148,17 +142,17 @@ class _Reading:
                 self._use(one)
             at = held[0] if len(held) == 1 else ()
             if not held and ("DEREF" in step.opname or variable in self._first):
-                at = (_Free(variable),)
+                at = (Free(variable),)
         return at
 
     def _use(self, at: Chain) -> None:
-        if at and isinstance(at[0], _Free):
+        if at and isinstance(at[0], Free):
             self.free.setdefault(at[0].name, {})[at[1:]] = None
         elif at:
             self.chains[at] = None
 
 
-class _Free(NamedTuple):
+class Free(NamedTuple):
     """A variable of the closure."""
 
     name: str

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import random
 import sys
 import sysconfig
 import types
@@ -24,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.models.bytecode import Chain, Imported, Names
+from multitower.models.bytecode import Chain, Free, Imported, Names
 
 # NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
 _LARGE_BYTES = 2**20
@@ -34,6 +35,7 @@ _MANY = 5000
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _READ_VARIABLES = ("locals", "super", "vars")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
+METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
 _INSTALLED = tuple(
     {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).parents[1]), "<frozen"}
@@ -59,9 +61,9 @@ class Dependencies:
 
 def is_value(leaf: Any) -> bool:
     """Whether it is equal to another one only if both are the same for good."""
-    if isinstance(leaf, types.MethodType):
-        return is_value(leaf.__self__)
-    if isinstance(leaf, type | types.ModuleType | types.BuiltinFunctionType | jax.stages.Wrapped):
+    if isinstance(leaf, METHOD):  # built-in ones too, of a module or of an object: `settings.get`
+        return leaf.__self__ is None or is_value(leaf.__self__)
+    if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
         return True
     try:
         hash(leaf)
@@ -119,7 +121,7 @@ def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None)
     known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
     if classes not in known:
         reader = _Reader()
-        key = tuple(map(reader.methods, classes))
+        key = tuple(map(reader.if_comparable, classes))
         known[classes] = Dependencies(key, tuple(reader.alive))
     return known[classes]
 
@@ -164,16 +166,24 @@ class _Reader:
 
     def __init__(self) -> None:
         self.alive: list[Any] = []
-        self._written: frozenset[str] = frozenset()
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[Any, int] = {}  # of what can contain itself
 
-    def leave_out(self, fun: types.FunctionType) -> None:
-        """Leaves out what a function writes itself, such as a counter of its calls."""
-        names = Names.of(fun.__code__)
-        self._written |= names.written
-        for name, *attributes, last in names.stored:
+    def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
+        """Leaves out what a function writes itself, such as a counter of its calls.
+
+        Args:
+            fun: the function.
+            first: its first argument, if that is known.
+        """
+        code = fun.__code__
+        held = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True))
+        for name, *attributes, last in Names.of(code).stored:
             owner = fun.__globals__.get(name)
+            if isinstance(name, Free) and name.name in held:
+                owner = getattr(held[name.name], "cell_contents", None)  # it may have no value yet
+            elif isinstance(name, Free) and (name.name,) == code.co_varnames[:1]:
+                owner = first
             for attribute in attributes:
                 owner = inspect.getattr_static(owner, attribute, None)
             self.alive.append(owner)
@@ -208,7 +218,7 @@ class _Reader:
             return type(value), value
         if type(value) in (float, complex) or isinstance(value, np.generic):
             return type(value), repr(value)  # 0.0 and -0.0 are equal
-        fixed = isinstance(value, jax.Array | types.BuiltinFunctionType | jax.stages.Wrapped)
+        fixed = isinstance(value, jax.Array | jax.stages.Wrapped)
         if fixed or is_installed(value):
             # A framework's method may be around one of the user's.
             wrapped = None if fixed else getattr(value, "__wrapped__", None)
@@ -229,7 +239,7 @@ class _Reader:
         if is_installed(type(value)):
             return found
         # Its methods count too; and a list, say, may have attributes.
-        return found, self.methods(type(value)), described and self._state(value)
+        return found, self.if_comparable(type(value)), described and self._state(value)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(self.content(one) for one in held)
@@ -237,22 +247,24 @@ class _Reader:
     def class_(self, cls: type) -> Any:
         return "class", id(cls), tuple(self._members(cls))
 
-    def methods(self, cls: type) -> Any:
-        """A class; by its identity, if it cannot be compared."""
+    def if_comparable(self, value: Any) -> Any:
+        """What there is to say of a value, such as a class; its identity, if that is not known."""
         before = len(self._numbers)
         try:
-            return self.content(cls)
+            return self.content(value)
         except UnknownDependencyError:
             for one in list(self._numbers)[before:]:
                 del self._numbers[one]
-            return self._same(cls)
+            return self._same(value)
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """What is reached by attributes: `config.scale` alone, and not all that config has."""
         for number, name in enumerate(attributes):
             is_plain = type(value).__getattribute__ is object.__getattribute__
             is_own = not isinstance(value, types.ModuleType | type)
-            if is_installed(value) or (is_own and not (is_plain and hasattr(value, "__dict__"))):
+            if is_installed(value):
+                return self._of_installed(value, attributes[number:])
+            if is_own and not (is_plain and hasattr(value, "__dict__")):
                 break
             found = inspect.getattr_static(value, name, _MISSING)
             if is_own and isinstance(found, types.FunctionType | property):
@@ -265,13 +277,27 @@ class _Reader:
             value = found
         return self.content(value)
 
+    def _of_installed(self, value: Any, attributes: Chain | list[str]) -> Any:
+        """What is installed stays what it is, but for what programs do change in it.
+
+        These are settings, such as `package.config.scale`, and objects with methods among its
+        functions: `np.random.normal` is a method of NumPy's generator.
+        """
+        found = value
+        for name in attributes:
+            is_final = isinstance(found, type | types.FunctionType)
+            found = _MISSING if is_final else getattr(found, "__dict__", {}).get(name, _MISSING)
+        is_setting = type(found) in _NUMBERS or isinstance(found, str)
+        is_changing = isinstance(found, METHOD) and not is_value(found)
+        return self.content(found if is_setting or is_changing else value)
+
     def function(self, fun: types.FunctionType) -> Any:
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        outer = self._written, self._stored
+        outer = self._stored
         self.leave_out(fun)
         used = tuple(self.globals_of(fun))
-        self._written, self._stored = outer
+        self._stored = outer
         # By its identity too: where its program is traced again, that is this function.
         return "function", id(fun), fun.__code__, defaults, cells, used
 
@@ -285,10 +311,10 @@ class _Reader:
             return "again", self._numbers[place]
         self._numbers[place] = len(self._numbers)
         self.alive.append(owner)
-        outer = self._written, self._stored
-        self.leave_out(fun)
+        outer = self._stored
+        self.leave_out(fun, owner)
         found = tuple((chain, self.at(owner, chain)) for chain in used)
-        self._written, self._stored = outer
+        self._stored = outer
         return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
@@ -305,14 +331,18 @@ class _Reader:
                         yield name, self._member(member)
 
     def _member(self, member: Any) -> Any:
-        # Descriptors of dataclasses, slots and frameworks belong to the class.
         known = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
-        if hasattr(type(member), "__get__") and not known:
-            return self._same(member)
-        return self.content(member)
+        if not hasattr(type(member), "__get__") or known:
+            return self.content(member)
+        if not is_installed(type(member)):
+            return self.if_comparable(member)
+        # Descriptors of dataclasses, slots and frameworks belong to the class; those of functools
+        # have a function, such as a cached property.
+        return self._same(member), self.if_comparable(getattr(member, "func", None))
 
     def _instance(self, value: Any) -> Any:
-        if is_installed(type(value)) and not hasattr(value, "__dict__"):
+        is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
+        if is_installed(type(value)) and is_hidden:
             raise UnknownDependencyError
         return "object", id(value), self.content(type(value)), self._state(value)
 
@@ -330,7 +360,12 @@ class _Reader:
         )
 
     def _is_left_out(self, owner: Any, name: str) -> bool:
-        return name in self._written or (id(owner), name) in self._stored
+        return (id(owner), name) in self._stored
+
+    def builtin(self, fun: Any) -> Any:
+        if is_value(fun):
+            return self._same(fun)
+        return "method", fun.__name__, self.content(fun.__self__)
 
     def with_rules(self, fun: Any) -> Any:
         held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
@@ -360,12 +395,15 @@ class _Reader:
 
 _MISSING = object()
 _PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
+_NUMBERS = (bool, int, float)
 
 # Of what may hold other things. What can change is known by its identity too.
 _DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
     (types.FunctionType, _Reader.function),
     (type, _Reader.class_),
     (types.MethodType, lambda read, it: read.method(it.__func__, it.__self__)),
+    (types.BuiltinFunctionType, _Reader.builtin),
+    (types.MethodWrapperType, _Reader.builtin),
     (staticmethod, lambda read, it: ("static", read.content(it.__func__))),
     (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
     (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),

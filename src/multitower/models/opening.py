@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jax.tree_util import treedef_is_leaf
 
-from multitower.models.bytecode import Chain, Names
+from multitower.models.bytecode import WRITES, Chain, Names
 from multitower.models.dependencies import (
+    METHOD,
     Dependencies,
     UnknownDependencyError,
     content_of,
@@ -28,6 +29,7 @@ from multitower.towers.rows import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"
 _WHOLE: tuple[Chain, ...] = ((),)  # no attribute alone
+_ONE_LEAF = jax.tree.structure(0)
 
 
 def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Callable[..., Any]:
@@ -246,8 +248,11 @@ class Opener:
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
             return _Cell(None, treedef, opened, classes=used)
         # A list or dict without arrays stays itself: the function may want to write into it.
-        self._may_change = True
-        return _Cell(None, None, (_leaf(held),), cell)
+        read = Names.of(self._way[-1].__code__).free.get(name, ())
+        if any(chain[:1] and chain[0] in WRITES for chain in read):
+            self._may_change = True
+            return _Cell(None, None, (_leaf(held),), cell)
+        return _Cell(None, _ONE_LEAF, (self._compared(held, _WHOLE),))
 
     def _open_leaf(self, leaf: Any, arrays: Any, chains: Iterable[Chain]) -> Any:
         if isinstance(leaf, functools.partial):
@@ -263,16 +268,23 @@ class Opener:
         if is_function and leaf not in self._way:
             return self.open(leaf)
         is_open = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
-        is_method = isinstance(leaf, types.MethodType)
+        is_method = isinstance(leaf, METHOD)
         if is_open or is_method or not is_value(leaf):
-            by_itself = None if is_value(leaf) or is_method else id(leaf)
-            try:
-                if not is_function:  # one that calls itself would keep its old contents
-                    return _Leaf((type(leaf), by_itself, content_of(leaf, chains)), leaf)
-            except UnknownDependencyError:
-                pass
+            if not is_function:  # one that calls itself would keep its old contents
+                return self._compared(leaf, chains)
             self._may_change = True
         return _leaf(leaf)
+
+    def _compared(self, leaf: Any, chains: Iterable[Chain]) -> _Leaf:
+        """A leaf by its content, and by its identity if that may change."""
+        is_alike = is_value(leaf) or isinstance(leaf, METHOD)
+        try:
+            return _Leaf(
+                (type(leaf), None if is_alike else id(leaf), content_of(leaf, chains)), leaf
+            )
+        except UnknownDependencyError:
+            self._may_change = True
+            return _leaf(leaf)
 
     def _is_taken(self, leaf: Any, arrays: Any) -> bool:
         if not isinstance(leaf, arrays) or isinstance(leaf, bool):

@@ -110,10 +110,8 @@ class Stack(NamedTuple):
 def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
     """The batches of one call, stacked on the devices if they are alike and fill it.
 
-    Else they stay on the host, as copies: their maker may overwrite its arrays meanwhile.
-
     Args:
-        batches: on the host.
+        batches: on the host, in arrays that nobody writes into.
         most: how many fill a call.
         placement: of the step.
     """
@@ -124,7 +122,7 @@ def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
     num_rows = {shape[0] for shape in next(iter(shapes)) if shape}
     is_full = len(batches) == most and len(shapes) == len(trees) == len(num_rows) == 1
     if not is_full or num_rows.pop() % len(placement.devices):
-        return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batches)
+        return batches
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
     leaves, treedef = jax.tree.flatten(stacked)
     homes = [rows_of_steps(placement) if leaf.ndim > 1 else placement.shared for leaf in leaves]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.errors import StateError
 from multitower.models.modules import Model
 from multitower.steps.job import Looked
 from multitower.steps.loss import LossFunction
@@ -62,9 +63,15 @@ class Makers:
         return self.newest
 
     def of_state(self, state: TrainState) -> Maker:
-        """Who trains a state: with the model that it was made of, if a step knows that."""
+        """Who trains a state: with the model that it was made of, if a step knows that.
+
+        Raises:
+            StateError: nobody knows, and this step has several models that differ in more than
+                their weights.
+        """
         origin = state.origin
         if not isinstance(origin, Maker):
+            self._refuse_several_models()
             return self.newest
         if origin in self._all:
             return origin
@@ -72,6 +79,16 @@ class Makers:
         if model is None and self.newest.parts.loss.model is None:
             return self.newest
         return self._find(replace(self._step.loss, model=model), origin.kind)
+
+    def _refuse_several_models(self) -> None:
+        newest = self.newest.parts.loss
+        if not all(maker.parts.loss.has_model_of(newest) for maker in self._all):
+            raise StateError(
+                "nobody knows of which model this state is: jax.tree.map and pickle leave the "
+                "values alone, and this step has models with other integers, flags, keys or "
+                "functions. Copy a state with copy.deepcopy(state), or put values into one of that "
+                "model: step.init(model).replace(params=..., ...)."
+            )
 
     def _find(self, loss: LossFunction, kind: Any) -> Maker:
         """Who makes the states of such a model: one that is there, or a new one."""

@@ -151,10 +151,10 @@ class TrainStep:
             overwrites the state.
 
         Raises:
-            StateError: it is not a state.
+            StateError: it is not a state, or one of which nobody knows the model.
         """
         check_is_state(state, "step.model(state)")
-        maker = state.origin if isinstance(state.origin, Maker) else self._makers.newest
+        maker = state.origin if isinstance(state.origin, Maker) else self._makers.of_state(state)
         return maker.parts.loss.build(state.params, state.model_state)
 
     @property
@@ -179,8 +179,8 @@ class TrainStep:
 
         Raises:
             StateError: it is not a state, or it has been overwritten; another step made it, with
-                or without a moving average that this one lacks or keeps; at the first call,
-                processes have different variables.
+                or without a moving average that this one lacks or keeps; nobody knows of which of
+                several models it is; at the first call, processes have different variables.
             BatchError: no rows, different row counts, or more rows than a full batch; at the first
                 call, processes pass different shapes or have different numbers of towers, or of
                 batches in the call.

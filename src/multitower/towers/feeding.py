@@ -35,8 +35,8 @@ def shard(
     split as the result is. Of `LazyRows` each process reads the rows that it needs.
 
     Args:
-        batch: a pytree of arrays with rows on axis 0, or `LazyRows`. Numbers and 0-d arrays are
-            returned as they are.
+        batch: a pytree of arrays with rows on axis 0, or `LazyRows`. Numbers and 0-d arrays stay
+            what they are.
         devices: as for `multitower.devices`.
         towers: the number of towers, the same as for the function that takes the batch.
         global_batch: rows of a full batch; a smaller one fills the first towers and leaves the
@@ -273,8 +273,9 @@ def _num_rows(batch: Any) -> int:
 
 
 def _put_together(parts: Parts, rows: Sequence[Any]) -> Any:
-    """The batch again, with other rows."""
-    shared, split = iter(parts.shared), iter(rows)
+    """The batch again, with other rows; 0-d arrays of NumPy are copied as the rows were."""
+    shared = iter([x.copy() if isinstance(x, np.ndarray) else x for x in parts.shared])
+    split = iter(rows)
     leaves = [next(shared) if isinstance(k, str) else next(split) for k in parts.split.kinds]
     return jax.tree.unflatten(parts.split.treedef, leaves)
 

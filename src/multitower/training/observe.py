@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from multitower.training.progress import Progress
 if TYPE_CHECKING:
     from multitower.training.event_writer import EventFile
 
+_OWN = frozenset({"phase", "step", "examples_per_s"})  # what a line of MetricsFile has
 _LARGEST = np.float32(9e19)  # the last bin of a histogram of tensorboardX
 
 
@@ -53,10 +56,15 @@ class MetricsFile:
         """Writes one line; of several processes, only the first one does.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: it cannot be written; or a metric has the name of what every line has.
         """
         if not is_first():
             return
+        if taken := _OWN.intersection(progress.metrics):
+            raise RunError(
+                f"the metrics hold {', '.join(sorted(map(repr, taken)))}, and every line of "
+                f"{self._path.name} has an entry of that name. Rename the metric."
+            )
         if self._file is None:
             self._file = self._open(progress)
         # JSON has no word for a NaN or an infinity: null stands for both.
@@ -89,12 +97,16 @@ class MetricsFile:
                 return line["step"] > first.step
             return line["step"] >= first.step
 
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             kept = [line for line in _whole_lines(self._path) if not is_made_again(line)]
-            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(self._path)  # a kill or a full disk leaves the lines that there were
             # Line by line, so that a killed run leaves whole lines.
             return self._path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> RunError:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -180,10 +180,22 @@ def _program(program: Any) -> dict[str, Any]:
     # The text shows addresses of functions, which differ from process to process.
     text = re.sub(r"0x[0-9a-f]+", "", str(program))
     checksum = hashlib.sha256(text.encode())
-    for constant in program.consts:
+    for constant in _arrays(program):
         checksum.update(np.asarray(constant).tobytes())
     numbers = sorted(abs(number) for number in _numbers(program))
     return {"sha256": checksum.hexdigest(), "numbers": numbers[:_MANY]}
+
+
+def _arrays(program: Any) -> Iterator[Any]:
+    """The arrays that a program holds, and those of the programs inside it."""
+    yield from getattr(program, "consts", ())
+    for equation in program.eqns:
+        literals = [atom.val for atom in equation.invars if isinstance(atom, core.Literal)]
+        yield from (value for value in literals if np.ndim(value))
+        for given in equation.params.values():
+            for inner in given if isinstance(given, tuple) else (given,):
+                if hasattr(inner, "eqns"):
+                    yield from _arrays(inner)
 
 
 def _numbers(program: Any) -> list[float]:

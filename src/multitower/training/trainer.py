@@ -309,10 +309,15 @@ class Trainer:
             Interrupted: SIGTERM or SIGINT came; the step was finished and saved, or the test phase
                 after the last step was.
             CheckpointError: a checkpoint cannot be written or read.
-            RunError: there are checkpoints and `resume` is false, or the checkpoints are of a run
-                with other settings; another run uses `run_dir`; or the batches ran out.
+            RunError: there are checkpoints or a best state and `resume` is false, or the
+                checkpoints are of a run with other settings; another run uses `run_dir`; or the
+                batches ran out.
         """
-        from multitower.training.fitting.beginning import Resume, check_batches  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)
+            Resume,
+            check_batches,
+            refuse_best_of_before,
+        )
         from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
         from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
         from multitower.training.same_run import describe_run  # noqa: PLC0415 (likewise)
@@ -340,6 +345,8 @@ class Trainer:
         given = (self._settings, self.step.untrained)
         run = describe_run(self._optimizer, state.params_shapes(), *given)
         with self._checkpoints() as checkpoints:
+            if checkpoints is not None and not checkpoints.steps():
+                refuse_best_of_before(self._best, how)
             return self._around().run(state, run, checkpoints, call)
 
     def restore(

@@ -24,3 +24,17 @@ def test_only_a_better_score_replaces_the_best(mode, sign, tmp_path):
     assert best.scores() == (6, {"score": sign * 2.0, "other": 6.0})
     with mt.Checkpoints(tmp_path / "best", read_only=True) as checkpoints:
         assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 6
+
+
+@pytest.mark.parametrize("number", [5, 3])
+def test_a_better_state_of_no_later_step_is_kept(number, tmp_path):
+    """Lie: it is said to be kept, and the one before stays: Orbax saves higher numbers alone."""
+    step = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1)
+    best = BestCheckpoint(tmp_path / "best", "score", "max")
+    assert best.offer(5, step.init(np.float32(5)), {"score": 1.0})
+    assert best.offer(number, step.init(np.float32(30)), {"score": 2.0})
+    assert best.scores() == (number, {"score": 2.0})
+    assert best.offer(6, step.init(np.float32(60)), {"score": 3.0})
+    assert best.scores() == (6, {"score": 3.0})
+    with mt.Checkpoints(tmp_path / "best", read_only=True) as checkpoints:
+        assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 60

@@ -69,6 +69,17 @@ def test_keeps_the_last_ones_and_a_named_one_can_be_read(saved):
             checkpoints.restore(like=make(1)[1], step=7)
 
 
+def test_a_lower_number_than_the_newest_is_refused(tmp_path):
+    """Lie: a run that goes on from an earlier checkpoint saves nothing, and nobody says so."""
+    state = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1).init(np.float32(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, {})
+        checkpoints.save(7, state, {})
+        with pytest.raises(mt.CheckpointError, match="has checkpoint 7, and step 5 is to be saved"):
+            checkpoints.save(5, state, {})
+        assert checkpoints.steps() == [7]
+
+
 @pytest.mark.parametrize("towers", [None, 2])
 def test_what_a_user_has_written_into_a_state_is_saved(tmp_path, towers):
     # The lies: a number that is no array; a dtype that no resume takes; a value from before.

@@ -81,6 +81,13 @@ def test_a_run_is_the_run_of_single_calls(one_by_one, tmp_path):
     assert kept == [5, 10, 11]
 
 
+def test_rows_that_are_read_when_they_are_needed(one_by_one):
+    # The lie: an error that asks for mt.prefetch, which is what the trainer does.
+    run = Run(steps_per_call=4)
+    lazy = lambda first: make_batches(DATA, global_batch=16, seed=0, first=first, lazy=True)
+    assert_close((run.fit(batches=lazy), run.metrics()), one_by_one)
+
+
 def test_a_signal_ends_a_call_and_the_run_goes_on_from_there(one_by_one, tmp_path):
     run = Run(steps_per_call=4, run_dir=tmp_path)
     run.trainer.hooks.append(lambda now: now.step == 2 and os.kill(os.getpid(), signal.SIGTERM))
@@ -104,12 +111,13 @@ def test_what_is_not_finite_is_named_by_its_step(tmp_path):
 
 
 def test_batches_that_run_out_and_a_loader_that_uses_its_arrays_again():
-    # The lie: rows that are copied to the devices when their loader has overwritten them.
+    # The lies: rows that are copied to the devices when their loader has overwritten them; a call
+    # whose batches are all the last one.
     def few(first):
         array = np.empty((16, 5), np.float32)
         for number in range(first, 6):
             array[:] = number
-            yield {"x": array, "y": np.zeros(16, np.float32)}
+            yield {"x": array, "y": np.ones(16, np.float32)}
 
     run = Run(steps_per_call=4)
     with pytest.raises(mt.RunError, match="ran out after step 6 of 11"):

@@ -267,6 +267,8 @@ def test_equinox_modules_are_scored_in_inference_mode():
     ("metrics", "message"),
     [
         (lambda w, x: (x * w, {}), "returned tuple: return a dict with one number per row"),
+        (lambda w, x: {"wave": x * (w + 1j)}, r"metrics\['wave'\] is complex"),
+        (lambda w, x: {"wave": mt.ratio(x * (w + 1j), x)}, r"metrics\['wave'\] is complex"),
         (
             lambda w, x: {"mean": x.mean()},
             r"metrics\['mean'\] has shape \(\) for . rows: return one entry per row",

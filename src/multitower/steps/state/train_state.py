@@ -286,8 +286,16 @@ class TrainState:
         return cls(Fields(*children))
 
     def __reduce__(self) -> tuple[type["TrainState"], tuple[Fields]]:
-        """For `pickle` and `copy`: the values, copied to the host."""
+        """For `pickle`: the values, copied to the host."""
         return TrainState, (jax.device_get(self.fields()),)
+
+    def __copy__(self) -> "TrainState":
+        """The values, copied to the host; of the same model."""
+        return TrainState(jax.device_get(self.fields()), origin=self.origin)
+
+    def __deepcopy__(self, _: Any) -> "TrainState":
+        """Likewise."""
+        return self.__copy__()
 
     def __repr__(self) -> str:
         if self._spent:

@@ -13,6 +13,7 @@ from multitower.training.checkpoints.checkpoint import Checkpoints
 
 _LOWER_IS_BETTER = {"loss", "losses", "error", "errors", "perplexity", "bits"}
 _TURNED_AROUND = {"neg", "negative", "minus"}
+_STEP = "step"
 
 
 class BestCheckpoint(NamedTuple):
@@ -63,13 +64,16 @@ class BestCheckpoint(NamedTuple):
             CheckpointError: it cannot be written, or the one that is there cannot be read.
         """
         check_score(self.metric, scores)
-        before = self.scores()
-        if before is not None and not self._is_better(scores[self.metric], before[1][self.metric]):
+        kept = self._kept()
+        if kept is not None and not self._is_better(scores[self.metric], kept[1]):
             return False
         if math.isnan(scores[self.metric]):
             return False
+        # The newest checkpoint has the highest number. A run that goes on from an earlier step, or
+        # scores one again on other data, may find a better state at a lower step than the best's.
+        number = step if kept is None else max(step, kept[0] + 1)
         with Checkpoints(self.directory, keep_last=1) as checkpoints:
-            checkpoints.save(step, state, {"scores": dict(scores)}, run=run)
+            checkpoints.save(number, state, {"scores": dict(scores), _STEP: step}, run=run)
         return True
 
     def scores(self) -> tuple[int, dict[str, float]] | None:
@@ -78,13 +82,18 @@ class BestCheckpoint(NamedTuple):
         Raises:
             CheckpointError: it cannot be read.
         """
+        kept = self._kept()
+        return None if kept is None else (kept[1].get(_STEP, kept[0]), kept[1]["scores"])
+
+    def _kept(self) -> tuple[int, dict[str, Any]] | None:
+        """The number under which the best state is kept, and what was saved with it."""
         if not of_first(self.directory.exists()):  # process 0 may be about to make it
             return None
         with Checkpoints(self.directory, read_only=True) as checkpoints:
-            found = checkpoints.newest_about()
-            return None if found is None else (found[0], found[1]["scores"])
+            return checkpoints.newest_about()
 
-    def _is_better(self, new: float, old: float) -> bool:
+    def _is_better(self, new: float, kept: Mapping[str, Any]) -> bool:
+        old = kept["scores"][self.metric]
         return new > old if self.mode == "max" else new < old
 
 

@@ -84,17 +84,26 @@ class Checkpoints:
         """Saves a state in the background; returns when the state may be overwritten.
 
         Args:
-            step: its number; saving a number that is there already does nothing.
+            step: its number; saving a number that is there already does nothing, and a lower one
+                than the highest that is there is refused.
             state: what to save.
             about: JSON values to keep with it.
             run: JSON values that tell this run from another one, for `Trainer`.
 
         Raises:
-            CheckpointError: this save, or one in the background before it, has failed.
+            CheckpointError: this save, or one in the background before it, has failed; or there
+                is a checkpoint with a higher number.
         """
         self.raise_failure()
-        if step in self.steps():
+        there = self.steps()
+        if step in there:
             return
+        if there and step < there[-1]:  # Orbax would pass over it without a word
+            raise CheckpointError(
+                f"{self.directory} has checkpoint {there[-1]}, and step {step} is to be saved "
+                "after it: a resume begins at the highest number. To go on from an earlier "
+                "checkpoint, save to another directory, or move the later ones away."
+            )
         # host-device sync: the next step overwrites the state, so it is copied first.
         leaves = {name: on_host(leaf) for name, leaf in named_leaves(state)}
         written = {
@@ -240,7 +249,8 @@ class Checkpoints:
         if fingerprint(leaves) != written["fingerprint"]:
             raise _DamageError("its bits are not the ones that were saved")
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
-        state = jax.tree.unflatten(jax.tree.structure(like), filled)
+        state: TrainState = jax.tree.unflatten(jax.tree.structure(like), filled)
+        state.origin = like.origin  # the model that it is put into
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:

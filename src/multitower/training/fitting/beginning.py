@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from multitower.errors import ArgumentError, RunError
 from multitower.steps.state.train_state import TrainState
+from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 
 
@@ -42,6 +43,24 @@ def check_batches(batches: Any) -> None:
         "batches of step first, first + 1, ...: a resumed run does not begin at 0. For arrays: "
         "lambda first: mt.make_batches(arrays, global_batch=64, seed=0, first=first)."
     )
+
+
+def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:
+    """Refuses to begin a run beside the best state of an earlier one, which has no checkpoint.
+
+    Args:
+        best: what keeps the best state, if it is kept.
+        how: what the user says.
+
+    Raises:
+        RunError: it is of steps that this run has not made.
+    """
+    kept = None if best is None or how.resume else best.scores()
+    if best is not None and kept is not None and kept[0] > 0:  # a first state may be scored before
+        raise RunError(
+            f"{best.directory} holds the best state of an earlier run, of step {kept[0]}: pass "
+            "resume=True if this is that run, or choose another run_dir."
+        )
 
 
 def begin_at(

@@ -5,9 +5,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from multitower.steps.looped import is_one_program, stack_ahead
 from multitower.steps.step import TrainStep
 from multitower.towers.feeding import prefetch, run_ahead
+from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import Placement
 from multitower.training.progress import num_rows_of
 
@@ -87,7 +91,8 @@ def _together(
 
     def groups() -> Iterator[list[Any]]:
         for size in sizes:
-            if group := list(itertools.islice(batches, size)):
+            # Each at once: the loader may write the next one into the same arrays.
+            if group := [_copied(batch) for batch in itertools.islice(batches, size)]:
                 yield group
 
     def make_ready(group: list[Any]) -> Call:
@@ -95,6 +100,13 @@ def _together(
 
     with closing(run_ahead(groups(), _WAITING, make_ready)) as ahead:
         yield from ahead
+
+
+def _copied(batch: Any) -> Any:
+    """A batch on the host that nobody else writes into; of one process, which needs all rows."""
+    if isinstance(batch, LazyRows):
+        batch = batch.read(np.arange(batch.num_rows))
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
 
 
 def sizes_of_calls(most: int, borders: Sequence[int], *, first: int, last: int) -> Iterator[int]:

@@ -79,8 +79,8 @@ def evaluate(
     Raises:
         BatchError: no examples, different row counts, a batch without rows, or an iterator
             without batches.
-        OutputError: a metric without an entry per row; or metrics that exchange values
-            between towers, and a `global_batch` that does not divide the number of examples.
+        OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
+            values between towers, and a `global_batch` that does not divide the number of examples.
         ArgumentError: `metrics` cannot be cut into so many stages.
 
     Example:
@@ -135,7 +135,7 @@ def _quotient(total: float, weight: float) -> float:
 
 
 def _check(found: Any, num_rows: int) -> None:
-    """Refuses what is no dict, and numbers that were put together over rows already.
+    """Refuses what is no dict, complex numbers, and numbers put together over rows already.
 
     Raises:
         OutputError: it is something else.
@@ -146,6 +146,11 @@ def _check(found: Any, num_rows: int) -> None:
             "number per row for each name, such as {'accuracy': predicted == batch['y']}."
         )
     for name, value in found.items():
+        if any(map(jnp.iscomplexobj, jax.tree.leaves(value))):
+            raise OutputError(
+                f"metrics[{name!r}] is complex, and scores are real numbers: return its .real and "
+                ".imag by names of their own, or jnp.abs of it."
+            )
         # Of arrays `make_parallel` finds out whether they have one entry per row.
         if not isinstance(value, Ratio) and jnp.shape(value) == ():
             raise OutputError(
