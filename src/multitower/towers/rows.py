@@ -5,7 +5,7 @@ whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; 
 different one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -196,6 +196,20 @@ def is_legacy_key(leaf: Any) -> bool:
 def is_traced(leaf: Any) -> bool:
     """Whether a leaf stands for a value inside jit, grad, vmap or scan."""
     return isinstance(leaf, Tracer)
+
+
+def are_traced(leaves: Iterable[Any]) -> bool:
+    """Whether what is computed from these leaves is traced.
+
+    Inside `jax.jit` it is, even where a function closes over all of its arrays, so that none of the
+    leaves is. Calling a jitted function takes 4 microseconds and tells.
+    """
+    return any(is_traced(leaf) for leaf in leaves) or is_traced(_zero())
+
+
+@jax.jit
+def _zero() -> jax.Array:
+    return jnp.int32(0)
 
 
 def pad_rows(leaf: Any, size: int) -> Any:
