@@ -169,11 +169,12 @@ def key_of_tower(key: Any, tower: Tower) -> Any:
     def fold(key: Any) -> Any:
         return jax.random.fold_in(jax.random.fold_in(key, _TOWERS), tower.number)
 
-    if not is_key(key) or not key.ndim:
-        folded = fold(key)
-    else:
-        folded = jax.vmap(fold)(key.reshape(-1)).reshape(key.shape)
-    return jnp.where(tower.number == 0, key, folded)
+    if not is_key(key):
+        return jnp.where(tower.number == 0, key, fold(key))
+    folded = jax.vmap(fold)(key.reshape(-1)).reshape(key.shape) if key.ndim else fold(key)
+    # Numbers, not keys: jax.debug_key_reuse counts a choice between two keys as a use of both.
+    data = jnp.where(tower.number == 0, *map(jax.random.key_data, (key, folded)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def is_key(leaf: Any) -> bool:

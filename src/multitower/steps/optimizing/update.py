@@ -60,7 +60,8 @@ def update_if_good(
         finite |= ~no_overflow & (fields.loss_scale["scale"] > SMALLEST_SCALE)
     if step.skip_nonfinite or fields.loss_scale is not None:
         metrics["skipped"] = 1 - good.astype(jnp.float32)
-        kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
+        choose = lambda n, o: n if n is o else jnp.where(good, n, o)  # the key stays as it is
+        kept = jax.tree.map(choose, new, fields)
         # The batch is used up; the update is not made.
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
     if step.diagnostics:
