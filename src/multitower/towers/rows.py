@@ -5,6 +5,7 @@ whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; 
 different one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -187,6 +188,12 @@ def device_dtype(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.dtype
     return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def wide_dtype(*dtypes: Any) -> Any:
+    """At least float32, in which sums of many numbers of these dtypes are right."""
+    with jax.numpy_dtype_promotion("standard"):  # a program may be strict with its own numbers
+        return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
 
 
 def is_legacy_key(leaf: Any) -> bool:
