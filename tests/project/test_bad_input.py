@@ -599,6 +599,11 @@ WRONG = {
         mt.ArgumentError,
         r"takes rng by position.*Add a star: def loss\(w, x, \*, rng\)",
     ),
+    "an argument by name that no step passes": (
+        lambda: mt.train_step(lambda w, x, *, rngs: losses(w, rngs), SGD),
+        mt.ArgumentError,
+        r"\(w, x, \*, rngs\) needs rngs by name, and .* passes rng and model_state by name",
+    ),
     "one dict of gradients": (
         lambda: mt.average_gradients({"w": W}),
         mt.GradientError,
