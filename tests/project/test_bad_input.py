@@ -692,6 +692,16 @@ WRONG = {
         mt.OutputError,
         r"state.model_state is float32\[3\] and would become bfloat16\[3\]",
     ),
+    "model_state with the rows of a tower": (
+        lambda: step(
+            lambda w, x, *, model_state: (losses(w, x), {}, x),
+            W,
+            X[:8],
+            extras=dict(model_state=X[:8]),
+        ),
+        mt.OutputError,
+        r"float32\[8, 3\] and would become float32\[2, 3\] .* mt\.all_rows\(x\)",
+    ),
     "model_state of another structure": (
         lambda: step(
             lambda w, x, *, model_state: (losses(w, x), {}, {"mean": model_state}),
