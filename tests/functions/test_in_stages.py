@@ -285,6 +285,8 @@ def call(fn=lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), around=lambda f: f, **op
          "12 rows, which do not fill 5 towers"),
         ({"fn": lambda w, x: jax.lax.map(mt.all_rows, mt.cut(x @ w)) @ w}, OutputError, "loop"),
         ({"around": jax.jit}, ArgumentError, "call it outside"),
+        ({"around": lambda f: lambda *given: jax.jit(lambda: f(*given))()}, ArgumentError,
+         "call it outside"),
         ({"around": lambda f: jax.grad(lambda w, x: f(w, x).sum())}, ArgumentError,
          r"train_step\(stages=\)"),
     ],

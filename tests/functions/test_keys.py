@@ -202,3 +202,24 @@ def test_a_key_that_is_shared_by_mistake_is_named(make_key):
         warnings.simplefilter("error")
         apart = mt.value_and_grad(loss, in_axes=(None, 0, {"key": 0}), devices=2)
         apart(1.0, X, {"key": make_key(0)})
+
+
+@both_ways
+def test_jax_finds_a_key_that_is_used_twice_in_the_loss_alone(towers):
+    """Lie: a key of ours that JAX takes for one of the user's, used twice."""
+    once = lambda w, x, key: (w * x * noise(key, x)).sum(1)
+    twice = lambda w, x, key: once(w, x, key) * once(w, x, key)
+    with jax.debug_key_reuse(True):
+        mt.grad(once, devices=2, towers=towers)(1.0, X, jax.random.key(0))
+        with pytest.raises(jax.errors.KeyReuseError):
+            mt.grad(twice, devices=2, towers=towers)(1.0, X, jax.random.key(0))
+
+
+@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"sync_every": 1}], ids=str)
+def test_jax_finds_no_key_that_a_step_uses_twice(options):
+    losses = lambda w, x, *, rng: (w * x * noise(rng, x)).sum(1)
+    step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=2, **options)
+    with jax.debug_key_reuse(True):
+        state = step.init(np.float32(1), rng=jax.random.key(0))
+        for _ in range(2):
+            state, _ = step(state, X)

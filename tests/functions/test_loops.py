@@ -171,6 +171,26 @@ def test_law_l3_same_bits_without_jit(name):
     assert mt.fingerprint(one) == mt.fingerprint(two)
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: jax.jit(f)(),
+        lambda f: jax.lax.cond(True, f, f),
+        lambda f: jax.tree.map(lambda x: x[0], jax.lax.scan(lambda c, _: (c, f()), 0, length=1)[1]),
+    ],
+    ids=["jit", "cond", "scan"],
+)
+def test_a_loop_may_close_over_its_parameters_and_its_batch(around, towers):
+    """Lie: where none of the arrays is traced, nothing is."""
+    params = params_of()
+    gradients = mt.value_and_grad(loss_fn, devices=2, towers=towers)
+    infer = mt.make_parallel(predict, in_axes=(None, 0), devices=2, towers=towers)
+    found = around(lambda: (gradients(params, X[0], Y[0]), infer(params, X[0])))
+    expected = jax.value_and_grad(loss_fn)(params, X[0], Y[0]), predict(params, X[0])
+    assert_close(found, expected, 2e-5, 2e-6)
+
+
 @pytest.mark.slow
 def test_law_l3_same_bits_of_accumulation_and_hyperparameters():
     """The whole step; and its hyperparameters can be read."""

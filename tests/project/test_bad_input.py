@@ -599,6 +599,11 @@ WRONG = {
         mt.ArgumentError,
         r"takes rng by position.*Add a star: def loss\(w, x, \*, rng\)",
     ),
+    "an argument by name that no step passes": (
+        lambda: mt.train_step(lambda w, x, *, rngs: losses(w, rngs), SGD),
+        mt.ArgumentError,
+        r"\(w, x, \*, rngs\) needs rngs by name, and .* passes rng and model_state by name",
+    ),
     "one dict of gradients": (
         lambda: mt.average_gradients({"w": W}),
         mt.GradientError,
@@ -686,6 +691,16 @@ WRONG = {
         ),
         mt.OutputError,
         r"state.model_state is float32\[3\] and would become bfloat16\[3\]",
+    ),
+    "model_state with the rows of a tower": (
+        lambda: step(
+            lambda w, x, *, model_state: (losses(w, x), {}, x),
+            W,
+            X[:8],
+            extras=dict(model_state=X[:8]),
+        ),
+        mt.OutputError,
+        r"float32\[8, 3\] and would become float32\[2, 3\] .* mt\.all_rows\(x\)",
     ),
     "model_state of another structure": (
         lambda: step(

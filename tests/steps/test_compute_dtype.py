@@ -133,3 +133,31 @@ def test_a_resume_keeps_it(tmp_path):
     with pytest.raises(mt.RunError, match="another compute_dtype: the run there has 'bfloat16'"):
         fit(2)
     assert fit(2, compute_dtype=jnp.bfloat16).step == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": jnp.bfloat16, "clip_norm": 1.0},
+        {"compute_dtype": jnp.float16, "towers": 2},
+        {"towers": 2, "shard_update": True, "clip_norm": 1.0},
+        {"towers": 2, "stages": 2, "clip_norm": 1.0},
+        {"towers": 2, "sync_every": 1},
+    ],
+    ids=["bfloat16", "float16", "shard_update", "stages", "sync_every"],
+)
+def test_dtypes_of_ours_fit_a_program_that_promotes_none(options):
+    """Lie: a program that casts every number of its own, and fails for one that it never sees."""
+
+    def loss(params, batch):
+        hidden = mt.cut(
+            jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["in"].astype(jnp.bfloat16))
+        )
+        found = (hidden @ params["bits"].astype(jnp.bfloat16)) ** 2
+        return mt.ratio(found, batch["y"] > 0)
+
+    params = {"in": PARAMS["in"], "bits": PARAMS["bits"]}
+    step = mt.train_step(loss, SGD, devices=2, **options)
+    with jax.numpy_dtype_promotion("strict"):
+        _, metrics = step(step.init(params), BATCHES[0])
+    np.testing.assert_allclose(metrics["loss"], loss(params, BATCHES[0]), rtol=0.03)

@@ -130,6 +130,14 @@ def running_mean(w, batch):
     ]
 
 
+def times_the_rows(w, batch):
+    return by_row(w, batch) * 100 / len(batch["x"])
+
+
+def discounted(w, batch):
+    return by_row(w, batch) * 0.9 ** jnp.arange(len(batch["x"]))
+
+
 def dropout_of_its_own(w, batch):
     kept = jax.random.bernoulli(jax.random.key(0), 0.5, batch["x"].shape)
     return entropies((batch["x"] * kept) @ w, batch["y"])
@@ -154,6 +162,8 @@ WRONG = [
     (largest, "mixed rows", "output", "reduce_max "),
     (sorted_rows, "mixed rows", "output", "sort "),
     (running_mean, "mixed rows", "output", "scan "),
+    (times_the_rows, "row count", "output", None),
+    (discounted, "row count", "output", None),
     (dropout_of_its_own, "same numbers", "random numbers", "random_bits .*bernoulli"),
     (noise_of_numpy, "not repeatable", "output", None),
     (counting_metric, "sum", "output[1]['hits']", "reduce_sum "),

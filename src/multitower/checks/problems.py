@@ -134,6 +134,12 @@ BAKED = (
     "the number of rows of the whole batch is written into it, and a tower has fewer rows. Divide "
     "by x.shape[0], or return one value per row."
 )
+COUNTED = (
+    "it depends on the number of rows: inside a tower x.shape[0], len(x) and jnp.arange(len(x)) "
+    "are those of the tower, so the result differs from one device's. For the mean over all rows "
+    "return one value per row, undivided. Where you need the number of rows of the batch, pass it "
+    "as a 0-d array of the batch; mt.row_index(x) is the place of each row."
+)
 ROW_COUNT = (
     "it works on {whole} rows and fails on {half}, which a tower would have: {error}. Take the "
     "number of rows from the argument, x.shape[0], not from a constant; or use fewer towers."

@@ -25,10 +25,10 @@ from multitower.towers.rows import (
     Parts,
     Split,
     Tower,
+    are_traced,
     device_dtype,
     is_key,
     is_legacy_key,
-    is_traced,
     key_of_tower,
     take_apart,
 )
@@ -144,7 +144,7 @@ class TowerFunction:
         return result
 
     def _call(self, parts: Parts, placement: Placement) -> Any:
-        if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
+        if are_traced((*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
             return self._jitted(parts.split, (), parts.shared, parts.rows)
         if not self._looked_at:

@@ -19,7 +19,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Tower, device_dtype, is_traced
+from multitower.towers.rows import Parts, Tower, are_traced, device_dtype
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows, ready_or_cut
 from multitower.towers.surroundings import refuse_disabled_jit
@@ -48,7 +48,7 @@ class StagedFunction(TowerFunction):
 
     def _call(self, parts: Parts, placement: Placement) -> Any:
         refuse_disabled_jit()
-        if any(is_traced(leaf) for leaf in (*parts.shared, *parts.rows)):
+        if are_traced((*parts.shared, *parts.rows)):
             raise self._refuse_traced()
         tower_rows = -(-parts.num_rows // placement.num_towers)
         rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)

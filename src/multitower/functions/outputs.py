@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import OutputError
-from multitower.towers.rows import Tower
+from multitower.towers.rows import Tower, wide_dtype
 
 # What train_step itself puts into the metrics.
 _RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale")
@@ -63,7 +63,7 @@ def type_in_words(value: Any) -> str:
 def wide(value: Any) -> jax.Array:
     """At least float32, in which sums of many rows are right."""
     value = jnp.asarray(value)
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    return value.astype(wide_dtype(value.dtype))
 
 
 def row_sum(values: jax.Array, here: Tower) -> jax.Array:

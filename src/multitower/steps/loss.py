@@ -222,18 +222,27 @@ def _check_arguments(
     """Refuses a function that cannot be called with parameters and one batch.
 
     Raises:
-        ArgumentError: it takes fewer or more positional arguments than two.
+        ArgumentError: it takes fewer or more positional arguments than two, or needs another by
+            name.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     all_of = list(signature.parameters.values())
     names = [p.name for p in all_of if p.kind in kinds]
-    required = [p for p in all_of if p.kind in kinds and p.default is inspect.Parameter.empty]
+    needed = [p for p in all_of if p.default is inspect.Parameter.empty]
+    required = [p for p in needed if p.kind in kinds]
     takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in all_of)
-    if len(required) <= 2 and (takes_any or len(names) >= 2):
-        return
-    _check_partial(fn, names, what, caller)
     given = getattr(fn, "__name__", type(fn).__name__)
     name = given if given.isidentifier() else "loss"
+    unknown = [p.name for p in needed if p.kind is p.KEYWORD_ONLY and p.name not in by_name]
+    if len(required) <= 2 and (takes_any or len(names) >= 2):
+        if not unknown:
+            return
+        raise ArgumentError(
+            f"{what} {given}{signature} needs {', '.join(unknown)} by name, and {caller} passes "
+            f"{' and '.join(sorted(by_name, reverse=True)) or 'nothing'} by name. Rename it, give "
+            f"it a default, or bind it: functools.partial({name}, {unknown[0]}=...)."
+        )
+    _check_partial(fn, names, what, caller)
     body = f"{', '.join(names[1:])} = batch" if len(names) > 2 else "..."
     extras = names[2:]
     if extras and {*extras} <= by_name:

@@ -116,7 +116,8 @@ def unscaled(tree: Any, loss_scale: Any) -> Any:
     if loss_scale is None:
         return tree
     factor = 1 / loss_scale["scale"]
-    return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), tree)
+    with jax.numpy_dtype_promotion("standard"):  # those of narrower parameters are narrower
+        return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), tree)
 
 
 def next_scale(loss_scale: Any, is_finite: jax.Array) -> Any:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from multitower.towers.rows import wide_dtype
+
 _SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared buffer
 
 
@@ -63,7 +65,7 @@ class BlockLayout:
 
     def cut(self, tree: Any) -> list[jax.Array]:
         """The buffers of a tree, each of shape (towers, n); 16-bit floats become float32."""
-        wide = [jnp.promote_types(leaf.dtype, jnp.float32) for leaf in jax.tree.leaves(tree)]
+        wide = [wide_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
         cut = [
             self._padded(leaf, place).reshape(self.num_towers, place.size).astype(dtype)
             for leaf, place, dtype in zip(jax.tree.leaves(tree), self.places, wide, strict=True)

@@ -11,6 +11,7 @@ from multitower.checks.first_look import Results
 from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     BAKED,
+    COUNTED,
     MEAN,
     MIXED,
     RATIO,
@@ -72,6 +73,8 @@ class Compared(NamedTuple):
 
     def mixed(self, text: str) -> Problem:
         """The problem that rows meet, in these words if nothing more is known of it."""
+        if text == MIXED and self.read and not self.flow.mixed:
+            return Problem("row count", self.name, self.flow.origin, COUNTED)
         if self.read and self.read[1].are_statistics(self.flow):
             text = STATISTICS.format(num=self.num_towers)
         places = self.flow.places

@@ -82,10 +82,11 @@ class LocalJob:
         given = (self._inner, fields, gradients, {"loss": loss}, model_state)
         new, told = update_if_good(*given, tower_losses=())
         has_rows = here.num_rows > 0
-        new = jax.tree.map(lambda n, o: jnp.where(has_rows, n, o), new, fields)
+        choose = lambda n, o: n if n is o else jnp.where(has_rows, n, o)  # the key stays as it is
+        new = jax.tree.map(choose, new, fields)
         means, counted = self._one.results(shared, rows, here, (loss, output))
-        skipped = told.get("skipped", jnp.float32(0)) * has_rows
-        bad = ~told.get("finite_params", jnp.ones(0, bool)) * has_rows.astype(jnp.float32)
+        skipped = told.get("skipped", jnp.float32(0)) * has_rows.astype(jnp.float32)
+        bad = (~told.get("finite_params", jnp.ones(0, bool)) & has_rows).astype(jnp.float32)
         num_rows = own.num_rows + here.num_rows
         return TowerResult(
             means=means,

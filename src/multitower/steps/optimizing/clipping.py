@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.reduction import evaluate, sum_tree
+from multitower.towers.rows import wide_dtype
 
 
 def leaf_squares(gradients: Any) -> jax.Array:
     """For each leaf the sum of the squares of its elements, float32 or wider, shape (leaves,)."""
     leaves = jax.tree.leaves(gradients)
     parts = [part for leaf in leaves for part in _real_parts(leaf)]
-    dtype = functools.reduce(jnp.promote_types, (part.dtype for part in parts), jnp.float32)
+    dtype = wide_dtype(*(part.dtype for part in parts))
     sums = iter(jnp.sum(jnp.square(part.astype(dtype))) for part in parts)
     found = [
         functools.reduce(operator.add, [next(sums) for _ in _real_parts(leaf)]) for leaf in leaves
@@ -50,7 +51,8 @@ def clipped(gradients: Any, squares: jax.Array, limit: float) -> Any:
     """
     # A norm that is not finite makes what is not finite NaN, and the step is seen to be bad.
     factor = jnp.minimum(1, limit / global_norm(squares))
-    return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
+    with jax.numpy_dtype_promotion("standard"):  # gradients may be narrower, and complex
+        return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
 
 
 def _real_parts(leaf: jax.Array) -> list[jax.Array]:

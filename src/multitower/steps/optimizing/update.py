@@ -60,7 +60,8 @@ def update_if_good(
         finite |= ~no_overflow & (fields.loss_scale["scale"] > SMALLEST_SCALE)
     if step.skip_nonfinite or fields.loss_scale is not None:
         metrics["skipped"] = 1 - good.astype(jnp.float32)
-        kept = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, fields)
+        choose = lambda n, o: n if n is o else jnp.where(good, n, o)  # the key stays as it is
+        kept = jax.tree.map(choose, new, fields)
         # The batch is used up; the update is not made.
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
     if step.diagnostics:
@@ -121,9 +122,15 @@ def check_same_types(old: Fields, new: Fields) -> Fields:
     flat, _ = jax.tree_util.tree_flatten_with_path(old)
     for (path, before), after in zip(flat, jax.tree.leaves(new), strict=True):
         if before.shape != after.shape or before.dtype != after.dtype:
+            remedy = "cast in the loss (model state) or give the optimizer the matching dtype."
+            if before.shape != after.shape:
+                remedy = (
+                    "in the loss the batch has the rows of one tower, and mt.all_rows(x) has those "
+                    "of all towers. A state of the rows themselves is returned as aux of "
+                    "mt.value_and_grad."
+                )
             raise OutputError(
                 f"state{jax.tree_util.keystr(path)} is {before.dtype}{list(before.shape)} and "
-                f"would become {after.dtype}{list(after.shape)} in the update. Keep both: "
-                "cast in the loss (model state) or give the optimizer the matching dtype."
+                f"would become {after.dtype}{list(after.shape)} in the update. Keep both: {remedy}"
             )
     return new

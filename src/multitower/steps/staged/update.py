@@ -18,6 +18,7 @@ from multitower.stages.chain import SPLIT
 from multitower.steps.optimizing.update import update
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields, shapes_of
+from multitower.towers.rows import wide_dtype
 
 if TYPE_CHECKING:
     import optax
@@ -287,10 +288,7 @@ def _piece(leaf: Any, rows: tuple[int, int]) -> tuple[int, ...]:
 
 def squares_dtype(params: Any) -> Any:
     """The dtype in which sums of squares are kept."""
-    dtype = jnp.dtype(jnp.float32)
-    for leaf in jax.tree.leaves(params):
-        dtype = jnp.promote_types(dtype, jnp.finfo(leaf.dtype).dtype)
-    return dtype
+    return wide_dtype(*(jnp.finfo(leaf.dtype).dtype for leaf in jax.tree.leaves(params)))
 
 
 def _split(numbers: Sequence[Any], trees: Sequence[Any]) -> list[list[Any]]:
