@@ -53,6 +53,8 @@ train: $(stamp)  ## the main job: train the digits recipe
 test test-slow test-all mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
 test test-slow test-all mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 test test-slow test-all mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+# NumPy's threads would wait for work while the cores have other tests to run.
+test test-slow test-cluster test-all mutants: export OPENBLAS_NUM_THREADS := 1
 # Python keeps what it compiles too, whatever the shell says: hundreds of processes read our sources.
 test test-slow test-cluster test-all mutants: export PYTHONDONTWRITEBYTECODE :=
 # Nor do tests wait for most optimizations, but where bits are what is tested (conftest.py).
