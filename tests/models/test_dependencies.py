@@ -21,13 +21,9 @@ import numpy as np
 import pytest
 
 from multitower.models.closures import open_function
-from multitower.models.dependencies import (
-    UnknownDependencyError,
-    content_of,
-    dependencies_of,
-    is_installed,
-    is_value,
-)
+from multitower.models.contents import UnknownDependencyError
+from multitower.models.dependencies import content_of, dependencies_of
+from multitower.models.values import is_installed, is_value
 
 factor = 2.0
 

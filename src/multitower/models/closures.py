@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from multitower.errors import ArgumentError, MultitowerError, warn
-from multitower.models.dependencies import is_installed, methods_of
+from multitower.models.dependencies import methods_of
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import is_nnx
 from multitower.models.opening import (
@@ -29,6 +29,7 @@ from multitower.models.opening import (
     of_partial,
     variables_of,
 )
+from multitower.models.values import is_installed
 
 _Result = TypeVar("_Result")
 

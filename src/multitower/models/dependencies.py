@@ -6,44 +6,15 @@ compiles once. That is right only if everything that they use is the same. If th
 compared, there is an error, and the function shares its program with no other.
 """
 
-import builtins
-import dataclasses
-import functools
-import importlib.util
-import inspect
-import random
-import sys
-import sysconfig
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from multitower.models.bytecode import Chain, Free, Imported, Names
-
-# NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
-_LARGE_BYTES = 2**20
-# So many values are looked at for one function; more are too many to compare.
-_MANY = 5000
-# What these read cannot be told from the names in the code.
-_READ_ANYTHING = ("__import__", "eval", "exec", "globals")
-_READ_VARIABLES = ("locals", "super", "vars")
-_FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
-METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
-_INSTALLED = tuple(
-    {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(__file__).parents[1]), "<frozen"}
-)
-
-
-class UnknownDependencyError(Exception):
-    """What a function uses cannot be compared with what another one uses."""
+from multitower.models.bytecode import Chain
+from multitower.models.contents import Reader, UnknownDependencyError
+from multitower.models.values import is_installed
 
 
 @dataclass(frozen=True)
@@ -57,32 +28,6 @@ class Dependencies:
 
     key: Any
     alive: tuple[Any, ...] = field(compare=False, repr=False)
-
-
-def is_value(leaf: Any) -> bool:
-    """Whether it is equal to another one only if both are the same for good."""
-    if isinstance(leaf, METHOD):  # built-in ones too, of a module or of an object: `settings.get`
-        return leaf.__self__ is None or is_value(leaf.__self__)
-    if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
-        return True
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    cls = type(leaf)
-    is_equal_to_itself_alone = cls.__eq__ is object.__eq__ and not is_installed(cls)
-    return cls.__hash__ is not object.__hash__ and not is_equal_to_itself_alone
-
-
-def types_in(value: Any) -> Any:
-    """Of the numbers in a value: 1, 1.0 and True are equal, and so are records with them."""
-    if isinstance(value, int | float | complex | np.generic):
-        return type(value), repr(value)
-    if isinstance(value, frozenset):
-        return frozenset(map(types_in, value))
-    if dataclasses.is_dataclass(value):
-        value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
-    return tuple(map(types_in, value)) if isinstance(value, tuple) else ()
 
 
 def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dependencies:
@@ -120,7 +65,7 @@ def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None)
     """
     known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
     if classes not in known:
-        reader = _Reader()
+        reader = Reader()
         key = tuple(map(reader.if_comparable, classes))
         known[classes] = Dependencies(key, tuple(reader.alive))
     return known[classes]
@@ -136,7 +81,7 @@ def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
     Raises:
         UnknownDependencyError: it cannot be compared.
     """
-    reader = _Reader()
+    reader = Reader()
     key = tuple((chain, reader.at(value, chain)) for chain in chains)
     return Dependencies(key, tuple(reader.alive))
 
@@ -150,7 +95,7 @@ _SEEN_CLASSES: weakref.WeakKeyDictionary[Any, dict[tuple[type, ...], Dependencie
 
 
 def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
-    reader = _Reader()
+    reader = Reader()
     reader.leave_out(fun)
     used = () if is_installed(fun) else reader.globals_of(fun, without)
     key = (
@@ -159,312 +104,3 @@ def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
         tuple(used),
     )
     return Dependencies(key, tuple(reader.alive))
-
-
-class _Reader:
-    """Turns values into hashable descriptions of them."""
-
-    def __init__(self) -> None:
-        self.alive: list[Any] = []
-        self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
-        self._numbers: dict[Any, int] = {}  # of what can contain itself
-
-    def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
-        """Leaves out what a function writes itself, such as a counter of its calls.
-
-        Args:
-            fun: the function.
-            first: its first argument, if that is known.
-        """
-        code = fun.__code__
-        held = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True))
-        for name, *attributes, last in Names.of(code).stored:
-            owner = fun.__globals__.get(name)
-            if isinstance(name, Free) and name.name in held:
-                owner = getattr(held[name.name], "cell_contents", None)  # it may have no value yet
-            elif isinstance(name, Free) and (name.name,) == code.co_varnames[:1]:
-                owner = first
-            for attribute in attributes:
-                owner = inspect.getattr_static(owner, attribute, None)
-            self.alive.append(owner)
-            self._stored |= {(id(owner), last)}
-
-    def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
-        names = Names.of(fun.__code__)
-        for chain in names.chains:
-            name, *attributes = chain
-            if name in without:
-                continue
-            if chain[:2] in _FIND_ANYTHING:
-                raise UnknownDependencyError
-            if isinstance(name, Imported):
-                yield chain, self.at(_module(name, fun), attributes)
-            elif name in fun.__globals__:
-                value = fun.__globals__[name]
-                if not (name in names.filled and isinstance(value, list | dict | set | deque)):
-                    yield chain, self.at(value, attributes)
-            elif name in _READ_ANYTHING:
-                raise UnknownDependencyError
-            else:
-                yield chain, self._same(getattr(builtins, name, None))
-
-    def content(self, value: Any) -> Any:
-        """A description that is equal for what does the same, now and later.
-
-        Raises:
-            UnknownDependencyError: there is none.
-        """
-        if type(value) in _PLAIN:
-            return type(value), value
-        if type(value) in (float, complex) or isinstance(value, np.generic):
-            return type(value), repr(value)  # 0.0 and -0.0 are equal
-        fixed = isinstance(value, jax.Array | jax.stages.Wrapped)
-        if fixed or is_installed(value):
-            # A framework's method may be around one of the user's.
-            wrapped = None if fixed else getattr(value, "__wrapped__", None)
-            return self._same(value) if wrapped is None else (id(value), self.content(wrapped))
-        if id(value) in self._numbers:
-            return "again", self._numbers[id(value)]
-        self._numbers[id(value)] = len(self._numbers)
-        self.alive.append(value)
-        if len(self._numbers) > _MANY:
-            raise UnknownDependencyError
-        return self._looked_into(value)
-
-    def _looked_into(self, value: Any) -> Any:
-        described = next((own for kind, own in _DESCRIPTIONS if isinstance(value, kind)), None)
-        if described is None and not is_value(value):
-            return self._instance(value)
-        found = (described or _Reader._plain)(self, value)
-        if is_installed(type(value)):
-            return found
-        # Its methods count too; and a list, say, may have attributes.
-        return found, self.if_comparable(type(value)), described and self._state(value)
-
-    def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(self.content(one) for one in held)
-
-    def class_(self, cls: type) -> Any:
-        return "class", id(cls), tuple(self._members(cls))
-
-    def if_comparable(self, value: Any) -> Any:
-        """What there is to say of a value, such as a class; its identity, if that is not known."""
-        before = len(self._numbers)
-        try:
-            return self.content(value)
-        except UnknownDependencyError:
-            for one in list(self._numbers)[before:]:
-                del self._numbers[one]
-            return self._same(value)
-
-    def at(self, value: Any, attributes: Chain | list[str]) -> Any:
-        """What is reached by attributes: `config.scale` alone, and not all that config has."""
-        for number, name in enumerate(attributes):
-            is_plain = type(value).__getattribute__ is object.__getattribute__
-            is_own = not isinstance(value, types.ModuleType | type)
-            if is_installed(value):
-                return self._of_installed(value, attributes[number:])
-            if is_own and not (is_plain and hasattr(value, "__dict__")):
-                break
-            found = inspect.getattr_static(value, name, _MISSING)
-            if is_own and isinstance(found, types.FunctionType | property):
-                fun = found.fget if isinstance(found, property) else found
-                return tuple(attributes[: number + 1]), self.method(fun, value)
-            if found is _MISSING or hasattr(type(found), "__get__"):
-                # What is no plain method may use all of its object.
-                owner = value if not isinstance(value, types.ModuleType) else found
-                return tuple(attributes[: number + 1]), self.content(owner)
-            value = found
-        return self.content(value)
-
-    def _of_installed(self, value: Any, attributes: Chain | list[str]) -> Any:
-        """What is installed stays what it is, but for what programs do change in it.
-
-        These are settings, such as `package.config.scale`, and objects with methods among its
-        functions: `np.random.normal` is a method of NumPy's generator.
-        """
-        found = value
-        for name in attributes:
-            is_final = isinstance(found, type | types.FunctionType)
-            found = _MISSING if is_final else getattr(found, "__dict__", {}).get(name, _MISSING)
-        is_setting = type(found) in _NUMBERS or isinstance(found, str)
-        is_changing = isinstance(found, METHOD) and not is_value(found)
-        return self.content(found if is_setting or is_changing else value)
-
-    def function(self, fun: types.FunctionType) -> Any:
-        cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
-        defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        outer = self._stored
-        self.leave_out(fun)
-        used = tuple(self.globals_of(fun))
-        self._stored = outer
-        # By its identity too: where its program is traced again, that is this function.
-        return "function", id(fun), fun.__code__, defaults, cells, used
-
-    def method(self, fun: Any, owner: Any) -> Any:
-        """A function, and what it uses of the object that is its first argument."""
-        used = None if is_value(owner) else _used_of_first(fun)
-        if used is None:
-            return "method", self.content(fun), self.content(owner)
-        place = id(fun), id(owner)
-        if place in self._numbers:
-            return "again", self._numbers[place]
-        self._numbers[place] = len(self._numbers)
-        self.alive.append(owner)
-        outer = self._stored
-        self.leave_out(fun, owner)
-        found = tuple((chain, self.at(owner, chain)) for chain in used)
-        self._stored = outer
-        return "method", id(owner), self.content(fun), found
-
-    def _cell(self, cell: types.CellType) -> Any:
-        try:
-            return self.content(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            raise UnknownDependencyError from None
-
-    def _members(self, cls: type) -> Iterator[Any]:
-        for one in cls.__mro__:
-            if one is not object and not is_installed(one):
-                for name, member in tuple(vars(one).items()):
-                    if not (_is_about(name, member) or self._is_left_out(one, name)):
-                        yield name, self._member(member)
-
-    def _member(self, member: Any) -> Any:
-        known = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
-        if not hasattr(type(member), "__get__") or known:
-            return self.content(member)
-        if not is_installed(type(member)):
-            return self.if_comparable(member)
-        # Descriptors of dataclasses, slots and frameworks belong to the class; those of functools
-        # have a function, such as a cached property.
-        return self._same(member), self.if_comparable(getattr(member, "func", None))
-
-    def _instance(self, value: Any) -> Any:
-        is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
-        if is_installed(type(value)) and is_hidden:
-            raise UnknownDependencyError
-        return "object", id(value), self.content(type(value)), self._state(value)
-
-    def _state(self, value: Any) -> tuple[Any, ...]:
-        """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
-        held = dict(getattr(value, "__dict__", {}))
-        for cls in type(value).__mro__:
-            for name, member in vars(cls).items():
-                if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
-                    held[name] = getattr(value, name)
-        return tuple(
-            (name, self.content(one))
-            for name, one in held.items()
-            if not self._is_left_out(value, name)
-        )
-
-    def _is_left_out(self, owner: Any, name: str) -> bool:
-        return (id(owner), name) in self._stored
-
-    def builtin(self, fun: Any) -> Any:
-        if is_value(fun):
-            return self._same(fun)
-        return "method", fun.__name__, self.content(fun.__self__)
-
-    def with_rules(self, fun: Any) -> Any:
-        held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
-        return "with rules", id(fun), self.all_of(held)
-
-    def array(self, value: np.ndarray[Any, Any]) -> Any:
-        if value.nbytes > _LARGE_BYTES or value.dtype.hasobject:
-            raise UnknownDependencyError
-        return "array", id(value), value.shape, value.dtype.str, value.tobytes()
-
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, types.ModuleType):  # all of it: too much to compare
-            raise UnknownDependencyError
-        return self._same(value)
-
-    def _same(self, value: Any) -> Any:
-        """Known by itself: by value where it has one, else by identity."""
-        self.alive.append(value)
-        try:
-            hash(value)
-        except TypeError:
-            return type(value), id(value)
-        if not is_value(value):
-            return type(value), id(value)
-        return type(value), types_in(value), value
-
-
-_MISSING = object()
-_PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
-_NUMBERS = (bool, int, float)
-
-# Of what may hold other things. What can change is known by its identity too.
-_DESCRIPTIONS: tuple[tuple[type, Callable[[_Reader, Any], Any]], ...] = (
-    (types.FunctionType, _Reader.function),
-    (type, _Reader.class_),
-    (types.MethodType, lambda read, it: read.method(it.__func__, it.__self__)),
-    (types.BuiltinFunctionType, _Reader.builtin),
-    (types.MethodWrapperType, _Reader.builtin),
-    (staticmethod, lambda read, it: ("static", read.content(it.__func__))),
-    (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
-    (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),
-    (functools.partial, lambda read, it: ("partial", read.all_of((it.func, it.args, it.keywords)))),
-    (jax.custom_jvp, _Reader.with_rules),
-    (jax.custom_vjp, _Reader.with_rules),
-    (tuple, lambda read, it: (type(it), read.all_of(it))),
-    (list, lambda read, it: (type(it), id(it), read.all_of(it))),
-    (dict, lambda read, it: (type(it), id(it), read.all_of(it), read.all_of(it.values()))),
-    (set, lambda read, it: (type(it), id(it), read.all_of(sorted(it, key=repr)))),
-    (np.ndarray, _Reader.array),
-)
-
-
-def _module(imported: Imported, fun: types.FunctionType) -> Any:
-    """A module that a function imports; None if nobody has imported it yet."""
-    try:
-        package = fun.__globals__.get("__package__")
-        name = importlib.util.resolve_name("." * imported.level + imported.name, package)
-    except (ImportError, ValueError):
-        return None
-    return sys.modules.get(name)
-
-
-def _used_of_first(fun: Any) -> tuple[Chain, ...] | None:
-    """The attributes that a function takes of its first argument; None if it may take any."""
-    if not isinstance(fun, types.FunctionType) or is_installed(fun):
-        return None
-    names = Names.of(fun.__code__)
-    # `super()` finds the object without a name.
-    takes_any = "__class__" in fun.__code__.co_freevars or not fun.__code__.co_argcount
-    if takes_any or any(chain[0] in _READ_VARIABLES for chain in names.chains):
-        return None
-    return names.free.get(fun.__code__.co_varnames[0], ())
-
-
-def _is_about(name: str, member: Any) -> bool:
-    """Whether a member of a class is about the class, as `__doc__`, and not what its methods do."""
-    if name in ("__annotate_func__", "_abc_impl"):  # what makes annotations (Python 3.14); of ABC
-        return True
-    is_pythons = name.startswith("__") and name.endswith("__")
-    return is_pythons and not (callable(member) or hasattr(type(member), "__get__"))
-
-
-def is_installed(value: Any) -> bool:
-    """Whether it belongs to Python, to this library or to another one, and so stays what it is."""
-    if isinstance(value, types.FunctionType):
-        return _is_installed_file(value.__code__.co_filename)
-    if isinstance(value, types.ModuleType):
-        is_builtin = value.__name__ in sys.builtin_module_names
-        return is_builtin or _is_installed_file(getattr(value, "__file__", None))
-    if isinstance(value, type):
-        if value.__module__ in sys.builtin_module_names:
-            return True
-        module = sys.modules.get(value.__module__)
-        return _is_installed_file(getattr(module, "__file__", None))
-    return False
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed_file(file: str | None) -> bool:
-    """A notebook and a terminal are no files."""
-    places = ("/site-packages/", "/dist-packages/")
-    return file is not None and (file.startswith(_INSTALLED) or any(p in file for p in places))

@@ -11,20 +11,17 @@ import numpy as np
 from jax.tree_util import treedef_is_leaf
 
 from multitower.models.bytecode import WRITES, Chain, Names
+from multitower.models.contents import UnknownDependencyError
 from multitower.models.dependencies import (
-    METHOD,
     Dependencies,
-    UnknownDependencyError,
     content_of,
     dependencies_of,
-    is_installed,
-    is_value,
     methods_of,
     of_users,
-    types_in,
 )
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import classes_of_nnx, is_nnx
+from multitower.models.values import METHOD, is_installed, is_value, types_in
 from multitower.towers.rows import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"

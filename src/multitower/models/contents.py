@@ -1,0 +1,325 @@
+"""Contents: values as hashable descriptions, equal where the values do the same in a program."""
+
+import builtins
+import functools
+import importlib.util
+import inspect
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from multitower.models.bytecode import Chain, Free, Imported, Names
+from multitower.models.values import METHOD, is_installed, is_value, types_in
+
+# NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
+_LARGE_BYTES = 2**20
+# So many values are looked at for one function; more are too many to compare.
+_MANY = 5000
+# What these read cannot be told from the names in the code.
+_READ_ANYTHING = ("__import__", "eval", "exec", "globals")
+_READ_VARIABLES = ("locals", "super", "vars")
+_FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
+
+
+class UnknownDependencyError(Exception):
+    """What a function uses cannot be compared with what another one uses."""
+
+
+class Reader:
+    """Turns values into hashable descriptions of them."""
+
+    def __init__(self) -> None:
+        self.alive: list[Any] = []
+        self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
+        self._numbers: dict[Any, int] = {}  # of what can contain itself
+
+    def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
+        """Leaves out what a function writes itself, such as a counter of its calls.
+
+        Args:
+            fun: the function.
+            first: its first argument, if that is known.
+        """
+        code = fun.__code__
+        held = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True))
+        for name, *attributes, last in Names.of(code).stored:
+            owner = fun.__globals__.get(name)
+            if isinstance(name, Free) and name.name in held:
+                owner = getattr(held[name.name], "cell_contents", None)  # it may have no value yet
+            elif isinstance(name, Free) and (name.name,) == code.co_varnames[:1]:
+                owner = first
+            for attribute in attributes:
+                owner = inspect.getattr_static(owner, attribute, None)
+            self.alive.append(owner)
+            self._stored |= {(id(owner), last)}
+
+    def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
+        """What a function reads of globals and modules, but for those called `without`."""
+        names = Names.of(fun.__code__)
+        for chain in names.chains:
+            name, *attributes = chain
+            if name in without:
+                continue
+            if chain[:2] in _FIND_ANYTHING:
+                raise UnknownDependencyError
+            if isinstance(name, Imported):
+                yield chain, self.at(_module(name, fun), attributes)
+            elif name in fun.__globals__:
+                value = fun.__globals__[name]
+                if not (name in names.filled and isinstance(value, list | dict | set | deque)):
+                    yield chain, self.at(value, attributes)
+            elif name in _READ_ANYTHING:
+                raise UnknownDependencyError
+            else:
+                yield chain, self._same(getattr(builtins, name, None))
+
+    def content(self, value: Any) -> Any:
+        """A description that is equal for what does the same, now and later.
+
+        Raises:
+            UnknownDependencyError: there is none.
+        """
+        if type(value) in _PLAIN:
+            return type(value), value
+        if type(value) in (float, complex) or isinstance(value, np.generic):
+            return type(value), repr(value)  # 0.0 and -0.0 are equal
+        fixed = isinstance(value, jax.Array | jax.stages.Wrapped)
+        if fixed or is_installed(value):
+            # A framework's method may be around one of the user's.
+            wrapped = None if fixed else getattr(value, "__wrapped__", None)
+            return self._same(value) if wrapped is None else (id(value), self.content(wrapped))
+        if id(value) in self._numbers:
+            return "again", self._numbers[id(value)]
+        self._numbers[id(value)] = len(self._numbers)
+        self.alive.append(value)
+        if len(self._numbers) > _MANY:
+            raise UnknownDependencyError
+        return self._looked_into(value)
+
+    def _looked_into(self, value: Any) -> Any:
+        described = next((own for kind, own in _DESCRIPTIONS if isinstance(value, kind)), None)
+        if described is None and not is_value(value):
+            return self._instance(value)
+        found = (described or Reader._plain)(self, value)
+        if is_installed(type(value)):
+            return found
+        # Its methods count too; and a list, say, may have attributes.
+        return found, self.if_comparable(type(value)), described and self._state(value)
+
+    def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
+        """Of several values."""
+        return tuple(self.content(one) for one in held)
+
+    def class_(self, cls: type) -> Any:
+        """Of a class: what its members do."""
+        return "class", id(cls), tuple(self._members(cls))
+
+    def if_comparable(self, value: Any) -> Any:
+        """What there is to say of a value, such as a class; its identity, if that is not known."""
+        before = len(self._numbers)
+        try:
+            return self.content(value)
+        except UnknownDependencyError:
+            for one in list(self._numbers)[before:]:
+                del self._numbers[one]
+            return self._same(value)
+
+    def at(self, value: Any, attributes: Chain | list[str]) -> Any:
+        """What is reached by attributes: `config.scale` alone, and not all that config has."""
+        for number, name in enumerate(attributes):
+            is_plain = type(value).__getattribute__ is object.__getattribute__
+            is_own = not isinstance(value, types.ModuleType | type)
+            if is_installed(value):
+                return self._of_installed(value, attributes[number:])
+            if is_own and not (is_plain and hasattr(value, "__dict__")):
+                break
+            found = inspect.getattr_static(value, name, _MISSING)
+            if is_own and isinstance(found, types.FunctionType | property):
+                fun = found.fget if isinstance(found, property) else found
+                return tuple(attributes[: number + 1]), self.method(fun, value)
+            if found is _MISSING or hasattr(type(found), "__get__"):
+                # What is no plain method may use all of its object.
+                owner = value if not isinstance(value, types.ModuleType) else found
+                return tuple(attributes[: number + 1]), self.content(owner)
+            value = found
+        return self.content(value)
+
+    def _of_installed(self, value: Any, attributes: Chain | list[str]) -> Any:
+        """What is installed stays what it is, but for what programs do change in it.
+
+        These are settings, such as `package.config.scale`, and objects with methods among its
+        functions: `np.random.normal` is a method of NumPy's generator.
+        """
+        found = value
+        for name in attributes:
+            is_final = isinstance(found, type | types.FunctionType)
+            found = _MISSING if is_final else getattr(found, "__dict__", {}).get(name, _MISSING)
+        is_setting = type(found) in _NUMBERS or isinstance(found, str)
+        is_changing = isinstance(found, METHOD) and not is_value(found)
+        return self.content(found if is_setting or is_changing else value)
+
+    def function(self, fun: types.FunctionType) -> Any:
+        """Of a function: its code, and all that this uses."""
+        cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
+        defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
+        outer = self._stored
+        self.leave_out(fun)
+        used = tuple(self.globals_of(fun))
+        self._stored = outer
+        # By its identity too: where its program is traced again, that is this function.
+        return "function", id(fun), fun.__code__, defaults, cells, used
+
+    def method(self, fun: Any, owner: Any) -> Any:
+        """A function, and what it uses of the object that is its first argument."""
+        used = None if is_value(owner) else _used_of_first(fun)
+        if used is None:
+            return "method", self.content(fun), self.content(owner)
+        place = id(fun), id(owner)
+        if place in self._numbers:
+            return "again", self._numbers[place]
+        self._numbers[place] = len(self._numbers)
+        self.alive.append(owner)
+        outer = self._stored
+        self.leave_out(fun, owner)
+        found = tuple((chain, self.at(owner, chain)) for chain in used)
+        self._stored = outer
+        return "method", id(owner), self.content(fun), found
+
+    def _cell(self, cell: types.CellType) -> Any:
+        try:
+            return self.content(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            raise UnknownDependencyError from None
+
+    def _members(self, cls: type) -> Iterator[Any]:
+        for one in cls.__mro__:
+            if one is not object and not is_installed(one):
+                for name, member in tuple(vars(one).items()):
+                    if not (_is_about(name, member) or self._is_left_out(one, name)):
+                        yield name, self._member(member)
+
+    def _member(self, member: Any) -> Any:
+        known = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
+        if not hasattr(type(member), "__get__") or known:
+            return self.content(member)
+        if not is_installed(type(member)):
+            return self.if_comparable(member)
+        # Descriptors of dataclasses, slots and frameworks belong to the class; those of functools
+        # have a function, such as a cached property.
+        return self._same(member), self.if_comparable(getattr(member, "func", None))
+
+    def _instance(self, value: Any) -> Any:
+        is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
+        if is_installed(type(value)) and is_hidden:
+            raise UnknownDependencyError
+        return "object", id(value), self.content(type(value)), self._state(value)
+
+    def _state(self, value: Any) -> tuple[Any, ...]:
+        """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
+        held = dict(getattr(value, "__dict__", {}))
+        for cls in type(value).__mro__:
+            for name, member in vars(cls).items():
+                if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
+                    held[name] = getattr(value, name)
+        return tuple(
+            (name, self.content(one))
+            for name, one in held.items()
+            if not self._is_left_out(value, name)
+        )
+
+    def _is_left_out(self, owner: Any, name: str) -> bool:
+        return (id(owner), name) in self._stored
+
+    def builtin(self, fun: Any) -> Any:
+        """Of a function or method that is written in C."""
+        if is_value(fun):
+            return self._same(fun)
+        return "method", fun.__name__, self.content(fun.__self__)
+
+    def with_rules(self, fun: Any) -> Any:
+        """Of a function with derivatives of its own."""
+        held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
+        return "with rules", id(fun), self.all_of(held)
+
+    def array(self, value: np.ndarray[Any, Any]) -> Any:
+        """Of an array of NumPy's: its bytes."""
+        if value.nbytes > _LARGE_BYTES or value.dtype.hasobject:
+            raise UnknownDependencyError
+        return "array", id(value), value.shape, value.dtype.str, value.tobytes()
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, types.ModuleType):  # all of it: too much to compare
+            raise UnknownDependencyError
+        return self._same(value)
+
+    def _same(self, value: Any) -> Any:
+        """Known by itself: by value where it has one, else by identity."""
+        self.alive.append(value)
+        try:
+            hash(value)
+        except TypeError:
+            return type(value), id(value)
+        if not is_value(value):
+            return type(value), id(value)
+        return type(value), types_in(value), value
+
+
+_MISSING = object()
+_PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
+_NUMBERS = (bool, int, float)
+
+# Of what may hold other things. What can change is known by its identity too.
+_DESCRIPTIONS: tuple[tuple[type, Callable[[Reader, Any], Any]], ...] = (
+    (types.FunctionType, Reader.function),
+    (type, Reader.class_),
+    (types.MethodType, lambda read, it: read.method(it.__func__, it.__self__)),
+    (types.BuiltinFunctionType, Reader.builtin),
+    (types.MethodWrapperType, Reader.builtin),
+    (staticmethod, lambda read, it: ("static", read.content(it.__func__))),
+    (classmethod, lambda read, it: ("of class", read.content(it.__func__))),
+    (property, lambda read, it: ("property", read.all_of((it.fget, it.fset, it.fdel)))),
+    (functools.partial, lambda read, it: ("partial", read.all_of((it.func, it.args, it.keywords)))),
+    (jax.custom_jvp, Reader.with_rules),
+    (jax.custom_vjp, Reader.with_rules),
+    (tuple, lambda read, it: (type(it), read.all_of(it))),
+    (list, lambda read, it: (type(it), id(it), read.all_of(it))),
+    (dict, lambda read, it: (type(it), id(it), read.all_of(it), read.all_of(it.values()))),
+    (set, lambda read, it: (type(it), id(it), read.all_of(sorted(it, key=repr)))),
+    (np.ndarray, Reader.array),
+)
+
+
+def _module(imported: Imported, fun: types.FunctionType) -> Any:
+    """A module that a function imports; None if nobody has imported it yet."""
+    try:
+        package = fun.__globals__.get("__package__")
+        name = importlib.util.resolve_name("." * imported.level + imported.name, package)
+    except (ImportError, ValueError):
+        return None
+    return sys.modules.get(name)
+
+
+def _used_of_first(fun: Any) -> tuple[Chain, ...] | None:
+    """The attributes that a function takes of its first argument; None if it may take any."""
+    if not isinstance(fun, types.FunctionType) or is_installed(fun):
+        return None
+    names = Names.of(fun.__code__)
+    # `super()` finds the object without a name.
+    takes_any = "__class__" in fun.__code__.co_freevars or not fun.__code__.co_argcount
+    if takes_any or any(chain[0] in _READ_VARIABLES for chain in names.chains):
+        return None
+    return names.free.get(fun.__code__.co_varnames[0], ())
+
+
+def _is_about(name: str, member: Any) -> bool:
+    """Whether a member of a class is about the class, as `__doc__`, and not what its methods do."""
+    if name in ("__annotate_func__", "_abc_impl"):  # what makes annotations (Python 3.14); of ABC
+        return True
+    is_pythons = name.startswith("__") and name.endswith("__")
+    return is_pythons and not (callable(member) or hasattr(type(member), "__get__"))

@@ -1,0 +1,66 @@
+"""Values: which of them stay what they are, so that being equal once is being equal for good."""
+
+import dataclasses
+import functools
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
+_INSTALLED = tuple(
+    {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(__file__).parents[1]), "<frozen"}
+)
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether it is equal to another one only if both are the same for good."""
+    if isinstance(leaf, METHOD):  # built-in ones too, of a module or of an object: `settings.get`
+        return leaf.__self__ is None or is_value(leaf.__self__)
+    if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
+        return True
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    cls = type(leaf)
+    is_equal_to_itself_alone = cls.__eq__ is object.__eq__ and not is_installed(cls)
+    return cls.__hash__ is not object.__hash__ and not is_equal_to_itself_alone
+
+
+def types_in(value: Any) -> Any:
+    """Of the numbers in a value: 1, 1.0 and True are equal, and so are records with them."""
+    if isinstance(value, int | float | complex | np.generic):
+        return type(value), repr(value)
+    if isinstance(value, frozenset):
+        return frozenset(map(types_in, value))
+    if dataclasses.is_dataclass(value):
+        value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
+    return tuple(map(types_in, value)) if isinstance(value, tuple) else ()
+
+
+def is_installed(value: Any) -> bool:
+    """Whether it belongs to Python, to this library or to another one, and so stays what it is."""
+    if isinstance(value, types.FunctionType):
+        return _is_installed_file(value.__code__.co_filename)
+    if isinstance(value, types.ModuleType):
+        is_builtin = value.__name__ in sys.builtin_module_names
+        return is_builtin or _is_installed_file(getattr(value, "__file__", None))
+    if isinstance(value, type):
+        if value.__module__ in sys.builtin_module_names:
+            return True
+        module = sys.modules.get(value.__module__)
+        return _is_installed_file(getattr(module, "__file__", None))
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed_file(file: str | None) -> bool:
+    """A notebook and a terminal are no files."""
+    places = ("/site-packages/", "/dist-packages/")
+    return file is not None and (file.startswith(_INSTALLED) or any(p in file for p in places))
