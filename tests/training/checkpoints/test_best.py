@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.errors import RunError
 from multitower.training.checkpoints.best import BestCheckpoint
 
 
@@ -38,3 +39,12 @@ def test_a_better_state_of_no_later_step_is_kept(number, tmp_path):
     assert best.scores() == (6, {"score": 3.0})
     with mt.Checkpoints(tmp_path / "best", read_only=True) as checkpoints:
         assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 60
+
+
+def test_a_best_state_by_another_score_is_named(tmp_path):
+    """Lie: a resume with another `keep_best` ends in a KeyError."""
+    step = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1)
+    state = step.init(np.float32(5))
+    BestCheckpoint(tmp_path / "best", "accuracy", "max").offer(5, state, {"accuracy": 1.0})
+    with pytest.raises(RunError, match=r"\(accuracy\), and keep_best='recall' is none of them"):
+        BestCheckpoint(tmp_path / "best", "recall", "max").offer(6, state, {"recall": 1.0})

@@ -60,7 +60,7 @@ class BestCheckpoint(NamedTuple):
             Whether it was saved.
 
         Raises:
-            RunError: the scores lack the one that decides.
+            RunError: the scores, or those of the best so far, lack the one that decides.
             CheckpointError: it cannot be written, or the one that is there cannot be read.
         """
         check_score(self.metric, scores)
@@ -93,6 +93,12 @@ class BestCheckpoint(NamedTuple):
             return checkpoints.newest_about()
 
     def _is_better(self, new: float, kept: Mapping[str, Any]) -> bool:
+        if self.metric not in kept["scores"]:
+            raise RunError(
+                f"{self.directory} holds the best state by other scores "
+                f"({', '.join(sorted(kept['scores']))}), and keep_best={self.metric!r} is none of "
+                "them: name one of these, or move that directory away."
+            )
         old = kept["scores"][self.metric]
         return new > old if self.mode == "max" else new < old
 
