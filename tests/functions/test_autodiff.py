@@ -172,12 +172,13 @@ def test_argnums_and_in_axes_as_in_jax(towers):
     ],
 )
 def test_aux_by_rows_or_averaged(num_rows, towers):
-    """Lie: aux of the last tower for all, or padding among the rows."""
+    """Lie: aux of the last tower for all, or padding among the rows, or what is no row refused."""
     params, batch = params_of(), batch_of(num_rows)
+    norm_of = lambda params: sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(params))
 
     def loss(params, batch):
         values = losses(params, batch)
-        aux = {"values": values, "pair": (batch["x"] > 0, None)}
+        aux = {"values": values, "pair": (batch["x"] > 0, None), "norm": norm_of(params)}
         if num_rows == 16:
             aux["mean"] = batch["y"].mean()
         return values, aux
@@ -185,7 +186,7 @@ def test_aux_by_rows_or_averaged(num_rows, towers):
     run = mt.value_and_grad(loss, has_aux=True, devices=2, towers=towers)
     (value, aux), grads = run(params, batch)
     assert_close((value, grads), numpy_value_and_grad(params, batch))
-    assert_close(aux["values"], losses(params, batch))
+    assert_close((aux["values"], aux["norm"]), (losses(params, batch), norm_of(params)))
     np.testing.assert_array_equal(aux["pair"][0], batch["x"] > 0)
     assert aux["pair"][1] is None
     if num_rows == 16:

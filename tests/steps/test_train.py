@@ -255,6 +255,26 @@ def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     assert state.model_state["key"] == jax.random.fold_in(jax.random.fold_in(key, 1), 1)
 
 
+@pytest.mark.parametrize("towers", [4, None])
+def test_metrics_of_parameters_alone_hold_in_any_batch(towers):
+    """Lie: a batch that does not fill the towers is refused, or makes 3 a mean over empty ones."""
+
+    def loss(w, batch):
+        by_row = w * batch["y"]
+        of_rows = {"mean": by_row.mean()} if "mean" in batch else {}
+        return by_row, {"weight": jnp.exp(w), "three": 3.0, **of_rows}
+
+    step = mt.train_step(loss, optax.sgd(0.1), towers=towers, devices=1 if towers else 4)
+    state = step.init(np.float32(1))
+    for num_rows in (8, 5, 1):
+        before = float(state.params)
+        state, metrics = step(state, {"y": np.ones(num_rows, np.float32)})
+        assert float(metrics["three"]) == 3
+        assert_close(metrics["weight"], np.exp(before))
+    with pytest.raises(mt.OutputError, match=r"metrics\['mean'\] is not per example"):
+        step(state, {"y": np.ones(5, np.float32), "mean": np.float32(0)})
+
+
 def test_model_state_that_a_loss_returns_may_be_a_number():
     step = mt.train_step(
         lambda w, x, *, model_state: (w * x, {}, 2.0), optax.sgd(0.1), devices=1, towers=1

@@ -40,6 +40,8 @@ def sort_aux(
     rows: Sequence[Any],
     is_state: Callable[[Any], bool],
     here: Tower,
+    *,
+    ragged: tuple[int, int] | None,
 ) -> Auxiliary:
     """Sorts the leaves of `aux`.
 
@@ -49,20 +51,25 @@ def sort_aux(
         rows: the rows of this tower.
         is_state: whether a subtree of `aux` is a state that is handed on.
         here: the tower.
+        ragged: the rows of the batch and how many towers there are, where they do not fill these.
 
     Raises:
         OutputError: a leaf that towers cannot put together; the message names it.
     """
     aux = jax.tree.map(jnp.asarray, aux)
-    flat, treedef = jax.tree.flatten(aux)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(aux)
+    flat = [leaf for _, leaf in paths]
     in_state = _leaves_in(aux, is_state)
-    known = in_state | _known(flat, aux_of, rows, here)
+    known = in_state | _known(flat, aux_of, rows, here, floats=ragged is not None)
     is_row = find_row_leaves(lambda rows: aux_of(rows, here), rows, aux, "aux", skip=known)
     sorted_aux = Auxiliary(Leaves({}, treedef), {}, {})
     for number, leaf in enumerate(flat):
         if is_row[number]:
             sorted_aux.by_row.by_number[number] = leaf
         elif number not in known:
+            if ragged:
+                where = f"aux{jax.tree_util.keystr(paths[number][0])}"
+                raise refuse_ragged(f"{where} is not per example", *ragged)
             sorted_aux.averaged[number] = leaf
         elif jnp.issubdtype(leaf.dtype, jnp.inexact):
             sorted_aux.averaged[number] = weigh(leaf, here, rows[0].shape[0])
@@ -75,21 +82,6 @@ def join_aux(rows: Leaves, averaged: dict[int, Any], first: dict[int, Any]) -> A
     """The tree again, from leaves that were put together over towers."""
     leaves = {**rows.by_number, **averaged, **{n: as_leaf(leaf) for n, leaf in first.items()}}
     return jax.tree.unflatten(rows.treedef, [leaves[n] for n in range(rows.treedef.num_leaves)])
-
-
-def refuse_ragged_means(
-    aux: Any, is_state: Callable[[Any], bool], averaged: Collection[int], ragged: tuple[int, int]
-) -> None:
-    """Refuses means over rows that do not fill the towers evenly.
-
-    Raises:
-        OutputError: a leaf of `aux` that is averaged, and no state; it is named.
-    """
-    in_state = _leaves_in(aux, is_state)
-    for number, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(aux)[0]):
-        if number in averaged and number not in in_state:
-            where = f"aux{jax.tree_util.keystr(path)}"
-            raise refuse_ragged(f"{where} is not per example", *ragged)
 
 
 def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
@@ -149,44 +141,74 @@ def looks_like_key(leaf: Any) -> bool:
 
 
 def _known(
-    flat: Sequence[Any], aux_of: Callable[[list[Any], Tower], Any], rows: Sequence[Any], here: Tower
+    flat: Sequence[Any],
+    aux_of: Callable[[list[Any], Tower], Any],
+    rows: Sequence[Any],
+    here: Tower,
+    *,
+    floats: bool,
 ) -> set[int]:
-    """The numbers of the leaves, no floats, of which tower 0 has the value of one device.
+    """The numbers of the leaves of which tower 0 has the value of one device.
 
     They have one value in whatever tower of any rows, such as a counter that the loss closes over.
-    Or they are keys that no row went into: tower 0 has made them of the key of one device. One that
-    counts rows is none: it is another one where there is a row more.
+    Or they are keys that no row went into: tower 0 has made them of the key of one device.
+
+    Args:
+        flat: the leaves.
+        aux_of: as for `sort_aux`.
+        rows: likewise.
+        here: likewise.
+        floats: whether to look at floats: a mean over towers that are filled is as good for these.
     """
     num_rows = rows[0].shape[0]
     keys = {number for number, leaf in enumerate(flat) if looks_like_key(leaf)}
     numbers = keys | {
         number
         for number, leaf in enumerate(flat)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.shape[:1] != (num_rows,)
+        if (floats or not jnp.issubdtype(leaf.dtype, jnp.inexact)) and leaf.shape[:1] != (num_rows,)
     }
     if not numbers:
         return numbers  # two more traces are saved
+    of_nothing, of_the_tower = made_of_no_rows(aux_of, rows, here)
+    return (numbers & of_nothing) | (keys & of_the_tower)
+
+
+def made_of_no_rows(
+    outputs_of: Callable[[list[Any], Tower], Any],
+    rows: Sequence[Any],
+    here: Tower,
+) -> tuple[set[int], set[int]]:
+    """The numbers of the leaves that are the same for any rows, and for any number of them.
+
+    Args:
+        outputs_of: a function of a tower's rows.
+        rows: arrays or shapes with rows on axis 0.
+        here: the tower.
+
+    Returns:
+        Those that are the same in every tower; and all that depend on the tower's number at most.
+    """
+    num_rows = rows[0].shape[0]
     try:
         programs = [
-            jax.make_jaxpr(aux_of)(
+            jax.make_jaxpr(outputs_of)(
                 [jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in rows], here
             )
             for size in (num_rows, num_rows + 1)
         ]
     except Exception:  # a row count is baked in: nothing can be said
-        return set()
+        return set(), set()
     numbering: Numbering = {}
 
-    def same(numbers: set[int], tower: int | None) -> set[int]:
-        """Those that are made of no rows; of the tower's number, if that is given one."""
+    def same(tower: int | None) -> set[int]:
         given = [*[None] * len(rows), tower, None, None]
         these, those = (number_values(program, numbering, given) for program in programs)
         if len(these) != len(those):
             return set()
-        return {n for n in numbers if these[n] is not None and these[n] == those[n]}
+        # One that counts rows is another one where there is a row more.
+        return {n for n, one in enumerate(these) if one is not None and one == those[n]}
 
-    # -1 is no number of a value.
-    return same(numbers, None) | (same(keys, -1) if keys else set())
+    return same(None), same(-1)  # -1 is no number of a value
 
 
 def _leaves_in(tree: Any, is_state: Callable[[Any], bool]) -> set[int]:

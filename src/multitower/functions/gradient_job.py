@@ -15,7 +15,6 @@ from multitower.functions.auxiliary import (
     is_state_of,
     join_aux,
     looks_like_key,
-    refuse_ragged_means,
     shared_keys,
     sort_aux,
     split_state,
@@ -145,9 +144,7 @@ class ValueAndGrad(NamedTuple):
             (share, (aux, changed)), gradients = jax.value_and_grad(objective, has_aux=True)(wanted)
             aux, ratios = take_ratios(aux)
             aux_of = lambda rows, here: take_ratios(forward(wanted, rows, here)[1])[0]
-            sorted_aux = sort_aux(aux, aux_of, rows, is_state, here)
-            if ragged:
-                refuse_ragged_means(aux, is_state, sorted_aux.averaged, ragged)
+            sorted_aux = sort_aux(aux, aux_of, rows, is_state, here, ragged=ragged)
             averaged = [changes.averaged for changes in changed]
             first = [changes.first for changes in changed]
             return TowerResult(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower, trace
 from multitower.errors import OutputError
+from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
     as_mean,
     name_without_rows,
@@ -206,7 +207,7 @@ def look_at_loss(
     here = Tower(jnp.int32(0), jnp.int32(tower_rows), jnp.int32(tower_rows))
     run = lambda rows, here: forward(fields.params, shared, rows, here)
     traced = trace(run, (rows, here), num_towers)
-    look_at = lambda: _look(traced.shapes, lambda rows: run(rows, here), rows)
+    look_at = lambda: _look(traced.shapes, run, rows, here)
     found = look_in_tower(look_at, num_towers)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
@@ -224,21 +225,26 @@ def look_at_loss(
     return found._replace(meets=traced.meets)
 
 
-def _look(output: Any, run: Callable[[list[Any]], LossOutput], rows: list[Any]) -> Looked:
-    """What the shapes of its results tell of a loss."""
+def _look(
+    output: Any, run: Callable[[list[Any], Tower], LossOutput], rows: list[Any], here: Tower
+) -> Looked:
+    """What the shapes of its results tell of a loss, and which metrics are made of no rows."""
     tower_rows = rows[0].shape[0]
-    without = name_without_rows(output.loss, tower_rows, lambda rows: run(rows).loss.offset, rows)
+    loss_of = lambda rows: run(rows, here).loss
+    without = name_without_rows(output.loss, tower_rows, lambda rows: loss_of(rows).offset, rows)
     metrics, ratios = take_ratios(output.metrics)
-    is_row = find_row_leaves(
-        lambda rows: take_ratios(run(rows).metrics)[0], rows, metrics, "metrics"
-    )
+    taken = lambda rows, here: take_ratios(run(rows, here).metrics)
+    plain = lambda rows, here: taken(rows, here)[0]
+    is_row = find_row_leaves(lambda rows: plain(rows, here), rows, metrics, "metrics")
     for number, one in enumerate(ratios):
-        offset_of = lambda rows, number=number: take_ratios(run(rows).metrics)[1][number].offset
+        offset_of = lambda rows, number=number: taken(rows, here)[1][number].offset
         without = without or name_without_rows(one, tower_rows, offset_of, rows)
-    flat, _ = jax.tree_util.tree_flatten_with_path(metrics)
-    for (path, _), by_row in zip(flat, is_row, strict=True):
-        if not (by_row or without):
-            without = f"metrics{jax.tree_util.keystr(path)} is not per example"
+    if not (without or all(is_row)):
+        steady, _ = made_of_no_rows(plain, rows, here)
+        flat, _ = jax.tree_util.tree_flatten_with_path(metrics)
+        for number, (path, _) in enumerate(flat):
+            if not (is_row[number] or number in steady or without):
+                without = f"metrics{jax.tree_util.keystr(path)} is not per example"
     return Looked(without, None, num_weights(output.loss))
 
 

@@ -16,6 +16,7 @@ from multitower.functions.ratio import (
     sums_of,
     take_ratios,
 )
+from multitower.models.state import weigh
 from multitower.steps.loss import LossOutput
 from multitower.towers.rows import Tower
 
@@ -64,7 +65,8 @@ def sort_metrics(
     )
     leaves, treedef = jax.tree.flatten(metrics)
     counted = {i: row_sum(leaf, here) for i, leaf in enumerate(leaves) if is_row[i]}
-    averaged = {i: leaf for i, leaf in enumerate(leaves) if not is_row[i]}
+    num_rows = rows[0].shape[0]
+    averaged = {i: weigh(leaf, here, num_rows) for i, leaf in enumerate(leaves) if not is_row[i]}
     return MetricSums(Leaves(counted, treedef), apart), averaged
 
 
