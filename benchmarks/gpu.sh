@@ -5,6 +5,7 @@
 #   benchmarks/gpu.sh scatter      what a deterministic scatter-add costs: under two minutes
 #   benchmarks/gpu.sh steps        doctor, the same bits of one recipe, the cost of a step
 #   benchmarks/gpu.sh models       models that fill a GPU, against hand-written JAX
+#   benchmarks/gpu.sh tuned        the same models: what choosing kernels by their times would bring
 #   benchmarks/gpu.sh torch        the same models, against compiled PyTorch
 #   benchmarks/gpu.sh keras        the same models, against Keras on JAX
 #   benchmarks/gpu.sh bits         the same bits by kernel, precision, run, process and towers
@@ -95,6 +96,8 @@ models() {
   attempt 580 "$python" benchmarks/gpu_steps.py "${options[@]}" "$@"
 }
 
+tuned() { models --contenders hand-written,deterministic,tuned; }
+
 torch() { models --peers torch --contenders hand-written; }
 
 keras() { models --peers keras --contenders hand-written; }
@@ -173,10 +176,10 @@ many=
 (($#)) || set -- scatter steps
 for part; do
   case $part in
-    scatter | steps | models | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
+    scatter | steps | models | tuned | torch | keras | bits | verify | devices | text | processes | pipeline) "$part" ;;
     *)
-      echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, torch, keras, bits," \
-        "verify, devices, text, processes and pipeline." >&2
+      echo "gpu.sh: there is no part $part. Parts are scatter, steps, models, tuned, torch, keras," \
+        "bits, verify, devices, text, processes and pipeline." >&2
       exit 2
       ;;
   esac
