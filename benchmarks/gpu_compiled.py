@@ -86,8 +86,9 @@ def text_of(fn: Callable[..., Any], given: Sequence[Any], gpu: Any, **options: b
 
 def loops_of(text: str) -> str:
     """Trips of the loops in a program."""
-    found = re.findall(r" while\(.*?known_trip_count\":\{\"n\":\"(\d+)", text)
-    return ", ".join(f"{int(trips):,}" for trips in found) or "-"
+    loops = re.findall(r" while\(.*", text)
+    trips = [re.search(r"known_trip_count\":\{\"n\":\"(\d+)", loop) for loop in loops]
+    return ", ".join(f"{int(known[1]):,}" if known else "unknown" for known in trips) or "-"
 
 
 def calls_of(text: str) -> str:
