@@ -21,9 +21,8 @@ import numpy as np
 import pytest
 
 from multitower.models.closures import open_function
-from multitower.models.contents import UnknownDependencyError
 from multitower.models.dependencies import content_of, dependencies_of
-from multitower.models.values import is_installed, is_value
+from multitower.models.values import UnknownDependencyError, is_installed, is_value
 
 factor = 2.0
 

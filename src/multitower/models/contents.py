@@ -15,7 +15,13 @@ import jax
 import numpy as np
 
 from multitower.models.bytecode import Chain, Free, Imported, Names
-from multitower.models.values import METHOD, is_installed, is_value, types_in
+from multitower.models.values import (
+    METHOD,
+    UnknownDependencyError,
+    is_installed,
+    is_value,
+    types_in,
+)
 
 # NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
 _LARGE_BYTES = 2**20
@@ -25,10 +31,6 @@ _MANY = 5000
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _READ_VARIABLES = ("locals", "super", "vars")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
-
-
-class UnknownDependencyError(Exception):
-    """What a function uses cannot be compared with what another one uses."""
 
 
 class Reader:

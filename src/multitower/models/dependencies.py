@@ -10,11 +10,13 @@ import types
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multitower.models.bytecode import Chain
-from multitower.models.contents import Reader, UnknownDependencyError
-from multitower.models.values import is_installed
+from multitower.models.values import UnknownDependencyError, is_installed
+
+if TYPE_CHECKING:
+    from multitower.models.contents import Reader
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None)
     """
     known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
     if classes not in known:
-        reader = Reader()
+        reader = _new_reader()
         key = tuple(map(reader.if_comparable, classes))
         known[classes] = Dependencies(key, tuple(reader.alive))
     return known[classes]
@@ -81,7 +83,7 @@ def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
     Raises:
         UnknownDependencyError: it cannot be compared.
     """
-    reader = Reader()
+    reader = _new_reader()
     key = tuple((chain, reader.at(value, chain)) for chain in chains)
     return Dependencies(key, tuple(reader.alive))
 
@@ -95,7 +97,7 @@ _SEEN_CLASSES: weakref.WeakKeyDictionary[Any, dict[tuple[type, ...], Dependencie
 
 
 def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
-    reader = Reader()
+    reader = _new_reader()
     reader.leave_out(fun)
     used = () if is_installed(fun) else reader.globals_of(fun, without)
     key = (
@@ -104,3 +106,9 @@ def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
         tuple(used),
     )
     return Dependencies(key, tuple(reader.alive))
+
+
+def _new_reader() -> "Reader":
+    from multitower.models.contents import Reader  # noqa: PLC0415 (at the first look: importing stays quick)
+
+    return Reader()

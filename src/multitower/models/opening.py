@@ -11,7 +11,6 @@ import numpy as np
 from jax.tree_util import treedef_is_leaf
 
 from multitower.models.bytecode import WRITES, Chain, Names
-from multitower.models.contents import UnknownDependencyError
 from multitower.models.dependencies import (
     Dependencies,
     content_of,
@@ -21,7 +20,13 @@ from multitower.models.dependencies import (
 )
 from multitower.models.equinox import is_equinox
 from multitower.models.nnx import classes_of_nnx, is_nnx
-from multitower.models.values import METHOD, is_installed, is_value, types_in
+from multitower.models.values import (
+    METHOD,
+    UnknownDependencyError,
+    is_installed,
+    is_value,
+    types_in,
+)
 from multitower.towers.rows import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"

@@ -18,6 +18,10 @@ _INSTALLED = tuple(
 )
 
 
+class UnknownDependencyError(Exception):
+    """What a function uses cannot be compared with what another one uses."""
+
+
 def is_value(leaf: Any) -> bool:
     """Whether it is equal to another one only if both are the same for good."""
     if isinstance(leaf, METHOD):  # built-in ones too, of a module or of an object: `settings.get`
