@@ -207,7 +207,7 @@ PARTS: dict[str, Callable[[Path, list[str]], Iterator[str]]] = {
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=[*PARTS, []])
+    parser.add_argument("parts", nargs="*", default=[], choices=[*PARTS, []], metavar="PART")
     parser.add_argument("--only", default="", help="rows, by their first cell")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

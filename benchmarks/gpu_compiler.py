@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# What JAX's own package of NVIDIA's libraries had in 2026; an older one gets the same programs.
-RUNTIME, CUDNN = "major: 13", "major: 9 minor: 10"
-
 # An NVIDIA H100 SXM, from its data sheet and the limits of compute capability 9.0.
-H100 = f"""
+H100 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
-runtime_version {{ {RUNTIME} }}
-dnn_version_info {{ {CUDNN} }}
-gpu_device_info {{
-  cuda_compute_capability {{ major: 9 }}
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
   core_count: 132
   fpus_per_core: 128
   threads_per_warp: 32
@@ -43,7 +40,7 @@ gpu_device_info {{
   memory_bandwidth: 3352320000000
   device_memory_size: 85899345920
   clock_rate_ghz: 1.98
-}}
+}
 """
 
 # Of integers a sum, and the largest and the smallest, are the same in any order.

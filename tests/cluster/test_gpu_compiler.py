@@ -53,3 +53,9 @@ def test_law_l3_a_reduction_only_adds():
         assert int(parts) == how.num_parts
         assert floats == f"{sum(map(len, how.parts)) - 1} add"
         assert {one.split()[1] for one in sent.split(", ")} <= {"all-gather", "all-to-all"}
+
+
+def test_it_makes_all_tables_if_none_is_named():
+    """Lie: the command of the results file is refused."""
+    headings = {row[0] for row in rows_of("--only", "none")}
+    assert headings >= {"operation", "GPUs", "model"}
