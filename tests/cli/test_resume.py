@@ -122,6 +122,7 @@ def test_a_run_that_was_refused_stands_in_nobodys_way(tmp_path, capsys):
     assert "holds a run with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_auto_refuses_another_run(tmp_path, capsys):
     """Lie: a changed learning rate or batch that is silently the old one."""
     command = ["train", CIRCLE, "--steps", "1", "--batch-size", "2", "--devices", "1"]

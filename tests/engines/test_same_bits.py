@@ -214,6 +214,7 @@ def test_same_bits_for_one_row_and_eight_towers():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_same_bits_for_a_mixture_of_dtypes_and_shapes():
     """Lie: scalars, empty leaves and 16-bit leaves travel together and lose bits."""
     params = {
@@ -233,6 +234,7 @@ def test_same_bits_for_a_mixture_of_dtypes_and_shapes():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_float64_has_the_same_bits_and_keeps_its_digits():
     """Lie: float64 gradients that pass through float32 on the way."""
     program = """

@@ -245,12 +245,10 @@ def test_law_l3_where_keys_are_made_with_an_offset():
     assert gradient(1.0, seeds) == before != with_offset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
-    [
-        pytest.param(lambda: jax.threefry_partitionable(False), marks=pytest.mark.slow),
-        lambda: jax.enable_x64(True),
-    ],
+    [lambda: jax.threefry_partitionable(False), lambda: jax.enable_x64(True)],
     ids=["threefry_partitionable", "enable_x64"],
 )
 def test_law_l3_in_a_with_block(setting):

@@ -106,7 +106,8 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers):
     assert_close(found, two_towers)
 
 
-@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True])
 def test_law_l2_batch_norm_with_a_flag_in_its_state(jit):
     """BatchNorm's default mode. Lie: a program of one device stops at the mesh in a flag's type."""
     found = train(lambda fun, **kw: mt.value_and_grad(fun, devices=2, **kw), jit, mode="ema")

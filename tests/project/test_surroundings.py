@@ -50,7 +50,7 @@ def test_a_mesh_of_the_users(name, towers):
     "name",
     [  # every operation is a program there, on every device
         "make_parallel",
-        "train_step",
+        pytest.param("train_step", marks=pytest.mark.slow),
         pytest.param("grad", marks=pytest.mark.slow),
         pytest.param("evaluate", marks=pytest.mark.slow),
     ],

@@ -184,6 +184,7 @@ def test_a_stage_that_computes_something_else_is_named(kind, stage, message, fau
         check_stages()
 
 
+@pytest.mark.slow
 def test_a_replica_whose_stage_was_not_updated_is_named(fault):
     # The lie: of several replicas only the first one is looked at.
     def copies(self):

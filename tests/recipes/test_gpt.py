@@ -43,6 +43,7 @@ def documents_of(row):
         yield row[start:end].tolist(), row[start + 1 : end + 1].tolist()
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_predicted_bytes(params, rows):
     # The lies: padding or a separator that counts, a mean of means, nats that are called bits.
     losses = []

@@ -21,12 +21,10 @@ def in_namespace():
     return words if subprocess.run([*words, "true"], check=False).returncode == 0 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
-    [
-        pytest.param("full", "No space left on device", marks=pytest.mark.slow),
-        ("read-only", "Read-only file system"),
-    ],
+    [("full", "No space left on device"), ("read-only", "Read-only file system")],
 )
 def test_a_bad_disk_is_told_and_the_run_goes_on_when_it_is_mended(tmp_path, how, said):
     # The lies: a run that "saves" on; a checkpoint half there, or lost with the failed one.

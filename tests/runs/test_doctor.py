@@ -27,7 +27,7 @@ def test_it_can_be_read(monkeypatch, capsys):
     assert capsys.readouterr().out.count("one device and all of them agree") == 2
 
 
-@pytest.mark.parametrize("in_stages", [False, True])
+@pytest.mark.parametrize("in_stages", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_devices_that_disagree_are_found(in_stages, monkeypatch, capsys):
     # The lie: a self-test that cannot fail.
     real, layouts = doctor.train_step, []

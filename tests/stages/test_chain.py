@@ -123,7 +123,8 @@ def test_trap_integers_and_keys_across_stages():
     check(loss, BLOCKS[:3], X, jax.random.key(0), stages=3)
 
 
-@pytest.mark.parametrize("stages", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 3])
 def test_trap_dropout_under_other_cuts_and_recomputation(stages):
     """pytorch#55036, OLMo-core#828: other masks when computed again, or when cut elsewhere."""
 
@@ -205,7 +206,7 @@ def test_a_checkpoint_around_all_is_cut_and_one_that_fits_is_not():
     ("stages", "reverse"),
     [
         (3, True),
-        (4, False),
+        pytest.param(4, False, marks=pytest.mark.slow),
         pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(2, True, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.slow),

@@ -140,9 +140,14 @@ def test_a_resume_keeps_it(tmp_path):
     [
         {"compute_dtype": jnp.bfloat16, "clip_norm": 1.0},
         {"compute_dtype": jnp.float16, "towers": 2},
-        {"towers": 2, "shard_update": True, "clip_norm": 1.0},
-        {"towers": 2, "stages": 2, "clip_norm": 1.0},
-        {"towers": 2, "sync_every": 1},
+        *(
+            pytest.param({"towers": 2, **options}, marks=pytest.mark.slow)
+            for options in (
+                {"shard_update": True, "clip_norm": 1.0},
+                {"stages": 2, "clip_norm": 1.0},
+                {"sync_every": 1},
+            )
+        ),
     ],
     ids=["bfloat16", "float16", "shard_update", "stages", "sync_every"],
 )

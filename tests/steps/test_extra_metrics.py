@@ -72,7 +72,7 @@ def numpy_norms(limit):
     [
         ("fast", LIMIT),
         ("same bits", LIMIT),
-        ("blocks", None),
+        pytest.param("blocks", None, marks=pytest.mark.slow),
         ("shards", LIMIT),
         pytest.param("stages", None, marks=pytest.mark.slow),
         ("a call for all", LIMIT),

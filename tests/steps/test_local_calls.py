@@ -93,6 +93,7 @@ def test_law_l3_calls_have_the_bits_of_single_steps(in_calls, one_by_one, monkey
     assert events == [*first, *second, *third, "run", *third, "total"]
 
 
+@pytest.mark.slow
 def test_batches_that_lie_on_the_devices_or_in_one_array(in_calls, one_by_one):
     state = start(in_calls)
     ahead = mt.prefetch(BATCHES[:3], towers=3, devices=2, global_batch=9)

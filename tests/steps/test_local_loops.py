@@ -123,6 +123,7 @@ def elements(text):
     return sum(np.prod([int(dim) for dim in dims.split(",") if dim], dtype=int) for dims in shapes)
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_in_the_loop(looped):
     """Read off the compiled programs: collectives, and the bodies of loops with what they call."""
     looped(start(looped), BATCHES[:3])

@@ -184,6 +184,7 @@ def batches(first):
     return itertools.islice(BATCHES, first, None)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_an_overflow_and_resumes_with_its_scale(tmp_path):
     whole = trainer_of(devices=1).fit(PARAMS, batches, steps=4)
     assert whole.loss_scale["scale"] == FIRST / 2
@@ -237,6 +238,7 @@ def test_a_metric_of_its_name_is_refused():
         step(step.init(np.float32(1)), np.ones(2, np.float32))
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_out_what_would_be_refused():
     plan = mt.plan(
         losses, optax.sgd(LR), PARAMS, GOOD, devices=2, towers=2, compute_dtype=jnp.float16

@@ -69,6 +69,7 @@ def test_a_changed_state_is_taken_over_and_another_steps_state_too():
     np.testing.assert_allclose(metrics["loss"], (batch["y"] ** 2).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_blocks_of_another_model_are_not_those_of_the_first():
     step, _ = make(towers=2, shard_update=True)
     batch = make_batch(8, 1)
@@ -79,6 +80,7 @@ def test_blocks_of_another_model_are_not_those_of_the_first():
         assert state.params["w"].dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard_update": True}, {"stages": 2, "devices": 1}], ids=str)
 def test_models_of_other_shapes_take_turns(options):
     """Lie: the states of one model in the blocks or programs of the model that came last."""

@@ -106,6 +106,7 @@ def test_a_batch_that_lies_on_two_devices():
     assert_close(state.params, replay(BATCHES[:1])[0])
 
 
+@pytest.mark.slow
 def test_one_step_for_two_models():
     """Lies: the second model in the blocks of the first one; metrics that no sum can take."""
     step = mt.train_step(

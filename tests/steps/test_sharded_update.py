@@ -79,6 +79,7 @@ def test_it_equals_the_whole_update(optimizer):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_ragged_batches_and_16_bit_parameters():
     def per_row(params, batch):
         return (batch @ params.astype(jnp.float32)) ** 2

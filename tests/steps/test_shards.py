@@ -260,7 +260,8 @@ def test_a_checkpoint_goes_on_anywhere(trained, tmp_path):
                 assert mt.fingerprint(adopted) == saved
 
 
-@pytest.mark.parametrize("way", ["params", pytest.param("update", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["params", "update"])
 def test_a_module_a_ratio_and_towers_that_meet(way):
     # The lie: shards in the hands of a module, or a mean over one device's rows.
     class Net(nnx.Module):
@@ -364,6 +365,7 @@ def test_options_that_exclude_each_other():
         mt.train_step(losses, sgd, stages=2, shard_update=True)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_shards(tmp_path):
     # The lie: another way to keep the state, taken for another run.
     def fit(steps, **options):

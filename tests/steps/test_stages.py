@@ -79,6 +79,7 @@ def test_each_leaf_is_on_the_devices_of_its_stage():
     assert [leaf.devices() for leaf in state.opt_state[0].mu] == places
 
 
+@pytest.mark.slow
 def test_scalar_losses_metrics_and_a_sum_of_losses():
     def loss(params, batch):
         each = losses(params, batch)
@@ -89,7 +90,8 @@ def test_scalar_losses_metrics_and_a_sum_of_losses():
     assert set(metrics) == {"loss", "rows", "mean", "weighted"}
 
 
-@pytest.mark.parametrize("bad", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [1, None])
 def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
     # The lie: the stage whose gradients are finite moves, the others stay.
     batches = X.copy()
@@ -443,6 +445,7 @@ def test_state_that_never_changes_is_split_with_its_stacked_parameter():
     assert mt.fingerprint(other) == mt.fingerprint(state)
 
 
+@pytest.mark.slow
 def test_state_that_never_changes_is_where_its_parameter_is():
     # The lie: the first weights of all stages on the last one, and copied to each at every step.
     optimizer = optax.chain(

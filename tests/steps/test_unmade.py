@@ -139,6 +139,7 @@ def test_trap_a_model_that_fits_no_device_is_made_in_pieces(watch, is_function):
     assert [share <= most < share + 5 * LEAF for most in devices] == [True, True], devices
 
 
+@pytest.mark.slow
 def test_trap_stacked_layers_are_made_one_array_after_the_other(watch):
     # The lies: all stacks in the host's memory at once, or one of them whole on a device.
     def loss(stacks, batch):
@@ -247,6 +248,7 @@ def test_arrays_that_a_function_closes_over_are_in_no_program(monkeypatch):
         assert params[name].addressable_shards[0].data.size == -(-params[name].size // 2)
 
 
+@pytest.mark.slow
 def test_modules():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -267,6 +269,7 @@ def test_modules():
     assert isinstance(step.model(state), Net)
 
 
+@pytest.mark.slow
 def test_a_trainer_never_makes_the_whole(monkeypatch, tmp_path):
     # The lie: a look at the parameters on the way, for their names or shapes, makes all of them.
     monkeypatch.setattr(First, "whole", lambda _: pytest.fail("made the whole state"))

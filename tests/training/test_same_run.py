@@ -172,7 +172,7 @@ def test_law_l4_batches_of_any_size_go_on_where_a_full_one_is_said(tmp_path):
         assert fit(tmp_path, optax.sgd(0.1), steps=steps, rows=rows).step == steps
 
 
-@pytest.mark.parametrize("cut", [2, 5])
+@pytest.mark.parametrize("cut", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_law_l4_a_run_that_goes_on_with_a_ragged_batch(cut, tmp_path):
     """Lie: the ragged batch is taken for a full one, and its rows go to other towers."""
 

@@ -135,6 +135,7 @@ def test_nothing_is_compiled_anew_and_the_old_state_is_spent(way):
         step(state, ROWS[0])
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_any_number_of_devices():
     def change(state):
         state.opt_state.hyperparams["learning_rate"] = 0.05

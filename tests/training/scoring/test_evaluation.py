@@ -56,6 +56,7 @@ def test_law_l3_of_a_data_set_on_several_devices(devices):
     assert evaluate(lambda _, x: {"value": 1 / x}, 0.0, zeros, **where) == {"value": -math.inf}
 
 
+@pytest.mark.slow
 def test_a_model_in_stages_is_scored_in_stages():
     # The lies: cut for training, and copied whole to every device, or to others, to be scored.
     size = 21  # a shape of no other test

@@ -192,6 +192,7 @@ def test_what_cannot_be_logged_to_is_said(monkeypatch, tmp_path):
         mt.ExperimentLog("wandb", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_line_logs_and_resumes_in_the_same_run(wandb, mlflow, tmp_path, capsys):
     """Lies: a flag that resume drops; a second logged run for the rest."""
     command = ["train", str(places.CIRCLE), "--devices", "1", "--batch-size", "12", "--towers", "1"]
