@@ -1,13 +1,13 @@
 """Trainer: from a loss function to a finished, resumable run."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from multitower.errors import ArgumentError, CheckpointError, refuse_foreign, warn
+from multitower.errors import ArgumentError, CheckpointError, refuse_foreign
 from multitower.functions.objective import Reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.processes.leaving import hosts_of_all
@@ -20,11 +20,10 @@ from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState, check_is_state
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
-from multitower.training.checkpoints.best import BestCheckpoint, warn_of_worst
+from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
 from multitower.training.progress import Hook, Progress, epoch_of
-from multitower.training.scoring.chunks import repeatable
 from multitower.training.scoring.evaluation import evaluate
 from multitower.training.scoring.prediction import predict
 
@@ -163,32 +162,16 @@ class Trainer:
         profile: tuple[int, int] | None = None,
         hooks: Sequence[Hook] | Hook | None = None,
     ) -> None:
-        _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
-        _check_one_of("best", best, ("max", "min"))
-        if keep_best is not None and run_dir is None:
-            raise ArgumentError(f"keep_best={keep_best!r} needs a run_dir to keep it in.")
-        if keep_best is not None:
-            warn_of_worst("keep_best", keep_best, best)
-        if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(
-                f"early_stopping={early_stopping!r}: pass mt.EarlyStopping('accuracy', patience=3)."
-            )
-        if checkpoint_every < 1 or keep_last < 1 or check_replicas_every < 0:
-            raise ArgumentError(
-                f"checkpoint_every={checkpoint_every} and keep_last={keep_last} must be 1 or more, "
-                f"check_replicas_every={check_replicas_every} 0 or more."
-            )
-        if profile is not None:
-            from multitower.training.profile import check_profile  # noqa: PLC0415 (importing stays quick)
-
-            check_profile(profile)
-            if run_dir is None:
-                raise ArgumentError(f"profile={profile} needs a run_dir to write to.")
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
+            Kept,
+            as_hooks,
+            check_settings,
             settings_that_decide,
             steps_per_call_of,
         )
 
+        kept = Kept(run_dir, checkpoint_every, keep_last, keep_best, best, profile)
+        check_settings(kept, on_nonfinite, check_replicas_every, early_stopping)
         options: dict[str, Any] = {
             "devices": devices,
             "towers": towers,
@@ -218,13 +201,12 @@ class Trainer:
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
             self._settings[RULE] = early_stopping.in_words()
-            warn_of_worst(RULE, early_stopping.score, early_stopping.best)
         skip = on_nonfinite == "skip"
         self.step: TrainStep = train_step(
             loss_fn, optimizer, diagnostics=True, skip_nonfinite=skip, **options
         )
         self._loss = LossFunction.of(loss_fn)
-        self.hooks = _as_hooks(hooks)
+        self.hooks = as_hooks(hooks)
         self.stopped: str | None = None
         self._is_shown = hooks is None
         self._display: Display | None = None
@@ -316,7 +298,9 @@ class Trainer:
         from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)
             Resume,
             check_batches,
+            check_no_test_phase,
             refuse_best_of_before,
+            warn_of_a_last_meeting,
         )
         from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
         from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
@@ -330,8 +314,9 @@ class Trainer:
             )
         self._loss.check_extras(model_state, rng, "trainer.fit(..., ")
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
-        self._check_test_phase(evaluate_every)
-        self._warn_of_a_last_meeting(steps)
+        if not evaluate_every:
+            check_no_test_phase(self._best, self._early_stopping)
+        warn_of_a_last_meeting(steps, self._options["sync_every"])
         if self._profile is not None:
             from multitower.training.profile import check_profile  # noqa: PLC0415 (likewise)
 
@@ -446,8 +431,11 @@ class Trainer:
         Raises:
             MultitowerError: as `multitower.evaluate`.
         """
-        scores = self._in_stages(
+        from multitower.training.scoring.as_trained import scored_as_trained  # noqa: PLC0415 (importing stays quick)
+
+        scores = scored_as_trained(
             evaluate,
+            self._options,
             (metrics, self.model(state)),
             dataset,
             global_batch=global_batch,
@@ -490,10 +478,12 @@ class Trainer:
             MultitowerError: as `multitower.predict`.
         """
         from multitower.training.console import shown_rows  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.scoring.as_trained import scored_as_trained  # noqa: PLC0415 (likewise)
 
         with shown_rows(data, self._is_shown and is_first()) as progress:
-            return self._in_stages(
+            return scored_as_trained(
                 predict,
+                self._options,
                 (fn, self.model(state)),
                 data,
                 global_batch=global_batch,
@@ -519,20 +509,6 @@ class Trainer:
             self._while_it_runs,
         )
 
-    def _check_test_phase(self, evaluate_every: int) -> None:
-        if self._best is not None and not evaluate_every:
-            warn(
-                f"keep_best={self._best.metric!r}: this fit makes no test phase, and no state is "
-                "kept unless you call trainer.evaluate yourself. Pass fit(evaluate=..., "
-                "evaluate_every=...), with a function that calls trainer.evaluate."
-            )
-        if self._early_stopping is not None and not evaluate_every:
-            raise ArgumentError(
-                f"early_stopping={self._early_stopping.score!r} needs a test phase: pass "
-                "fit(evaluate=..., evaluate_every=...), with a function that calls "
-                "trainer.evaluate."
-            )
-
     def _end(self, reason: str) -> None:
         self.stopped = reason
         if self._display is not None:
@@ -557,30 +533,6 @@ class Trainer:
                 yield
         finally:
             self._patience = self._display = None
-
-    def _warn_of_a_last_meeting(self, steps: int) -> None:
-        every = self._options["sync_every"]
-        if every is not None and (left := steps % every):
-            warn(
-                f"steps={steps} is no multiple of sync_every={every}: the last {left} steps of "
-                "every tower are not in the parameters of the state, which are those of the last "
-                f"meeting. Make {steps - left + every} steps."
-            )
-
-    def _in_stages(
-        self, run: Callable[..., Any], given: tuple[Any, Any], data: Any, **how: Any
-    ) -> Any:
-        """As `evaluate` or `predict`; in stages, if the function can be cut like the loss."""
-        again = repeatable(data)
-        where = {name: self._options[name] for name in ("devices", "towers")}
-        if self._options["stages"] is not None:
-            stages = {name: self._options[name] for name in ("stages", "layout", "interleave")}
-            try:
-                return run(*given, again(), **how, **where, **stages)
-            except ArgumentError as error:
-                what = "the metrics" if run is evaluate else "the function"
-                warn(f"{what}: {error} As it is, every device gets the whole model.")
-        return run(*given, again(), **how, **where)
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:
@@ -615,22 +567,3 @@ def _scored(state: TrainState) -> TrainState:
     if average is None:
         return state
     return TrainState(state.shared()._replace(params=average), origin=state.origin)
-
-
-def _as_hooks(hooks: Any) -> list[Hook]:
-    """The hooks that a user gives: a list of them, one alone, or None."""
-    if hooks is None:
-        return []
-    is_list = isinstance(hooks, Iterable) and not callable(hooks)
-    found: list[Any] = list(hooks) if is_list else [hooks]
-    for hook in found:
-        if isinstance(hook, EarlyStopping):
-            raise ArgumentError(f"hooks has an EarlyStopping: pass it as early_stopping={hook!r}.")
-        if not callable(hook):
-            raise ArgumentError(f"hooks has {hook!r}: a hook is a function of an mt.Progress.")
-    return found
-
-
-def _check_one_of(name: str, value: str, words: tuple[str, ...]) -> None:
-    if value not in words:
-        raise ArgumentError(f"{name}={value!r}: say {' or '.join(map(repr, words))}.")

@@ -4,10 +4,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from multitower.errors import ArgumentError, RunError
+from multitower.errors import ArgumentError, RunError, warn
 from multitower.steps.state.train_state import TrainState
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
+from multitower.training.fitting.early_stopping import EarlyStopping
 
 
 class Resume(NamedTuple):
@@ -99,3 +100,32 @@ def begin_at(
             "choose another run_dir."
         )
     return first, state, saved
+
+
+def check_no_test_phase(best: BestCheckpoint | None, early_stopping: EarlyStopping | None) -> None:
+    """Looks for what waits for a score, in a run that makes no test phase.
+
+    Raises:
+        ArgumentError: it is early stopping.
+    """
+    if best is not None:
+        warn(
+            f"keep_best={best.metric!r}: this fit makes no test phase, and no state is kept unless "
+            "you call trainer.evaluate yourself. Pass fit(evaluate=..., evaluate_every=...), with "
+            "a function that calls trainer.evaluate."
+        )
+    if early_stopping is not None:
+        raise ArgumentError(
+            f"early_stopping={early_stopping.score!r} needs a test phase: pass fit(evaluate=..., "
+            "evaluate_every=...), with a function that calls trainer.evaluate."
+        )
+
+
+def warn_of_a_last_meeting(steps: int, sync_every: int | None) -> None:
+    """Warns of a run with local updates that ends between two meetings."""
+    if sync_every is not None and (left := steps % sync_every):
+        warn(
+            f"steps={steps} is no multiple of sync_every={sync_every}: the last {left} steps of "
+            "every tower are not in the parameters of the state, which are those of the last "
+            f"meeting. Make {steps - left + sync_every} steps."
+        )

@@ -1,13 +1,19 @@
-"""The settings of a run that determine its bits, apart from its data and its first state."""
+"""The settings of a trainer: which make sense, and which determine the bits of its runs."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
+from multitower.errors import ArgumentError
 from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
+from multitower.training.checkpoints.best import warn_of_worst
+from multitower.training.fitting.early_stopping import RULE, EarlyStopping
+from multitower.training.profile import check_profile
+from multitower.training.progress import Hook
 
 _ALWAYS = (
     "towers",
@@ -20,6 +26,71 @@ _ALWAYS = (
 # Of local updates over several processes, where the user says nothing.
 MOST_STEPS_PER_CALL = 16
 _ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale", "momentum_correction")
+
+
+class Kept(NamedTuple):
+    """What a run keeps on disk, by the names of `Trainer`'s arguments."""
+
+    run_dir: str | Path | None
+    checkpoint_every: int
+    keep_last: int
+    keep_best: str | None
+    best: str
+    profile: tuple[int, int] | None
+
+
+def check_settings(
+    kept: Kept, on_nonfinite: str, check_replicas_every: int, early_stopping: Any
+) -> None:
+    """Checks the arguments of a `Trainer` that a step does not check.
+
+    Raises:
+        ArgumentError: one has a wrong value.
+    """
+    _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
+    _check_one_of("best", kept.best, ("max", "min"))
+    if kept.keep_best is not None:
+        if kept.run_dir is None:
+            raise ArgumentError(f"keep_best={kept.keep_best!r} needs a run_dir to keep it in.")
+        warn_of_worst("keep_best", kept.keep_best, kept.best)
+    if early_stopping is not None:
+        if not isinstance(early_stopping, EarlyStopping):
+            raise ArgumentError(
+                f"early_stopping={early_stopping!r}: pass mt.EarlyStopping('accuracy', patience=3)."
+            )
+        warn_of_worst(RULE, early_stopping.score, early_stopping.best)
+    if kept.checkpoint_every < 1 or kept.keep_last < 1 or check_replicas_every < 0:
+        raise ArgumentError(
+            f"checkpoint_every={kept.checkpoint_every} and keep_last={kept.keep_last} must be 1 or "
+            f"more, check_replicas_every={check_replicas_every} 0 or more."
+        )
+    if kept.profile is not None:
+        check_profile(kept.profile)
+        if kept.run_dir is None:
+            raise ArgumentError(f"profile={kept.profile} needs a run_dir to write to.")
+
+
+def _check_one_of(name: str, value: str, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ArgumentError(f"{name}={value!r}: say {' or '.join(map(repr, words))}.")
+
+
+def as_hooks(hooks: Any) -> list[Hook]:
+    """The hooks that a user gives: a list of them, one alone, or None.
+
+    Raises:
+        ArgumentError: one of them is no function.
+    """
+    if hooks is None:
+        return []
+    is_list = isinstance(hooks, Iterable) and not callable(hooks)
+    found: list[Any] = list(hooks) if is_list else [hooks]
+    for hook in found:
+        if isinstance(hook, EarlyStopping):
+            raise ArgumentError(f"hooks has an EarlyStopping: pass it as early_stopping={hook!r}.")
+        if not callable(hook):
+            raise ArgumentError(f"hooks has {hook!r}: a hook is a function of an mt.Progress.")
+    return found
 
 
 def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[str, Any]:
