@@ -260,11 +260,72 @@ def test_a_table_in_a_batch_is_told():
         step(step.init(W), batch)
 
 
+def of_the_batch(w, x):
+    return losses(w, x) / x.shape[0]
+
+
+def of_the_data_set(w, x):
+    return 60_000 / len(x) * losses(w, x)
+
+
+def as_a_sum(w, x):
+    return jnp.tanh(losses(w, x)) * len(x) + 1
+
+
+def with_a_share_of_a_penalty(w, x):
+    return losses(w, x) + jnp.sum(w**2) / len(x)
+
+
+def mean_with_a_share(w, x):
+    return 2 * (losses(w, x).mean() - jnp.sum(w**2) / len(x))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [of_the_batch, of_the_data_set, as_a_sum, with_a_share_of_a_penalty, mean_with_a_share],
+)
+def test_what_is_divided_by_the_number_of_rows_is_told(loss):
+    # The lie: a loss that grows with the number of towers, and nobody is told.
+    said = r"(loss|result) \((mul|div) .*\): it depends on the number of rows.*undivided"
+    runs = [mt.value_and_grad(loss, devices=2)]
+    if loss is not mean_with_a_share:
+        runs.append(mt.make_parallel(loss, in_axes=(None, 0), devices=2))
+    for run in runs:
+        with pytest.warns(mt.MultitowerWarning, match=said) as told:
+            look_at(run, X)
+        assert len(told) == 1
+    (problem,) = mt.check_parallel(loss, W, X).problems
+    assert problem.kind == "row count"
+    assert "x" in problem.where
+
+
 # ---------------------------------------------------------------- what it used to cry wolf at
 
 
 def scaled_by_the_data_set(w, x):
     return 60_000 / x.shape[0] * losses(w, x).sum()
+
+
+def summed_after_it_was_divided(w, x):
+    return (losses(w, x) / len(x)).sum()
+
+
+def weighted(w, x):
+    shares = jnp.ones(len(x)) / len(x)
+    return (losses(w, x) * shares).sum() + jnp.vdot(x @ w, shares)
+
+
+def divided_and_multiplied(w, x):
+    return jnp.abs(losses(w, x) / len(x)) * len(x)
+
+
+def discounted(w, x):
+    return losses(w, x) * 0.9 ** mt.row_index(x) * (1 + mt.row_index(x))
+
+
+def divided_by_a_number(w, x):
+    other = x[:, 0] * 1234.5678 / 223
+    return losses(w, x) / 211 + other  # numbers of rows that the reader tries
 
 
 def averaged_with_weights(w, x):
@@ -311,6 +372,11 @@ def convolved_features(w, x):
 
 
 RIGHT = [
+    summed_after_it_was_divided,
+    weighted,
+    divided_and_multiplied,
+    discounted,
+    divided_by_a_number,
     averaged_with_weights,
     with_a_full_mask,
     summed_by_a_scan,

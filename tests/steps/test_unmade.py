@@ -310,3 +310,6 @@ def test_a_function_with_arguments_is_refused(options):
     step = mt.train_step(scanned, optax.sgd(0.1), towers=2, devices=2, **options)
     with pytest.raises(ArgumentError, match=r"make, which takes key: .* lambda: make\(...\)"):
         step.init(make)
+    shapes = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
+    with pytest.raises(ArgumentError, match=r"params\['w'\] is ShapeDtypeStruct.*without values"):
+        step.init(shapes)

@@ -552,3 +552,12 @@ def test_the_model_is_what_is_scored():
     assert mt.fingerprint(plain.model(state, ema=False)) == mt.fingerprint(state.params)
     with pytest.raises(mt.ArgumentError, match=r"ema=True\): this state has no moving average"):
         plain.model(state, ema=True)
+
+
+def test_complex_metrics_are_refused_by_name():
+    def loss(w, batch):
+        return (w - batch["x"]) ** 2, {"phase": {"factor": batch["x"] * 1j}}
+
+    trainer = mt.Trainer(loss, optax.sgd(0.1), towers=2, devices=2, hooks=[])
+    with pytest.raises(mt.OutputError, match=r"metric 'phase/factor' is complex.*\.real"):
+        trainer.fit(jnp.float32(0), lambda _: iter([{"x": np.ones(4, np.float32)}] * 2), steps=1)

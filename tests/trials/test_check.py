@@ -162,7 +162,7 @@ WRONG = [
     (largest, "mixed rows", "output", "reduce_max "),
     (sorted_rows, "mixed rows", "output", "sort "),
     (running_mean, "mixed rows", "output", "scan "),
-    (times_the_rows, "row count", "output", None),
+    (times_the_rows, "row count", "output", "div .*len"),
     (discounted, "row count", "output", None),
     (dropout_of_its_own, "same numbers", "random numbers", "random_bits .*bernoulli"),
     (noise_of_numpy, "not repeatable", "output", None),

@@ -5,13 +5,22 @@ may do such things on purpose.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import MIXED, SAME_NUMBERS, STATISTICS, Problem, summed, table
+from multitower.checks.problems import (
+    COUNTED,
+    MIXED,
+    SAME_NUMBERS,
+    STATISTICS,
+    Problem,
+    summed,
+    table,
+)
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
 from multitower.errors import warn
@@ -44,12 +53,15 @@ def look(
             every tower gets the whole of it.
 
     Warns:
-        MultitowerWarning: rows are mixed, a sum is averaged, all towers draw the same numbers, a
-            table is cut, or the number of devices decides over how many rows BatchNorm works.
+        MultitowerWarning: rows are mixed, a sum is averaged, a row is divided by the number of
+            rows, all towers draw the same numbers, a table is cut, or the number of devices decides
+            over how many rows BatchNorm works.
     """
     traced = read_tower(outputs, rows, others)
     if traced is None:
         return  # a fixed number of rows, or a mistake that the call itself will tell
+    if any(flow.counted for flow in traced[0].outputs):
+        traced = _sure_of_counts(traced, outputs, rows, others)
     reading, results = traced[0], Results.of(*traced)
     found = [
         *(table(*named(n), place) for n, place in reading.tables.items()),
@@ -122,6 +134,23 @@ def read_tower(
     return read(program, flows, num_rows, batch_rows, all_rows), tree, num_rows
 
 
+def _sure_of_counts(
+    traced: tuple[Reading, dict[str, Any], int],
+    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    rows: Sequence[Any],
+    others: Any,
+) -> tuple[Reading, dict[str, Any], int]:
+    """What was read, without numbers that are no longer those of rows if there are others."""
+    reading, tree, num_rows = traced
+    again = read_tower(outputs, rows, (others, jax.ShapeDtypeStruct((num_rows,), jnp.float32)))
+    flows = again[0].outputs if again else [Flow()] * len(reading.outputs)
+    sure = [
+        one if other.counted == one.counted else replace(one, counted=None)
+        for one, other in zip(reading.outputs, flows, strict=True)
+    ]
+    return reading._replace(outputs=sure), tree, num_rows
+
+
 class _Result(NamedTuple):
     """A leaf of what a tower computes; `kind` is loss, aux, metrics, result or a state."""
 
@@ -191,6 +220,8 @@ def _of_results(results: Results, averages: bool, told: set[str]) -> list[Proble
                 problems.append(Problem("mixed rows", one.name, place, MIXED))
         elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
             problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
+        elif flow.counted:
+            problems.append(Problem("row count", one.name, flow.counted, COUNTED))
     return problems
 
 

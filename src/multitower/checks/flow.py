@@ -26,6 +26,8 @@ class Flow:
             of one row of the batch alone.
         roots: the operations that summed over rows or mixed them first, where all of this began.
         is_mean: whether a linear one was divided by the number of rows.
+        counted: the operation that divided or multiplied it by the number of rows, and its line;
+            twice, the other way round, is not at all. A sum over rows is a mean then.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
         is_index: whether the numbers of the rows went into it: row i may be found with it.
@@ -39,6 +41,7 @@ class Flow:
     mixed: tuple[str, ...] = ()
     roots: frozenset[str] = frozenset()
     is_mean: bool = False
+    counted: str | None = None
     varies: bool = False
     is_drawn: bool = False
     is_index: bool = False
@@ -87,6 +90,7 @@ def join(a: Flow, b: Flow) -> Flow:
         all_places([a, b], more),
         a.roots | b.roots | frozenset(more),
         is_mean,
+        a.counted or b.counted,
         a.varies or b.varies,
         a.is_drawn or b.is_drawn,
         a.is_index and b.is_index,

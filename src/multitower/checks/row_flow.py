@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -129,6 +130,7 @@ class _Reader:
             all_places(inputs, [mixing] if mixing else ()),
             _roots(inputs, mixing),
             word == "linear" and self._is_mean(name, inputs),
+            self._counted(equation, name, word, inputs),
             varies,
             name in _DRAWS or any(flow.is_drawn for flow in inputs),
             any(flow.is_index for flow in inputs) or self._is_row_index(equation),
@@ -147,12 +149,34 @@ class _Reader:
         linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
         if linear and all(linear):
             return True
+        if name not in _LINEAR_TOGETHER and any(flow.counted for flow in inputs):
+            return True
         numbers = _numbers(inputs)
         if name == "div":
             return any(_divides(self._num_rows, number) for number in numbers)
-        if name == "mul":
+        if name in ("mul", "dot_general"):
             return any(_divides(self._num_rows, 1 / n) or self._is_share(n) for n in numbers)
         return False
+
+    def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
+        """Where the number of rows went into it as a factor, once."""
+        is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.outvars)
+        if self._all_rows or not is_float:
+            return None  # it may be a share of the rows of all towers, or a place among them
+        handed_on: set[Word] = {"free", "by row"}
+        if word == "linear":
+            handed_on = {"linear", "free"} if name in _LINEAR_TOGETHER else {"linear"}
+        unknown = [flow for flow in inputs if flow.value is None]  # numbers speak for themselves
+        before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
+        if word in ("linear", "mixed"):
+            return before if word == "linear" else None
+        numbers = _numbers(inputs) if name in ("mul", "div") else []
+        if any(self._is_number_of_rows(n) or self._is_share(n) for n in numbers):
+            return None if before else self._where(equation)
+        return before
+
+    def _is_number_of_rows(self, number: float) -> bool:
+        return _divides(self._num_rows, number) or _divides(self._num_rows, 1 / number)
 
     def _is_share(self, number: float) -> bool:
         """Whether it is N / rows, for a data set of N rows."""
@@ -343,9 +367,9 @@ def _roots(inputs: Sequence[Flow], mixing: str | None) -> frozenset[str]:
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:
-    """The constants among the inputs of an equation, without zero."""
+    """The real constants among the inputs of an equation, without zero."""
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
-    return [float(value) for value in values]
+    return [float(value) for value in values if not np.iscomplexobj(value)]
 
 
 def _divides(rows: int, number: float, *, exact: bool = False) -> bool:

@@ -103,15 +103,15 @@ class TrainStep:
 
         Raises:
             GradientError: a parameter that is no float; the message names its path.
-            ArgumentError: `params` is a `TrainState`; `rng` or `model_state` is missing, not
-                wanted, or no typed key; or the learning rate is wanted in the metrics, and the
-                optimizer does not tell it.
+            ArgumentError: `params` is a `TrainState`, or has shapes without values; `rng` or
+                `model_state` is missing, not wanted, or no typed key; or the learning rate is
+                wanted in the metrics, and the optimizer does not tell it.
             ConfigurationError: `jax.set_mesh` is active.
         """
         refuse_a_mesh()
         refuse_a_state(params)
         self._step.loss.check_extras(model_state, rng)
-        from multitower.steps.unmade import take_params  # noqa: PLC0415 (importing stays quick)
+        from multitower.steps.unmade import refuse_shapes, take_params  # noqa: PLC0415 (importing stays quick)
 
         way = self._find_way()
         params = take_params(params, in_parts=way.makes_in_parts)
@@ -120,6 +120,7 @@ class TrainStep:
             params, model_state = self._take(model, model_state)
         else:
             refuse_modules_inside(params)
+        refuse_shapes(params)
         check_differentiable(params, lambda: "params")
         check_learning_rate(self._step, params)
         fields = Fields(np.int32(0), params, None, None, model_state, rng)

@@ -66,6 +66,20 @@ def take_params(params: Any, *, in_parts: bool) -> Any:
     return take_model(params) if is_model(params) else params
 
 
+def refuse_shapes(params: Any) -> None:
+    """Refuses shapes where arrays are wanted.
+
+    Raises:
+        ArgumentError: a leaf is a `jax.ShapeDtypeStruct`, and not what a function will make.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, Unmade):
+            raise ArgumentError(
+                f"params{jax.tree_util.keystr(path)} is {leaf}, a shape without values. Pass "
+                "arrays, or a function without arguments that makes them: init(make_params)."
+            )
+
+
 def made_in_parts(
     leaves: Sequence[Unmade], shardings: Sequence[Any], placement: Placement
 ) -> list[jax.Array]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from multitower.errors import NonFiniteError
+from multitower.errors import NonFiniteError, OutputError
 from multitower.functions.outputs import metric_name
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.lazy_rows import LazyRows
@@ -120,14 +120,23 @@ class MetricsReader:
             self._read(last - len(num_rows) + 1 + place, jax.tree.map(at, values), rate)
 
     def _read(self, number: int, values: dict[str, Any], rate: float | None) -> None:
-        """Judges one step, and tells of it."""
+        """Judges one step, and tells of it.
+
+        Raises:
+            OutputError: a metric is complex.
+        """
         tower_losses = [float(x) for x in values.pop("tower_losses")]
         finite = values.pop("finite_params")
-        numbers = {
-            metric_name(path): float(value)
-            for path, value in jax.tree_util.tree_flatten_with_path(values)[0]
-            if np.ndim(value) == 0
-        }
+        numbers: dict[str, float] = {}
+        for path, value in jax.tree_util.tree_flatten_with_path(values)[0]:
+            name = metric_name(path)
+            if np.iscomplexobj(value):
+                raise OutputError(
+                    f"the metric {name!r} is complex, and metrics are real numbers: return its "
+                    ".real and .imag by names of their own, or jnp.abs of it."
+                )
+            if np.ndim(value) == 0:
+                numbers[name] = float(value)
         if self._on_nonfinite == "stop":
             self._refuse_nonfinite(number, numbers["loss"], tower_losses, finite)
         epoch = epoch_of(number, self._steps_per_epoch)

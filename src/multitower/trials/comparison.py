@@ -74,7 +74,8 @@ class Compared(NamedTuple):
     def mixed(self, text: str) -> Problem:
         """The problem that rows meet, in these words if nothing more is known of it."""
         if text == MIXED and self.read and not self.flow.mixed:
-            return Problem("row count", self.name, self.flow.origin, COUNTED)
+            place = self.flow.counted or self.flow.origin
+            return Problem("row count", self.name, place, COUNTED)
         if self.read and self.read[1].are_statistics(self.flow):
             text = STATISTICS.format(num=self.num_towers)
         places = self.flow.places
