@@ -107,6 +107,12 @@ def step_in_jit():
     jax.jit(made)(made.init(W), X)
 
 
+def step_in_jit_that_closes_over_all():
+    made = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=2)
+    state = made.init(W)
+    jax.jit(lambda: made(state, X))()
+
+
 def step_in_scan():
     made = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=2)
     jax.lax.scan(made, made.init(W), np.stack([X, X]))
@@ -610,6 +616,11 @@ WRONG = {
         "one dict.*one pytree per tower",
     ),
     "a step inside jit": (step_in_jit, mt.ArgumentError, "inside jax.jit.*call it directly"),
+    "a step inside jit, closing over all": (
+        step_in_jit_that_closes_over_all,
+        mt.ArgumentError,
+        "inside jax.jit.*call it directly",
+    ),
     "a step inside scan": (step_in_scan, mt.ArgumentError, r"jax.lax.scan.*mt.value_and_grad"),
     "no optimizer": (
         lambda: mt.train_step(losses, 0.1),

@@ -8,7 +8,7 @@ import jax
 from multitower.errors import ArgumentError
 from multitower.steps.parts import ShardOptions
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.rows import Parts, is_traced
+from multitower.towers.rows import Parts, are_traced
 
 
 def check_numbers(ema_decay: Any, global_batch: Any, clip_norm: Any) -> None:
@@ -72,12 +72,12 @@ def refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
     """Refuses a call inside another transformation.
 
     Raises:
-        ArgumentError: a leaf stands for a value inside jit, grad, vmap or scan.
+        ArgumentError: it is inside jit, grad, vmap or scan, also if it closes over its arguments.
     """
     leaves = [*parts.rows, *parts.shared]
     if state.maker is not maker:
         leaves += jax.tree.leaves(state)
-    if any(is_traced(leaf) for leaf in leaves):
+    if are_traced(leaves):
         raise ArgumentError(
             "step(state, batch) was called inside jax.jit, jax.lax.scan or the like. It is "
             "compiled already and runs on all devices by itself: call it directly. Inside another "
