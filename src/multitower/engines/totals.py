@@ -11,6 +11,7 @@ from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each
 from multitower.engines.packing import Packed
 from multitower.engines.reduction import SMALL_BYTES
+from multitower.towers.global_arrays import stacked
 from multitower.towers.placement import Placement
 
 
@@ -100,8 +101,8 @@ class Totals:
         for part in range(self._num_parts):
             # A device with fewer parts sends its last one again; nobody reads it.
             own = [stack[min(part, len(stack) - 1)] for stack in stacks]
-            buffers.append(stacked([sums.packed.buffers for sums in own], self._placement))
-            blocks.append(stacked([sums.blocks for sums in own], self._placement))
+            buffers.append(self._stacked([sums.packed.buffers for sums in own]))
+            blocks.append(self._stacked([sums.blocks for sums in own]))
         total = self._reduce(buffers, blocks)
         whole = [self._blocks(buffer) for buffer in total.buffers]
         cut = [[self._blocks(row) for row in block] for block in total.blocks]
@@ -124,7 +125,7 @@ class Totals:
             [stack[min(part, len(stack) - 1)] for stack in stacks]
             for part in range(self._num_parts)
         ]
-        given = [stacked(own, self._placement) for own in parts]
+        given = [self._stacked(own) for own in parts]
         found = self._reduce(given, [[] for _ in parts]).buffers
         whole = [self._blocks(buffer) for buffer in found]
         return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
@@ -144,6 +145,10 @@ class Totals:
         total = add[first](stacks[first][0], right)
         totals = {first: total, second: _copy(total, self.devices[second])}
         return [TowerSums(totals[i].packed, {}) for i in range(2)]
+
+    def _stacked(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """Global arrays of what every local device has a list of."""
+        return [stacked(blocks, self._placement) for blocks in zip(*own, strict=True)]
 
     def _blocks(self, leaf: jax.Array) -> list[jax.Array]:
         """The blocks of an array that is cut over the devices; much quicker than its shards."""
@@ -179,23 +184,6 @@ def _is_memory_of_host(device: jax.Device) -> bool:
 
 def _num_bytes(sums: TowerSums) -> int:
     return sum(buffer.size * buffer.dtype.itemsize for buffer in sums.packed.buffers)
-
-
-def stacked(own: Sequence[Sequence[jax.Array]], placement: Placement) -> list[jax.Array]:
-    """Global arrays with the devices' blocks, of each device a list, stacked along axis 0."""
-    arrays: list[jax.Array] = []
-    for blocks in zip(*own, strict=True):
-        shape = (blocks[0].shape[0] * len(placement.devices), *blocks[0].shape[1:])
-        arrays.append(
-            jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))
-        )
-    return arrays
-
-
-def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """This array's block on each of the given devices; every device must hold one."""
-    blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
-    return [blocks[device] for device in devices]
 
 
 def with_one_nan(total: jax.Array) -> jax.Array:

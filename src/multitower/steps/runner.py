@@ -10,13 +10,13 @@ import numpy as np
 from multitower.engines import spmd
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
-from multitower.functions.calls import as_global, replicate
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import StepParts
 from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import as_global, replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Split, is_traced, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows

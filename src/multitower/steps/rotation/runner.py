@@ -18,7 +18,6 @@ import numpy as np
 from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import finish_function, scale_shape
-from multitower.functions.calls import replicate
 from multitower.steps.job import make_job
 from multitower.steps.parts import StepParts
 from multitower.steps.rotation.options import RotationOptions
@@ -29,6 +28,7 @@ from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import Metrics, Weights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
