@@ -109,6 +109,28 @@ def add_buffers(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[j
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
+def add_sums(left: Any, right: Any) -> Any:
+    """The sum of two trees of buffers that have the same structure, as `add_buffers`."""
+    buffers, treedef = jax.tree.flatten(left)
+    return jax.tree.unflatten(treedef, add_buffers(buffers, jax.tree.leaves(right)))
+
+
+def put(stack: list[Any], sums: Any, num_additions: int, add: Callable[..., Any] | None) -> None:
+    """Takes what a tower has for a sum, and adds up what the tree allows by now.
+
+    Args:
+        stack: the sums that wait to be added, the last one on top.
+        sums: of the tower.
+        num_additions: how many additions follow the tower, as `schedule` says.
+        add: `add_sums`, compiled for where these lie; None if there is nothing to add.
+    """
+    stack.append(sums)
+    for _ in range(num_additions):
+        assert add is not None
+        right = stack.pop()
+        stack.append(add(stack.pop(), right))
+
+
 class Sums(NamedTuple):
     """Totals.
 

@@ -71,7 +71,7 @@ class Totals:
         """What adds two sums of these shapes, once per local device; nothing without need."""
         if not any(turn.num_additions for turn in self.turns) and not self._is_copied(sums):
             return []
-        return compile_for_each(_add, (sums, sums), self.devices, donate=(0,))
+        return compile_for_each(reduction.add_sums, (sums, sums), self.devices, donate=(0,))
 
     def stacks(self) -> Stacks:
         """Before any tower has run."""
@@ -81,11 +81,8 @@ class Totals:
         self, stacks: Stacks, turn: Turn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
     ) -> None:
         """Takes a tower's sums, and adds up what the tree allows by now."""
-        stack = stacks[turn.i]
-        stack.append(sums)
-        for _ in range(turn.num_additions if sums.packed.buffers else 0):
-            right = stack.pop()
-            stack.append(add[turn.i](stack.pop(), right))
+        num_additions = turn.num_additions if sums.packed.buffers else 0
+        reduction.put(stacks[turn.i], sums, num_additions, add[turn.i] if add else None)
 
     def reduced(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
         """The totals on every local device, after the last tower."""
@@ -191,8 +188,3 @@ def with_one_nan(total: jax.Array) -> jax.Array:
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total
     return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
-
-
-def _add(left: TowerSums, right: TowerSums) -> TowerSums:
-    a, treedef = jax.tree.flatten(left)
-    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from multitower.engines.equal_programs import Executable
+from multitower.engines.reduction import put
 from multitower.engines.same_bits import Tap
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.stages.meeting.rounds import Meeting
-from multitower.stages.meeting.totals import put
 from multitower.stages.order import Turn
 from multitower.stages.programs import Programs, StageSums
 from multitower.towers.split import TowerRows

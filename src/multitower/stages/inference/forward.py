@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.engines.equal_programs import EqualPrograms
+from multitower.engines.reduction import put
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.chain import avals_of, shapes_of
 from multitower.stages.cutting import cut_program
 from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
 from multitower.stages.meeting.rounds import Meeting, find_meetings
-from multitower.stages.meeting.totals import StageTotals, compile_add, put
+from multitower.stages.meeting.totals import StageTotals, compile_add
 from multitower.stages.order import forward_in_rounds
 from multitower.stages.pieces import Pieces, split_params
 from multitower.towers.split import TowerRows

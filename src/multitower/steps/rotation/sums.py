@@ -13,7 +13,7 @@ import numpy as np
 from multitower.engines.executable import compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
-from multitower.engines.reduction import add_buffers, evaluate, sum_tree
+from multitower.engines.reduction import add_sums, evaluate, sum_tree
 from multitower.engines.same_bits import tower_function
 from multitower.engines.tracing import trace
 from multitower.towers.placement import Placement
@@ -90,12 +90,8 @@ class GroupSums:
         sums: Packed = towers[0].out_info[0].packed
         adds: list[jax.stages.Compiled] = []
         if self._num_towers > 1:
-            adds = compile_for_each(_add, (sums, sums), self._devices, donate=(0,))
+            adds = compile_for_each(add_sums, (sums, sums), self._devices, donate=(0,))
         return (
             dict(zip(self._devices, towers, strict=True)),
             dict(zip(self._devices[: len(adds)], adds, strict=True)),
         )
-
-
-def _add(left: Packed, right: Packed) -> Packed:
-    return Packed(tuple(add_buffers(left.buffers, right.buffers)), left.layout)
