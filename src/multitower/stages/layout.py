@@ -64,6 +64,11 @@ class Layout:
         return Placement(tuple(one[place] for one in self.all_replicas), self.towers.owners)
 
 
+def moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
+    """A value on another device; where it is there already, no call of JAX, which takes time."""
+    return value if source is target else jax.device_put(value, target)
+
+
 def check_layout(num_stages: Any, layout: Any) -> None:
     """Refuses numbers that are none.
 

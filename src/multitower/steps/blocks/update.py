@@ -12,10 +12,9 @@ import operator
 from typing import Any
 
 import jax
-import numpy as np
 
 from multitower.engines import reduction
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits
 from multitower.engines.totals import with_one_nan
@@ -59,6 +58,7 @@ class ShardedRunner:
         self._devices = [placement.devices[d] for d in placement.local]
         self._sharded = sharded
         self._gather_squares = reduction.make_gather(placement, operator.itemgetter(0))
+        self._numbers = WholeNumbers()
         self._squares: dict[Any, list[jax.stages.Compiled]] = {}
         self._updates: dict[Any, list[jax.stages.Compiled]] = {}
         self._finite = jax.jit(finite_leaves)
@@ -104,7 +104,7 @@ class ShardedRunner:
         for i, d in enumerate(self._placement.local):
             fields, metrics = finished.results[i]
             for tower in self._placement.towers_on[d]:
-                number = self._engine.constant(i, np.int32(tower))
+                number = self._numbers.on(self._devices[i], tower)
                 given = (fields.params, fields.step, metrics["loss"], number, squares[i])
                 arguments = (blocks[tower], finished.blocks[tower], given)
                 key = key or signature(arguments)
