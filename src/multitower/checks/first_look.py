@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import MIXED, SAME_NUMBERS, STATISTICS, Problem, summed, table
+from multitower.checks.problems import (
+    MIXED,
+    STATISTICS,
+    Problem,
+    same_numbers,
+    summed,
+    table,
+)
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
 from multitower.errors import warn
@@ -53,7 +60,7 @@ def look(
     reading, results = traced[0], Results.of(*traced)
     found = [
         *(table(*named(n), place) for n, place in reading.tables.items()),
-        *_of_draws(reading),
+        *same_numbers(reading.draws),
         *_of_results(results, averages, {*reading.tables.values()}),
     ]
     if num_devices > 1:
@@ -171,11 +178,6 @@ class Results(NamedTuple):
             for one in self.leaves
             if one.kind not in _STATES and self.are_statistics(one.flow)
         ]
-
-
-def _of_draws(reading: Reading) -> list[Problem]:
-    draws = dict.fromkeys(reading.draws)
-    return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
 
 
 def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
