@@ -19,7 +19,8 @@ from multitower.functions.auxiliary import is_state_of, split_state, state_struc
 from multitower.functions.gradient_job import enter_states
 from multitower.functions.objective import Reduction, as_mean, share_of
 from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_of
-from multitower.models.closures import as_function, open_function
+from multitower.models.callables import as_function
+from multitower.models.closures import open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
 from multitower.towers.placement import AXIS
