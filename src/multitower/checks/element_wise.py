@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from multitower.checks.equations import follow, program_inside
-from multitower.towers.rows import is_key, is_traced
+from multitower.towers.leaves import is_key, is_traced
 
 _ELEMENT_WISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",

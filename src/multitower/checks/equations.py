@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from multitower.towers.rows import is_key, is_traced
+from multitower.towers.leaves import is_key, is_traced
 
 _T = TypeVar("_T")
 

@@ -22,7 +22,8 @@ from multitower.checks.problems import (
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
 from multitower.errors import warn
-from multitower.towers.rows import Tower, device_dtype
+from multitower.towers.leaves import device_dtype
+from multitower.towers.rows import Tower
 
 # As many towers as no program has, so that the rows of all of them are known by their number.
 _TOWERS = 7

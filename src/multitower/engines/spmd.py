@@ -17,8 +17,9 @@ from multitower.engines.packing import SMALL, pack, unpack
 from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
+from multitower.towers.leaves import is_traced
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Tower, is_traced, pad_rows, real_rows
+from multitower.towers.rows import Tower, pad_rows, real_rows
 
 
 def run(

@@ -15,8 +15,8 @@ from multitower.functions.calls import Leaves
 from multitower.functions.outputs import find_row_leaves, refuse_ragged
 from multitower.models.equinox import is_equinox_state
 from multitower.models.state import as_leaf, only_first, weigh
-from multitower.towers.constants import Constant
-from multitower.towers.rows import SHARED, Split, Tower, is_legacy_key
+from multitower.towers.leaves import Constant, is_legacy_key
+from multitower.towers.rows import SHARED, Split, Tower
 
 
 class Auxiliary(NamedTuple):

@@ -15,19 +15,9 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
 from multitower.towers.global_arrays import as_global, join_rows, replicate
 from multitower.towers.leaf_shards import axis_of_parts
+from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy_key
 from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import (
-    SHARED,
-    Parts,
-    Split,
-    Tower,
-    are_traced,
-    device_dtype,
-    is_key,
-    is_legacy_key,
-    key_of_tower,
-    take_apart,
-)
+from multitower.towers.rows import SHARED, Parts, Split, Tower, key_of_tower, take_apart
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit

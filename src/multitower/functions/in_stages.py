@@ -19,8 +19,9 @@ from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
 from multitower.towers.global_arrays import join_rows
+from multitower.towers.leaves import are_traced, device_dtype
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Tower, are_traced, device_dtype
+from multitower.towers.rows import Parts, Tower
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows, ready_or_cut
 from multitower.towers.surroundings import refuse_disabled_jit

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import OutputError
-from multitower.towers.rows import Tower, wide_dtype
+from multitower.towers.leaves import wide_dtype
+from multitower.towers.rows import Tower
 
 # What train_step itself puts into the metrics.
 _RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale")

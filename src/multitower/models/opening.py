@@ -28,7 +28,7 @@ from multitower.models.values import (
     is_value,
     types_in,
 )
-from multitower.towers.rows import is_key, is_legacy_key, is_traced
+from multitower.towers.leaves import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"
 _WHOLE: tuple[Chain, ...] = ((),)  # no attribute alone

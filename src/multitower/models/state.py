@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.towers.rows import Tower, is_key, is_legacy_key, key_of_tower
+from multitower.towers.leaves import is_key, is_legacy_key
+from multitower.towers.rows import Tower, key_of_tower
 
 
 class Changed(NamedTuple):

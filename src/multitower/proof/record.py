@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.packing import unpack
@@ -22,6 +21,7 @@ from multitower.steps.staged.state import Parts as StagedParts
 from multitower.steps.state.bundles import shown
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.leaves import is_key
 
 # A run: the state and the metrics after each step.
 Run = Iterator[tuple[TrainState, dict[str, jax.Array]]]
@@ -199,7 +199,7 @@ def digest(leaf: Any) -> str:
 
 def on_host(leaf: Any) -> np.ndarray[Any, Any]:
     """A copy of all that an array has; a key as its data."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     # host-device sync; a copy, as the device's memory is used again
     return np.array(whole_on_host(leaf), copy=True)

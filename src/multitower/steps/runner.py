@@ -17,8 +17,9 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import as_global, replicate
+from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Split, is_traced, pad_rows
+from multitower.towers.rows import Parts, Split, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
@@ -174,7 +175,7 @@ def on_all_devices(fields: Any, placement: Placement) -> Any:
 
 def own_copy(leaf: Any) -> jax.Array:
     """A copy of a leaf that nobody else has."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if _is_simple(leaf):

@@ -23,8 +23,9 @@ from multitower.models.callables import as_function
 from multitower.models.closures import open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import AXIS
-from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, is_key, take_apart
+from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, take_apart
 from multitower.trials.comparison import numbers_of
 
 # The rows of towers, and which towers these are.

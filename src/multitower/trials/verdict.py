@@ -22,7 +22,7 @@ from multitower.checks.problems import (
 )
 from multitower.checks.row_flow import Reading
 from multitower.hardware.devices import devices
-from multitower.towers.rows import is_key
+from multitower.towers.leaves import is_key
 from multitower.trials.comparison import Compared, numbers_of
 from multitower.trials.trial import Found, Trial
 

@@ -18,8 +18,8 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import as_global, gather_rows, replicate
+from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import device_dtype, is_key
 from multitower.towers.split import copy_to
 
 

@@ -17,8 +17,9 @@ from multitower.steps.runner import own_copy
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import replicate
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Tower, is_key
+from multitower.towers.rows import Tower
 
 
 class Version(NamedTuple):

@@ -16,8 +16,8 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.unmade import Unmade, made_in_parts
 from multitower.towers.leaf_shards import shardings_of
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import is_key
 from multitower.towers.split import copy_to
 
 
