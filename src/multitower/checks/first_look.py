@@ -27,7 +27,7 @@ from multitower.towers.rows import Tower
 
 # As many towers as no program has, so that the rows of all of them are known by their number.
 _TOWERS = 7
-# What is handed on from step to step; how towers put it together is said elsewhere.
+# State for the next step. How the towers' states are combined is documented: no warning.
 _STATES = ("model", "model_state", "state")
 
 
@@ -45,7 +45,7 @@ def look(
     Args:
         outputs: what one tower computes from its rows, names to trees.
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
-        others: everything else that the program is made of; sizes that are no rows.
+        others: everything else that the program is made of. Its sizes are not numbers of rows.
         averages: whether results without rows are averaged over towers.
         num_devices: how many towers there are, if nobody has said `towers`; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
@@ -151,7 +151,8 @@ class _Result(NamedTuple):
 class Results(NamedTuple):
     """All of them, and the lines where returned statistics come from.
 
-    Who hands on such statistics knows that towers have their own; what else mixes rows is told.
+    A function that returns such statistics is meant to have some for each tower, so these lines
+    cause no warning; anything else that mixes rows does.
     """
 
     leaves: list[_Result]

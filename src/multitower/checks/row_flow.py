@@ -31,7 +31,7 @@ _LINEAR_ALONE = {
 }  # fmt: skip
 _LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
-# What all towers get alike.
+# Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
@@ -67,8 +67,9 @@ def read(
         inputs: what its arguments are; rows are `rows_of(number)`.
         num_rows: the size of every axis of rows, which no other axis has.
         batch_rows: the number of rows of the real batch, to look for among constants.
-        all_rows: the number of rows of all towers, where they meet: who asks for the rows of all
-            towers means to bring rows together, so an axis of this size is none of rows.
+        all_rows: the number of rows of all towers, where they meet; else 0. An axis of this size
+            does not count as an axis of rows: a function that asks for the rows of all towers means
+            to bring rows together.
 
     Returns:
         The reading.

@@ -124,8 +124,8 @@ class SameBits:
             replicas: what every tower gets, once per local device, on that device; the `state`
                 in it is overwritten.
             rows: the split arrays.
-            made_by: the programs that have left this state, if they are known: what they leave is
-                alike every time, and is not looked at again.
+            made_by: the programs that have made this state, if they are known: what they make has
+                the same shapes every time, so that these need not be compared again.
         """
         programs = self._programs(replicas[0], rows, made_by)
         numbers = self._numbers(programs, rows[0])

@@ -225,7 +225,7 @@ def _together(
     blocks = [leaf.reshape(len(numbers), -1, *leaf.shape[1:]) for leaf in rows]
     own = jax.tree.leaves((blocks, jax.vmap(tower)(numbers)))
     values = dict(zip(rounds.inputs, [*jax.tree.leaves(shared), *own], strict=True))
-    whole = set(rounds.inputs[: -len(own)])  # what all towers have alike
+    whole = set(rounds.inputs[: -len(own)])  # what all towers share
     arrived = Sent(pack([]), [])
 
     def run(fn: Any, inputs: list[int]) -> Any:

@@ -49,7 +49,7 @@ def sort_aux(
         aux: what the loss returned.
         aux_of: the same for other rows in another tower.
         rows: the rows of this tower.
-        is_state: whether a subtree of `aux` is a state that is handed on.
+        is_state: whether a subtree of `aux` is a state for the next call.
         here: the tower.
         ragged: the rows of the batch and how many towers there are, where they do not fill these.
 

@@ -157,7 +157,7 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
 
 
 def check_metrics(metrics: Any) -> None:
-    """Refuses metrics that are no dict, or that hide the loss.
+    """Refuses metrics that are not a dict, or that would replace the loss.
 
     Raises:
         OutputError: the metrics are wrong.

@@ -1,7 +1,7 @@
 """record: digests of all that the steps of one run leave, of every process of it.
 
-After each stage of each step there is a digest of each leaf: what every tower hands on, the totals
-on every device, the state and the metrics after the update.
+After each stage of each step there is a digest of each leaf: what every tower sends or returns, the
+totals on every device, the state and the metrics after the update.
 """
 
 import hashlib
@@ -185,7 +185,7 @@ def _copies(state: TrainState) -> list[Any]:
 def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -> None:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in flat:
-        # What a tower hands on is a pair of trees, whose fields have names enough.
+        # What a tower returns is a pair of trees; the names of their fields are enough.
         names = path if stage == UPDATE else path[1:]
         see(Spot(stage, place, jax.tree_util.keystr(names).lstrip(".")), leaf)
 

@@ -70,10 +70,10 @@ def moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
 
 
 def check_layout(num_stages: Any, layout: Any) -> None:
-    """Refuses numbers that are none.
+    """Checks `stages=` and `layout=` without looking at devices.
 
     Raises:
-        ArgumentError: one of them.
+        ArgumentError: they are not whole numbers above 0, or there are more devices than stages.
     """
     if not _is_count(num_stages):
         raise ArgumentError(f"stages={num_stages!r}: it must be a whole number, 1 or more.")

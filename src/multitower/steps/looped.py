@@ -229,7 +229,7 @@ class StackFeeder:
         return self._numbers[value]
 
     def feed(self, stack: Stack) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """What all towers get alike, the rows, and how many are real, each for all steps.
+        """What all towers share, the rows, and how many are real, each for all steps.
 
         Raises:
             BatchError: rows that would be filled up, where all must be real ones.

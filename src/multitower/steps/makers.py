@@ -59,9 +59,13 @@ class Seen(NamedTuple):
 
 
 def kind_of(leaves: Sequence[Any], treedef: Any) -> Any:
-    """What batches must have in common to be taken apart and run alike; None for some that don't.
+    """What batches must have in common to be taken apart and run in the same way.
 
-    Types are part of it: none that is refused, such as a value inside of `jax.jit`, is ever seen.
+    Types are part of it, so a batch that would be refused (such as one with a value inside of
+    `jax.jit`) never has the kind of one that was run.
+
+    Returns:
+        Hashable; None for a batch with leaves that are not arrays, which is taken apart anew.
     """
     try:
         return treedef, *[(leaf.__class__, leaf.shape, leaf.dtype) for leaf in leaves]
@@ -103,7 +107,7 @@ class Makers:
         self._all = weakref.WeakSet({self.newest})
 
     def see(self, model: Model | None, params: Any) -> Maker:
-        """Who makes the states of a model, or of parameters that are none; it is the newest."""
+        """Who makes the states of a model, or of plain parameters; it is the newest from now on."""
         loss = self._step.loss if model is None else self._step.loss.of_model(model)
         leaves, treedef = jax.tree.flatten(params)
         kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)

@@ -127,7 +127,7 @@ class Feeder:
         self._counts: dict[int, jax.Array] = {}
 
     def feed(self, parts: Parts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """What all towers get alike, the rows, and how many of these are real."""
+        """What all towers share, the rows, and how many of these are real."""
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
         shared = self._placement.shared
@@ -185,7 +185,7 @@ def own_copy(leaf: Any) -> jax.Array:
     if isinstance(leaf, np.ndarray | np.generic):
         # Now, likewise.
         return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
-    # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
+    # An explicit dtype makes it a strong type: a weak one would compile again at step two.
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
 
 

@@ -329,5 +329,5 @@ class TrainStep:
                 num_towers=way.num_towers,
                 is_by_device=self._towers is None,
             )
-            maker.looked[key] = way.look(state, look)  # dear: it may join what devices have
+            maker.looked[key] = way.look(state, look)  # expensive: it may join the state
         return maker.looked[key]

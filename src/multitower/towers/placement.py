@@ -174,7 +174,7 @@ def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:
 
 
 def check_towers(towers: int | None) -> None:
-    """Refuses a number of towers that is none.
+    """Checks `towers=`.
 
     Raises:
         DeviceError: `towers` is neither None nor a whole number above 0.

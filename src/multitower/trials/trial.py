@@ -39,7 +39,7 @@ class Found(NamedTuple):
         names: what its results are called, such as `output[0]['loss']`.
         leaves: the results: arrays, and ratios as they are inside a tower.
         has_loss: whether the first of them is a loss: a float or a ratio, alone or before others.
-        states: what is handed on to the next call: changes of modules, model states.
+        states: what the next call gets: changes of modules, model states.
     """
 
     names: list[str]

@@ -32,7 +32,7 @@ from multitower.towers.split import TowerRows, ready_or_cut
 
 
 class Programs(NamedTuple):
-    """Executables, and what a meeting would tell where there is none.
+    """Executables, and what a step without a meeting tells of meetings.
 
     `tower` is one per local device, `finish` for the first one, `add` where metrics are added up.
     """

@@ -73,7 +73,7 @@ class StateShards:
         return jax.tree.map(_copy, fields, there)
 
     def _made(self, leaves: list[Unmade], shardings: list[Any]) -> list[jax.Array]:
-        """What a function makes; arrays that it hands on are placed as if they were passed."""
+        """What a function makes; arrays that it only returns are placed as if they were passed."""
         given = [leaf.given() for leaf in leaves]
         unmade = [n for n, leaf in enumerate(given) if isinstance(leaf, Unmade)]
         own = [leaves[n] for n in unmade], [shardings[n] for n in unmade]

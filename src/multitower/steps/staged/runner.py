@@ -131,5 +131,5 @@ class StagedRunner:
 
 
 def _of_this_process(batch: BatchParts) -> list[Any]:
-    """What all towers get alike."""
+    """What all towers share."""
     return [on_one_device(leaf) for leaf in batch.shared]
