@@ -258,7 +258,7 @@ def asked(monkeypatch):
         raise mt.RunError("this is all that is looked at")
 
     monkeypatch.setattr(verify_command, "compare_runs", look)
-    monkeypatch.setattr(scale_command, "measure", look)
+    monkeypatch.setattr("multitower.scaling.plan.scale", look)
     return calls
 
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.engines import reduction, same_bits, totals
+from multitower.engines import executable, reduction, totals
 from multitower.towers import placement
 from multitower.towers import split as tower_rows
 from places import PROGRAMS
@@ -381,12 +381,11 @@ def test_mutation_keys_by_device_instead_of_by_tower(monkeypatch):
         batches = [{"x": np.ones(8 * 16, np.float32)}]
         return leftovers(loss, np.float32(1), batches, towers=8, devices=devices, **extras)
 
-    constant = same_bits.SameBits.constant
+    on = executable.WholeNumbers.on
 
-    def by_device(self, i, value):
-        is_number = value.dtype == np.int32 and value < 8  # 16 is a tower's number of rows
-        return constant(self, i, np.int32(i) if is_number else value)
+    def by_device(self, device, value):
+        return on(self, device, device.id if value < 8 else value)  # 16 is a tower's number of rows
 
     assert left(1) == left(2)
-    monkeypatch.setattr(same_bits.SameBits, "constant", by_device)
+    monkeypatch.setattr(executable.WholeNumbers, "on", by_device)
     assert left(1) != left(2)

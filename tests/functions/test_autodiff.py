@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multitower as mt
+import trees
 
 few = settings(max_examples=7)
 
@@ -42,11 +43,7 @@ def numpy_value_and_grad(params, batch):
     return np.mean((hidden @ v - y) ** 2), grad
 
 
-def assert_close(found, expected, rtol=2e-5, atol=1e-6):
-    """Rounding of float32 sums over at most a few dozen rows."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
+assert_close = functools.partial(trees.assert_close, rtol=2e-5)
 
 
 def mean_of(fun):

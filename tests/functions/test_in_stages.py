@@ -1,5 +1,6 @@
 """make_parallel(stages=): the function itself, the same bits on any layout, weights placed once."""
 
+import functools
 import gc
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import multitower as mt
+import trees
 from multitower.errors import ArgumentError, ConfigurationError, DeviceError, OutputError
 from multitower.stages.inference import placed
 
@@ -39,11 +41,7 @@ def tied(params, x, mask):
 AXES = {"in_axes": (None, 0, 0), "out_axes": {"out": 0, "sum": 0, "first": None}}
 
 
-def close(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+close = functools.partial(trees.assert_close, rtol=2e-5)
 
 
 def test_law_l3_the_same_bits_on_any_layout_and_l1_those_of_the_function():

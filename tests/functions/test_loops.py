@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import multitower as mt
+from trees import assert_close
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(4, 8, 5)).astype(np.float32)  # four batches of 8 rows
@@ -130,13 +131,6 @@ LOOPS = {
     "jax.checkpoint": functools.partial(optimizer_loop, optax.sgd(0.1), loss_fn=checkpointed),
     "bfloat16": functools.partial(optimizer_loop, optax.sgd(0.1), loss_fn=in_bfloat16),
 }
-
-
-def assert_close(found, expected, rtol, atol):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
 # Their likes are tried every day: two losses below, 16 bits in steps/test_compute_dtype.py.

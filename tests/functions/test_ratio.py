@@ -4,12 +4,15 @@ The lies: the mean of the towers' own quotients, a regulariser for each tower, r
 up and count.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import multitower as mt
+import trees
 
 WAYS = {
     "fast": {"devices": 4},
@@ -66,9 +69,7 @@ def by_hand(params, batch):
     return (wrong**2 * mask).sum() / count, gradients
 
 
-def assert_close(found, expected, rtol=2e-5):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=1e-6)
+assert_close = functools.partial(trees.assert_close, rtol=2e-5)
 
 
 @any_rows

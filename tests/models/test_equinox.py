@@ -14,6 +14,7 @@ import pytest
 
 import multitower as mt
 from tower_keys import tower_key
+from trees import assert_close
 
 # The statistics of a tower's own rows are what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own tower's rows")
@@ -49,13 +50,6 @@ def mean_loss(model, state, x, key):
     keys = jax.random.split(key, len(x))
     y, state = jax.vmap(model, **ROWS)(x, state, keys)
     return jnp.mean((y - x.sum(-1)) ** 2), state
-
-
-def assert_close(found, expected, rtol=1e-5, atol=1e-6):
-    """Rounding of float32 sums over a few rows."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
 def train(value_and_grad, jit, mode="batch"):

@@ -15,6 +15,7 @@ from flax.training import train_state
 
 import multitower as mt
 from tower_keys import tower_key
+from trees import assert_close
 
 # The statistics of a tower's own rows are what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own tower's rows")
@@ -67,13 +68,6 @@ def train(value_and_grad, jit, make_key=jax.random.key):
     for x in X:
         state, y = train_step(state, x)
     return state.params, state.batch_stats, y
-
-
-def assert_close(found, expected, rtol=1e-5, atol=1e-6):
-    """Rounding of float32 sums over a few rows."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
 def towers_by_hand(num_towers):

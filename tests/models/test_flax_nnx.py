@@ -14,6 +14,7 @@ from flax import nnx
 
 import multitower as mt
 from tower_keys import tower_key
+from trees import assert_close
 
 # The statistics of a tower's own rows are what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*with statistics of their own tower's rows")
@@ -51,13 +52,6 @@ def state_of(*modules):
         np.asarray(jax.random.key_data(leaf) if key else leaf)
         for leaf, key in zip(leaves, is_key, strict=True)
     ]
-
-
-def assert_close(found, expected, rtol=1e-5, atol=1e-6):
-    """Rounding of float32 sums over a few rows."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
 def train(value_and_grad, jit):

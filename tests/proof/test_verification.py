@@ -11,7 +11,7 @@ import pytest
 
 import multitower as mt
 from faults import change_results, divide_parameters
-from multitower.engines import reduction, same_bits
+from multitower.engines import executable, reduction
 from multitower.proof.verification import compare
 from multitower.stages import programs
 from multitower.steps.staged import state
@@ -97,12 +97,9 @@ def test_a_key_by_device_is_found_in_the_first_tower_that_has_another(fault):
     def noisy(w, batch, *, rng):
         return losses(w, batch) * jax.random.uniform(rng)
 
-    constant = same_bits.SameBits.constant
-
-    def by_device(self, i, value):
-        return constant(self, i, np.int32(i) if value.dtype == np.int32 and value < 4 else value)
-
-    fault.setattr(same_bits.SameBits, "constant", by_device)
+    on = executable.WholeNumbers.on
+    by_device = lambda self, device, value: on(self, device, device.id if value < 4 else value)
+    fault.setattr(executable.WholeNumbers, "on", by_device)
     # On one device all towers now have the key of tower 0; on two, 2 and 3 have another one.
     message = r"1 device and 2 devices part in the tower program \(tower 2\): gradients"
     with pytest.raises(AssertionError, match=message):

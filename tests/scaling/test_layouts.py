@@ -193,7 +193,7 @@ def test_what_another_job_adds_meanwhile_stays(monkeypatch, tmp_path):
         (directory / "scale.json").write_text(json.dumps(measurement(2, 2, 0.2)))
         yield
 
-    monkeypatch.setattr(scale_command, "measure", lambda *_: measurement(1, 1, 1.0))
+    monkeypatch.setattr("multitower.scaling.plan.scale", lambda *_: measurement(1, 1, 1.0))
     monkeypatch.setattr(scale_command, "held_run_directory", held_by_another_one_first)
     monkeypatch.setattr(scale_command, "_say_result", lambda _: None)
     monkeypatch.setattr(

@@ -202,9 +202,9 @@ class Counter:
 @pytest.mark.parametrize(
     ("devices", "towers", "expected"),
     [
-        (1, 4, {"tower": 4, "_add": 3, "finish": 1}),
+        (1, 4, {"tower": 4, "add_sums": 3, "finish": 1}),
         # One of two devices adds the sums of both.
-        (2, 4, {"tower": 4, "_add": 3, "finish": 2}),
+        (2, 4, {"tower": 4, "add_sums": 3, "finish": 2}),
         (3, 3, {"tower": 3, "finish": 3, "reduce": 1}),
         pytest.param(4, 4, {"tower": 4, "finish": 4, "reduce": 1}, marks=pytest.mark.slow),
     ],

@@ -5,6 +5,7 @@ state; a checkpoint with one tower's state for all; bits that depend on the devi
 goes on from another one's memory; metrics of one tower.
 """
 
+import functools
 import itertools
 import pickle
 
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 import multitower as mt
+import trees
 from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
 from multitower.testing import assert_same_bits
@@ -48,10 +50,7 @@ def train(step, state, batches):
     return state, history
 
 
-def assert_close(found, wanted, **tolerance):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, **{"rtol": 2e-5, "atol": 1e-6, **tolerance})
+assert_close = functools.partial(trees.assert_close, rtol=2e-5)
 
 
 # ---------------------------------------------------------------- against NumPy, in float64

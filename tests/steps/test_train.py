@@ -11,6 +11,7 @@ import pytest
 import multitower as mt
 from same_bits_program import MODELS
 from tower_keys import tower_key
+from trees import assert_close
 
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
 
@@ -40,12 +41,6 @@ def train(step, state, batches):
         state, metrics = step(state, batch)
         history.append(float(metrics["loss"]))
     return state, history
-
-
-def assert_close(found, expected, rtol=1e-5, atol=1e-6):
-    """Rounding of float32 over a few steps."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
 
 
 RAGGED = [batch_of(n, seed) for seed, n in enumerate((12, 12, 7, 1, 12))]

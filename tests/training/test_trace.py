@@ -84,7 +84,7 @@ def test_the_last_step_of_a_trace_is_the_pipeline(tmp_path):
             on_cpu(start + 33 + slow, 20, "jit_backward", 1, 4 + start),
             on_cpu(start + 35, 20, "jit_backward", 0, 5 + start),
             on_cpu(start + 60 + slow, 20, "jit_backward", 0, 6 + start),
-            on_cpu(start + 90 + slow, 5, "jit__add", 0, 7 + start),
+            on_cpu(start + 90 + slow, 5, "jit_add_sums", 0, 7 + start),
         ]
     write(tmp_path, events)
     found = traced_pipeline(pipeline_of(layout), layout, tmp_path)

@@ -24,7 +24,8 @@ def works_along_rows(
         equation: of a program that is traced with `num_rows` rows.
         inputs: what is known of its arguments.
         num_rows: the size of every axis of rows.
-        all_rows: the size of an axis with the rows of all towers, which is none of rows; or 0.
+        all_rows: the size of an axis that holds the rows of all towers, which does not count as an
+            axis of rows; 0 if there is none.
 
     Returns:
         False where that is not known.

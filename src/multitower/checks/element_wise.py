@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jax.extend import core
 
-from multitower.checks.equations import program_inside
-from multitower.towers.rows import is_key, is_traced
+from multitower.checks.equations import follow, program_inside
+from multitower.towers.leaves import is_key, is_traced
 
 _ELEMENT_WISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
@@ -78,19 +77,7 @@ class _Reader:
         return self._numbering.setdefault(what, len(self._numbering))
 
     def run(self, program: Any, inputs: Sequence[Value]) -> list[Value]:
-        jaxpr = getattr(program, "jaxpr", program)
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
-            known[atom] = self._constant(value, atom.aval)
-
-        def value_of(atom: Any) -> Value:
-            is_literal = isinstance(atom, core.Literal)
-            return self._constant(atom.val, atom.aval) if is_literal else known[atom]
-
-        for equation in jaxpr.eqns:
-            found = self._equation(equation, [value_of(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, found, strict=True))
-        return [value_of(atom) for atom in jaxpr.outvars]
+        return follow(program, inputs, self._constant, self._equation)
 
     def _constant(self, value: Any, aval: Any) -> Value:
         if is_traced(value) or is_key(value):

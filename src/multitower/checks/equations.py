@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from multitower.towers.rows import is_key, is_traced
+from multitower.towers.leaves import is_key, is_traced
+
+_T = TypeVar("_T")
 
 _LOOPS = ("scan", "while", "cond")
 # Enough for the numbers that a loss is divided by.
@@ -63,9 +65,42 @@ def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         program: Any = params.get(name)
         inner: Any = getattr(program, "jaxpr", program)
-        if hasattr(inner, "invars") and len(inner.invars) == num_inputs:
+        if not hasattr(inner, "invars") or len(inner.invars) != num_inputs:
+            continue
+        if len(inner.constvars) == len(getattr(program, "consts", ())):  # all of it is known
             return program
     return None
+
+
+def follow(
+    program: Any,
+    inputs: Sequence[_T],
+    constant: Callable[[Any, Any], _T],
+    results: Callable[[Any, list[_T]], Sequence[_T]],
+) -> list[_T]:
+    """Goes through a program from its arguments to its outputs, with what is known of each value.
+
+    Args:
+        program: a jaxpr, closed or open.
+        inputs: what is known of its arguments.
+        constant: what is known of a constant with this value and of this type.
+        results: what is known of the results of an equation, from what is known of its inputs.
+
+    Returns:
+        What is known of each output.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    known: dict[Any, _T] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
+        known[atom] = constant(value, atom.aval)
+
+    def of(atom: Any) -> _T:
+        return constant(atom.val, atom.aval) if isinstance(atom, core.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        found = results(equation, [of(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, found, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
 
 
 Numbering = dict[Any, int]
@@ -84,33 +119,24 @@ def number_values(
     Returns:
         For each output its number; None if it may depend on an argument that has none.
     """
-    jaxpr = getattr(program, "jaxpr", program)
-    known: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def number_of(*what: Any) -> int:
         return numbering.setdefault(what, len(numbering))
 
-    def number_constant(value: Any) -> int:
+    def of_constant(value: Any, _: Any) -> int:
         small = small_constant(value)
         if small is None:
             return number_of(id(value))
         return number_of(small.tobytes(), small.shape, str(small.dtype))
 
-    for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
-        known[atom] = number_constant(value)
-
-    def read(atom: Any) -> int | None:
-        is_literal = isinstance(atom, core.Literal)
-        return number_constant(atom.val) if is_literal else known.get(atom)
-
-    for equation in jaxpr.eqns:
+    def of_results(equation: Any, given: list[int | None]) -> Sequence[int | None]:
         name, params = equation.primitive.name, equation.params
-        given = [read(atom) for atom in equation.invars]
-        found: Sequence[int | None] = [None] * len(equation.outvars)
+        num_results = len(equation.outvars)
         inside = program_inside(params, len(given))
         if inside is not None and name not in _LOOPS:
-            found = number_values(inside, numbering, given)
-        elif None not in given and name not in _LOOPS:
-            found = [number_of(name, str(params), *given, n) for n in range(len(found))]
-        known.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return number_values(inside, numbering, given)
+        if None in given or name in _LOOPS:
+            return [None] * num_results
+        return [number_of(name, str(params), *given, n) for n in range(num_results)]
+
+    return follow(program, inputs, of_constant, of_results)

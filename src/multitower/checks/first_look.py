@@ -15,20 +15,21 @@ from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import (
     COUNTED,
     MIXED,
-    SAME_NUMBERS,
     STATISTICS,
     Problem,
+    same_numbers,
     summed,
     table,
 )
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
 from multitower.errors import warn
-from multitower.towers.rows import Tower, device_dtype
+from multitower.towers.leaves import device_dtype
+from multitower.towers.rows import Tower
 
 # As many towers as no program has, so that the rows of all of them are known by their number.
 _TOWERS = 7
-# What is handed on from step to step; how towers put it together is said elsewhere.
+# State for the next step. How the towers' states are combined is documented: no warning.
 _STATES = ("model", "model_state", "state")
 
 
@@ -46,7 +47,7 @@ def look(
     Args:
         outputs: what one tower computes from its rows, names to trees.
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
-        others: everything else that the program is made of; sizes that are no rows.
+        others: everything else that the program is made of. Its sizes are not numbers of rows.
         averages: whether results without rows are averaged over towers.
         num_devices: how many towers there are, if nobody has said `towers`; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
@@ -65,7 +66,7 @@ def look(
     reading, results = traced[0], Results.of(*traced)
     found = [
         *(table(*named(n), place) for n, place in reading.tables.items()),
-        *_of_draws(reading),
+        *same_numbers(reading.draws),
         *_of_results(results, averages, {*reading.tables.values()}),
     ]
     if num_devices > 1:
@@ -172,7 +173,8 @@ class _Result(NamedTuple):
 class Results(NamedTuple):
     """All of them, and the lines where returned statistics come from.
 
-    Who hands on such statistics knows that towers have their own; what else mixes rows is told.
+    A function that returns such statistics is meant to have some for each tower, so these lines
+    cause no warning; anything else that mixes rows does.
     """
 
     leaves: list[_Result]
@@ -200,11 +202,6 @@ class Results(NamedTuple):
             for one in self.leaves
             if one.kind not in _STATES and self.are_statistics(one.flow)
         ]
-
-
-def _of_draws(reading: Reading) -> list[Problem]:
-    draws = dict.fromkeys(reading.draws)
-    return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
 
 
 def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:

@@ -76,6 +76,15 @@ def all_places(flows: Sequence[Flow], more: Iterable[str] = ()) -> tuple[str, ..
     return tuple(places)[:_PLACES]
 
 
+def roots_of(flows: Sequence[Flow], mixing: str | None) -> frozenset[str]:
+    """Where it began that rows were brought together; at `mixing`, if nothing had been before."""
+    before = frozenset[str]().union(*(flow.roots for flow in flows))
+    if mixing is None:
+        return before
+    sums = {flow.origin for flow in flows if flow.word == "linear" and flow.origin}
+    return before | (sums or {mixing})
+
+
 def join(a: Flow, b: Flow) -> Flow:
     """What is known of a value that is one or the other."""
     worse = worst_of([a, b])

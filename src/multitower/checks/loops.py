@@ -1,14 +1,140 @@
-"""Loops of a program: which of the values that they carry only add up, or stay as they are."""
+"""Loops and branches: what becomes of rows where a program runs other programs."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 from jax.extend import core
 
 from multitower.checks.equations import program_inside
+from multitower.checks.flow import Flow, Word, all_places, join, join_all, roots_of
+from multitower.engines.segments import num_same
 
 # What leaves a value what it is.
 _SAME = ("convert_element_type", "copy", "stop_gradient", "reshape", "squeeze")
+
+
+class Reader(Protocol):
+    """What reads the rest of the program; see `row_flow`."""
+
+    def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
+        """What is known of a program's outputs."""
+        ...
+
+    def where(self, equation: Any) -> str:
+        """The operation and its line."""
+        ...
+
+    def row_axes(self, atom: Any) -> list[int]:
+        """The axes of rows of a value."""
+        ...
+
+
+def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
+    program = equation.params["jaxpr"]
+    inner = getattr(program, "jaxpr", program)
+    # By their axes, as JAX's names for these counts differ: what is scanned, and what is
+    # stacked, has one axis more outside.
+    num_carried = num_same(equation.outvars, inner.outvars)
+    num_shared = num_same(equation.invars, inner.invars) - num_carried
+    xs = equation.invars[num_shared + num_carried :]
+    over_rows = any(0 in reader.row_axes(atom) for atom in xs)
+    outputs = _loop(reader, program, inputs, num_shared, num_carried)
+    is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
+    if not (over_rows and is_carried):
+        return outputs
+    # One row after another: what is carried on brings rows together, unless it only adds up.
+    place = reader.where(equation)
+    if all(sums_up(program, num_shared, num_carried)):
+        totals = [
+            Flow("linear", place, flow.mixed, flow.roots, varies=True)
+            for flow in outputs[:num_carried]
+        ]
+        return [*totals, *outputs[num_carried:]]
+    return [
+        flow
+        if flow.word == "free"
+        else Flow(
+            _mixed(reader, atom),
+            None,
+            all_places([flow], [place]),
+            roots_of([flow], place),
+            varies=True,
+        )
+        for atom, flow in zip(equation.outvars, outputs, strict=True)
+    ]
+
+
+def _while(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
+    params = equation.params
+    num_asked, num_shared = params["cond_nconsts"], params["body_nconsts"]
+    rest = inputs[num_asked:]
+    outputs = _loop(reader, params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
+    (goes_on,) = reader.run(params["cond_jaxpr"], [*inputs[:num_asked], *outputs])
+    if not goes_on.places:
+        return outputs
+    # It goes on until all rows are done. Under vmap it leaves alone the rows that are; else
+    # each row is worked on as long as the slowest one of its tower needs.
+    stays = frozen_by_row(params["body_jaxpr"])
+    place = reader.where(equation)
+    return [
+        flow
+        if flow.word == "free" or stays[number]
+        else replace(
+            flow,
+            word=_mixed(reader, atom),
+            mixed=all_places([flow], [place]),
+            roots=roots_of([flow], place),
+        )
+        for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
+    ]
+
+
+def _cond(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
+    decision, *rest = inputs
+    branches = [reader.run(branch, rest) for branch in equation.params["branches"]]
+    joined = [join_all(flows) for flows in zip(*branches, strict=True)]
+    if decision.word in ("free", "by row"):
+        return joined
+    return [
+        replace(
+            flow,
+            word=_mixed(reader, atom),
+            mixed=all_places([flow, decision], decision.places),
+            roots=flow.all_roots | decision.all_roots,
+            varies=True,
+        )
+        for atom, flow in zip(equation.outvars, joined, strict=True)
+    ]
+
+
+# By the names of JAX's operations.
+INSIDE: Mapping[str, Callable[[Reader, Any, list[Flow]], list[Flow]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+
+
+def _loop(
+    reader: Reader, program: Any, inputs: list[Flow], num_shared: int, num_carried: int
+) -> list[Flow]:
+    # What is carried, or comes slice by slice, is another value in every turn.
+    shared, turning = inputs[:num_shared], [replace(x, value=None) for x in inputs[num_shared:]]
+    carried, rest = turning[:num_carried], turning[num_carried:]
+    outputs: list[Flow] = []
+    for _ in range(4):  # words only get worse, and there are four of them
+        outputs = reader.run(program, [*shared, *carried, *rest])
+        joined = [join(a, b) for a, b in zip(carried, outputs, strict=False)]
+        if joined == carried:
+            break
+        carried = joined
+    return [*carried, *outputs[num_carried:]]
+
+
+def _mixed(reader: Reader, atom: Any) -> Word:
+    """The word for a value of rows that have been brought together."""
+    return "by row" if reader.row_axes(atom) else "mixed"
 
 
 def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:

@@ -1,5 +1,6 @@
 """The ways in which a function may not be safe to run data parallel, and their messages."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -93,30 +94,6 @@ GRADIENT = (
     "jax.lax.stop_gradient holds, sees only a tower's own rows. Make what a row adds to the "
     "gradient depend on that row alone."
 )
-
-
-def table(name: str, whole: str, place: str | None) -> Problem:
-    """An argument that is cut, and that every tower needs whole.
-
-    Args:
-        name: what the user calls it.
-        whole: what to write so that every tower gets the whole of it.
-        place: the operation that needs the whole of it, and its line.
-    """
-    return Problem("table", name, place, TABLE.format(whole=whole))
-
-
-def needed_whole(name: str, whole: str, place: str | None) -> Problem:
-    """An argument that is cut, and with which whole in every tower all is right; see `table`."""
-    return Problem("table", name, place, WHOLE.format(whole=whole))
-
-
-def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
-    """A sum over rows, where towers are averaged."""
-    more = "; or, if the sum is what you mean, say reduction='sum'" if is_loss else ""
-    return Problem("sum", name, place, SUM.format(more=more))
-
-
 WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
     "that of one device if every tower gets the whole of it: {whole}."
@@ -156,3 +133,31 @@ NOT_REPEATABLE = (
     "two calls with the same arguments differ: something in it changes from call to call, such as "
     "np.random or a counter. Pass what is random as an argument."
 )
+
+
+def table(name: str, whole: str, place: str | None) -> Problem:
+    """An argument that is cut, and that every tower needs whole.
+
+    Args:
+        name: what the user calls it.
+        whole: what to write so that every tower gets the whole of it.
+        place: the operation that needs the whole of it, and its line.
+    """
+    return Problem("table", name, place, TABLE.format(whole=whole))
+
+
+def needed_whole(name: str, whole: str, place: str | None) -> Problem:
+    """An argument that is cut, and with which whole in every tower all is right; see `table`."""
+    return Problem("table", name, place, WHOLE.format(whole=whole))
+
+
+def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
+    """A sum over rows, where towers are averaged."""
+    more = "; or, if the sum is what you mean, say reduction='sum'" if is_loss else ""
+    return Problem("sum", name, place, SUM.format(more=more))
+
+
+def same_numbers(draws: Iterable[str]) -> list[Problem]:
+    """Random numbers that are the same in every tower, once for each place that draws some."""
+    places = dict.fromkeys(draws)
+    return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in places]

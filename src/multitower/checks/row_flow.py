@@ -8,20 +8,17 @@ known by its size. What the reader does not know it takes for harmless: it may m
 should not invent one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from multitower.checks.along_rows import row_axes, works_along_rows
-from multitower.checks.equations import computed, program_inside, small_constant
-from multitower.checks.flow import Flow, Word, all_places, join, join_all, worst_of
-from multitower.checks.loops import frozen_by_row, sums_up
+from multitower.checks.equations import computed, follow, program_inside, small_constant
+from multitower.checks.flow import Flow, Word, all_places, roots_of, worst_of
+from multitower.checks.loops import INSIDE
 from multitower.engines.collectives import needs_axis
-from multitower.engines.segments import num_same
 from multitower.engines.source_lines import line_of
 
 # Sums over rows, and what keeps a sum a sum.
@@ -35,7 +32,7 @@ _LINEAR_ALONE = {
 }  # fmt: skip
 _LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
-# What all towers get alike.
+# Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
@@ -71,8 +68,9 @@ def read(
         inputs: what its arguments are; rows are `rows_of(number)`.
         num_rows: the size of every axis of rows, which no other axis has.
         batch_rows: the number of rows of the real batch, to look for among constants.
-        all_rows: the number of rows of all towers, where they meet: who asks for the rows of all
-            towers means to bring rows together, so an axis of this size is none of rows.
+        all_rows: the number of rows of all towers, where they meet; else 0. An axis of this size
+            does not count as an axis of rows: a function that asks for the rows of all towers means
+            to bring rows together.
 
     Returns:
         The reading.
@@ -93,20 +91,8 @@ class _Reader:
         self.tables: dict[int, str] = {}
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
-        jaxpr = getattr(program, "jaxpr", program)
-        known: dict[Any, Flow] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for atom, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
-            known[atom] = Flow(value=small_constant(value))
-
-        def flow_of(atom: Any) -> Flow:
-            if isinstance(atom, core.Literal):
-                return Flow(value=small_constant(atom.val))
-            return known.get(atom, Flow())
-
-        for equation in jaxpr.eqns:
-            flows = self._equation(equation, [flow_of(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, flows, strict=True))
-        return [flow_of(atom) for atom in jaxpr.outvars]
+        constant = lambda value, _: Flow(value=small_constant(value))
+        return follow(program, inputs, constant, self._equation)
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
@@ -114,21 +100,21 @@ class _Reader:
             is_drawn = any(flow.is_drawn for flow in inputs)
             own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn)
             return [own] * len(equation.outvars)
-        inner, program = _INNER.get(name), program_inside(equation.params, len(inputs))
-        if inner is not None or program is not None:
+        inside, program = INSIDE.get(name), program_inside(equation.params, len(inputs))
+        if inside is not None or program is not None:
             self._calls.append(equation)
-            found = inner(self, equation, inputs) if inner else self.run(program, inputs)
+            found = inside(self, equation, inputs) if inside else self.run(program, inputs)
             self._calls.pop()
             return found
         varies = any(flow.varies for flow in inputs)
         if name in _DRAWS and not varies:
-            self.draws.append(self._where(equation))
+            self.draws.append(self.where(equation))
         word, origin, mixing = self._word(equation, name, inputs)
         flow = Flow(
             word,
             origin,
             all_places(inputs, [mixing] if mixing else ()),
-            _roots(inputs, mixing),
+            roots_of(inputs, mixing),
             word == "linear" and self._is_mean(name, inputs),
             self._counted(equation, name, word, inputs),
             varies,
@@ -172,7 +158,7 @@ class _Reader:
             return before if word == "linear" else None
         numbers = _numbers(inputs) if name in ("mul", "div") else []
         if any(self._is_number_of_rows(n) or self._is_share(n) for n in numbers):
-            return None if before else self._where(equation)
+            return None if before else self.where(equation)
         return before
 
     def _is_number_of_rows(self, number: float) -> bool:
@@ -191,7 +177,7 @@ class _Reader:
         words = {flow.word for flow in inputs}
         if words <= {"free"}:
             return "free", None, None
-        has_rows = any(self._row_axes(atom) for atom in equation.outvars)
+        has_rows = any(self.row_axes(atom) for atom in equation.outvars)
         if "mixed" in words and "by row" not in words:
             return ("by row" if has_rows else "mixed"), None, None
         if "linear" in words and "mixed" not in words:
@@ -202,9 +188,9 @@ class _Reader:
         self, equation: Any, name: str, inputs: list[Flow], has_rows: bool
     ) -> tuple[Word, str | None, str | None]:
         """What becomes of rows: still by row, summed up, or mixed."""
-        rows_in = max(self._row_axes(atom) for atom in equation.invars)
-        rows_out = max((self._row_axes(atom) for atom in equation.outvars), default=0)
-        place = self._where(equation)
+        rows_in = max(len(self.row_axes(atom)) for atom in equation.invars)
+        rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
+        place = self.where(equation)
         if works_along_rows(equation, inputs, self._num_rows, self._all_rows):
             if name == "gather" and len(inputs[0].sources) == 1:
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
@@ -232,16 +218,16 @@ class _Reader:
         together = name in _LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
         if scaled or together or (is_first_alone and name in _LINEAR_ALONE):
             return "linear", origin, None
-        return "mixed", None, self._where(equation)
+        return "mixed", None, self.where(equation)
 
     def _look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
         if self._batch_rows < 2 or self._batch_rows == self._num_rows:
             return
         for number in _numbers(inputs):
             if number == self._batch_rows or _divides(self._batch_rows, 1 / number, exact=True):
-                self.baked.append(self._where(equation))
+                self.baked.append(self.where(equation))
 
-    def _where(self, equation: Any) -> str:
+    def where(self, equation: Any) -> str:
         """The operation and its line: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
         # What a library's jitted function holds was traced when it was called first, perhaps by
         # another line; the call itself is this one's.
@@ -251,119 +237,9 @@ class _Reader:
                 return f"{equation.primitive.name} at {line}"
         return equation.primitive.name
 
-    def _row_axes(self, atom: Any) -> int:
-        shape = getattr(atom.aval, "shape", ())
-        return len(row_axes(shape, self._num_rows, self._all_rows))
-
-    def scan(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
-        program = equation.params["jaxpr"]
-        inner = getattr(program, "jaxpr", program)
-        # By their axes, as JAX's names for these counts differ: what is scanned, and what is
-        # stacked, has one axis more outside.
-        num_carried = num_same(equation.outvars, inner.outvars)
-        num_shared = num_same(equation.invars, inner.invars) - num_carried
-        xs = equation.invars[num_shared + num_carried :]
-        over_rows = any(
-            row_axes(atom.aval.shape[:1], self._num_rows, self._all_rows) for atom in xs
-        )
-        outputs = self._loop(program, inputs, num_shared, num_carried)
-        is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
-        if not (over_rows and is_carried):
-            return outputs
-        # One row after another: what is carried on brings rows together, unless it only adds up.
-        place = self._where(equation)
-        if all(sums_up(program, num_shared, num_carried)):
-            totals = [
-                Flow("linear", place, flow.mixed, flow.roots, varies=True)
-                for flow in outputs[:num_carried]
-            ]
-            return [*totals, *outputs[num_carried:]]
-        return [
-            flow
-            if flow.word == "free"
-            else Flow(
-                self._word_of(atom),
-                None,
-                all_places([flow], [place]),
-                _roots([flow], place),
-                varies=True,
-            )
-            for atom, flow in zip(equation.outvars, outputs, strict=True)
-        ]
-
-    def _word_of(self, atom: Any) -> Word:
-        return "by row" if self._row_axes(atom) else "mixed"
-
-    def _loop(
-        self, program: Any, inputs: list[Flow], num_shared: int, num_carried: int
-    ) -> list[Flow]:
-        # What is carried, or comes slice by slice, is another value in every turn.
-        shared, turning = inputs[:num_shared], [replace(x, value=None) for x in inputs[num_shared:]]
-        carried, rest = turning[:num_carried], turning[num_carried:]
-        outputs: list[Flow] = []
-        for _ in range(4):  # words only get worse, and there are four of them
-            outputs = self.run(program, [*shared, *carried, *rest])
-            joined = [join(a, b) for a, b in zip(carried, outputs, strict=False)]
-            if joined == carried:
-                break
-            carried = joined
-        return [*carried, *outputs[num_carried:]]
-
-    def loop_while(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
-        params = equation.params
-        num_asked, num_shared = params["cond_nconsts"], params["body_nconsts"]
-        rest = inputs[num_asked:]
-        outputs = self._loop(params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
-        (goes_on,) = self.run(params["cond_jaxpr"], [*inputs[:num_asked], *outputs])
-        if not goes_on.places:
-            return outputs
-        # It goes on until all rows are done. Under vmap it leaves alone the rows that are; else
-        # each row is worked on as long as the slowest one of its tower needs.
-        stays = frozen_by_row(params["body_jaxpr"])
-        return [
-            flow
-            if flow.word == "free" or stays[number]
-            else replace(
-                flow,
-                word=self._word_of(atom),
-                mixed=all_places([flow], [self._where(equation)]),
-                roots=_roots([flow], self._where(equation)),
-            )
-            for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
-        ]
-
-    def cond(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
-        decision, *rest = inputs
-        branches = [self.run(branch, rest) for branch in equation.params["branches"]]
-        joined = [join_all(flows) for flows in zip(*branches, strict=True)]
-        if decision.word in ("free", "by row"):
-            return joined
-        return [
-            replace(
-                flow,
-                word=self._word_of(atom),
-                mixed=all_places([flow, decision], decision.places),
-                roots=flow.all_roots | decision.all_roots,
-                varies=True,
-            )
-            for atom, flow in zip(equation.outvars, joined, strict=True)
-        ]
-
-
-_INNER: Mapping[str, Callable[[_Reader, Any, list[Flow]], list[Flow]]] = {
-    "scan": _Reader.scan,
-    "while": _Reader.loop_while,
-    "cond": _Reader.cond,
-}
-
-
-def _roots(inputs: Sequence[Flow], mixing: str | None) -> frozenset[str]:
-    """Where it began that rows were brought together; here, if nothing had been before."""
-    before = frozenset[str]().union(*(flow.roots for flow in inputs))
-    if mixing is None:
-        return before
-    sums = {flow.origin for flow in inputs if flow.word == "linear" and flow.origin}
-    return before | (sums or {mixing})
+    def row_axes(self, atom: Any) -> list[int]:
+        """The axes of rows of a value."""
+        return row_axes(getattr(atom.aval, "shape", ()), self._num_rows, self._all_rows)
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:

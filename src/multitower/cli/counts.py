@@ -40,7 +40,7 @@ def start_counts(
         The numbers; and which devices there are, in words.
 
     Raises:
-        RunError: something that is no list of numbers; several numbers for several processes.
+        RunError: not a list of numbers; or several numbers, where several processes make one run.
         DeviceError: fewer devices are there than asked for.
         ConfigurationError: JAX has started with another number of simulated devices.
     """

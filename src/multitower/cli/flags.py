@@ -67,7 +67,7 @@ def one_of(*choices: str) -> Any:
 
 
 def _from_word(convert: Callable[[list[str]], float], metavar: str) -> Any:
-    """What takes a number; tyro's own message for a word that is none lists its attempts."""
+    """Reads a number. For a word that is not one, tyro's own message lists all its attempts."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,

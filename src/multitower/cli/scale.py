@@ -5,11 +5,10 @@ import functools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
 from multitower.cli.console import say, show_error
@@ -55,17 +54,14 @@ from multitower.cli.settings import collect_settings
 from multitower.cli.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_run_directory
-from multitower.processes.together import by_first, is_first, of_first
+from multitower.processes.together import is_first
 from multitower.recipes.catalog import find_recipe
-from multitower.recipes.definition import Recipe
-from multitower.runs.directory import fresh_run_directory
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
-from multitower.scaling.directory import make_scaling_directory, read_measurement
 from multitower.scaling.measure import ScalingOptions, check_measurable
-from multitower.scaling.measure import scale as measure
+from multitower.scaling.plan import ScalingPlan
 from multitower.scaling.stage_times import pipeline_tables, waiting_in_words
-from multitower.scaling.summary import OPTIONS, STRONG, WEAK, check_same, joined, not_comparable
+from multitower.scaling.summary import OPTIONS, STRONG, WEAK
 from multitower.scaling.words import (
     Table,
     caution,
@@ -182,7 +178,7 @@ def scale(
             "--force throws it away: leave --force out."
         )
     chosen = replace(chosen, data=functools.cache(chosen.data))  # read once, also for checks
-    plan = _Plan(chosen, options, how, run_dir, force=force, add=add)
+    plan = ScalingPlan(chosen, options, how, run_dir, force=force, add=add)
     if layouts is not None:
         refuse_with_layouts(together, devices=devices, simulate=simulate)
         words = started_words("scale", recipe, settings, **flags, add=True, json=True)
@@ -190,7 +186,8 @@ def scale(
     else:
         counts, where = start_counts(devices, simulate, together)
         on = where if together.settings() else f"{_listed(counts)} of {where}"
-        directory, found = plan.measure(counts, "" if as_json else on)
+        said = f"measuring {chosen.name} on {on}"
+        directory, found = plan.measure(counts, lambda: None if as_json else say(said))
         if not is_first():
             return 0
     alone = add or found is None  # so that what other jobs write meanwhile is not lost
@@ -211,68 +208,7 @@ def scale(
     return 1 if result["losses"]["differences"] else 0
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is measured, and where it is written."""
-
-    recipe: Recipe
-    options: RunOptions
-    how: ScalingOptions
-    run_dir: Path | None
-    force: bool
-    add: bool
-
-    def directory(self, kinds: Sequence[str]) -> str:
-        """Makes the directory, and refuses a measurement that does not fit to what is there."""
-        if self.run_dir is None:
-            return str(fresh_run_directory(Path("runs"), f"{self.recipe.name}-scale"))
-        directory = make_scaling_directory(self.run_dir, overwrite=self.force, add=self.add)
-        if self.add and (earlier := read_measurement(directory)) is not None:
-            planned = {
-                "recipe": self.recipe.name,
-                **{name: getattr(self.options, name) for name in ("seed", *OPTIONS)},
-                "batch_size": self.options.global_batch or self.recipe.global_batch,
-                "steps": self.how.steps,
-                "rounds": self.how.rounds,
-                **{kind: kind in kinds for kind in (STRONG, WEAK)},
-            }
-            check_same(earlier, {**earlier, **planned})
-        return str(directory)
-
-    def measure(self, counts: Sequence[int], where: str) -> tuple[Path, dict[str, Any]]:
-        """Measures in this process, or with others; the first one has the result."""
-        how = replace(self.how, predict=None) if self.add else self.how
-        all_counts = [jax.process_count() * count for count in counts]
-        # Mistakes are said before anything is made.
-        check_measurable(self.recipe, self.options, jax.process_count())
-        kinds = how.kinds_on(all_counts, self.options.towers)
-        directory = Path(by_first(lambda: self.directory(kinds)))
-        if where:
-            say(f"measuring {self.recipe.name} on {where}")
-        if self.add and WEAK in kinds:
-            how = replace(how, rows_per_device=of_first(self._rows_per_device(directory)) or None)
-        return directory, measure(self.recipe, self.options, counts, how)
-
-    def with_earlier(self, directory: Path, found: dict[str, Any] | None) -> dict[str, Any]:
-        """What was measured, with `--add` beside what the directory holds; None for that alone."""
-        earlier = read_measurement(directory) if self.add or found is None else None
-        if earlier is None or found is None:
-            result = earlier or found
-            assert result is not None
-            return result
-        reason = not_comparable(self.recipe, self.options)
-        return joined(earlier, found, reason, self.how.predict)
-
-    def _rows_per_device(self, directory: Path) -> int:
-        """Of weak scaling so far; 0 if there is none, or in another process than the first."""
-        earlier = read_measurement(directory) if is_first() else None
-        if earlier is None or not earlier[WEAK]:
-            return 0
-        base = earlier[WEAK][0]
-        return -(-base["batch_size"] // base["devices"])
-
-
-def _measure_layouts(plan: _Plan, text: str, words: Sequence[str], *, quiet: bool) -> Path:
+def _measure_layouts(plan: ScalingPlan, text: str, words: Sequence[str], *, quiet: bool) -> Path:
     """Has the processes of every layout add their measurement to the directory."""
     layouts = sorted(set(read_layouts(text)), key=lambda one: (one.total, one.processes))
     check_layouts(layouts, plan.options.towers)

@@ -112,7 +112,7 @@ def collect_settings(
         The word for each option. Paths are absolute, so that a resume finds them from anywhere.
 
     Raises:
-        RunError: a word that is no pair, or one option twice.
+        RunError: a word that is not `NAME=VALUE`, or one option twice.
     """
     found: list[tuple[str, str]] = []
     for pair in pairs:

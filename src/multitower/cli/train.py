@@ -258,10 +258,26 @@ def train(
                 finish(run_dir, chosen, options, resume=True)
             return
     say(f"training {chosen.name} on {where}")
+    with _new_directory(run_dir, chosen.name, about, force=force) as directory:
+        finish(directory, chosen, options)
 
-    def new_directory() -> str:
+
+@contextlib.contextmanager
+def _new_directory(
+    run_dir: Path | None, name: str, about: dict[str, Any], *, force: bool
+) -> Generator[Path]:
+    """The directory of a new run, held while it trains; removed if the run is refused.
+
+    Args:
+        run_dir: where; None for `runs/NAME-DATE-TIME`, which alone is removed.
+        name: of the recipe.
+        about: goes to its `config.json`.
+        force: whether a run that is there already may be overwritten.
+    """
+
+    def make() -> str:
         directory = (
-            fresh_run_directory(Path("runs"), chosen.name)
+            fresh_run_directory(Path("runs"), name)
             if run_dir is None
             else make_run_directory(run_dir, overwrite=force)
         )
@@ -270,9 +286,9 @@ def train(
         return str(directory)
 
     with contextlib.ExitStack() as held:
-        directory = Path(by_first(new_directory))
+        directory = Path(by_first(make))
         try:
-            finish(directory, chosen, options)
+            yield directory
         except MultitowerError:
             if run_dir is None and is_first():
                 remove_refused(directory)

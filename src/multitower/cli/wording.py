@@ -10,7 +10,7 @@ import jax
 
 from multitower.runs.options import RunOptions, flag_of
 
-# Arguments of the library that are no options of a run, and the options that set them.
+# Arguments of the library that an option of another name sets.
 _OPTION_OF = {"updates": "asynchronous", "outer_optimizer": "outer_lr"}
 _OF_OTHER_COMMANDS = ("machines", "memory", "predict", "rounds", "simulated_devices", "temperature")
 _NAMES = "|".join(

@@ -14,7 +14,7 @@ from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each
 from multitower.engines.packing import pack
 from multitower.engines.rounds import Rounds, Sent
-from multitower.engines.totals import Totals, TowerSums, Turn, on_each_device, stacked
+from multitower.engines.totals import Totals, TowerSums, Turn
 from multitower.towers.placement import Placement
 
 # Is shown (round, tower, what it sends).
@@ -121,23 +121,10 @@ class Exchanges:
         sums = [_nothing().sums] * len(stacks)
         if stacks[0][0].packed.buffers:
             sums = [total.packed for total in self._totals.reduced(stacks, programs.add)]
-        return [Sent(*pair) for pair in zip(sums, self._side_by_side(every), strict=True)]
-
-    def _side_by_side(self, every: dict[int, list[jax.Array]]) -> list[list[jax.Array]]:
-        """The values of all towers, for each local device."""
-        here = [self._placement.towers_on[d] for d in self._placement.local]
-        if not every[here[0][0]]:
-            return [[] for _ in here]
-        most = max(len(towers) for towers in self._placement.towers_on)
-        # A device with fewer towers sends its last value again; nobody reads it.
-        slots = [
-            stacked([every[towers[min(slot, len(towers) - 1)]] for towers in here], self._placement)
-            for slot in range(most)
-        ]
-        gathered = self._gather([list(block) for block in zip(*slots, strict=True)])
-        # Of shape (towers, 1, ...), whole on every device.
-        per_leaf = [on_each_device(leaf, self._totals.devices) for leaf in gathered]
-        return [list(own) for own in zip(*per_leaf, strict=True)]
+        whole: list[list[jax.Array]] = [[] for _ in stacks]
+        if any(every.values()):  # of shape (towers, 1, ...) then, whole on every device
+            whole = reduction.gather_values(self._gather, every, self._placement)
+        return [Sent(*pair) for pair in zip(sums, whole, strict=True)]
 
     def _of_all(self, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = (self._placement.num_towers, *leaf.shape)

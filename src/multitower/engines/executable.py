@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from multitower.errors import ArgumentError, OutputError
@@ -90,6 +91,20 @@ def _refuse_packed(arguments: Sequence[Any]) -> None:
                 f"an argument has dtype {leaf.dtype}, which a tower's program cannot take. Pass "
                 "x.astype(jnp.int8), and cast it back inside of the function."
             )
+
+
+class WholeNumbers:
+    """Whole numbers that programs are told, int32, shape (); each is copied to a device once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[jax.Device, int], jax.Array] = {}
+
+    def on(self, device: jax.Device, value: int) -> jax.Array:
+        """A number on a device."""
+        key = (device, value)
+        if key not in self._copies:
+            self._copies[key] = jax.device_put(np.int32(value), device)
+        return self._copies[key]
 
 
 def signature(tree: Any) -> Any:

@@ -28,8 +28,8 @@ class TowerResult(NamedTuple):
 
     Attributes:
         means: floats, summed over towers, then divided by the number of towers' worth of rows
-            (rows / tower batch: the number of towers, if all of them are full). Gradients are none:
-            a tower differentiates its share of the mean over all rows, and shares are `sums`.
+            (rows / tower batch: the number of towers, if all of them are full). Gradients belong to
+            `sums`: a tower differentiates its share of the mean over all rows, and shares add up.
         sums: summed over towers.
         rows: laid side by side along axis 0, in the order of towers.
         blocks: arrays of shape (towers, n), summed over towers; row t of the sum is left on the

@@ -18,7 +18,7 @@ import numpy as np
 
 SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared vector
 
-# Of so many of one size the kernels are alike, if they do not tell where a slice begins.
+# With so many slices of one size, XLA is not told where each begins: they then share a kernel.
 _MANY = 4
 
 

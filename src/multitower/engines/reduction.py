@@ -9,7 +9,7 @@ A device first adds up every whole subtree it owns; only these partial sums trav
 with whole subtrees on every device, that is one partial sum a device: as cheap as a ring.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from multitower.towers.global_arrays import on_each_device, stacked
 from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
@@ -108,6 +109,28 @@ def add_buffers(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> list[j
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
+def add_sums(left: Any, right: Any) -> Any:
+    """The sum of two trees of buffers that have the same structure, as `add_buffers`."""
+    buffers, treedef = jax.tree.flatten(left)
+    return jax.tree.unflatten(treedef, add_buffers(buffers, jax.tree.leaves(right)))
+
+
+def put(stack: list[Any], sums: Any, num_additions: int, add: Callable[..., Any] | None) -> None:
+    """Takes what a tower has for a sum, and adds up what the tree allows by now.
+
+    Args:
+        stack: the sums that wait to be added, the last one on top.
+        sums: of the tower.
+        num_additions: how many additions follow the tower, as `schedule` says.
+        add: `add_sums`, compiled for where these lie; None if there is nothing to add.
+    """
+    stack.append(sums)
+    for _ in range(num_additions):
+        assert add is not None
+        right = stack.pop()
+        stack.append(add(stack.pop(), right))
+
+
 class Sums(NamedTuple):
     """Totals.
 
@@ -172,6 +195,29 @@ def make_gather(
     return _over_devices(placement, on_device, results=PartitionSpec())
 
 
+def gather_values(
+    gather: Callable[[list[list[jax.Array]]], Any],
+    values: Mapping[int, Sequence[jax.Array]],
+    placement: Placement,
+) -> list[Any]:
+    """What `make_gather` makes of the values of all towers, once for each local device.
+
+    Args:
+        gather: of `make_gather`.
+        values: for each tower of this process what it has for every block, on its device.
+        placement: which device runs which tower.
+    """
+    slots = [[values[slot[d]] for d in placement.local] for slot in placement.slots]
+    sent = [
+        [stacked([own[block] for own in there], placement) for there in slots]
+        for block in range(len(slots[0][0]))
+    ]
+    leaves, treedef = jax.tree.flatten(gather(sent))
+    devices = [placement.devices[d] for d in placement.local]
+    per_device = zip(*(on_each_device(leaf, devices) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(treedef, own) for own in per_device]
+
+
 def _over_devices(
     placement: Placement,
     on_device: Callable[..., Any],
@@ -193,13 +239,11 @@ def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> l
 
     Every device sends each other one its rows: (D-1)/D of the block, if all have as many towers.
     """
-    most = max(len(towers) for towers in placement.towers_on)
-    # A device with fewer towers is sent its last row again; nobody reads it.
-    order = [[t[min(slot, len(t) - 1)] for slot in range(most)] for t in placement.towers_on]
-    sent = [piece[np.array(order)] for piece in pieces]
+    order = np.array(placement.slots).T
+    sent = [piece[order] for piece in pieces]
     arrived = [lax.all_to_all(rows, AXIS, 0, 0) for rows in sent]
     total = evaluate(how.rest, lambda at: arrived[at[1]][at[0]], lambda a, b: a + b)
-    return [total[slot] for slot in range(most)]
+    return [total[slot] for slot in range(len(placement.slots))]
 
 
 def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Array:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from multitower.engines.exchanges import Exchanges
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.engines.totals import Totals, TowerSums, Turn, with_one_nan
@@ -110,7 +110,7 @@ class SameBits:
         self._totals = Totals(placement)
         self._compiled: dict[Any, Programs] = {}
         self._after: dict[Any, Programs] = {}
-        self._constants: dict[tuple[int, Any, Any], jax.Array] = {}
+        self._whole_numbers = WholeNumbers()
 
     def run(
         self,
@@ -124,8 +124,8 @@ class SameBits:
             replicas: what every tower gets, once per local device, on that device; the `state`
                 in it is overwritten.
             rows: the split arrays.
-            made_by: the programs that have left this state, if they are known: what they leave is
-                alike every time, and is not looked at again.
+            made_by: the programs that have made this state, if they are known: what they make has
+                the same shapes every time, so that these need not be compared again.
         """
         programs = self._programs(replicas[0], rows, made_by)
         numbers = self._numbers(programs, rows[0])
@@ -185,23 +185,15 @@ class SameBits:
         """What the programs are told of rows like these; copied to the devices once."""
         key = (rows.tower_rows, rows.num_rows)
         if key not in programs.numbers:
+            devices, number = self._totals.devices, self._whole_numbers.on
             here = {
-                turn.tower: Tower(
-                    *(self.constant(turn.i, np.int32(n)) for n in rows.counts(turn.tower))
-                )
+                turn.tower: Tower(*(number(devices[turn.i], n) for n in rows.counts(turn.tower)))
                 for turn in self._totals.turns
             }
             scale = _SCALE(rows.tower_rows / rows.num_rows)
-            scales = [self.constant(i, scale) for i in range(len(self._totals.devices))]
+            scales = [jax.device_put(scale, device) for device in devices]
             programs.numbers[key] = _Numbers(here, scales)
         return programs.numbers[key]
-
-    def constant(self, i: int, value: np.generic) -> jax.Array:
-        """A scalar on local device i, copied there once."""
-        key = (i, value.item(), jax.dtypes.canonicalize_dtype(value.dtype))
-        if key not in self._constants:
-            self._constants[key] = jax.device_put(value, self._totals.devices[i])
-        return self._constants[key]
 
     def _programs(
         self, shared: Shared, rows: Sequence[TowerRows], made_by: Programs | None

@@ -214,8 +214,8 @@ def cut(program: Program, places: Sequence[int], num_segments: int) -> list[Segm
 
     Args:
         program: what to cut.
-        places: for each of its steps the number of its segment, or -1 for a step that is none's
-            because the caller takes it between two segments.
+        places: for each of its steps the number of its segment, or -1 for a step that the caller
+            takes between two segments.
         num_segments: how many there are.
 
     Returns:

@@ -17,8 +17,9 @@ from multitower.engines.packing import SMALL, pack, unpack
 from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
+from multitower.towers.leaves import is_traced
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Tower, is_traced, pad_rows, real_rows
+from multitower.towers.rows import Tower, pad_rows, real_rows
 
 
 def run(
@@ -224,7 +225,7 @@ def _together(
     blocks = [leaf.reshape(len(numbers), -1, *leaf.shape[1:]) for leaf in rows]
     own = jax.tree.leaves((blocks, jax.vmap(tower)(numbers)))
     values = dict(zip(rounds.inputs, [*jax.tree.leaves(shared), *own], strict=True))
-    whole = set(rounds.inputs[: -len(own)])  # what all towers have alike
+    whole = set(rounds.inputs[: -len(own)])  # what all towers share
     arrived = Sent(pack([]), [])
 
     def run(fn: Any, inputs: list[int]) -> Any:

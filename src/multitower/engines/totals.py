@@ -11,6 +11,7 @@ from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each
 from multitower.engines.packing import Packed
 from multitower.engines.reduction import SMALL_BYTES
+from multitower.towers.global_arrays import stacked
 from multitower.towers.placement import Placement
 
 
@@ -70,7 +71,7 @@ class Totals:
         """What adds two sums of these shapes, once per local device; nothing without need."""
         if not any(turn.num_additions for turn in self.turns) and not self._is_copied(sums):
             return []
-        return compile_for_each(_add, (sums, sums), self.devices, donate=(0,))
+        return compile_for_each(reduction.add_sums, (sums, sums), self.devices, donate=(0,))
 
     def stacks(self) -> Stacks:
         """Before any tower has run."""
@@ -80,11 +81,8 @@ class Totals:
         self, stacks: Stacks, turn: Turn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
     ) -> None:
         """Takes a tower's sums, and adds up what the tree allows by now."""
-        stack = stacks[turn.i]
-        stack.append(sums)
-        for _ in range(turn.num_additions if sums.packed.buffers else 0):
-            right = stack.pop()
-            stack.append(add[turn.i](stack.pop(), right))
+        num_additions = turn.num_additions if sums.packed.buffers else 0
+        reduction.put(stacks[turn.i], sums, num_additions, add[turn.i] if add else None)
 
     def reduced(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
         """The totals on every local device, after the last tower."""
@@ -100,8 +98,8 @@ class Totals:
         for part in range(self._num_parts):
             # A device with fewer parts sends its last one again; nobody reads it.
             own = [stack[min(part, len(stack) - 1)] for stack in stacks]
-            buffers.append(stacked([sums.packed.buffers for sums in own], self._placement))
-            blocks.append(stacked([sums.blocks for sums in own], self._placement))
+            buffers.append(self._stacked([sums.packed.buffers for sums in own]))
+            blocks.append(self._stacked([sums.blocks for sums in own]))
         total = self._reduce(buffers, blocks)
         whole = [self._blocks(buffer) for buffer in total.buffers]
         cut = [[self._blocks(row) for row in block] for block in total.blocks]
@@ -124,7 +122,7 @@ class Totals:
             [stack[min(part, len(stack) - 1)] for stack in stacks]
             for part in range(self._num_parts)
         ]
-        given = [stacked(own, self._placement) for own in parts]
+        given = [self._stacked(own) for own in parts]
         found = self._reduce(given, [[] for _ in parts]).buffers
         whole = [self._blocks(buffer) for buffer in found]
         return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
@@ -144,6 +142,10 @@ class Totals:
         total = add[first](stacks[first][0], right)
         totals = {first: total, second: _copy(total, self.devices[second])}
         return [TowerSums(totals[i].packed, {}) for i in range(2)]
+
+    def _stacked(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """Global arrays of what every local device has a list of."""
+        return [stacked(blocks, self._placement) for blocks in zip(*own, strict=True)]
 
     def _blocks(self, leaf: jax.Array) -> list[jax.Array]:
         """The blocks of an array that is cut over the devices; much quicker than its shards."""
@@ -181,30 +183,8 @@ def _num_bytes(sums: TowerSums) -> int:
     return sum(buffer.size * buffer.dtype.itemsize for buffer in sums.packed.buffers)
 
 
-def stacked(own: Sequence[Sequence[jax.Array]], placement: Placement) -> list[jax.Array]:
-    """Global arrays with the devices' blocks, of each device a list, stacked along axis 0."""
-    arrays: list[jax.Array] = []
-    for blocks in zip(*own, strict=True):
-        shape = (blocks[0].shape[0] * len(placement.devices), *blocks[0].shape[1:])
-        arrays.append(
-            jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))
-        )
-    return arrays
-
-
-def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """This array's block on each of the given devices; every device must hold one."""
-    blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
-    return [blocks[device] for device in devices]
-
-
 def with_one_nan(total: jax.Array) -> jax.Array:
     """One NaN for all: which of two an addition passes on depends on the order of its operands."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total
     return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)
-
-
-def _add(left: TowerSums, right: TowerSums) -> TowerSums:
-    a, treedef = jax.tree.flatten(left)
-    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))

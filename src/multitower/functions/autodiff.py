@@ -12,10 +12,11 @@ from multitower.functions.calls import Axes, TowerFunction
 from multitower.functions.gradient_job import Finished, ValueAndGrad
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.closures import Contents, UsedByArguments, as_function, call_opened
+from multitower.models.callables import as_function
+from multitower.models.closures import Contents, UsedByArguments, call_opened
 from multitower.models.modules import Call, fill, take_call
 from multitower.models.nnx import diff_state
-from multitower.towers.rows import is_traced
+from multitower.towers.leaves import is_traced
 from multitower.towers.surroundings import refuse_inside_a_tower
 
 

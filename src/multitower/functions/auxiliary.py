@@ -15,8 +15,8 @@ from multitower.functions.calls import Leaves
 from multitower.functions.outputs import find_row_leaves, refuse_ragged
 from multitower.models.equinox import is_equinox_state
 from multitower.models.state import as_leaf, only_first, weigh
-from multitower.towers.constants import Constant
-from multitower.towers.rows import SHARED, Split, Tower, is_legacy_key
+from multitower.towers.leaves import Constant, is_legacy_key
+from multitower.towers.rows import SHARED, Split, Tower
 
 
 class Auxiliary(NamedTuple):
@@ -49,7 +49,7 @@ def sort_aux(
         aux: what the loss returned.
         aux_of: the same for other rows in another tower.
         rows: the rows of this tower.
-        is_state: whether a subtree of `aux` is a state that is handed on.
+        is_state: whether a subtree of `aux` is a state for the next call.
         here: the tower.
         ragged: the rows of the batch and how many towers there are, where they do not fill these.
 

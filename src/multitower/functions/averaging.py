@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from multitower.engines.reduction import evaluate, sum_tree
 from multitower.errors import GradientError
-from multitower.towers.rows import is_traced
+from multitower.towers.leaves import is_traced
 
 
 def average_gradients(tower_grads: Sequence[Any]) -> Any:

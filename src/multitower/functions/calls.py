@@ -1,7 +1,5 @@
-"""A function of towers: takes a call apart, picks the engine that fits it, joins the results."""
+"""A function of towers: takes a call apart, and picks the engine that fits it."""
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,33 +9,18 @@ import jax.numpy as jnp
 from multitower.engines import spmd
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits
-from multitower.engines.totals import on_each_device
 from multitower.errors import warn
 from multitower.functions.arguments import Arguments
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
-from multitower.processes.together import spread
-from multitower.towers.gather import gather_rows
+from multitower.towers.global_arrays import as_global, join_rows, replicate
 from multitower.towers.leaf_shards import axis_of_parts
+from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy_key
 from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import (
-    SHARED,
-    Parts,
-    Split,
-    Tower,
-    are_traced,
-    device_dtype,
-    is_key,
-    is_legacy_key,
-    key_of_tower,
-    take_apart,
-)
+from multitower.towers.rows import SHARED, Parts, Split, Tower, key_of_tower, take_apart
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
-
-# Leaves of fewer elements, over all towers, are joined in one program: less is compiled for them.
-_SMALL_SIZE = 1 << 18
 
 
 @jax.tree_util.register_dataclass
@@ -264,95 +247,6 @@ class TowerFunction:
         self._engines[key] = engines  # only now: one that failed to compile is not kept
         joined = join_rows(finished.rows, placement, parts.num_rows)
         return self._kind.result(as_global(finished.results, placement), joined)
-
-
-def replicate(tree: Any, placement: Placement) -> list[Any]:
-    """Copies a tree to every local device; leaves that already lie there are not copied again.
-
-    Returns:
-        The tree, once per local device, with single-device arrays.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    devices = [placement.devices[d] for d in placement.local]
-    if placement.spans_processes:
-        per_leaf = [_local_copies(leaf, placement, devices) for leaf in leaves]
-    else:
-        copies = copy_to(leaves, [placement.shared] * len(leaves))
-        per_leaf = [on_each_device(copy, devices) for copy in copies]
-    return [
-        jax.tree.unflatten(treedef, [leaf[i] for leaf in per_leaf]) for i in range(len(devices))
-    ]
-
-
-def _local_copies(leaf: Any, placement: Placement, devices: Sequence[jax.Device]) -> list[Any]:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return on_each_device(spread(leaf, placement.shared), devices)
-    # One by one: an array of all processes has no weak type, and a Python number has.
-    return copy_to([leaf] * len(devices), devices)
-
-
-def as_global(replicas: Sequence[Any], placement: Placement) -> Any:
-    """One tree of arrays that lie whole on every device, from one tree per local device."""
-    if not replicas:
-        return None
-
-    def join(*copies: jax.Array) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(
-            copies[0].shape, placement.shared, list(copies)
-        )
-
-    return jax.tree.map(join, *replicas)
-
-
-def join_rows(returned: dict[int, Any], placement: Placement, num_rows: int) -> Any:
-    """Lays the rows of all towers side by side, without the rows that only filled up.
-
-    Rows stay on their devices if every device has equally many and all are real; otherwise they
-    are gathered on the first device, or on all of them where several processes have them.
-    """
-    pieces = [returned[tower] for tower in sorted(returned)]
-    slots = len(placement.towers_on[0])
-    even = all(len(towers) == slots for towers in placement.towers_on)
-    contiguous = list(placement.owners) == sorted(placement.owners)
-
-    sizes = {placement.num_towers * leaf.shape[0] for leaf in jax.tree.leaves(pieces[0])}
-    stay = even and contiguous and sizes <= {num_rows}
-    if not stay and placement.spans_processes:
-        gather = lambda *towers: gather_rows(towers, placement, num_rows)
-        return jax.tree.map(gather, *pieces)
-    if not stay:
-        return _gathered(pieces, placement.devices[placement.local[0]], num_rows)
-    if slots > 1 and sizes:
-        starts = range(0, len(pieces), slots)
-        pieces = [_one_after_another(pieces[i : i + slots], num_rows) for i in starts]
-
-    def side_by_side(*blocks: jax.Array) -> jax.Array:
-        shape = (num_rows, *blocks[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, placement.split, list(blocks))
-
-    return jax.tree.map(side_by_side, *pieces)
-
-
-def _gathered(pieces: list[Any], device: jax.Device, num_rows: int) -> Any:
-    """The rows of several trees on one device; large leaves are moved and joined one by one."""
-    trees = [jax.tree.flatten(piece) for piece in pieces]
-    first, treedef = trees[0]
-    small = [i for i, leaf in enumerate(first) if leaf.size * len(pieces) <= _SMALL_SIZE]
-    found: dict[int, jax.Array] = {}
-    large = [[i] for i in range(len(first)) if i not in small]
-    for group in [small, *large] if small else large:  # no program of nothing
-        here = jax.device_put([[leaves[i] for i in group] for leaves, _ in trees], device)
-        found.update(zip(group, _one_after_another(here, num_rows), strict=True))
-    return jax.tree.unflatten(treedef, [found[i] for i in range(len(first))])
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _one_after_another(pieces: list[Any], num_rows: int) -> Any:
-    """The rows of several trees, in this order, and not more than `num_rows`.
-
-    In one program for all leaves: one by one each of them would compile its own.
-    """
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:num_rows], *pieces)
 
 
 def ragged_of(num_rows: int, num_towers: int) -> tuple[int, int] | None:

@@ -302,7 +302,7 @@ def positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
     """Positions counted from the front.
 
     Raises:
-        ArgumentError: a position that is none, or twice the same.
+        ArgumentError: not a position of an argument, or the same one twice.
     """
     for argnum in argnums:
         if isinstance(argnum, bool) or not isinstance(argnum, int):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -11,15 +11,17 @@ from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.rounds import FORWARD_RULES
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError, OutputError
-from multitower.functions.calls import Kind, TowerFunction, join_rows, ragged_of
+from multitower.functions.calls import Kind, TowerFunction, ragged_of
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.inference.forward import Forward, make_forward_chain
 from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
+from multitower.towers.global_arrays import join_rows
+from multitower.towers.leaves import are_traced, device_dtype
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Tower, are_traced, device_dtype
+from multitower.towers.rows import Parts, Tower
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows, ready_or_cut
 from multitower.towers.surroundings import refuse_disabled_jit

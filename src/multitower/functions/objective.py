@@ -46,7 +46,7 @@ def share_of(
         At least float32, shape (): in 16 bits a sum over rows may be out of range.
 
     Raises:
-        OutputError: the loss is none of these.
+        OutputError: the loss is not a ratio, a scalar or a vector over rows.
     """
     if is_ratio(loss):
         if reduction == "sum":

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import OutputError
-from multitower.towers.rows import Tower, wide_dtype
+from multitower.towers.leaves import wide_dtype
+from multitower.towers.rows import Tower
 
 # What train_step itself puts into the metrics.
 _RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale")
@@ -156,7 +157,7 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
 
 
 def check_metrics(metrics: Any) -> None:
-    """Refuses metrics that are no dict, or that hide the loss.
+    """Refuses metrics that are not a dict, or that would replace the loss.
 
     Raises:
         OutputError: the metrics are wrong.

@@ -13,7 +13,8 @@ from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
 from multitower.hardware.devices import DeviceSpec
-from multitower.models.closures import Contents, UsedByArguments, as_function, call_opened
+from multitower.models.callables import as_function
+from multitower.models.closures import Contents, UsedByArguments, call_opened
 from multitower.models.modules import Call, call_tower, take_call
 from multitower.models.opening import OpenFunction
 from multitower.models.state import Changed, as_leaf, only_first

@@ -1,7 +1,7 @@
 """ratio: a quotient of two sums over all towers, such as the mean over tokens that are not masked.
 
-A mean of the towers' own quotients would weigh every tower alike, however many tokens it has. So
-inside a tower a ratio stays in two parts, totals and weights, until the towers have met.
+A mean of the towers' own quotients would give every tower the same weight, however many tokens it
+has. So inside a tower a ratio stays in two parts, totals and weights, until the towers have met.
 """
 
 import functools

@@ -11,25 +11,20 @@ If these arrays were constants of the compiled program, every step would compile
 key would give all towers the same random numbers, and the batch could not be split.
 """
 
-import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from multitower.errors import ArgumentError, MultitowerError, warn
+from multitower.errors import ArgumentError, MultitowerError
+from multitower.models.callables import variables_of
 from multitower.models.dependencies import methods_of
-from multitower.models.equinox import is_equinox
-from multitower.models.nnx import is_nnx
 from multitower.models.opening import (
     Left,
     Opener,
     OpenFunction,
     flatten_with_classes,
-    of_partial,
-    variables_of,
 )
-from multitower.models.values import is_installed
 
 _Result = TypeVar("_Result")
 
@@ -63,46 +58,6 @@ class UsedByArguments:
             _, _, classes = flatten_with_classes(arguments)
             self._known = methods_of(classes)
         return self._known
-
-
-def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable[..., Any]:
-    """A module that is called, a method of one, or a partial, as a function that closes over it.
-
-    Args:
-        fun: any callable.
-        rows: which arguments of a partial are rows.
-    """
-    if isinstance(fun, functools.partial):
-        return of_partial(fun, rows)
-    module, method = fun, type(fun).__call__
-    if isinstance(fun, types.MethodType):
-        module, method = fun.__self__, fun.__func__
-    if not (is_nnx(module) or is_equinox(module)):
-        return _as_closure(fun)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return method(module, *args, **kwargs)
-
-    return call
-
-
-def _as_closure(fun: Any) -> Any:
-    """A method, or an object that is called, as a function that closes over its object."""
-    if hasattr(type(fun), "stateless_call"):
-        warn(
-            f"the function is {type(fun).__name__}, a model of Keras, and keeps the weights of its "
-            "first call. If they change, pass them: lambda weights, state, x: "
-            "model.stateless_call(weights, state, x)[0], with in_axes=(None, None, 0)."
-        )
-    is_bound = isinstance(fun, types.MethodType)
-    bound = fun if is_bound else types.MethodType(type(fun).__call__, fun)
-    if not isinstance(bound.__func__, types.FunctionType) or is_installed(bound.__func__):
-        return fun
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return bound(*args, **kwargs)
-
-    return call
 
 
 def call_opened(

@@ -85,7 +85,7 @@ class Reader:
         """A description that is equal for what does the same, now and later.
 
         Raises:
-            UnknownDependencyError: there is none.
+            UnknownDependencyError: the value cannot be described in such a way.
         """
         if type(value) in _PLAIN:
             return type(value), value

@@ -66,7 +66,7 @@ def equinox_in_evaluation_mode(module: Any) -> Any:
     There a flag is None, and `eqx.combine` takes the one that is set here.
 
     Raises:
-        ArgumentError: a flag that is no leaf.
+        ArgumentError: a flag that is not a leaf of the module's tree.
     """
     equinox: Any = sys.modules["equinox"]
     try:

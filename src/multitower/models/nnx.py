@@ -32,7 +32,7 @@ class NnxParts(NamedTuple):
     """How to put a module together from its weights, its other parameters and its state.
 
     Attributes:
-        graphdef: everything that is no array.
+        graphdef: everything except arrays.
         wanted: which Variables are weights, as an NNX filter.
     """
 
@@ -78,7 +78,7 @@ class NnxParts(NamedTuple):
 def take_nnx(module: Any, wanted: Any) -> tuple[NnxParts, Any, Any, Any]:
     """Takes a module apart: how, weights, other parameters, and the state that calls change.
 
-    Parameters are the optimizer's: what a call writes into them is not handed on. (A transform
+    Only the optimizer changes parameters: what a call writes into them is dropped. (A transform
     such as `nnx.remat` writes all of them, with the values that they had.)
     """
     nnx: Any = sys.modules["flax.nnx"]

@@ -11,6 +11,7 @@ import numpy as np
 from jax.tree_util import treedef_is_leaf
 
 from multitower.models.bytecode import WRITES, Chain, Names
+from multitower.models.callables import is_made_here, of_partial
 from multitower.models.dependencies import (
     Dependencies,
     content_of,
@@ -27,53 +28,11 @@ from multitower.models.values import (
     is_value,
     types_in,
 )
-from multitower.towers.rows import is_key, is_legacy_key, is_traced
+from multitower.towers.leaves import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"
 _WHOLE: tuple[Chain, ...] = ((),)  # no attribute alone
 _ONE_LEAF = jax.tree.structure(0)
-
-
-def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Callable[..., Any]:
-    """A partial as a function that closes over its arguments.
-
-    Args:
-        fun: the partial.
-        rows: the names of keyword arguments that are to be variables of that name.
-    """
-    for name in rows:
-        if name in fun.keywords:
-            others = {key: value for key, value in fun.keywords.items() if key != name}
-            rest = functools.partial(fun.func, *fun.args, **others)
-            return _binding(of_partial(rest, rows), name, fun.keywords[name])
-    inner, first = fun.func, fun.args
-    names, values = tuple(fun.keywords), tuple(fun.keywords.values())
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return inner(*first, *args, **{**dict(zip(names, values, strict=True)), **kwargs})
-
-    return call
-
-
-def variables_of(fun: Any) -> tuple[str, ...]:
-    """The variables that a function closes over; of a partial the names that it binds."""
-    if getattr(fun, "__code__", None) is None:
-        return ()
-    held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
-    is_partial = fun.__code__.co_filename == __file__ and "names" in held
-    return held["names"].cell_contents if is_partial else tuple(held)
-
-
-def _binding(inner_: Callable[..., Any], name_: str, rows_: Any) -> Callable[..., Any]:
-    """A function that closes over a variable of a given name, and passes it on by that name."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return inner_(*args, **{name_: rows_, **kwargs})
-
-    code = call.__code__
-    variables = tuple(name_ if one == "rows_" else one for one in code.co_freevars)
-    code = code.replace(co_freevars=variables)
-    return types.FunctionType(code, call.__globals__, name_, None, call.__closure__)
 
 
 @dataclass(frozen=True)
@@ -313,7 +272,7 @@ def flatten_with_classes(tree: Any) -> tuple[list[Any], Any, tuple[type, ...]]:
 
 def _is_users(fun: types.FunctionType) -> bool:
     """Not of a library, whose functions may well ask whether a number is a float."""
-    return fun.__code__.co_filename == __file__ or not is_installed(fun)  # here: a partial
+    return is_made_here(fun) or not is_installed(fun)
 
 
 def _leaf(value: Any) -> _Leaf:

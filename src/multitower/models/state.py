@@ -2,8 +2,8 @@
 
 Every tower gets the state whole and returns its own. Floats are averaged over towers, weighted by
 real rows; everything else is tower 0's, so counters advance as they would on one device. Keys
-differ between towers while they are used, and tower 0 keeps the original: so the key that is
-handed on is that of one device too.
+differ between towers while they are used, and tower 0 keeps the original, so the returned key is
+that of one device too.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.towers.rows import Tower, is_key, is_legacy_key, key_of_tower
+from multitower.towers.leaves import is_key, is_legacy_key
+from multitower.towers.rows import Tower, key_of_tower
 
 
 class Changed(NamedTuple):

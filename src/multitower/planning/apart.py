@@ -35,13 +35,13 @@ from multitower.towers.placement import Placement, contiguous
 
 
 class Meeting(NamedTuple):
-    """The programs of a meeting, in bytes.
+    """Bytes that the programs of a meeting need.
 
     Attributes:
-        buffers: of each buffer that is added up over towers.
-        moved: what it takes to make them, beside them.
-        meet: what the update takes beside the state and the sums.
-        go_on: what it takes to hand a tower the new parameters.
+        buffers: the size of each buffer that is added up over towers.
+        moved: to make these buffers, beside the buffers themselves.
+        meet: for the update, beside the state and the sums.
+        go_on: to give a tower the new parameters.
     """
 
     buffers: tuple[int, ...]
@@ -229,12 +229,12 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
 
 
 class Waiting(NamedTuple):
-    """A group's sums on one device.
+    """How many sums of one group are on one device at a time.
 
     Attributes:
-        towers: how many run there.
-        running: sums that wait while one of them runs, its own included.
-        adding: that are there at most.
+        towers: how many of the group's towers run there.
+        running: the most sums while a tower runs, its own included.
+        adding: the most sums while two are added up.
     """
 
     towers: int
@@ -243,7 +243,7 @@ class Waiting(NamedTuple):
 
 
 def _waiting(group: Placement, home: jax.Device) -> Waiting:
-    """Of a group the sums on a device, in the order of `steps.rotation.sums`."""
+    """Counts the sums of a group on the device `home`, in the order of `steps.rotation.sums`."""
 
     def tower(number: int) -> tuple[bool, int, int]:
         is_here = group.devices[group.owners[number]] == home
@@ -271,7 +271,7 @@ def _compile_update(given: Planned, programs: Programs) -> int:
 
 
 def _once(programs: Programs, key: Any, compile_it: Callable[[], Any]) -> Any:
-    """What was compiled before, or is now."""
+    """What was compiled under this key before; compiles it the first time."""
     if key not in programs.apart:
         programs.apart[key] = compile_it()
     return programs.apart[key]

@@ -73,7 +73,7 @@ def plan_again(
     """The attributes of a `Plan` on other devices, with as many rows and towers on each.
 
     Raises:
-        ArgumentError: a number of devices or machines that is none.
+        ArgumentError: `devices` or `machines` is not a whole number above 0.
     """
     given, programs, old = before
     room = Room(devices, machines, None)

@@ -19,7 +19,8 @@ from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.fields import Fields
 from multitower.steps.unmade import take_params
-from multitower.towers.rows import Parts, device_dtype, is_key, take_apart
+from multitower.towers.leaves import device_dtype, is_key
+from multitower.towers.rows import Parts, take_apart
 
 
 class Planned(NamedTuple):

@@ -17,7 +17,7 @@ def memory_in_bytes(memory: Any) -> int:
     """Bytes of an amount such as 24000000000, "24GB" or "24 GiB".
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it cannot be read as an amount of memory.
     """
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory

@@ -30,19 +30,19 @@ _MOST_TRIES = 3  # numbers of stages, and towers per device: each needs programs
 
 
 class Stage(NamedTuple):
-    """One stage, in bytes.
+    """Bytes that one stage needs on its device.
 
     Attributes:
-        state: of parameters, optimizer state, average.
-        inputs: of what a tower brings from earlier stages.
-        residuals: of what is kept for a tower with `remat=False`.
-        rows: of the tower's rows that it needs.
-        copies: of parameters that live elsewhere, and of what is no parameter.
-        sums: of what it adds up over towers.
-        answers: of the cotangents that it gets for a tower.
-        returns: of those that it sends.
-        temporary: of its larger program.
-        sent: of what it sends forward, to how many values.
+        state: its parameters, optimizer state and moving average.
+        inputs: what earlier stages send it for one tower.
+        residuals: what it keeps of one tower with `remat=False`.
+        rows: one tower's rows, if it needs them.
+        copies: parameters that live in another stage, and inputs that are not parameters.
+        sums: what it adds up over towers.
+        answers: the cotangents that it gets for one tower.
+        returns: the cotangents that it sends for one tower.
+        temporary: what the larger one of its two programs needs while it runs.
+        sent: what it sends forward for one tower; and its messages, backward ones included.
     """
 
     state: tuple[int, int, int]
@@ -92,7 +92,7 @@ def staged_layouts(
 
 
 def _halving(towers: int, num_rows: int) -> str:
-    """What more towers with equally many rows would bring; nothing if there are no such."""
+    """How more, smaller towers would halve the waiting, in words; "" if rows do not divide so."""
     even = next((n for n in range(towers, num_rows + 1) if num_rows % n == 0), None)
     return f"towers={even} would halve the time in which devices wait" if even else ""
 
@@ -158,7 +158,7 @@ def _stage(
 
 
 def _residuals(chain: Chain, s: int, rows: set[int]) -> int:
-    """Bytes of what a stage keeps for a tower beside parameters and those rows."""
+    """Bytes a stage keeps of a tower for its backward program, beside parameters and `rows`."""
     stage = chain.stages[s]
     if not stage.sent:
         return 0

@@ -1,7 +1,7 @@
 """record: digests of all that the steps of one run leave, of every process of it.
 
-After each stage of each step there is a digest of each leaf: what every tower hands on, the totals
-on every device, the state and the metrics after the update.
+After each stage of each step there is a digest of each leaf: what every tower sends or returns, the
+totals on every device, the state and the metrics after the update.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.packing import unpack
@@ -22,6 +21,7 @@ from multitower.steps.staged.state import Parts as StagedParts
 from multitower.steps.state.bundles import shown
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.leaves import is_key
 
 # A run: the state and the metrics after each step.
 Run = Iterator[tuple[TrainState, dict[str, jax.Array]]]
@@ -185,7 +185,7 @@ def _copies(state: TrainState) -> list[Any]:
 def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -> None:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in flat:
-        # What a tower hands on is a pair of trees, whose fields have names enough.
+        # What a tower returns is a pair of trees; the names of their fields are enough.
         names = path if stage == UPDATE else path[1:]
         see(Spot(stage, place, jax.tree_util.keystr(names).lstrip(".")), leaf)
 
@@ -199,7 +199,7 @@ def digest(leaf: Any) -> str:
 
 def on_host(leaf: Any) -> np.ndarray[Any, Any]:
     """A copy of all that an array has; a key as its data."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     # host-device sync; a copy, as the device's memory is used again
     return np.array(whole_on_host(leaf), copy=True)

@@ -105,8 +105,8 @@ class RunOptions:
 
     Raises:
         RunError: a value that makes no sense, or an option without the one that it is for.
-        ArgumentError: a service that there is not.
-        DeviceError: a number of towers that is none.
+        ArgumentError: an unknown service.
+        DeviceError: `towers` is not a whole number above 0.
     """
 
     devices: int | None = None

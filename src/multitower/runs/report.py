@@ -49,7 +49,7 @@ def write_report(
         The path of the file.
 
     Raises:
-        RunError: the metrics cannot be read, an image is none, or the file cannot be written.
+        RunError: the metrics or an image cannot be read, or the file cannot be written.
 
     Example:
         >>> import tempfile

@@ -131,24 +131,36 @@ def run(
             found = traced_pipeline(result["pipeline"], layout, directory / PROFILE)
             result["pipeline"]["traced"] = found if is_new else None
     if directory is not None and write_report is not None:
-        if is_first():
-            write_result(directory, result)
-        # On every process: the parameters may be split over all of them.
-        shown = {
-            "samples": sample_predictions(recipe, state, job.data.test),
-            "texts": sample_texts(recipe, state, job.data.test),
-        }
-        if is_first():
-            config = {"settings": recipe.options, "options": asdict(options)}
-            write_report(
-                directory,
-                config={"recipe": recipe.name, **config},
-                result=result,
-                placement=list(job.placement().items()),
-                **shown,
-            )
+        _write(directory, write_report, job, state, result)
     of_first(0)  # nobody leaves, and is missed by the others, before all is written
     return result
+
+
+def _write(
+    directory: Path,
+    write_report: Callable[..., Path],
+    job: RecipeJob,
+    state: TrainState,
+    result: dict[str, Any],
+) -> None:
+    """Writes the result and the report of a run; called on every process."""
+    if is_first():
+        write_result(directory, result)
+    recipe = job.recipe
+    # On every process: the parameters may be split over all of them.
+    shown = {
+        "samples": sample_predictions(recipe, state, job.data.test),
+        "texts": sample_texts(recipe, state, job.data.test),
+    }
+    if is_first():
+        config = {"settings": recipe.options, "options": asdict(job.options)}
+        write_report(
+            directory,
+            config={"recipe": recipe.name, **config},
+            result=result,
+            placement=list(job.placement().items()),
+            **shown,
+        )
 
 
 def score(

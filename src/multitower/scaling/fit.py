@@ -19,7 +19,7 @@ _ROUNDS: dict[str, Callable[[int], float]] = {
     "log2 devices": math.log2,
     "devices - 1": lambda count: count - 1.0,
 }
-_EXACT = 1e-12  # a residual below is none: rounding
+_EXACT = 1e-12  # a smaller residual is rounding: the fit is exact
 
 
 class Fit(NamedTuple):

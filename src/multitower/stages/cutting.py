@@ -74,7 +74,7 @@ def _levels_by_marks(program: Program) -> tuple[list[int], int]:
 
 
 def _groups_of_marks(program: Program) -> list[tuple[bool, list[Step]]]:
-    """The steps one by one, but those marks together that follow each other as in one call."""
+    """The steps one by one, except that neighbouring marks, as of one call, form a group."""
     groups: list[tuple[bool, list[Step]]] = []
     for step in program.steps:
         marked = is_mark(step.equation)
@@ -90,7 +90,7 @@ def _groups_of_marks(program: Program) -> list[tuple[bool, list[Step]]]:
 def _grouped(
     program: Program, levels: Sequence[int], num_levels: int, num_stages: int
 ) -> list[int]:
-    """The stage of each step, from its level: neighbouring levels together, with equal work."""
+    """The stage of each step: neighbouring levels are joined so that stages have equal work."""
     if num_levels < num_stages:
         raise ArgumentError(
             f"stages={num_stages}, and the model has {num_levels - 1} mt.cut(h) that its result "
@@ -106,7 +106,7 @@ def _grouped(
 
 
 def _opened(closed: Any, num_stages: int) -> Program:
-    """The program with its calls opened; but those of `jax.checkpoint` that fit into a stage."""
+    """The program with its calls opened, except for calls of `jax.checkpoint` that fit a stage."""
     share = work_of_program(closed.jaxpr) / num_stages
 
     def opens(equation: Any) -> bool:
@@ -184,7 +184,7 @@ def _refuse_one_heavy_step(
 
 
 def _settled(program: Program, places: Sequence[int], last: int) -> list[int]:
-    """Every floating step in the first stage that uses a result of it."""
+    """The stage of each step, where floating steps go to the first stage that uses their result."""
     settled = list(places)
     first_use = {x: last for x in program.outputs if isinstance(x, int)}
     for at in reversed(range(len(settled))):

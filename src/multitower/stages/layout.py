@@ -64,11 +64,16 @@ class Layout:
         return Placement(tuple(one[place] for one in self.all_replicas), self.towers.owners)
 
 
+def moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
+    """A value on another device; where it is there already, no call of JAX, which takes time."""
+    return value if source is target else jax.device_put(value, target)
+
+
 def check_layout(num_stages: Any, layout: Any) -> None:
-    """Refuses numbers that are none.
+    """Checks `stages=` and `layout=` without looking at devices.
 
     Raises:
-        ArgumentError: one of them.
+        ArgumentError: they are not whole numbers above 0, or there are more devices than stages.
     """
     if not _is_count(num_stages):
         raise ArgumentError(f"stages={num_stages!r}: it must be a whole number, 1 or more.")

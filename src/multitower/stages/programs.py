@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from multitower.engines.equal_programs import EqualPrograms, Executable
+from multitower.engines.executable import WholeNumbers
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.engines.totals import with_one_nan
 from multitower.stages.chain import Chain, shapes_of
@@ -49,13 +49,14 @@ class Programs:
         add: the sum of two `StageSums`; nothing for one tower.
         meet: of two lists of what towers send where they meet; nothing for one tower.
         meet_back: likewise of the cotangents of the totals.
+        numbers: what towers are told of themselves.
     """
 
     def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
         self._chain = chain
         self._layout = layout
         self._equal = EqualPrograms()
-        self._numbers: dict[tuple[int, jax.Device], jax.Array] = {}
+        self.numbers = WholeNumbers()
         stages = range(layout.num_stages)
         self.residuals: list[Residuals | None] = [
             keep_residuals(stage, self._shapes(stage.inputs), chain.params)
@@ -75,12 +76,6 @@ class Programs:
             for one in chain.meetings
             if (answered := chain.answered_at(one))
         }
-
-    def number(self, value: int, device: jax.Device) -> jax.Array:
-        """A whole number on a device, copied there once."""
-        if (value, device) not in self._numbers:
-            self._numbers[value, device] = jax.device_put(np.int32(value), device)
-        return self._numbers[value, device]
 
     def _shapes(self, numbers: Sequence[int]) -> list[Any]:
         return shapes_of(self._chain.avals, numbers)

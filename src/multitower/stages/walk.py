@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from multitower.engines.equal_programs import Executable
+from multitower.engines.reduction import put
 from multitower.engines.same_bits import Tap
 from multitower.stages.chain import Chain
-from multitower.stages.layout import Layout
+from multitower.stages.layout import Layout, moved
 from multitower.stages.meeting.rounds import Meeting
-from multitower.stages.meeting.totals import put
 from multitower.stages.order import Turn
 from multitower.stages.programs import Programs, StageSums
 from multitower.towers.split import TowerRows
@@ -132,7 +132,7 @@ class Walk:
                 continue
             maker = self._chain.made_by(number)
             waiting = self._answers[tower, maker].setdefault(number, [])
-            waiting.append(_moved(one, self._devices[s], self._devices[maker]))
+            waiting.append(moved(one, self._devices[s], self._devices[maker]))
         self._put(self.stacks[s], sums, tower, self._programs.add[s])
 
     def _meet_back(self, number: int, one: jax.Array, tower: int, s: int) -> None:
@@ -140,7 +140,7 @@ class Walk:
         meeting = self._chain.meeting_after[number]
         waiting = self._back[tower, meeting.after]
         sent_as = meeting.sent[meeting.totals.index(number)]
-        waiting[sent_as] = _moved(one, self._devices[s], self._devices[meeting.after])
+        waiting[sent_as] = moved(one, self._devices[s], self._devices[meeting.after])
         answered = self._chain.answered_at(meeting)
         if len(waiting) == len(answered):
             own = [waiting[x] for x in answered]
@@ -165,9 +165,9 @@ class Walk:
         device = self._devices[s]
         if number in self._rows:
             # They lie on the first device of the replica.
-            return _moved(self._rows[number].pieces[tower], self._first, device)
+            return moved(self._rows[number].pieces[tower], self._first, device)
         if number in self._tower_numbers:
-            return self._programs.number(self._number(number, tower), device)
+            return self._programs.numbers.on(device, self._number(number, tower))
         if (number, device) not in self._copies:
             self._copies[number, device] = jax.device_put(self._whole[number], device)
         return self._copies[number, device]
@@ -176,8 +176,3 @@ class Walk:
         """What a tower knows about itself."""
         counts = next(iter(self._rows.values())).counts(tower)
         return counts[self._tower_numbers.index(number)]
-
-
-def _moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
-    """A value on another device; where it is there already, no call of JAX, which takes time."""
-    return value if source is target else jax.device_put(value, target)

@@ -8,7 +8,8 @@ import jax
 from multitower.errors import ArgumentError
 from multitower.steps.parts import ShardOptions
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.rows import Parts, are_traced
+from multitower.towers.leaves import are_traced
+from multitower.towers.rows import Parts
 
 
 def check_numbers(ema_decay: Any, global_batch: Any, clip_norm: Any) -> None:

@@ -29,8 +29,9 @@ from multitower.steps.parts import StepParts
 from multitower.steps.precision import scaled, unscaled
 from multitower.steps.state.bundles import opened
 from multitower.steps.state.fields import Fields
+from multitower.towers.leaves import device_dtype
 from multitower.towers.refusals import name_of, taken_out_of
-from multitower.towers.rows import Parts, Split, Tower, device_dtype, key_of_tower
+from multitower.towers.rows import Parts, Split, Tower, key_of_tower
 from multitower.towers.surroundings import inside_a_tower
 
 

@@ -15,8 +15,9 @@ from multitower.steps.parts import StepParts
 from multitower.steps.runner import Metrics, fast_step
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Parts, Split, device_dtype, is_key, pad_rows, take_apart
+from multitower.towers.rows import Parts, Split, pad_rows, take_apart
 from multitower.towers.split import copy_to, refuse_tower_rows
 
 
@@ -228,7 +229,7 @@ class StackFeeder:
         return self._numbers[value]
 
     def feed(self, stack: Stack) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """What all towers get alike, the rows, and how many are real, each for all steps.
+        """What all towers share, the rows, and how many are real, each for all steps.
 
         Raises:
             BatchError: rows that would be filled up, where all must be real ones.

@@ -16,7 +16,8 @@ from multitower.functions.ratio import is_ratio
 from multitower.models.modules import Model
 from multitower.steps.precision import as_given, narrow, narrow_rows
 from multitower.steps.state.fingerprint import fingerprint
-from multitower.towers.rows import Tower, is_key
+from multitower.towers.leaves import is_key
+from multitower.towers.rows import Tower
 
 
 class LossOutput(NamedTuple):

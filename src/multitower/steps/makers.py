@@ -1,11 +1,12 @@
-"""Makers: what one step knows of each of the models that it was given.
+"""Makers: what one step knows of each of the models that it was given, and of its batches.
 
 Models may take turns, as in an ensemble: a state is trained with the model that it was made of.
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,60 @@ from multitower.models.modules import Model
 from multitower.steps.job import Looked
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
-from multitower.steps.seen import Seen
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Runner
+from multitower.towers.rows import Parts, Split
+
+
+class Seen(NamedTuple):
+    """What a step knows of a kind of batch.
+
+    Attributes:
+        split: which of its leaves are rows.
+        shared: the numbers of those that are not.
+        rows: the numbers of those that are.
+        num_rows: how many rows there are.
+        runner: what runs it.
+    """
+
+    split: Split
+    shared: tuple[int, ...]
+    rows: tuple[int, ...]
+    num_rows: int
+    runner: Runner
+
+    @classmethod
+    def of(cls, parts: Parts, runner: Runner) -> "Seen":
+        """Of a batch that has been run; rows are on axis 0."""
+        numbers: tuple[list[int], list[int]] = ([], [])
+        for number, kind in enumerate(parts.split.kinds):
+            numbers[kind == 0].append(number)
+        shared, rows = map(tuple, numbers)
+        return cls(parts.split, shared, rows, parts.num_rows, runner)
+
+    def parts(self, leaves: Sequence[Any]) -> Parts:
+        """Another batch of this kind, taken apart."""
+        return Parts(
+            self.split,
+            [leaves[number] for number in self.shared],
+            [leaves[number] for number in self.rows],
+            self.num_rows,
+        )
+
+
+def kind_of(leaves: Sequence[Any], treedef: Any) -> Any:
+    """What batches must have in common to be taken apart and run in the same way.
+
+    Types are part of it, so a batch that would be refused (such as one with a value inside of
+    `jax.jit`) never has the kind of one that was run.
+
+    Returns:
+        Hashable; None for a batch with leaves that are not arrays, which is taken apart anew.
+    """
+    try:
+        return treedef, *[(leaf.__class__, leaf.shape, leaf.dtype) for leaf in leaves]
+    except AttributeError:  # Python numbers
+        return None
 
 
 @dataclass(eq=False)
@@ -55,7 +107,7 @@ class Makers:
         self._all = weakref.WeakSet({self.newest})
 
     def see(self, model: Model | None, params: Any) -> Maker:
-        """Who makes the states of a model, or of parameters that are none; it is the newest."""
+        """Who makes the states of a model, or of plain parameters; it is the newest from now on."""
         loss = self._step.loss if model is None else self._step.loss.of_model(model)
         leaves, treedef = jax.tree.flatten(params)
         kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)

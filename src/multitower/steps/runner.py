@@ -10,15 +10,16 @@ import numpy as np
 from multitower.engines import spmd
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
-from multitower.functions.calls import as_global, replicate
 from multitower.steps.job import make_job, make_weights_job
 from multitower.steps.parts import StepParts
 from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import as_global, replicate
+from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Split, is_traced, pad_rows
+from multitower.towers.rows import Parts, Split, pad_rows
 from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
@@ -126,7 +127,7 @@ class Feeder:
         self._counts: dict[int, jax.Array] = {}
 
     def feed(self, parts: Parts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """What all towers get alike, the rows, and how many of these are real."""
+        """What all towers share, the rows, and how many of these are real."""
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
         shared = self._placement.shared
@@ -174,7 +175,7 @@ def on_all_devices(fields: Any, placement: Placement) -> Any:
 
 def own_copy(leaf: Any) -> jax.Array:
     """A copy of a leaf that nobody else has."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if _is_simple(leaf):
@@ -184,7 +185,7 @@ def own_copy(leaf: Any) -> jax.Array:
     if isinstance(leaf, np.ndarray | np.generic):
         # Now, likewise.
         return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
-    # The dtype said aloud makes it a strong type: a weak one would compile again at step two.
+    # An explicit dtype makes it a strong type: a weak one would compile again at step two.
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
 
 

@@ -15,13 +15,12 @@ from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
 from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import take_apart_each
-from multitower.steps.makers import Maker, Makers
+from multitower.steps.makers import Maker, Makers, Seen, kind_of
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
-from multitower.steps.seen import Seen, kind_of
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
 from multitower.steps.way import Batches, Runner, Whole
@@ -331,5 +330,5 @@ class TrainStep:
                 num_towers=way.num_towers,
                 is_by_device=self._towers is None,
             )
-            maker.looked[key] = way.look(state, look)  # dear: it may join what devices have
+            maker.looked[key] = way.look(state, look)  # expensive: it may join the state
         return maker.looked[key]

@@ -31,7 +31,7 @@ class InBlocks(Whole):
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement, same_bits=True)
-        # By the maker of states: its models are alike.
+        # By the maker of states: all of its models have the same shapes.
         self._sharded: weakref.WeakKeyDictionary[object, ShardedState] = weakref.WeakKeyDictionary()
         self._version = 0
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from multitower.towers.rows import wide_dtype
+from multitower.towers.leaves import wide_dtype
 
 _SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared buffer
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from multitower.errors import BatchError
 from multitower.hardware.devices import DeviceSpec
+from multitower.towers.global_arrays import stacked
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import Placement, place
 from multitower.towers.rows import Parts, take_apart
@@ -237,13 +238,7 @@ def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
         return _put_together(whole, _split_evenly(whole.rows, num_rows, placement))
     parts, pieces = _read_pieces(batch, num_rows // count, placement.local)
     homes = [placement.devices[d] for d in placement.local]
-    arrays = [
-        jax.make_array_from_single_device_arrays(
-            (num_rows, *blocks[0].shape[1:]), placement.split, copy_to(blocks, homes)
-        )
-        for blocks in pieces
-    ]
-    return _put_together(parts, arrays)
+    return _put_together(parts, [stacked(copy_to(blocks, homes), placement) for blocks in pieces])
 
 
 def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:

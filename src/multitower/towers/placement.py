@@ -44,6 +44,18 @@ class Placement:
         )
 
     @functools.cached_property
+    def slots(self) -> tuple[tuple[int, ...], ...]:
+        """For each slot the tower of every device there, for what all devices exchange at a time.
+
+        A device with fewer towers has its last one again; nobody reads what is sent for it twice.
+        """
+        most = max(len(towers) for towers in self.towers_on)
+        return tuple(
+            tuple(towers[min(slot, len(towers) - 1)] for towers in self.towers_on)
+            for slot in range(most)
+        )
+
+    @functools.cached_property
     def local(self) -> tuple[int, ...]:
         """Indices of the devices that this process drives itself."""
         here = jax.process_index()
@@ -162,7 +174,7 @@ def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:
 
 
 def check_towers(towers: int | None) -> None:
-    """Refuses a number of towers that is none.
+    """Checks `towers=`.
 
     Raises:
         DeviceError: `towers` is neither None nor a whole number above 0.

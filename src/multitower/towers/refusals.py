@@ -8,8 +8,8 @@ import numpy as np
 from jax.core import Tracer
 
 from multitower.errors import ArgumentError
-from multitower.towers.constants import Constant, leaves_in_lists
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.leaves import Constant, leaves_in_lists
 
 
 class Names(Protocol):

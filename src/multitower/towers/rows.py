@@ -5,18 +5,16 @@ whose axis is None), a *key* (a typed PRNG key, or one of `jax.random.PRNGKey`; 
 different one), or a *constant* (a flag, a string or a function; part of the program).
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from multitower.errors import ArgumentError, BatchError
-from multitower.towers.constants import Constant, is_constant
+from multitower.towers.leaves import Constant, is_constant, is_key, is_legacy_key
 from multitower.towers.refusals import (
     Names,
     is_number,
@@ -176,48 +174,6 @@ def key_of_tower(key: Any, tower: Tower) -> Any:
     # Numbers, not keys: jax.debug_key_reuse counts a choice between two keys as a use of both.
     data = jnp.where(tower.number == 0, *map(jax.random.key_data, (key, folded)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed keys, as `jax.random.key` makes them."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def device_dtype(leaf: Any) -> Any:
-    """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
-    if isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf.dtype
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
-
-
-def wide_dtype(*dtypes: Any) -> Any:
-    """At least float32, in which sums of many numbers of these dtypes are right."""
-    with jax.numpy_dtype_promotion("standard"):  # a program may be strict with its own numbers
-        return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
-
-
-def is_legacy_key(leaf: Any) -> bool:
-    """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,)."""
-    return getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,)
-
-
-def is_traced(leaf: Any) -> bool:
-    """Whether a leaf stands for a value inside jit, grad, vmap or scan."""
-    return isinstance(leaf, Tracer)
-
-
-def are_traced(leaves: Iterable[Any]) -> bool:
-    """Whether what is computed from these leaves is traced.
-
-    Inside `jax.jit` it is, even where a function closes over all of its arrays, so that none of the
-    leaves is. Calling a jitted function takes 4 microseconds and tells.
-    """
-    return any(is_traced(leaf) for leaf in leaves) or is_traced(_zero())
-
-
-@jax.jit
-def _zero() -> jax.Array:
-    return jnp.int32(0)
 
 
 def pad_rows(leaf: Any, size: int) -> Any:

@@ -8,8 +8,8 @@ import jax
 
 from multitower.errors import BatchError, warn
 from multitower.processes.together import lines_of_all
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import is_key
 from multitower.towers.split import TowerRows, sample_of
 
 

@@ -57,7 +57,7 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
 def _argument_differs(
     tree: Any, name: str | Names, axes: Any, arguments: Sequence[_Argument]
 ) -> str:
-    """Names the arguments that are no rows, since others agree on a number of rows."""
+    """Names the arguments that seem not to be rows, since others agree on a number of rows."""
     agreeing = [one for one in arguments if one.rows() is not None]
     if not agreeing:
         return _leaf_differs(tree, name, axes, _merged(arguments))

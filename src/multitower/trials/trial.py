@@ -19,11 +19,13 @@ from multitower.functions.auxiliary import is_state_of, split_state, state_struc
 from multitower.functions.gradient_job import enter_states
 from multitower.functions.objective import Reduction, as_mean, share_of
 from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_of
-from multitower.models.closures import as_function, open_function
+from multitower.models.callables import as_function
+from multitower.models.closures import open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import AXIS
-from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, is_key, take_apart
+from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, take_apart
 from multitower.trials.comparison import numbers_of
 
 # The rows of towers, and which towers these are.
@@ -37,7 +39,7 @@ class Found(NamedTuple):
         names: what its results are called, such as `output[0]['loss']`.
         leaves: the results: arrays, and ratios as they are inside a tower.
         has_loss: whether the first of them is a loss: a float or a ratio, alone or before others.
-        states: what is handed on to the next call: changes of modules, model states.
+        states: what the next call gets: changes of modules, model states.
     """
 
     names: list[str]

@@ -12,17 +12,17 @@ from multitower.checks.problems import (
     MIXED,
     NOT_REPEATABLE,
     ROW_COUNT,
-    SAME_NUMBERS,
     STATISTICS,
     Kind,
     ParallelCheck,
     Problem,
     needed_whole,
+    same_numbers,
     table,
 )
 from multitower.checks.row_flow import Reading
 from multitower.hardware.devices import devices
-from multitower.towers.rows import is_key
+from multitower.towers.leaves import is_key
 from multitower.trials.comparison import Compared, numbers_of
 from multitower.trials.trial import Found, Trial
 
@@ -44,7 +44,7 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     ]
     tower_rows = min(sizes, key=lambda size: abs(num_rows // size - wanted))
     read = trial.reading() or trial.reading(times=tower_rows)
-    problems = [*_values(trial, tower_rows, read), *_draws(read)]
+    problems = [*_values(trial, tower_rows, read), *same_numbers(read[0].draws if read else ())]
     problems = _blame_tables(trial, tower_rows, read, problems)
     return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
 
@@ -109,11 +109,6 @@ def _largest(value: Any) -> float:
     """The largest size of the finite numbers of a result."""
     numbers = np.abs(numbers_of(value))
     return float(np.max(numbers, initial=0.0, where=np.isfinite(numbers)))
-
-
-def _draws(read: _Read) -> list[Problem]:
-    draws = dict.fromkeys(read[0].draws) if read else ()
-    return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in draws]
 
 
 def _blame_tables(

@@ -5,7 +5,6 @@ import os
 import signal
 import weakref
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,6 +15,7 @@ from multitower.data.batches import make_batches
 from multitower.steps.step import TrainStep
 from multitower.training.fitting import calls
 from multitower.training.fitting.calls import sizes_of_calls
+from trees import assert_close
 
 RNG = np.random.default_rng(0)
 DATA = {
@@ -57,11 +57,6 @@ class Run:
 def one_by_one():
     run = Run()
     return run.fit(), run.metrics()
-
-
-def assert_close(found, wanted):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_is_the_run_of_single_calls(one_by_one, tmp_path):

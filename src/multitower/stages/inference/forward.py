@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.engines.equal_programs import EqualPrograms
+from multitower.engines.executable import WholeNumbers
+from multitower.engines.reduction import put
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.chain import avals_of, shapes_of
 from multitower.stages.cutting import cut_program
 from multitower.stages.inference.placed import Placed
-from multitower.stages.layout import Layout
+from multitower.stages.layout import Layout, moved
 from multitower.stages.meeting.rounds import Meeting, find_meetings
-from multitower.stages.meeting.totals import StageTotals, compile_add, put
+from multitower.stages.meeting.totals import StageTotals, compile_add
 from multitower.stages.order import forward_in_rounds
 from multitower.stages.pieces import Pieces, split_params
 from multitower.towers.split import TowerRows
@@ -112,6 +114,7 @@ class Forward:
         self.layout = layout
         self.segments = layout.of_segments(chain.stage_of)
         self.placed = placed
+        self.numbers = WholeNumbers()
         self._over_towers = StageTotals(layout)
         equal = EqualPrograms()
         devices = [self.segments.devices_of(s) for s in range(len(chain.segments))]
@@ -216,7 +219,7 @@ class _Walk:
         outputs = chain.segments[s].outputs
         for x, value in zip(outputs, made, strict=True):
             for user in self._forward.users[x] if isinstance(x, int) else []:
-                there = _moved(value, self._devices[s], self._devices[user])
+                there = moved(value, self._devices[s], self._devices[user])
                 self._arrived[tower, user][x] = there
         for one in chain.meetings:
             if one.after == s:
@@ -225,7 +228,7 @@ class _Walk:
                 put(self.sent[s], own, self._additions[tower], add[self._replica] if add else None)
         for place, (stage, n) in enumerate(chain.results):
             if stage == s:
-                self.results[tower][place] = _moved(made[n], self._devices[s], self._ends[1])
+                self.results[tower][place] = moved(made[n], self._devices[s], self._ends[1])
 
     def arrive(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
         """Takes what has been added up over towers: all of them get the same."""
@@ -258,11 +261,6 @@ class _Walk:
     def _own(self, x: int, tower: int, s: int) -> jax.Array:
         """A tower's rows, or what it knows of itself, on the device of a segment."""
         if x in self._rows:
-            return _moved(self._rows[x].pieces[tower], self._ends[0], self._devices[s])
+            return moved(self._rows[x].pieces[tower], self._ends[0], self._devices[s])
         count = self._counts[tower][self._forward.chain.inputs[-3:].index(x)]
-        return self._forward.placed.number(count, self._devices[s])
-
-
-def _moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
-    """A value on another device; no call of JAX if it is there."""
-    return value if source is target else jax.device_put(value, target)
+        return self._forward.numbers.on(self._devices[s], count)

@@ -4,7 +4,6 @@ import weakref
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from multitower.towers.split import copy_to, on_one_device
@@ -22,13 +21,6 @@ class Placed:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, dict[Place, jax.Array]]] = {}
-        self._numbers: dict[tuple[int, jax.Device], jax.Array] = {}
-
-    def number(self, value: int, device: jax.Device) -> jax.Array:
-        """A whole number on a device."""
-        if (value, device) not in self._numbers:
-            self._numbers[value, device] = jax.device_put(np.int32(value), device)
-        return self._numbers[value, device]
 
     def on(self, leaf: Any, device: jax.Device, rows: tuple[int, int] | None = None) -> jax.Array:
         """A leaf on a device, or some rows of it."""

@@ -40,7 +40,7 @@ class StageTotals:
 
         Args:
             stage: where that is.
-            stacks: for each replica the partial sums, as `put` has left them.
+            stacks: for each replica the partial sums, as `reduction.put` has left them.
             add: of `compile_add`.
         """
         if self._across:
@@ -69,25 +69,10 @@ class StageTotals:
         return [jax.tree.unflatten(treedef, leaves) for leaves in totals]
 
 
-def put(stack: list[Any], own: Any, num_additions: int, add: Executable | None) -> None:
-    """Takes what a tower has for a sum, and adds up what the tree allows by now."""
-    stack.append(own)
-    for _ in range(num_additions):
-        assert add is not None
-        right = stack.pop()
-        left = stack.pop()
-        stack.append(add(left, right))
-
-
 def compile_add(
     equal: EqualPrograms, sums: Any, devices: Sequence[jax.Device], num_towers: int
 ) -> list[Executable]:
     """The sum of two trees of these shapes on each device; nothing for one tower."""
     if num_towers == 1:
         return []
-    return equal.compile_for_each(_add, (sums, sums), devices, donate=(0,))
-
-
-def _add(left: Any, right: Any) -> Any:
-    a, treedef = jax.tree.flatten(left)
-    return jax.tree.unflatten(treedef, reduction.add_buffers(a, jax.tree.leaves(right)))
+    return equal.compile_for_each(reduction.add_sums, (sums, sums), devices, donate=(0,))

@@ -13,14 +13,13 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError
-from multitower.functions.calls import as_global, replicate
 from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.blocks import BlockLayout
-from multitower.towers.gather import gather_rows
+from multitower.towers.global_arrays import as_global, gather_rows, replicate
 from multitower.towers.placement import Placement
 
 if TYPE_CHECKING:

@@ -12,14 +12,12 @@ import operator
 from typing import Any
 
 import jax
-import numpy as np
 
 from multitower.engines import reduction
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits
-from multitower.engines.totals import on_each_device, with_one_nan
-from multitower.functions.calls import replicate
+from multitower.engines.totals import with_one_nan
 from multitower.steps.blocks.state import Block, Parts, ShardedState
 from multitower.steps.job import make_job
 from multitower.steps.optimizing.clipping import add_towers, leaf_squares
@@ -29,6 +27,7 @@ from multitower.steps.parts import StepParts
 from multitower.steps.runner import Weights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
@@ -59,6 +58,7 @@ class ShardedRunner:
         self._devices = [placement.devices[d] for d in placement.local]
         self._sharded = sharded
         self._gather_squares = reduction.make_gather(placement, operator.itemgetter(0))
+        self._numbers = WholeNumbers()
         self._squares: dict[Any, list[jax.stages.Compiled]] = {}
         self._updates: dict[Any, list[jax.stages.Compiled]] = {}
         self._finite = jax.jit(finite_leaves)
@@ -78,7 +78,7 @@ class ShardedRunner:
         finished = self._engine.run(replicas, rows)
         state.spend()
         new_rows, blocks, told = self._update(finished, parts.blocks)
-        params = self._gathered(self._gather, new_rows)
+        params = reduction.gather_values(self._gather, new_rows, self._placement)
         new = [
             fields._replace(params=own)
             for (fields, _), own in zip(finished.results, params, strict=True)
@@ -104,7 +104,7 @@ class ShardedRunner:
         for i, d in enumerate(self._placement.local):
             fields, metrics = finished.results[i]
             for tower in self._placement.towers_on[d]:
-                number = self._engine.constant(i, np.int32(tower))
+                number = self._numbers.on(self._devices[i], tower)
                 given = (fields.params, fields.step, metrics["loss"], number, squares[i])
                 arguments = (blocks[tower], finished.blocks[tower], given)
                 key = key or signature(arguments)
@@ -154,24 +154,4 @@ class ShardedRunner:
                         lambda rows: [leaf_squares(self._gradients(rows))], (rows,), self._devices
                     )
                 found[tower] = self._squares[key][i](rows)
-        return self._gathered(self._gather_squares, found)
-
-    def _gathered(self, gather: Any, rows: dict[int, list[jax.Array]]) -> list[Any]:
-        """What is made of all towers' rows, once per local device."""
-        most = max(len(towers) for towers in self._placement.towers_on)
-        owned = [self._placement.towers_on[d] for d in self._placement.local]
-        # A device with fewer towers sends its last row again; nobody reads it.
-        sent = [
-            [
-                self._global([rows[towers[min(slot, len(towers) - 1)]][buffer] for towers in owned])
-                for slot in range(most)
-            ]
-            for buffer in range(len(rows[owned[0][0]]))
-        ]
-        leaves, treedef = jax.tree.flatten(gather(sent))
-        per_device = zip(*(on_each_device(leaf, self._devices) for leaf in leaves), strict=True)
-        return [jax.tree.unflatten(treedef, own) for own in per_device]
-
-    def _global(self, blocks: list[jax.Array]) -> jax.Array:
-        shape = (blocks[0].shape[0] * len(self._placement.devices),)
-        return jax.make_array_from_single_device_arrays(shape, self._placement.split, blocks)
+        return reduction.gather_values(self._gather_squares, found, self._placement)

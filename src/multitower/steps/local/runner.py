@@ -17,7 +17,6 @@ from multitower.engines.packing import Packed
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
 from multitower.engines.totals import Totals, TowerSums, Turn
 from multitower.engines.tracing import trace
-from multitower.functions.calls import replicate
 from multitower.steps.local.job import LocalJob, Met
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.options import refuse_meeting
@@ -25,6 +24,7 @@ from multitower.steps.local.state import Own, Parts, as_state
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import Metrics
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split, Tower
@@ -32,7 +32,7 @@ from multitower.towers.split import TowerRows, ready_or_cut
 
 
 class Programs(NamedTuple):
-    """Executables, and what a meeting would tell where there is none.
+    """Executables, and what a step without a meeting tells of meetings.
 
     `tower` is one per local device, `finish` for the first one, `add` where metrics are added up.
     """

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
-from multitower.functions.calls import as_global, replicate
 from multitower.processes.together import whole_on_host
 from multitower.steps.runner import on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.gather import gather_rows
+from multitower.towers.global_arrays import as_global, gather_rows, replicate
+from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import device_dtype, is_key
 from multitower.towers.split import copy_to
 
 

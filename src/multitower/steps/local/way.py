@@ -30,8 +30,8 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Batches, Runner, Whole
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import is_key
 from multitower.towers.split import copy_to
 from multitower.towers.surroundings import refuse_disabled_jit
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines.reduction import evaluate, sum_tree
-from multitower.towers.rows import wide_dtype
+from multitower.towers.leaves import wide_dtype
 
 
 def leaf_squares(gradients: Any) -> jax.Array:

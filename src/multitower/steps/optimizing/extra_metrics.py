@@ -77,7 +77,7 @@ def learning_rate_in(opt_state: Any) -> Any:
     """The learning rate that `optax.inject_hyperparams` keeps in an optimizer's state.
 
     Raises:
-        ArgumentError: there is none, or several.
+        ArgumentError: the state holds no learning rate, or several.
     """
     found = list(_rates(opt_state))
     if len(found) != 1:

@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import finish_function, scale_shape
-from multitower.functions.calls import replicate
 from multitower.steps.job import make_job
 from multitower.steps.parts import StepParts
 from multitower.steps.rotation.options import RotationOptions
@@ -29,6 +28,7 @@ from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import Metrics, Weights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
@@ -51,6 +51,7 @@ class RotationRunner:
         given = (step, split, tower_rows)
         self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
         self._finish = make_finish(*given, turns.num_towers, options)
+        self._numbers = WholeNumbers()
         self._finishes: dict[Any, jax.stages.Compiled] = {}
         self._weights: dict[Placement, Weights] = {}
         if has_weights:
@@ -68,7 +69,7 @@ class RotationRunner:
         rows = ready_or_cut(batch.rows, batch.num_rows, place, self._tower_rows)
         shared = self._shared(version, parts.num_updates, batch, rows, place)
         total = jax.device_put(self._sums.run(place, shared, rows), self._turns.home)
-        staleness = self._sums.constant(self._turns.home, parts.num_updates - version.made)
+        staleness = self._numbers.on(self._turns.home, parts.num_updates - version.made)
         scale = np.float64(rows[0].tower_rows / rows[0].num_rows)  # turns sums into means
         # Parameters are not donated: on the home device a version is the same array.
         used = (parts.home.opt_state, parts.home.ema_params)

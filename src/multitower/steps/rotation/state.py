@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
-from multitower.functions.calls import replicate
 from multitower.models.state import enter
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import own_copy
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.global_arrays import replicate
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Tower, is_key
+from multitower.towers.rows import Tower
 
 
 class Version(NamedTuple):

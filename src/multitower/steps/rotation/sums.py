@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
-from multitower.engines.reduction import add_buffers, evaluate, sum_tree
+from multitower.engines.reduction import add_sums, evaluate, sum_tree
 from multitower.engines.same_bits import tower_function
 from multitower.engines.tracing import trace
 from multitower.towers.placement import Placement
@@ -32,7 +32,7 @@ class GroupSums:
         self._num_towers = groups[0].num_towers
         self._devices = list(dict.fromkeys(device for one in groups for device in one.devices))
         self._compiled: dict[Any, tuple[Programs, Programs]] = {}
-        self._constants: dict[tuple[jax.Device, int], jax.Array] = {}
+        self._numbers = WholeNumbers()
 
     def run(self, place: Placement, shared: Sequence[Shared], rows: Sequence[TowerRows]) -> Packed:
         """The total over a group.
@@ -51,7 +51,8 @@ class GroupSums:
             owner = place.owners[tower]
             device = place.devices[owner]
             pieces = [leaf.pieces[tower] for leaf in rows]
-            sums, _ = towers[device](shared[owner], pieces, self._here(device, tower, rows))
+            here = Tower(*(self._numbers.on(device, n) for n in rows[0].counts(tower)))
+            sums, _ = towers[device](shared[owner], pieces, here)
             return device, sums.packed
 
         def add(
@@ -61,16 +62,6 @@ class GroupSums:
             return device, adds[device](total, jax.device_put(right[1], device))
 
         return evaluate(sum_tree(0, self._num_towers), run, add)[1]
-
-    def constant(self, device: jax.Device, value: int) -> jax.Array:
-        """A whole number on a device, copied there once."""
-        key = (device, value)
-        if key not in self._constants:
-            self._constants[key] = jax.device_put(np.int32(value), device)
-        return self._constants[key]
-
-    def _here(self, device: jax.Device, tower: int, rows: Sequence[TowerRows]) -> Tower:
-        return Tower(*(self.constant(device, value) for value in rows[0].counts(tower)))
 
     def _programs(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
         key = signature((shared, pieces))
@@ -90,12 +81,8 @@ class GroupSums:
         sums: Packed = towers[0].out_info[0].packed
         adds: list[jax.stages.Compiled] = []
         if self._num_towers > 1:
-            adds = compile_for_each(_add, (sums, sums), self._devices, donate=(0,))
+            adds = compile_for_each(add_sums, (sums, sums), self._devices, donate=(0,))
         return (
             dict(zip(self._devices, towers, strict=True)),
             dict(zip(self._devices[: len(adds)], adds, strict=True)),
         )
-
-
-def _add(left: Packed, right: Packed) -> Packed:
-    return Packed(tuple(add_buffers(left.buffers, right.buffers)), left.layout)

@@ -16,8 +16,8 @@ from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.unmade import Unmade, made_in_parts
 from multitower.towers.leaf_shards import shardings_of
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
-from multitower.towers.rows import is_key
 from multitower.towers.split import copy_to
 
 
@@ -73,7 +73,7 @@ class StateShards:
         return jax.tree.map(_copy, fields, there)
 
     def _made(self, leaves: list[Unmade], shardings: list[Any]) -> list[jax.Array]:
-        """What a function makes; arrays that it hands on are placed as if they were passed."""
+        """What a function makes; arrays that it only returns are placed as if they were passed."""
         given = [leaf.given() for leaf in leaves]
         unmade = [n for n, leaf in enumerate(given) if isinstance(leaf, Unmade)]
         own = [leaves[n] for n in unmade], [shardings[n] for n in unmade]

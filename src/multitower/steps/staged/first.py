@@ -17,7 +17,7 @@ from multitower.steps.staged.update import SHARED, Homes
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.unmade import Unmade
-from multitower.towers.rows import device_dtype, is_key
+from multitower.towers.leaves import device_dtype, is_key
 
 
 class First(NamedTuple):

@@ -20,8 +20,9 @@ from multitower.steps.staged.weights import StagedWeights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_stages
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Parts as BatchParts
-from multitower.towers.rows import Split, device_dtype
+from multitower.towers.rows import Split
 from multitower.towers.split import on_one_device, ready_or_cut
 
 
@@ -130,5 +131,5 @@ class StagedRunner:
 
 
 def _of_this_process(batch: BatchParts) -> list[Any]:
-    """What all towers get alike."""
+    """What all towers share."""
     return [on_one_device(leaf) for leaf in batch.shared]

@@ -18,7 +18,7 @@ from multitower.stages.chain import SPLIT
 from multitower.steps.optimizing.update import update
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields, shapes_of
-from multitower.towers.rows import wide_dtype
+from multitower.towers.leaves import wide_dtype
 
 if TYPE_CHECKING:
     import optax

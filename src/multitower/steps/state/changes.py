@@ -14,7 +14,7 @@ import numpy as np
 
 from multitower.errors import StateError
 from multitower.steps.state.fields import Fields
-from multitower.towers.rows import is_key
+from multitower.towers.leaves import is_key
 
 # For each attribute of a state the new leaves by number.
 Changes = Mapping[str, Mapping[int, Any]]

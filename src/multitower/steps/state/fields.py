@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.towers.rows import device_dtype
+from multitower.towers.leaves import device_dtype
 
 
 class Fields(NamedTuple):

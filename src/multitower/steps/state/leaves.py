@@ -11,7 +11,7 @@ from multitower.errors import CheckpointError
 from multitower.processes.together import whole_on_host
 from multitower.steps.state.changes import with_changes
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.rows import device_dtype, is_key
+from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.split import copy_to
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from multitower.errors import StateError
 from multitower.processes.together import are_several, gathered
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.rows import is_key
+from multitower.towers.leaves import is_key
 
 
 def check_replicas(state: TrainState) -> None:

@@ -23,7 +23,7 @@ def check_is_state(
         remedy: what to pass instead, likewise.
 
     Raises:
-        StateError: it is none.
+        StateError: it is not a `TrainState`.
     """
     if isinstance(state, TrainState):
         return
@@ -142,7 +142,7 @@ class TrainState:
             parts: what the maker's next step will take.
             join: makes Fields of it, for anybody else.
             maker: the step.
-            join_shared: where some fields are dear to join, the same without them: None for these.
+            join_shared: where some fields are expensive to join, the same with None for these.
             apart: the names of these fields.
         """
         state = cls(None, maker)

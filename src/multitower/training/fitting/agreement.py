@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from multitower.processes.together import gathered
+from multitower.towers.global_arrays import stacked
 from multitower.towers.placement import Placement
 
 # A signal is heard within about twice as long, or within two calls.
@@ -79,8 +80,4 @@ class StopVote:
         """One vote a device."""
         vote = np.array([mine], np.int32)
         here = [self._placement.devices[d] for d in self._placement.local]
-        return jax.make_array_from_single_device_arrays(
-            (len(self._placement.devices), vote.size),
-            self._placement.split,
-            [jax.device_put(vote, one) for one in here],
-        )
+        return stacked([jax.device_put(vote, one) for one in here], self._placement)

@@ -1,0 +1,97 @@
+"""Callables that are no plain functions, as functions that close over what they hold."""
+
+import functools
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+from multitower.errors import warn
+from multitower.models.equinox import is_equinox
+from multitower.models.nnx import is_nnx
+from multitower.models.values import is_installed
+
+
+def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable[..., Any]:
+    """A module that is called, a method of one, or a partial, as a function that closes over it.
+
+    Args:
+        fun: any callable.
+        rows: which arguments of a partial are rows.
+    """
+    if isinstance(fun, functools.partial):
+        return of_partial(fun, rows)
+    module, method = fun, type(fun).__call__
+    if isinstance(fun, types.MethodType):
+        module, method = fun.__self__, fun.__func__
+    if not (is_nnx(module) or is_equinox(module)):
+        return _as_closure(fun)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(module, *args, **kwargs)
+
+    return call
+
+
+def _as_closure(fun: Any) -> Any:
+    """A method, or an object that is called, as a function that closes over its object."""
+    if hasattr(type(fun), "stateless_call"):
+        warn(
+            f"the function is {type(fun).__name__}, a model of Keras, and keeps the weights of its "
+            "first call. If they change, pass them: lambda weights, state, x: "
+            "model.stateless_call(weights, state, x)[0], with in_axes=(None, None, 0)."
+        )
+    is_bound = isinstance(fun, types.MethodType)
+    bound = fun if is_bound else types.MethodType(type(fun).__call__, fun)
+    if not isinstance(bound.__func__, types.FunctionType) or is_installed(bound.__func__):
+        return fun
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    return call
+
+
+def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Callable[..., Any]:
+    """A partial as a function that closes over its arguments.
+
+    Args:
+        fun: the partial.
+        rows: the names of keyword arguments that are to be variables of that name.
+    """
+    for name in rows:
+        if name in fun.keywords:
+            others = {key: value for key, value in fun.keywords.items() if key != name}
+            rest = functools.partial(fun.func, *fun.args, **others)
+            return _binding(of_partial(rest, rows), name, fun.keywords[name])
+    inner, first = fun.func, fun.args
+    names, values = tuple(fun.keywords), tuple(fun.keywords.values())
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*first, *args, **{**dict(zip(names, values, strict=True)), **kwargs})
+
+    return call
+
+
+def _binding(inner_: Callable[..., Any], name_: str, rows_: Any) -> Callable[..., Any]:
+    """A function that closes over a variable of a given name, and passes it on by that name."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner_(*args, **{name_: rows_, **kwargs})
+
+    code = call.__code__
+    variables = tuple(name_ if one == "rows_" else one for one in code.co_freevars)
+    code = code.replace(co_freevars=variables)
+    return types.FunctionType(code, call.__globals__, name_, None, call.__closure__)
+
+
+def variables_of(fun: Any) -> tuple[str, ...]:
+    """The variables that a function closes over; of a partial the names that it binds."""
+    if getattr(fun, "__code__", None) is None:
+        return ()
+    held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
+    return held["names"].cell_contents if is_made_here(fun) and "names" in held else tuple(held)
+
+
+def is_made_here(fun: types.FunctionType) -> bool:
+    """Whether a function stands for a callable of the user's."""
+    return fun.__code__.co_filename == __file__

@@ -1,0 +1,159 @@
+"""Global arrays: arrays over all devices, from what every device or tower has, and back."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from multitower.processes.together import spread
+from multitower.towers.placement import AXIS, Placement
+from multitower.towers.split import copy_to
+
+# Leaves of fewer elements, over all towers, are joined in one program: less is compiled for them.
+_SMALL_SIZE = 1 << 18
+
+
+def replicate(tree: Any, placement: Placement) -> list[Any]:
+    """Copies a tree to every local device; leaves that already lie there are not copied again.
+
+    Returns:
+        The tree, once per local device, with single-device arrays.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    devices = [placement.devices[d] for d in placement.local]
+    if placement.spans_processes:
+        per_leaf = [_local_copies(leaf, placement, devices) for leaf in leaves]
+    else:
+        copies = copy_to(leaves, [placement.shared] * len(leaves))
+        per_leaf = [on_each_device(copy, devices) for copy in copies]
+    return [
+        jax.tree.unflatten(treedef, [leaf[i] for leaf in per_leaf]) for i in range(len(devices))
+    ]
+
+
+def _local_copies(leaf: Any, placement: Placement, devices: Sequence[jax.Device]) -> list[Any]:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return on_each_device(spread(leaf, placement.shared), devices)
+    # One by one: an array of all processes has no weak type, and a Python number has.
+    return copy_to([leaf] * len(devices), devices)
+
+
+def on_each_device(leaf: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """This array's block on each of the given devices; every device must hold one."""
+    blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return [blocks[device] for device in devices]
+
+
+def as_global(replicas: Sequence[Any], placement: Placement) -> Any:
+    """One tree of arrays that lie whole on every device, from one tree per local device."""
+    if not replicas:
+        return None
+
+    def join(*copies: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(
+            copies[0].shape, placement.shared, list(copies)
+        )
+
+    return jax.tree.map(join, *replicas)
+
+
+def stacked(blocks: Iterable[jax.Array], placement: Placement) -> jax.Array:
+    """One array of the blocks of all devices along axis 0, from those of the local devices."""
+    blocks = list(blocks)
+    shape = (len(placement.devices) * blocks[0].shape[0], *blocks[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, placement.split, blocks)
+
+
+def join_rows(returned: Mapping[int, Any], placement: Placement, num_rows: int) -> Any:
+    """Lays the rows of all towers side by side, without the rows that only filled up.
+
+    Rows stay on their devices if every device has equally many and all are real; otherwise they
+    are gathered on the first device, or on all of them where several processes have them.
+
+    Args:
+        returned: by tower of this process a tree of rows, on the tower's device.
+        placement: which device runs which tower.
+        num_rows: real rows; those beyond only fill up.
+    """
+    pieces = [returned[tower] for tower in sorted(returned)]
+    slots = len(placement.towers_on[0])
+    even = all(len(towers) == slots for towers in placement.towers_on)
+    contiguous = list(placement.owners) == sorted(placement.owners)
+
+    sizes = {placement.num_towers * leaf.shape[0] for leaf in jax.tree.leaves(pieces[0])}
+    stay = even and contiguous and sizes <= {num_rows}
+    if not stay and placement.spans_processes:
+        gather = lambda *towers: gather_rows(towers, placement, num_rows)
+        return jax.tree.map(gather, *pieces)
+    if not stay:
+        return _on_one(pieces, placement.devices[placement.local[0]], num_rows)
+    if slots > 1 and sizes:
+        starts = range(0, len(pieces), slots)
+        pieces = [_one_after_another(pieces[i : i + slots], num_rows) for i in starts]
+    return jax.tree.map(lambda *blocks: stacked(blocks, placement), *pieces)
+
+
+def _on_one(pieces: list[Any], device: jax.Device, num_rows: int) -> Any:
+    """The rows of several trees on one device; large leaves are moved and joined one by one."""
+    trees = [jax.tree.flatten(piece) for piece in pieces]
+    first, treedef = trees[0]
+    small = [i for i, leaf in enumerate(first) if leaf.size * len(pieces) <= _SMALL_SIZE]
+    found: dict[int, jax.Array] = {}
+    large = [[i] for i in range(len(first)) if i not in small]
+    for group in [small, *large] if small else large:  # no program of nothing
+        here = jax.device_put([[leaves[i] for i in group] for leaves, _ in trees], device)
+        found.update(zip(group, _one_after_another(here, num_rows), strict=True))
+    return jax.tree.unflatten(treedef, [found[i] for i in range(len(first))])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _one_after_another(pieces: list[Any], num_rows: int) -> Any:
+    """The rows of several trees, in this order, and not more than `num_rows`.
+
+    In one program for all leaves: one by one each of them would compile its own.
+    """
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:num_rows], *pieces)
+
+
+def gather_rows(towers: Sequence[jax.Array], placement: Placement, num_rows: int) -> jax.Array:
+    """The first `num_rows` rows of all towers, whole on every device; all processes together.
+
+    One process cannot copy another's rows: all devices gather them in one program, which only moves
+    data. It says how: left to XLA, an index over several devices may become a sum of what each one
+    has of a row, and -0.0 + 0.0 is 0.0.
+
+    Args:
+        towers: the rows of this process's towers, in ascending order, each on its tower's device.
+        placement: which device runs which tower.
+        num_rows: real rows; those beyond only fill up.
+    """
+    own = sorted(t for d in placement.local for t in placement.towers_on[d])
+    rows = dict(zip(own, towers, strict=True))
+    blocks = [jnp.concatenate([rows[slot[d]] for slot in placement.slots]) for d in placement.local]
+    return _gather(placement, towers[0].shape[0], num_rows)(stacked(blocks, placement))
+
+
+@functools.lru_cache(maxsize=32)
+def _gather(
+    placement: Placement, tower_rows: int, num_rows: int
+) -> Callable[[jax.Array], jax.Array]:
+    most = len(placement.slots)
+    starts = {
+        tower: (d * most + slot) * tower_rows
+        for d, there in enumerate(placement.towers_on)
+        for slot, tower in enumerate(there)
+    }
+    order = np.concatenate([starts[t] + np.arange(tower_rows) for t in sorted(starts)])[:num_rows]
+    gather = jax.shard_map(
+        lambda rows: lax.all_gather(rows, AXIS, tiled=True)[order],
+        mesh=placement.mesh,
+        in_specs=PartitionSpec(AXIS),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(gather)
