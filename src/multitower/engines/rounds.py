@@ -27,6 +27,7 @@ from multitower.engines.segments import (
     Segment,
     Step,
     cut,
+    numbers_in,
     read_program,
     without_dead_steps,
 )
@@ -162,7 +163,7 @@ def _places(program: Program) -> tuple[list[int], list[tuple[Step, int]]]:
     places: list[int] = []
     collectives: list[tuple[Step, int]] = []
     for step in program.steps:
-        place = max((round_of.get(x, 0) for x in step.inputs if isinstance(x, int)), default=0)
+        place = max((round_of.get(x, 0) for x in numbers_in(step.inputs)), default=0)
         meets = is_collective(step.equation)
         places.append(-1 if meets else place)
         if meets:
@@ -176,12 +177,13 @@ def _rounds(
     program: Program, places: list[int], collectives: list[tuple[Step, int]], num_rounds: int
 ) -> list[Round]:
     found: list[Round] = []
-    needed: set[int] = {x for x in program.outputs if isinstance(x, int)}
+    needed = set(numbers_in(program.outputs))
     for n, segment in reversed(list(enumerate(cut(program, places, num_rounds)))):
         arrivals = [step for step, after in collectives if after == n]
         departures = [step for step, after in collectives if after == n + 1]
         own = {*segment.outputs, *(x for step in arrivals for x in step.outputs)}
-        used = {*segment.inputs, *_numbers(departures)}
+        sent = (x for step in departures for x in numbers_in(step.inputs))
+        used = {*segment.inputs, *sent}
         outputs = sorted(own & needed)
         if n == num_rounds - 1:
             used |= needed
@@ -189,10 +191,6 @@ def _rounds(
         needed = (needed - own) | set(inputs)
         found.append(Round(arrivals, segment, departures, inputs, outputs, program))
     return found[::-1]
-
-
-def _numbers(steps: Sequence[Step]) -> set[int]:
-    return {x for step in steps for x in step.inputs if isinstance(x, int)}
 
 
 def _value(x: Any, known: dict[int, Any]) -> Any:

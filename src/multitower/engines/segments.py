@@ -71,6 +71,11 @@ class Segment:
         return values_of(self.outputs, known)
 
 
+def numbers_in(values: Iterable[Any]) -> list[int]:
+    """The numbers among a step's inputs or a program's outputs; the others are literals."""
+    return [x for x in values if isinstance(x, int)]
+
+
 def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
     """The steps that some values of a program need, as a function.
 
@@ -78,12 +83,12 @@ def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
         program: any.
         wanted: numbers, or literals.
     """
-    needed = {x for x in wanted if isinstance(x, int)}
+    needed = set(numbers_in(wanted))
     steps: list[Step] = []
     for step in reversed(program.steps):
         if needed.intersection(step.outputs):
             steps.append(step)
-            needed.update(x for x in step.inputs if isinstance(x, int))
+            needed.update(numbers_in(step.inputs))
     consts = {number: program.consts[number] for number in sorted(needed & program.consts.keys())}
     inputs = tuple(x for x in program.inputs if x in needed)
     return Segment(tuple(steps[::-1]), inputs, tuple(wanted), consts)
@@ -190,22 +195,21 @@ def needs_of(program: Program) -> dict[int, frozenset[int]]:
     needs = {number: frozenset({number}) for number in program.inputs}
     needs.update((number, frozenset()) for number in program.consts)
     for step in program.steps:
-        inputs = (needs[x] for x in step.inputs if isinstance(x, int))
-        found = frozenset[int]().union(*inputs)
+        found = frozenset[int]().union(*(needs[x] for x in numbers_in(step.inputs)))
         needs.update((number, found) for number in step.outputs)
     return needs
 
 
 def without_dead_steps(program: Program) -> Program:
     """The program without steps that nothing needs and that have no effects."""
-    needed = {x for x in program.outputs if isinstance(x, int)}
+    needed = set(numbers_in(program.outputs))
     steps: list[Step] = []
     for step in reversed(program.steps):
         # That a collective names an axis is an "effect" of no consequence.
         effects = [x for x in step.equation.effects if "NamedAxis" not in type(x).__name__]
         if effects or not needed.isdisjoint(step.outputs):
             steps.append(step)
-            needed.update(x for x in step.inputs if isinstance(x, int))
+            needed.update(numbers_in(step.inputs))
     return program._replace(steps=steps[::-1])
 
 
@@ -223,12 +227,11 @@ def cut(program: Program, places: Sequence[int], num_segments: int) -> list[Segm
         the segments that compute them.
     """
     made_in: dict[int, int] = {}
-    needed: set[int] = {x for x in program.outputs if isinstance(x, int)}
+    needed = set(numbers_in(program.outputs))
     for step, place in zip(program.steps, places, strict=True):
         made_in.update(dict.fromkeys(step.outputs, place))
-        for x in step.inputs:
-            if isinstance(x, int) and (place < 0 or made_in.get(x) != place):
-                needed.add(x)
+        inputs = numbers_in(step.inputs)
+        needed.update(x for x in inputs if place < 0 or made_in.get(x) != place)
     return [
         _segment(
             program, [s for s, at in zip(program.steps, places, strict=True) if at == n], needed
@@ -239,7 +242,7 @@ def cut(program: Program, places: Sequence[int], num_segments: int) -> list[Segm
 
 def _segment(program: Program, steps: list[Step], needed: set[int]) -> Segment:
     made = {number for step in steps for number in step.outputs}
-    used = {x for step in steps for x in step.inputs if isinstance(x, int)} - made
+    used = {x for step in steps for x in numbers_in(step.inputs)} - made
     consts = {number: program.consts[number] for number in sorted(used & program.consts.keys())}
     inputs = sorted(used - consts.keys())
     return Segment(tuple(steps), tuple(inputs), tuple(sorted(made & needed)), consts)

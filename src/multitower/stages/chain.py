@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multitower.engines.segments import Program, Segment, cut
+from multitower.engines.segments import Program, Segment, cut, numbers_in
 from multitower.stages.cutting import cut_program
 from multitower.stages.meeting.rounds import Meeting, Rounds, find_meetings
 from multitower.stages.order import Segments
@@ -198,7 +198,7 @@ def _active(program: Program, params: Sequence[int]) -> set[int]:
     reached = set(params)
     for step in program.steps:
         if step.equation.primitive.name == "stop_gradient" or not reached.intersection(
-            x for x in step.inputs if isinstance(x, int)
+            numbers_in(step.inputs)
         ):
             continue
         reached.update(
@@ -211,10 +211,10 @@ def _active(program: Program, params: Sequence[int]) -> set[int]:
 
 def _needed(steps: Sequence[Any], ends: set[Any], reached: set[int]) -> set[int]:
     """Which of `reached` some of these values depend on through each other."""
-    needed = {x for x in ends if isinstance(x, int) and x in reached}
+    needed = reached.intersection(numbers_in(ends))
     for step in reversed(steps):
         if needed.intersection(step.outputs):
-            needed.update(x for x in step.inputs if isinstance(x, int) and x in reached)
+            needed |= reached.intersection(numbers_in(step.inputs))
     return needed
 
 
@@ -239,7 +239,7 @@ def _with_inputs(
     segment: Segment, results: Any, made_in: Mapping[int, int], program: Program
 ) -> Segment:
     """The segment with results of the tower that it need not compute among what it has."""
-    wanted = {x for x in results if isinstance(x, int)} - made_in.keys()
+    wanted = set(numbers_in(results)) - made_in.keys()
     consts = {x: program.consts[x] for x in sorted(wanted & program.consts.keys())}
     inputs = tuple(sorted({*segment.inputs, *(wanted - consts.keys())}))
     return Segment(segment.steps, inputs, segment.outputs, {**segment.consts, **consts})

@@ -13,6 +13,7 @@ from multitower.engines.segments import (
     Program,
     Step,
     is_call,
+    numbers_in,
     open_calls,
     read_program,
     without_dead_steps,
@@ -61,7 +62,7 @@ def _levels_by_marks(program: Program) -> tuple[list[int], int]:
     levels: dict[int, int] = {}
     places: list[int] = []
     for is_group, steps in _groups_of_marks(program):
-        found = [[levels.get(x, _FLOATING) for x in _numbers(step)] for step in steps]
+        found = [[levels.get(x, _FLOATING) for x in numbers_in(step.inputs)] for step in steps]
         if is_group:  # all leaves of one call are cut together
             level = max(0, *(one for each in found for one in each))
             places += [level] * len(steps)
@@ -80,7 +81,7 @@ def _groups_of_marks(program: Program) -> list[tuple[bool, list[Step]]]:
         marked = is_mark(step.equation)
         if marked and groups and groups[-1][0]:
             made = {number for one in groups[-1][1] for number in one.outputs}
-            if not made.intersection(_numbers(step)):
+            if not made.intersection(numbers_in(step.inputs)):
                 groups[-1][1].append(step)
                 continue
         groups.append((marked, [step]))
@@ -138,7 +139,7 @@ def _after_heavy_steps(program: Program) -> list[int]:
     reached: set[int] = set()
     main: list[int] = []
     for at, step in enumerate(program.steps):
-        if is_heavy(step.equation) or reached.intersection(_numbers(step)):
+        if is_heavy(step.equation) or reached.intersection(numbers_in(step.inputs)):
             reached.update(step.outputs)
             main.append(at)
     return main or list(range(len(program.steps)))
@@ -150,7 +151,7 @@ def _bytes_across(program: Program, main: Sequence[int]) -> list[int]:
     last_use: dict[int, int] = {}
     for position, at in enumerate(main):
         step = program.steps[at]
-        last_use.update((x, position) for x in _numbers(step) if x in made)
+        last_use.update((x, position) for x in numbers_in(step.inputs) if x in made)
         for number, atom in zip(step.outputs, step.equation.outvars, strict=True):
             made[number] = (position, atom.aval.size * atom.aval.dtype.itemsize)
     across = [0] * (len(main) + 1)
@@ -186,12 +187,12 @@ def _refuse_one_heavy_step(
 def _settled(program: Program, places: Sequence[int], last: int) -> list[int]:
     """The stage of each step, where floating steps go to the first stage that uses their result."""
     settled = list(places)
-    first_use = {x: last for x in program.outputs if isinstance(x, int)}
+    first_use = dict.fromkeys(numbers_in(program.outputs), last)
     for at in reversed(range(len(settled))):
         step = program.steps[at]
         if settled[at] == _FLOATING:
             settled[at] = min((first_use.get(x, last) for x in step.outputs), default=last)
-        for x in _numbers(step):
+        for x in numbers_in(step.inputs):
             first_use[x] = min(first_use.get(x, last), settled[at])
     return settled
 
@@ -221,17 +222,13 @@ def _with_repeated_steps(program: Program, places: Sequence[int]) -> tuple[Progr
         return copies[x, stage]
 
     for step, stage in zip(program.steps, places, strict=True):
-        if is_cheap(step.equation) and free.issuperset(_numbers(step)):
+        if is_cheap(step.equation) and free.issuperset(numbers_in(step.inputs)):
             free.update(step.outputs)
             makes.update((number, (step, stage)) for number in step.outputs)
         inputs = [here(x, stage) for x in step.inputs]
         steps.append(Step(step.equation, inputs, step.outputs))
         stages.append(stage)
     return program._replace(steps=steps), stages
-
-
-def _numbers(step: Step) -> list[int]:
-    return [x for x in step.inputs if isinstance(x, int)]
 
 
 def _refuse_mark(equation: Any, mark: Any) -> ArgumentError:

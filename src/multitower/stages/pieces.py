@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from multitower.engines.segments import Program, Step
+from multitower.engines.segments import Program, Step, numbers_in
 
 
 class Piece(NamedTuple):
@@ -37,9 +37,8 @@ def split_params(
     """
     uses: dict[int, list[tuple[Step, int]]] = defaultdict(list)
     for step, place in zip(program.steps, places, strict=True):
-        for x in step.inputs:
-            if isinstance(x, int):
-                uses[x].append((step, place))
+        for x in numbers_in(step.inputs):
+            uses[x].append((step, place))
     pieces: dict[int, dict[int, Piece]] = {}
     for i, number in enumerate(program.inputs[:num_params]):
         found = _pieces(uses[number])

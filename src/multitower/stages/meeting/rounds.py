@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from multitower.engines.segments import Program, Step
+from multitower.engines.segments import Program, Step, numbers_in
 from multitower.stages.meeting.sums import is_meeting
 
 # The place of a step that none takes: the towers meet there.
@@ -99,7 +99,7 @@ def _apart(program: Program, stages: Sequence[int]) -> tuple[list[_Placed], int]
     round_of: dict[int, int] = {}
     placed: list[_Placed] = []
     for step, stage in zip(program.steps, stages, strict=True):
-        here = max((round_of.get(x, 0) for x in step.inputs if isinstance(x, int)), default=0)
+        here = max((round_of.get(x, 0) for x in numbers_in(step.inputs)), default=0)
         if not is_meeting(step.equation):
             placed.append(_Placed(step, stage, None))
             round_of.update(dict.fromkeys(step.outputs, here))
@@ -122,7 +122,6 @@ def _as_late_as_possible(placed: Sequence[_Placed], last: int) -> list[int]:
             found = min((needed.get(x, last) for x in step.outputs), default=last)
         rounds.append(found)
         if found != NOWHERE:
-            for x in step.inputs:
-                if isinstance(x, int):
-                    needed[x] = min(needed.get(x, last), found)
+            for x in numbers_in(step.inputs):
+                needed[x] = min(needed.get(x, last), found)
     return rounds[::-1]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multitower.engines.segments import Segment, is_call, needs_of, open_calls, slice_of
+from multitower.engines.segments import Segment, is_call, needs_of, numbers_in, open_calls, slice_of
 from multitower.stages.passes.stage import Backward, Linearized, Stage
 
 
@@ -89,7 +89,7 @@ def keep_residuals(stage: Stage, shapes: Sequence[Any], params: frozenset[int]) 
     treedef, ends = structures
     sent = program.outputs[: len(stage.sent)]
     leaves = program.outputs[len(stage.sent) :]
-    wanted = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, int)))
+    wanted = list(dict.fromkeys(numbers_in(leaves)))
     places = {number: i for i, number in enumerate(program.inputs)}
     alike = {n for n, name in zip(program.inputs, stage.inputs, strict=True) if name in params}
     needs = needs_of(program)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.engines.segments import Program, Segment, is_call, needs_of, open_calls, slice_of
+from multitower.engines.segments import (
+    Program,
+    Segment,
+    is_call,
+    needs_of,
+    numbers_in,
+    open_calls,
+    slice_of,
+)
 from multitower.errors import ArgumentError
 from multitower.stages.chain import SPLIT
 from multitower.steps.optimizing.update import update
@@ -227,7 +235,7 @@ class WholeUpdate:
         for number, x, is_array in zip(opt_state, new_state, self._is_array, strict=True):
             if not is_array or number in known or number != x:
                 continue
-            users = [x for x in program.outputs if isinstance(x, int) and number in needs[x]]
+            users = [x for x in numbers_in(program.outputs) if number in needs[x]]
             stages = {stage for x in users for stage in self._stages(needs, x, known)}
             if len(stages) == 1 and min(stages) >= 0:
                 found[number] = stages.pop()
