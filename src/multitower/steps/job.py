@@ -286,7 +286,9 @@ def _forward(
 def own_mean(loss: Any, here: Tower, tower_rows: int) -> jax.Array:
     """The mean loss of this tower's real rows; 0 without any."""
     if is_ratio(loss):
-        sums = sums_of(loss, here, tower_rows)
+        # What is added to a ratio, such as a penalty, counts whole in the mean of every tower.
+        alone = here._replace(all_rows=jnp.maximum(here.num_rows, 1))
+        sums = sums_of(loss, alone, tower_rows)
         known = [jnp.where(weight == 0, 1, weight) for weight in sums.weights]
         return join_ratio(sums, known)
     if loss.ndim:
