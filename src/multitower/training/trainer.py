@@ -24,7 +24,7 @@ from multitower.training.checkpoints.best import BestCheckpoint, warn_of_worst
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
 from multitower.training.progress import Hook, Progress, epoch_of
-from multitower.training.scoring.chunks import repeatable
+from multitower.training.scoring.chunks import Repeatable
 from multitower.training.scoring.evaluation import evaluate
 from multitower.training.scoring.prediction import predict
 
@@ -571,16 +571,18 @@ class Trainer:
         self, run: Callable[..., Any], given: tuple[Any, Any], data: Any, **how: Any
     ) -> Any:
         """As `evaluate` or `predict`; in stages, if the function can be cut like the loss."""
-        again = repeatable(data)
+        batches = Repeatable(data)
         where = {name: self._options[name] for name in ("devices", "towers")}
         if self._options["stages"] is not None:
             stages = {name: self._options[name] for name in ("stages", "layout", "interleave")}
             try:
-                return run(*given, again(), **how, **where, **stages)
+                return run(*given, batches.again(), **how, **where, **stages)
             except ArgumentError as error:
+                if not batches.can_repeat:  # it is of a later batch, and those before it are gone
+                    raise
                 what = "the metrics" if run is evaluate else "the function"
                 warn(f"{what}: {error} As it is, every device gets the whole model.")
-        return run(*given, again(), **how, **where)
+        return run(*given, batches.again(), **how, **where)
 
     @contextmanager
     def _checkpoints(self) -> Generator[Checkpoints | None]:
