@@ -343,9 +343,9 @@ def _roots(inputs: Sequence[Flow], mixing: str | None) -> frozenset[str]:
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:
-    """The constants among the inputs of an equation, without zero."""
+    """The constants among the inputs of an equation, without zero; of complex ones the real."""
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
-    return [float(value) for value in values]
+    return [float(np.real(value)) for value in values if not np.imag(value)]
 
 
 def _divides(rows: int, number: float, *, exact: bool = False) -> bool:
