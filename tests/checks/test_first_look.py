@@ -403,3 +403,13 @@ def test_what_is_right_is_not_blamed(loss):
 def test_they_are_right(loss):
     # The lie: a wrong program among them, which nobody blames.
     assert mt.check_parallel(loss, W, X)
+
+
+def test_means_of_complex_numbers():
+    # The lie: a TypeError of float(), for the rows that a sum of complex numbers is divided by.
+    phases = lambda w, x: jnp.exp(1j * (x @ w))
+    with_aux = lambda w, x: (losses(w, x), phases(w, x).mean())
+    (_, found), _ = mt.value_and_grad(with_aux, has_aux=True, devices=2)(W, X)
+    np.testing.assert_allclose(found, np.exp(1j * X.sum(1)).mean(), rtol=1e-5)
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+        mt.value_and_grad(lambda w, x: jnp.abs(phases(w, x).mean()), devices=2)(W, X)

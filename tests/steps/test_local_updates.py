@@ -161,6 +161,18 @@ def test_a_ratio_is_the_towers_own():
     assert metrics["tower_losses"].tolist() == pytest.approx([0, float((before * x[2]).sum())])
 
 
+def test_a_penalty_beside_a_ratio_is_whole_in_every_tower():
+    # The lie: each of the towers has its share of the penalty, and makes an update with that.
+    def loss(w, x):
+        return mt.ratio((w * x - 1) ** 2, jnp.ones_like(x)) + 0.5 * w**2
+
+    options = {"outer_optimizer": optax.sgd(1.0), "sync_every": 1, "diagnostics": True}
+    step = make(optax.sgd(0.1), loss, **options)
+    state, metrics = step(step.init(np.float32(2)), np.ones(4, np.float32))
+    assert float(state.params) == pytest.approx(2 - 0.1 * (2 + 2))
+    assert metrics["tower_losses"].tolist() == [3, 3]
+
+
 def test_states_of_inner_optimizers_are_kept_or_averaged():
     momenta = {}
     for local_state in ("keep", "average"):

@@ -144,13 +144,17 @@ def test_a_summed_loss(options):
 @fast_and_same_bits
 def test_a_scalar_that_is_a_sum(options):
     fun = lambda w, batch: ((batch["x"] @ w - 1) ** 2).sum()
-    step = mt.train_step(fun, optax.sgd(0.001), reduction="sum", **options)
+    how = {"reduction": "sum", "diagnostics": True}
+    step = mt.train_step(fun, optax.sgd(0.001), **how, **options)
     state, metrics = step(step.init(PARAMS), BATCHES[0])
     x = BATCHES[0]["x"].astype(float)
     wrong = x @ PARAMS - 1
     gradient = 2 * (wrong[..., None] * x).sum((0, 1))
     np.testing.assert_allclose(metrics["loss"], (wrong**2).sum(), rtol=1e-5)
     np.testing.assert_allclose(state.params, PARAMS - 0.001 * gradient, rtol=1e-5, atol=1e-6)
+    # The lie: the sum over a tower's rows under the name of their mean.
+    own = (wrong**2).sum(1).reshape(len(metrics["tower_losses"]), -1).mean(1)
+    np.testing.assert_allclose(metrics["tower_losses"], own, rtol=1e-5)
 
 
 def test_metrics_that_are_sums_need_full_towers():

@@ -243,9 +243,9 @@ class _Reader:
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:
-    """The real constants among the inputs of an equation, without zero."""
+    """The constants among the inputs of an equation, without zero; of complex ones the real."""
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
-    return [float(value) for value in values if not np.iscomplexobj(value)]
+    return [float(np.real(value)) for value in values if not np.imag(value)]
 
 
 def _divides(rows: int, number: float, *, exact: bool = False) -> bool:

@@ -12,6 +12,7 @@ from multitower.engines.tracing import look_in_tower, trace
 from multitower.errors import OutputError
 from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
+    Reduction,
     as_mean,
     name_without_rows,
     num_weights,
@@ -139,7 +140,8 @@ class TowerStep:
         changed: Changed = output.model_state
         losses = ()
         if self._step.diagnostics:
-            losses = _own_place(output.loss, here, self._tower_rows, self._num_towers)
+            mean = own_mean(output.loss, here, self._tower_rows, self._step.reduction)
+            losses = _own_place(mean, here, self._num_towers)
         # Rows as a float, for the company of the sums; exact up to 2**24 rows.
         num_rows = here.num_rows.astype(float)
         sums = Sums((), counted, num_rows, changed.first, losses)
@@ -284,20 +286,21 @@ def _forward(
     return forward
 
 
-def own_mean(loss: Any, here: Tower, tower_rows: int) -> jax.Array:
+def own_mean(loss: Any, here: Tower, tower_rows: int, reduction: Reduction) -> jax.Array:
     """The mean loss of this tower's real rows; 0 without any."""
     if is_ratio(loss):
-        sums = sums_of(loss, here, tower_rows)
+        # What is added to a ratio, such as a penalty, counts whole in the mean of every tower.
+        alone = here._replace(all_rows=jnp.maximum(here.num_rows, 1))
+        sums = sums_of(loss, alone, tower_rows)
         known = [jnp.where(weight == 0, 1, weight) for weight in sums.weights]
         return join_ratio(sums, known)
     if loss.ndim:
         return row_sum(wide(loss), here) / jnp.maximum(here.num_rows, 1).astype(wide(loss).dtype)
-    return wide(loss)
+    return wide(loss) if reduction == "mean" else wide(loss) / tower_rows
 
 
-def _own_place(loss: Any, here: Tower, tower_rows: int, num_towers: int) -> jax.Array:
+def _own_place(mean: jax.Array, here: Tower, num_towers: int) -> jax.Array:
     """This tower's mean loss in its own place among zeros: the sum lays them side by side."""
-    mean = own_mean(loss, here, tower_rows)
     return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
 
 

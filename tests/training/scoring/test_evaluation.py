@@ -131,6 +131,11 @@ def test_a_loader_is_read_by_a_trainer_too():
             lambda _, batch: {"value": 2 * batch["x"]}, state, iter(Loader()), global_batch=16
         )
     assert scores == {"value": 2 * EXACT}
+    # The lie: the others are lost, those before a batch that nobody can score and that batch.
+    of_stages = lambda w, batch: {"value": mt.cut(batch["x"] * 2) * w}
+    faulty = iter([*Loader(), {"x": VALUES, "name": "c"}, *Loader()])
+    with pytest.raises(mt.ArgumentError, match="name"):
+        trainer.evaluate(of_stages, state, faulty, global_batch=16)
 
 
 def test_an_iterator_without_batches_is_an_error():

@@ -119,7 +119,7 @@ class _OwnStep(TowerStep):
         """What is differentiated, and all that the loss returns."""
         output = self._forward(params, shared, rows, here)
         if self._step.reduction == "mean":
-            return own_mean(output.loss, here, self._tower_rows), output
+            return own_mean(output.loss, here, self._tower_rows, "mean"), output
         # The sum over the rows of all towers, as far as this one knows it.
         share = share_of(output.loss, here, self._tower_rows, "sum", ())
         times = here.all_rows / jnp.maximum(here.num_rows, 1)

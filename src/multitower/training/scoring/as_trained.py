@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from multitower.errors import ArgumentError, warn
-from multitower.training.scoring.chunks import repeatable
+from multitower.training.scoring.chunks import Repeatable
 from multitower.training.scoring.evaluation import evaluate
 
 
@@ -24,13 +24,15 @@ def scored_as_trained(
         data: what to score.
         how: other arguments of `run`.
     """
-    again = repeatable(data)
+    batches = Repeatable(data)
     where = {name: options[name] for name in ("devices", "towers")}
     if options["stages"] is not None:
         stages = {name: options[name] for name in ("stages", "layout", "interleave")}
         try:
-            return run(*given, again(), **how, **where, **stages)
+            return run(*given, batches.again(), **how, **where, **stages)
         except ArgumentError as error:
+            if not batches.can_repeat:  # it is of a later batch, and those before it are gone
+                raise
             what = "the metrics" if run is evaluate else "the function"
             warn(f"{what}: {error} As it is, every device gets the whole model.")
-    return run(*given, again(), **how, **where)
+    return run(*given, batches.again(), **how, **where)

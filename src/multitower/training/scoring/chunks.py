@@ -67,13 +67,28 @@ def chunks(
         raise BatchError("the iterator of batches is empty: there is no example to look at.")
 
 
-def repeatable(data: Any) -> Callable[[], Any]:
-    """Makes a function that returns the data, again after the first batch has been looked at."""
-    if not is_iterator(data):
-        return lambda: data
-    rest = iter(data)
-    first = list(itertools.islice(rest, 1))
-    return lambda: itertools.chain(first, rest)
+class Repeatable:
+    """Data that can be read again from the start after the first batch has been looked at.
+
+    Attributes:
+        can_repeat: whether that is so: of an iterator, nothing but its first batch has been read.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self._rest = iter(data) if is_iterator(data) else None
+        self._first = list(itertools.islice(self._rest or (), 1))
+        self.can_repeat = True
+
+    def again(self) -> Any:
+        """The data, from the start."""
+        if self._rest is None:
+            return self._data
+        return itertools.chain(self._first, self._others(self._rest))
+
+    def _others(self, rest: Iterator[Any]) -> Iterator[Any]:
+        self.can_repeat = False
+        yield from rest
 
 
 def num_rows_of_all(data: Any) -> int | None:
