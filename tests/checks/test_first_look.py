@@ -328,6 +328,14 @@ def divided_by_a_number(w, x):
     return losses(w, x) / 211 + other  # numbers of rows that the reader tries
 
 
+def with_strange_numbers(w, x):
+    for number in (jnp.nan, jnp.inf, -1e38, 1e-44, 1j, True):
+        factor = jnp.asarray(number).real.astype(jnp.float32)
+        row = losses(w, x) / number if number else losses(w, x)
+        x = x * jnp.abs(row * number * factor)[:, None]
+    return jnp.abs(x.sum(1) / jnp.float32(0) * jnp.complex64(1j))
+
+
 def averaged_with_weights(w, x):
     return jnp.average(losses(w, x), weights=jnp.ones(x.shape[0]))
 
@@ -376,6 +384,7 @@ RIGHT = [
     weighted,
     divided_and_multiplied,
     discounted,
+    with_strange_numbers,
     divided_by_a_number,
     averaged_with_weights,
     with_a_full_mask,

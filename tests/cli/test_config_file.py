@@ -37,7 +37,7 @@ def test_toml_and_json_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "a.json is no JSON"),
+        ("{", "a.json cannot be read as JSON"),
         ("[]", "must be tables"),
         ('{"settings": 3}', "must be tables"),
         ('{"option": {}}', "has 'option': there are recipe, settings"),

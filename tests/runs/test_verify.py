@@ -318,7 +318,7 @@ def test_a_run_is_compared_with_a_file(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--layouts", "2x"], "--layouts 2x: '2x' is no layout. Give processes x devices of each"),
+        (["--layouts", "2x"], "--layouts 2x: '2x' is not a layout. Give processes x devices"),
         (["--layouts", "1x4,2x2", "--towers", "2"], "the layout 1 x 4 has 4 devices, and 2 towers"),
         (["--layouts", "1x2", "--devices", "1"], "leave --devices out. For processes on acc"),
         (["--layouts", "1x2", "--simulate", "1"], "leave --simulate out"),

@@ -154,7 +154,7 @@ def test_weak_scaling_of_a_later_job_has_the_rows_of_the_first():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--layouts", "1x1,2"], "--layouts 1x1,2: '2' is no layout"),
+        (["--layouts", "1x1,2"], "--layouts 1x1,2: '2' is not a layout"),
         (["--layouts", "1x4", "--towers", "2"], "the layout 1 x 4 has 4 devices"),
         (["--layouts", "1x2,2x1,1x1,4x1", "--predict", "8"], "have equally many"),
         (["--layouts", "1x1,2x1", "--predict", "8"], "at least 3 different numbers of devices"),

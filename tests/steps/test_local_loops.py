@@ -192,7 +192,7 @@ def test_a_run_goes_on_between_two_meetings(tmp_path):
         return mt.Trainer(plain, SGD, run_dir=run_dir, checkpoint_every=2, **how)
 
     wanted = trainer(None).fit(PARAMS, batches, steps=6)
-    with pytest.warns(mt.MultitowerWarning, match="no multiple of sync_every"):
+    with pytest.warns(mt.MultitowerWarning, match="not a multiple of sync_every"):
         trainer(tmp_path).fit(PARAMS, batches, steps=4)
     found = trainer(tmp_path).fit(PARAMS, batches, steps=6, resume=True)
     assert_close(fields_of(found), fields_of(wanted))

@@ -132,7 +132,14 @@ def read_tower(
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     all_rows = num_rows * _TOWERS if first_collective(program) is not None else 0
-    return read(program, flows, num_rows, batch_rows, all_rows), tree, num_rows
+    try:
+        return read(program, flows, num_rows, batch_rows, all_rows), tree, num_rows
+    except Exception as error:  # a fault of the reader is no reason to end a training
+        warn(
+            f"this function runs without a look at its rows, which failed: "
+            f"{type(error).__name__}: {error}. Please report it with the function."
+        )
+        return None
 
 
 def _sure_of_counts(

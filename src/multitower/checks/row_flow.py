@@ -8,6 +8,7 @@ known by its size. What the reader does not know it takes for harmless: it may m
 should not invent one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -157,12 +158,15 @@ class _Reader:
         if word in ("linear", "mixed"):
             return before if word == "linear" else None
         numbers = _numbers(inputs) if name in ("mul", "div") else []
-        if any(self._is_number_of_rows(n) or self._is_share(n) for n in numbers):
+        if any(self._has_number_of_rows(abs(number)) for number in numbers):
             return None if before else self.where(equation)
         return before
 
-    def _is_number_of_rows(self, number: float) -> bool:
-        return _divides(self._num_rows, number) or _divides(self._num_rows, 1 / number)
+    def _has_number_of_rows(self, number: float) -> bool:
+        """Whether it is the number of rows, a multiple or one divided by it; or N / rows."""
+        if _is_whole(number / self._num_rows) or _is_whole(1 / number / self._num_rows):
+            return True
+        return _is_whole(number * self._num_rows) and not _is_whole(number)
 
     def _is_share(self, number: float) -> bool:
         """Whether it is N / rows, for a data set of N rows."""
@@ -243,14 +247,22 @@ class _Reader:
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:
-    """The constants among the inputs of an equation, without zero; of complex ones the real."""
+    """The finite constants among the inputs of an equation, but zero; of complex ones the real."""
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
-    return [float(np.real(value)) for value in values if not np.imag(value)]
+    real = [float(np.real(value)) for value in values if not np.imag(value)]
+    return [number for number in real if math.isfinite(number)]
+
+
+def _is_whole(times: float) -> bool:
+    """Whether a number, known to float32's precision, is 1, 2, 3 ...; large ones say nothing."""
+    return 0.5 < times < 1e5 and abs(times - round(times)) < 3e-7 * times
 
 
 def _divides(rows: int, number: float, *, exact: bool = False) -> bool:
     """Whether a number, known to float32's precision, is `rows` or a multiple of it."""
     times = number / rows
+    if not math.isfinite(times):
+        return False
     return round(times) >= 1 and abs(times - (1 if exact else round(times))) < 1e-5 * times
 
 

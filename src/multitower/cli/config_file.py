@@ -51,7 +51,7 @@ def read_config_file(path: Path) -> Config:
         raise RunError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:  # both parsers' errors are
         kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise RunError(f"{path} is no {kind}: {error}.") from error
+        raise RunError(f"{path} cannot be read as {kind}: {error}.") from error
     tables = ("settings", "options")
     if not isinstance(found, dict) or not all(isinstance(found.get(t, {}), dict) for t in tables):
         raise RunError(f"{path}: settings and options must be tables of names and values.")

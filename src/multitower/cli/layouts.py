@@ -53,8 +53,8 @@ def read_layouts(text: str) -> list[Layout]:
     if not words or None in found:
         wrong = next((word for word, one in zip(words, found, strict=True) if one is None), "")
         raise RunError(
-            f"--layouts {text}: {wrong!r} is no layout. Give processes x devices of each, such as "
-            "--layouts 1x4,2x2 for one process with four devices and two with two each."
+            f"--layouts {text}: {wrong!r} is not a layout. Give processes x devices of each, such "
+            "as --layouts 1x4,2x2 for one process with four devices and two with two each."
         )
     return [Layout(int(one[1]), int(one[2])) for one in found if one is not None]
 

@@ -276,6 +276,6 @@ def _refuse_tangent(primals: Any, tangents: Any) -> Any:
         raise OutputError(
             "the weight of mt.ratio(total, weight) depends on the parameters: towers add up their "
             "weights before they differentiate. If it is meant as a constant, say "
-            "jax.lax.stop_gradient(weight); if not, the loss is no mean over towers."
+            "jax.lax.stop_gradient(weight); if not, the loss is not a mean over towers."
         )
     return weight, jnp.zeros_like(weight)

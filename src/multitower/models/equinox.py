@@ -73,8 +73,8 @@ def equinox_in_evaluation_mode(module: Any) -> Any:
         return equinox.tree_at(_flags, module, replace_fn=lambda _: True, is_leaf=_is_none)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            f"a layer of the {type(module).__name__} has an attribute inference that is no leaf of "
-            "the module, so eqx.nn.inference_mode cannot set it. Make it a plain field, "
+            f"a layer of the {type(module).__name__} has an attribute inference that is not a leaf "
+            "of the module, so eqx.nn.inference_mode cannot set it. Make it a plain field, "
             "inference: bool, without static=True; or give it another name."
         ) from error
 

@@ -125,6 +125,6 @@ def _other_structure(before: Any, after: Any) -> OutputError:
             "step, with nnx.pop or del."
         )
     return OutputError(
-        "the loss changes attributes of the model that are no arrays, such as the mode that "
+        "the loss changes attributes of the model that are not arrays, such as the mode that "
         "model.train() sets. Call that before value_and_grad."
     )

@@ -24,8 +24,9 @@ def memory_in_bytes(memory: Any) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     if not isinstance(memory, str) or not found or found[2].lower() not in _UNITS:
         raise ArgumentError(
-            f"memory={memory!r} is no amount of memory. Write a number of bytes, or a number and a "
-            "unit: KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (of 1000), such as 24GiB."
+            f"memory={memory!r} is not an amount of memory. Write a number of bytes, or a number "
+            "and a unit: KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (of 1000), such as "
+            "24GiB."
         )
     return int(float(found[1]) * _UNITS[found[2].lower()])
 

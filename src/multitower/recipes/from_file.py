@@ -49,7 +49,7 @@ def load_recipe_file(path: Path) -> ModuleType:
     name = f"multitower_recipe_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise mt.RunError(f"{path} is no Python file: its name must end in .py.")
+        raise mt.RunError(f"{path} is not a Python file: its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where its dataclasses look for the types of their fields
     if str(path.parent) not in sys.path:

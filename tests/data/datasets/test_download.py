@@ -70,7 +70,7 @@ def test_a_file_arrives_with_progress_and_is_kept(server, tmp_path):
         ({"num_bytes": len(CONTENT) - 1}, "brings more than the 2559999 bytes"),
         ({"num_bytes": len(CONTENT) + 1}, "it ended after 2560000 of 2560001 bytes"),
         ({"url": "http://127.0.0.1:9/a.bin"}, "refused"),
-        ({"url": "file:///etc/passwd"}, "no address on the web"),
+        ({"url": "file:///etc/passwd"}, "not a web address"),
     ],
 )
 def test_a_wrong_file_leaves_nothing_behind(server, tmp_path, change, message):

@@ -134,7 +134,7 @@ def _safe_name(member: tarfile.TarInfo, path: Path) -> str:
 def _read_at_most(file: BinaryIO | gzip.GzipFile, path: Path) -> bytes:
     content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
-        raise DataError(f"{path} holds more than {_LARGEST_BYTES} bytes: it is no data file.")
+        raise DataError(f"{path} holds more than {_LARGEST_BYTES} bytes: it is not a data file.")
     return content
 
 

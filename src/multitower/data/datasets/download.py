@@ -123,7 +123,7 @@ def _by_hand(file: RemoteFile, directory: Path) -> str:
 def _fetch(file: RemoteFile, write: Callable[[bytes], object], progress: Progress | None) -> str:
     """Writes the contents block by block; returns their SHA-256."""
     if not file.url.startswith(("https://", "http://")):
-        raise DataError(f"{file.url} is no address on the web.")
+        raise DataError(f"{file.url} is not a web address: it must begin with http:// or https://.")
     digest = hashlib.sha256()
     done = 0
     with urllib.request.urlopen(file.url, timeout=_TIMEOUT_S) as response:

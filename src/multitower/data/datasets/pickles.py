@@ -64,7 +64,7 @@ class _Dtype:
     def __init__(self, code: str | bytes, align: Any = False, copy: Any = True) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
         if not _NUMBERS.fullmatch(self.code):
-            raise ValueError(f"an array of dtype {self.code!r}, which is no plain number")
+            raise ValueError(f"an array of dtype {self.code!r}, which is not a plain number")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         order = state[1].decode("ascii") if isinstance(state[1], bytes) else state[1]

@@ -125,7 +125,7 @@ def warn_of_a_last_meeting(steps: int, sync_every: int | None) -> None:
     """Warns of a run with local updates that ends between two meetings."""
     if sync_every is not None and (left := steps % sync_every):
         warn(
-            f"steps={steps} is no multiple of sync_every={sync_every}: the last {left} steps of "
+            f"steps={steps} is not a multiple of sync_every={sync_every}: the last {left} steps of "
             "every tower are not in the parameters of the state, which are those of the last "
             f"meeting. Make {steps - left + sync_every} steps."
         )
