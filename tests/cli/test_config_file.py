@@ -7,9 +7,9 @@ import pytest
 
 import multitower as mt
 import places
-from multitower.cli.config_file import Config, read_config_file
+from multitower.cli.flags.config_file import Config, read_config_file
+from multitower.cli.flags.settings import expand_flags
 from multitower.cli.main import main
-from multitower.cli.settings import expand_flags
 from multitower.cli.train import train
 
 RECIPE = str(places.CIRCLE)

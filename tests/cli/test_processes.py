@@ -17,7 +17,7 @@ import pytest
 import multitower as mt
 import places
 from forks import Fork
-from multitower.cli.local_processes import split_off_processes
+from multitower.cli.starting.local_processes import split_off_processes
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import clean_environment, free_port
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import multitower as mt
-from multitower.cli.settings import collect_settings, download_data
+from multitower.cli.flags.settings import collect_settings, download_data
 from multitower.recipes.catalog import find_recipe
 
 

@@ -231,7 +231,7 @@ def test_commands_are_there(page, code):
 
 def test_settings_files_are_understood(tmp_path):
     """Lie: a TOML file with a name that there is not."""
-    from multitower.cli.config_file import read_config_file
+    from multitower.cli.flags.config_file import read_config_file
     from multitower.recipes.catalog import find_recipe
 
     for _, block in blocks_of("toml"):

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import multitower as mt
 from multitower.cli.console import say
-from multitower.cli.flags import AsJson, WholeNumber, flag
-from multitower.cli.start import start_devices
-from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.cli.flags.shared import AsJson, WholeNumber, flag
+from multitower.cli.starting.devices import start_devices
+from multitower.cli.starting.together import ALONE, TOGETHER, Together
 from multitower.processes.together import is_first
 from multitower.runs.doctor import examine
 

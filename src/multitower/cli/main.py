@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from multitower.cli import console
         from multitower.cli.doctor import doctor
-        from multitower.cli.local_processes import run_local_processes, split_off_processes
+        from multitower.cli.flags.settings import expand_flags
         from multitower.cli.plan import plan
         from multitower.cli.resume import evaluate, resume
         from multitower.cli.sample import sample
         from multitower.cli.scale import scale
-        from multitower.cli.settings import expand_flags
+        from multitower.cli.starting.local_processes import run_local_processes, split_off_processes
         from multitower.cli.train import train
         from multitower.cli.verify import verify
         from multitower.cli.wording import in_flags

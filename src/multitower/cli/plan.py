@@ -4,7 +4,16 @@ import json
 from typing import Annotated
 
 from multitower.cli.console import say
-from multitower.cli.flags import (
+from multitower.cli.flags.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_ROTATION,
+    NOT_LOCAL,
+    LocalFlags,
+    RotationFlags,
+)
+from multitower.cli.flags.settings import collect_settings
+from multitower.cli.flags.shared import (
     AsJson,
     BatchSize,
     ClipNorm,
@@ -18,16 +27,7 @@ from multitower.cli.flags import (
     WholeNumber,
     flag,
 )
-from multitower.cli.groups import (
-    ASYNCHRONOUS,
-    LOCAL,
-    NO_ROTATION,
-    NOT_LOCAL,
-    LocalFlags,
-    RotationFlags,
-)
-from multitower.cli.settings import collect_settings
-from multitower.cli.start import start_devices
+from multitower.cli.starting.devices import start_devices
 from multitower.cli.wording import in_flags, options_in_flags
 from multitower.planning.words import in_lines
 from multitower.recipes.catalog import find_recipe

@@ -8,10 +8,18 @@ from typing import Annotated
 import tyro
 
 from multitower.cli.console import say
-from multitower.cli.flags import Data, Devices, RunDirectory, Simulate, WholeNumber, flag, switch
-from multitower.cli.settings import collect_settings
-from multitower.cli.start import start_devices
-from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.cli.flags.settings import collect_settings
+from multitower.cli.flags.shared import (
+    Data,
+    Devices,
+    RunDirectory,
+    Simulate,
+    WholeNumber,
+    flag,
+    switch,
+)
+from multitower.cli.starting.devices import start_devices
+from multitower.cli.starting.together import ALONE, TOGETHER, Together
 from multitower.cli.train import finish
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_for_all

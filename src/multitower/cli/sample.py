@@ -5,9 +5,9 @@ from typing import Annotated
 
 import tyro
 
-from multitower.cli.flags import Count, Number, RunDirectory, WholeNumber, flag, switch
+from multitower.cli.flags.shared import Count, Number, RunDirectory, WholeNumber, flag, switch
 from multitower.cli.resume import read_run
-from multitower.cli.start import start_devices
+from multitower.cli.starting.devices import start_devices
 from multitower.runs.sample import sample as continue_text
 
 

@@ -12,8 +12,19 @@ from typing import Annotated, Any
 import tyro
 
 from multitower.cli.console import say, show_error
-from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
-from multitower.cli.flags import (
+from multitower.cli.flags.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LocalFlags,
+    StageFlags,
+)
+from multitower.cli.flags.settings import collect_settings
+from multitower.cli.flags.shared import (
     AsJson,
     BatchSize,
     ClipNorm,
@@ -31,18 +42,8 @@ from multitower.cli.flags import (
     flag,
     switch,
 )
-from multitower.cli.groups import (
-    ASYNCHRONOUS,
-    LOCAL,
-    NO_STAGES,
-    NOT_LOCAL,
-    STAGES,
-    SYNCHRONOUS,
-    AsynchronousFlags,
-    LocalFlags,
-    StageFlags,
-)
-from multitower.cli.layouts import (
+from multitower.cli.starting.counts import DeviceCounts, SimulatedCounts, start_counts
+from multitower.cli.starting.layouts import (
     Layouts,
     check_layouts,
     read_layouts,
@@ -50,8 +51,7 @@ from multitower.cli.layouts import (
     run_in_layout,
     started_words,
 )
-from multitower.cli.settings import collect_settings
-from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.cli.starting.together import ALONE, TOGETHER, Together
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_run_directory
 from multitower.processes.together import is_first

@@ -9,9 +9,21 @@ from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.config_file import Config, read_config_file
 from multitower.cli.console import say, say_parts, show_progress
-from multitower.cli.flags import (
+from multitower.cli.flags.config_file import Config, read_config_file
+from multitower.cli.flags.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_LAID_OUT_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LaidOutStageFlags,
+    LocalFlags,
+)
+from multitower.cli.flags.settings import collect_settings, download_data
+from multitower.cli.flags.shared import (
     BatchSize,
     ClipNorm,
     ComputeDtype,
@@ -36,20 +48,8 @@ from multitower.cli.flags import (
     switch,
     typed,
 )
-from multitower.cli.groups import (
-    ASYNCHRONOUS,
-    LOCAL,
-    NO_LAID_OUT_STAGES,
-    NOT_LOCAL,
-    STAGES,
-    SYNCHRONOUS,
-    AsynchronousFlags,
-    LaidOutStageFlags,
-    LocalFlags,
-)
-from multitower.cli.settings import collect_settings, download_data
-from multitower.cli.start import start_devices
-from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.cli.starting.devices import start_devices
+from multitower.cli.starting.together import ALONE, TOGETHER, Together
 from multitower.errors import Interrupted, MultitowerError, NonFiniteError, RunError
 from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_for_all, held_run_directory

@@ -10,8 +10,19 @@ from typing import Annotated, Any
 import jax
 
 from multitower.cli.console import say, show_error, show_work
-from multitower.cli.counts import DeviceCounts, SimulatedCounts, start_counts
-from multitower.cli.flags import (
+from multitower.cli.flags.groups import (
+    ASYNCHRONOUS,
+    LOCAL,
+    NO_STAGES,
+    NOT_LOCAL,
+    STAGES,
+    SYNCHRONOUS,
+    AsynchronousFlags,
+    LocalFlags,
+    StageFlags,
+)
+from multitower.cli.flags.settings import collect_settings
+from multitower.cli.flags.shared import (
     AsJson,
     BatchSize,
     ClipNorm,
@@ -27,18 +38,8 @@ from multitower.cli.flags import (
     flag,
     typed,
 )
-from multitower.cli.groups import (
-    ASYNCHRONOUS,
-    LOCAL,
-    NO_STAGES,
-    NOT_LOCAL,
-    STAGES,
-    SYNCHRONOUS,
-    AsynchronousFlags,
-    LocalFlags,
-    StageFlags,
-)
-from multitower.cli.layouts import (
+from multitower.cli.starting.counts import DeviceCounts, SimulatedCounts, start_counts
+from multitower.cli.starting.layouts import (
     Layout,
     Layouts,
     check_layouts,
@@ -47,8 +48,7 @@ from multitower.cli.layouts import (
     run_in_layout,
     started_words,
 )
-from multitower.cli.settings import collect_settings
-from multitower.cli.together import ALONE, TOGETHER, Together
+from multitower.cli.starting.together import ALONE, TOGETHER, Together
 from multitower.processes.together import is_first
 from multitower.proof.record import Found, StepRecord
 from multitower.proof.verification import Verification, compare_records, with_values

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import multitower as mt
-from multitower.cli.flags import WHERE, flag
-from multitower.cli.start import start_devices
-from multitower.cli.together import ALONE, Together
+from multitower.cli.flags.shared import WHERE, flag
+from multitower.cli.starting.devices import start_devices
+from multitower.cli.starting.together import ALONE, Together
 from multitower.errors import RunError
 
 _SIMULATED_BY_DEFAULT = 8

@@ -7,7 +7,7 @@ import jax
 
 import multitower as mt
 from multitower.cli.console import be_quiet
-from multitower.cli.together import Together, hosts_in_words, keep_stdout_clean
+from multitower.cli.starting.together import Together, hosts_in_words, keep_stdout_clean
 from multitower.hardware.configuration import CPU_THREADS
 from multitower.processes.together import is_first
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.flags import Number, WholeNumber, flag, one_of, switch, typed
+from multitower.cli.flags.shared import Number, WholeNumber, flag, one_of, switch, typed
 
 
 class Group:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.flags import WholeNumber, flag, switch
+from multitower.cli.flags.shared import WholeNumber, flag, switch
 from multitower.processes.leaving import hosts_of_all
 
 

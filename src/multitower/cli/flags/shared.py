@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.settings import SET_HELP
+from multitower.cli.flags.settings import SET_HELP
 from multitower.recipes.catalog import SHIPPED
 
 WHERE = tyro.conf.create_mutex_group(required=False, title="where to run")
@@ -28,7 +28,7 @@ def typed(**flags: Any) -> dict[str, Any]:
     A flag that is typed counts also where it says the default.
 
     Example:
-        >>> from multitower.cli.flags import typed
+        >>> from multitower.cli.flags.shared import typed
         >>> typed(seed=0, towers=None, local_state="keep", shard_update=False)
         {'seed': 0, 'local_state': 'keep'}
     """

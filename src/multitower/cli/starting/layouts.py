@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from multitower.cli.flags import flag
-from multitower.cli.local_processes import run_local_processes
-from multitower.cli.together import Together
+from multitower.cli.flags.shared import flag
+from multitower.cli.starting.local_processes import run_local_processes
+from multitower.cli.starting.together import Together
 from multitower.errors import DeviceError, RunError
 
 Layouts = Annotated[
@@ -44,7 +44,7 @@ def read_layouts(text: str) -> list[Layout]:
         RunError: it names none.
 
     Example:
-        >>> from multitower.cli.layouts import read_layouts
+        >>> from multitower.cli.starting.layouts import read_layouts
         >>> [str(layout) for layout in read_layouts("1x4,2x2")]
         ['1 x 4', '2 x 2']
     """
@@ -140,7 +140,7 @@ def started_words(
         **flags: its flags, with or without dashes; None and False for those that are not there.
 
     Example:
-        >>> from multitower.cli.layouts import started_words
+        >>> from multitower.cli.starting.layouts import started_words
         >>> started_words("scale", "digits", {"lr": "1"}, batch_size=8, strong=True, seed=None)
         ['scale', 'digits', '--batch-size', '8', '--strong', '--set', 'lr=1']
     """

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitower.cli.config_file import read_config_file
 from multitower.cli.console import say
+from multitower.cli.flags.config_file import read_config_file
 from multitower.errors import RunError, did_you_mean
 from multitower.recipes.catalog import SHIPPED, option_names
 from multitower.recipes.definition import Recipe
