@@ -28,7 +28,7 @@ def works_along_rows(
             axis of rows; 0 if there is none.
 
     Returns:
-        False where that is not known.
+        Whether it does; False also if that is not known.
     """
     name = equation.primitive.name
     axes = _row_axes(equation.invars[0], num_rows, all_rows)
@@ -47,7 +47,7 @@ def works_along_rows(
 
 
 def row_axes(shape: Sequence[int], num_rows: int, all_rows: int) -> list[int]:
-    """The axes of rows of a shape; see `works_along_rows`."""
+    """The axes of a shape that count as axes of rows; see `works_along_rows`."""
     return [
         axis
         for axis, size in enumerate(shape)
@@ -60,7 +60,7 @@ def _row_axes(atom: Any, num_rows: int, all_rows: int) -> list[int]:
 
 
 def _gather(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
-    """Rows that are looked up, as in a table: row i by anything else than i."""
+    """Whether rows are looked up as in a table, by other numbers than their own."""
     table, indices = inputs[:2]
     if table.word != "by row" or indices.is_index:
         return False
@@ -70,7 +70,7 @@ def _gather(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) 
 
 
 def _scatter(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> bool:
-    """Rows that are written at other places than their own."""
+    """Whether rows are written to other places than their own."""
     indices = inputs[1]
     into = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
     return not indices.is_index and any(axis in into for axis in axes)
@@ -82,7 +82,7 @@ def _fft(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], _: int) -> 
 
 
 def _convolution(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], num_rows: int) -> bool:
-    """Rows along which a filter moves, or that are channels; `jax.vmap` makes groups of rows."""
+    """Whether a filter moves along rows, or rows are channels, except as groups (`jax.vmap`)."""
     params = equation.params
     if params["feature_group_count"] % num_rows == 0 or params["batch_group_count"] % num_rows == 0:
         return False

@@ -1,15 +1,15 @@
-"""Element-wise programs: is each element of a result made of the same element of the inputs alone?
+"""Element-wise programs: does an element of a result depend on the inputs' same element alone?
 
 Every value of a program gets one word:
 
 - same: one number for all elements, such as a count or a rate; a scalar, or one that was broadcast.
-- free: any other array that no element of the inputs went into.
+- free: any other array that does not depend on elements of the inputs.
 - element: element i of it depends on element i of the inputs, and on what is the same.
-- mixed: anything else, and the operation where it came about.
+- mixed: anything else; the operation that mixed the elements is kept, too.
 
 It also gets a number. Equal numbers are equal computations whatever the shapes, so that a program
-that was traced for whole arrays can be told from one that was traced for blocks of them. What is
-not known is mixed: nothing is taken for element-wise that is not proved.
+traced for whole arrays can be compared with one traced for blocks of them. The result of an unknown
+operation is mixed: only what is proved counts as element-wise.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ class Value(NamedTuple):
     """What is known of one value.
 
     Attributes:
-        word: see the module.
-        number: which computation it is.
-        origin: of a mixed one the operation that mixed elements.
+        word: same, free, element or mixed, as above.
+        number: the number of the computation; equal computations have equal numbers.
+        origin: the operation that mixed elements, for a mixed value.
     """
 
     word: Literal["same", "free", "element", "mixed"]
@@ -49,11 +49,11 @@ class Value(NamedTuple):
 
 
 def read_elements(program: Any, is_element: Sequence[bool], numbering: Numbering) -> list[Value]:
-    """Reads a program.
+    """Reads which results of a program are element-wise.
 
     Args:
         program: a closed jaxpr, from `jax.make_jaxpr`.
-        is_element: for each argument whether its elements are to be kept apart.
+        is_element: for each argument whether its elements must not be mixed.
         numbering: the numbers given so far, also to other programs; it grows.
 
     Returns:
@@ -147,11 +147,11 @@ class _Reader:
         return found
 
     def _other(self, equation: Any, inputs: list[Value]) -> list[Value]:
-        """An operation that puts elements together, moves them, or draws them."""
+        """The results of an operation that combines elements, moves them or draws them."""
         name = equation.primitive.name
         if any(value.word == "mixed" for value in inputs):
             return [_first_mixed(inputs)] * len(equation.outvars)
-        # A sum over ones counts them: it depends on shapes, also where all elements are equal.
+        # A sum over ones counts them: it depends on the shape although all elements are equal.
         text = str((equation.params, [atom.aval.shape for atom in equation.invars]))
         found: list[Value] = []
         for place, atom in enumerate(equation.outvars):

@@ -1,4 +1,4 @@
-"""Equations: what can be read off one equation of a jaxpr: its line, its numbers, its program."""
+"""Equations: what can be read off an equation of a jaxpr: its constants and its inner program."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +42,9 @@ def small_constant(value: Any) -> Any:
 
 
 def computed(equation: Any, inputs: Sequence[Any]) -> Any:
-    """What an equation makes of constants; None where that is not known.
+    """The result of an equation on constants; None if that is not known.
 
-    A number stands for an array whose elements are all that number, too.
+    A scalar also stands for an array whose elements all have that value.
     """
     name, compute = equation.primitive.name, _ARITHMETIC.get(equation.primitive.name)
     if compute is None or not inputs or any(value is None for value in inputs):
@@ -61,7 +61,7 @@ def computed(equation: Any, inputs: Sequence[Any]) -> Any:
 
 
 def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
-    """The program inside a call such as jit, checkpoint or a custom derivative."""
+    """The program inside a call such as jit, checkpoint or a custom derivative, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         program: Any = params.get(name)
         inner: Any = getattr(program, "jaxpr", program)

@@ -1,7 +1,7 @@
-"""First look: the cheap part of `check_parallel`, which every entry point runs once, and warns.
+"""First look: the cheap part of `check_parallel`, which every entry point runs once.
 
-It reads the program of one tower and runs nothing. It warns and raises no error, because a program
-may do such things on purpose.
+It reads the program of one tower and runs nothing. It only warns, because a program may do such
+things on purpose.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from multitower.errors import warn
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Tower
 
-# As many towers as no program has, so that the rows of all of them are known by their number.
+# An unusual number of towers, so that an axis with the rows of all towers is known by its size.
 _TOWERS = 7
 # State for the next step. How the towers' states are combined is documented: no warning.
 _STATES = ("model", "model_state", "state")
@@ -42,14 +42,15 @@ def look(
     num_devices: int,
     named: Callable[[int], tuple[str, str]],
 ) -> None:
-    """Warns of what no tower should do, as far as it can be read off the program.
+    """Warns if a function is not safe to run data parallel, as far as its program shows.
 
     Args:
-        outputs: what one tower computes from its rows, names to trees.
+        outputs: what one tower computes from its rows: kinds of results ("loss", "aux", ...) to
+            trees.
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
         others: everything else that the program is made of. Its sizes are not numbers of rows.
         averages: whether results without rows are averaged over towers.
-        num_devices: how many towers there are, if nobody has said `towers`; else 0.
+        num_devices: the number of towers, one per device, if `towers` was not given; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
 
@@ -60,7 +61,7 @@ def look(
     """
     traced = read_tower(outputs, rows, others)
     if traced is None:
-        return  # a fixed number of rows, or a mistake that the call itself will tell
+        return  # it needs a fixed number of rows, or has a mistake that the call itself reports
     if any(flow.counted for flow in traced[0].outputs):
         traced = _sure_of_counts(traced, outputs, rows, others)
     reading, results = traced[0], Results.of(*traced)
@@ -86,10 +87,10 @@ def look_at_key(
 
     Args:
         outputs: what one tower computes.
-        apart: the same if towers had keys of their own.
+        apart: what it would compute if each tower had a key of its own.
         rows: as for `look`.
         others: as for `look`.
-        name: what shares the key.
+        name: what shares the key, for the message.
 
     Warns:
         MultitowerWarning: all towers draw the same numbers.
@@ -115,8 +116,15 @@ def read_tower(
 ) -> tuple[Reading, dict[str, Any], int] | None:
     """What the program of one tower does, the tree of its outputs, and its number of rows.
 
-    None if it takes some numbers of rows only: a reader needs one of its own choice; `times` is
-    what it will be a multiple of.
+    Args:
+        outputs: as for `look`.
+        rows: as for `look`.
+        others: as for `look`.
+        batch_rows: as for `row_flow.read`.
+        times: the number of rows will be a multiple of this.
+
+    Returns:
+        None if the function fails with a number of rows that the reader chooses.
     """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
     num_rows = times * unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
@@ -148,7 +156,7 @@ def _sure_of_counts(
     rows: Sequence[Any],
     others: Any,
 ) -> tuple[Reading, dict[str, Any], int]:
-    """What was read, without numbers that are no longer those of rows if there are others."""
+    """The reading, where `counted` is kept only if another number of rows gives the same."""
     reading, tree, num_rows = traced
     again = read_tower(outputs, rows, (others, jax.ShapeDtypeStruct((num_rows,), jnp.float32)))
     flows = again[0].outputs if again else [Flow()] * len(reading.outputs)
@@ -178,7 +186,7 @@ class _Result(NamedTuple):
 
 
 class Results(NamedTuple):
-    """All of them, and the lines where returned statistics come from.
+    """All results, and the lines where returned statistics come from.
 
     A function that returns such statistics is meant to have some for each tower, so these lines
     cause no warning; anything else that mixes rows does.
@@ -189,7 +197,7 @@ class Results(NamedTuple):
 
     @classmethod
     def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
-        """Of what a program does with rows, and the tree of what it returns, by kind."""
+        """From what a program does with rows, and the tree of what it returns, by kind."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
             _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
@@ -203,7 +211,7 @@ class Results(NamedTuple):
         return bool(flow.mixed) and {_line(root) for root in flow.roots} <= self.known_lines
 
     def statistics(self, num_towers: int) -> list[Problem]:
-        """The results that statistics of a tower's rows have gone into."""
+        """A problem for each result that depends on statistics of a tower's rows."""
         return [
             Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
             for one in self.leaves
@@ -230,7 +238,7 @@ def _of_results(results: Results, averages: bool, told: set[str]) -> list[Proble
 
 
 def _line(place: str) -> str:
-    """Without the operation: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
+    """The line of a place such as `reduce_sum at model.py:30: y = x - x.mean(0)`."""
     return place.partition(" at ")[2] or place
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 Word = Literal["free", "by row", "linear", "mixed"]
 ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
 
-# So many places are enough to tell.
+# At most so many places are kept for messages.
 _PLACES = 8
 
 
@@ -16,24 +16,25 @@ class Flow:
     """What is known of one value.
 
     Attributes:
-        word: what it is to rows.
+        word: how it depends on rows.
             free: it does not depend on them.
             by row: row i of it belongs to row i of the batch.
             linear: a sum or a mean over rows, added to or multiplied by what is free.
             mixed: anything else without rows.
         origin: the operation that summed over rows, and its line.
-        mixed: the operations that brought rows together, and their lines: its rows are no longer
-            of one row of the batch alone.
-        roots: the operations that summed over rows or mixed them first, where all of this began.
-        is_mean: whether a linear one was divided by the number of rows.
-        counted: the operation that divided or multiplied it by the number of rows, and its line;
-            twice, the other way round, is not at all. A sum over rows is a mean then.
+        mixed: the operations that brought rows together, and their lines: one of its rows depends
+            on several rows of the batch.
+        roots: the first operations that summed over rows or mixed them, on the way to this value.
+        is_mean: whether a linear value was divided by the number of rows.
+        counted: the operation that divided or multiplied it by the number of rows, and its line. A
+            second such operation cancels the first. A sum over rows of a counted value is a mean.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
-        is_index: whether the numbers of the rows went into it: row i may be found with it.
-        sources: the arguments with rows that went into it, by number.
-        value: what it is, where that is a constant: Keras computes the number of rows in the
-            program, as the product of a shape. A number for an array whose elements are all that.
+        is_index: whether it depends on the numbers of the rows, 0, 1, 2 ..., and so may be an index
+            that finds row i.
+        sources: the numbers of the arguments with rows that it depends on.
+        value: its value, if it is a constant: Keras, for example, computes the number of rows in
+            the program, as the product of a shape. A scalar for an array of equal elements.
     """
 
     word: Word = "free"
@@ -50,34 +51,38 @@ class Flow:
 
     @property
     def all_roots(self) -> frozenset[str]:
-        """The roots, its own sum over rows among them."""
+        """The roots, with its own sum over rows."""
         return self.roots | ({self.origin} if self.origin else set[str]())
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where rows came together: mixed, or summed up."""
+        """Where rows were mixed, or else where they were summed up."""
         return self.mixed or ((self.origin,) if self.origin else ())
 
 
 def rows_of(number: int) -> Flow:
-    """An argument that is cut into towers."""
+    """What is known of argument `number`, whose rows are cut into towers."""
     return Flow("by row", varies=True, sources=frozenset([number]))
 
 
 def worst_of(flows: Iterable[Flow]) -> Flow:
-    """The one that is farthest from rows."""
+    """The one that is farthest from rows, in the order of `ORDER`."""
     return max(flows, key=lambda flow: ORDER.index(flow.word), default=Flow())
 
 
 def all_places(flows: Sequence[Flow], more: Iterable[str] = ()) -> tuple[str, ...]:
-    """Where any of these was mixed, each place once."""
+    """Where any of these was mixed, and `more` places, each place once."""
     places = dict.fromkeys(place for flow in flows for place in flow.mixed)
     places |= dict.fromkeys(more)
     return tuple(places)[:_PLACES]
 
 
 def roots_of(flows: Sequence[Flow], mixing: str | None) -> frozenset[str]:
-    """Where it began that rows were brought together; at `mixing`, if nothing had been before."""
+    """The roots of a value that is made of these.
+
+    If the operation `mixing` mixes rows now, the sums over rows that go into it are roots, or if
+    there are no such sums, `mixing` itself.
+    """
     before = frozenset[str]().union(*(flow.roots for flow in flows))
     if mixing is None:
         return before

@@ -10,12 +10,12 @@ from multitower.checks.equations import program_inside
 from multitower.checks.flow import Flow, Word, all_places, join, join_all, roots_of
 from multitower.engines.segments import num_same
 
-# What leaves a value what it is.
+# Operations that do not change a value.
 _SAME = ("convert_element_type", "copy", "stop_gradient", "reshape", "squeeze")
 
 
 class Reader(Protocol):
-    """What reads the rest of the program; see `row_flow`."""
+    """Reads the rest of the program; see `row_flow`."""
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         """What is known of a program's outputs."""
@@ -33,8 +33,8 @@ class Reader(Protocol):
 def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     program = equation.params["jaxpr"]
     inner = getattr(program, "jaxpr", program)
-    # By their axes, as JAX's names for these counts differ: what is scanned, and what is
-    # stacked, has one axis more outside.
+    # Counted by axes, because JAX's names for these counts differ between versions: what is
+    # scanned over, and what is stacked, has one axis more outside.
     num_carried = num_same(equation.outvars, inner.outvars)
     num_shared = num_same(equation.invars, inner.invars) - num_carried
     xs = equation.invars[num_shared + num_carried :]
@@ -43,7 +43,7 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
     if not (over_rows and is_carried):
         return outputs
-    # One row after another: what is carried on brings rows together, unless it only adds up.
+    # One row after another: what is carried brings rows together, unless it only adds them up.
     place = reader.where(equation)
     if all(sums_up(program, num_shared, num_carried)):
         totals = [
@@ -73,8 +73,8 @@ def _while(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     (goes_on,) = reader.run(params["cond_jaxpr"], [*inputs[:num_asked], *outputs])
     if not goes_on.places:
         return outputs
-    # It goes on until all rows are done. Under vmap it leaves alone the rows that are; else
-    # each row is worked on as long as the slowest one of its tower needs.
+    # The loop runs until all rows are done. Under vmap, rows that are done do not change any more.
+    # Otherwise each row changes for as long as the slowest row of its tower needs.
     stays = frozen_by_row(params["body_jaxpr"])
     place = reader.where(equation)
     return [
@@ -119,7 +119,7 @@ INSIDE: Mapping[str, Callable[[Reader, Any, list[Flow]], list[Flow]]] = {
 def _loop(
     reader: Reader, program: Any, inputs: list[Flow], num_shared: int, num_carried: int
 ) -> list[Flow]:
-    # What is carried, or comes slice by slice, is another value in every turn.
+    # What is carried or scanned over has another value in every turn.
     shared, turning = inputs[:num_shared], [replace(x, value=None) for x in inputs[num_shared:]]
     carried, rest = turning[:num_carried], turning[num_carried:]
     outputs: list[Flow] = []
@@ -133,7 +133,7 @@ def _loop(
 
 
 def _mixed(reader: Reader, atom: Any) -> Word:
-    """The word for a value of rows that have been brought together."""
+    """The word for a value in which rows have been brought together."""
     return "by row" if reader.row_axes(atom) else "mixed"
 
 
@@ -142,8 +142,8 @@ def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:
 
     Args:
         program: the body, a closed jaxpr.
-        num_shared: its arguments that are the same in every turn.
-        num_carried: those that are carried.
+        num_shared: the number of its arguments that are the same in every turn.
+        num_carried: the number of those that are carried, which come next.
     """
     jaxpr = getattr(program, "jaxpr", program)
     carried = jaxpr.invars[num_shared : num_shared + num_carried]
@@ -166,9 +166,9 @@ def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:
 
 
 def frozen_by_row(program: Any) -> list[bool]:
-    """For each value that a loop carries, whether rows that are done are left alone.
+    """For each value that a loop carries, whether rows that are done stay unchanged.
 
-    So `jax.vmap` writes a loop: `select(is_done, new, old)` for every value with rows.
+    `jax.vmap` writes loops in this way: `select(is_done, new, old)` for every value with rows.
 
     Args:
         program: the body, a closed jaxpr.
@@ -181,7 +181,7 @@ def frozen_by_row(program: Any) -> list[bool]:
 def _selects(atom: Any, made_by: Mapping[Any, Any]) -> bool:
     equation = _made(atom, made_by)
     if equation is None:
-        return True  # carried on as it is
+        return True  # carried unchanged
     if equation.primitive.name == "select_n":
         return bool(getattr(equation.invars[0].aval, "shape", ()))
     inside = program_inside(equation.params, len(equation.invars))
@@ -192,7 +192,7 @@ def _selects(atom: Any, made_by: Mapping[Any, Any]) -> bool:
 
 
 def _made(atom: Any, made_by: Mapping[Any, Any]) -> Any:
-    """The equation that made a value, without those that change nothing."""
+    """The equation that made a value, without those that do not change it; or None."""
     found = _unchanged(atom, made_by)
     return None if isinstance(found, core.Literal) else made_by.get(found)
 

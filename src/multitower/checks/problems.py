@@ -15,8 +15,8 @@ class Problem(NamedTuple):
     """Why a function is not safe to run data parallel.
 
     Attributes:
-        kind: in a word.
-        output: which of its results, such as `output[0]['loss']`.
+        kind: the kind of problem, one of `Kind`.
+        output: the result that is wrong, such as `output[0]['loss']`.
         where: the operation and the line that it comes from, if they were found.
         message: what is wrong, and what to do.
     """
@@ -36,9 +36,9 @@ class ParallelCheck:
     """What `check_parallel` found; true if nothing is wrong.
 
     Attributes:
-        problems: what was found.
-        num_rows: rows of the examples that it was tried with.
-        num_towers: towers that these were cut into.
+        problems: the problems that were found.
+        num_rows: the number of rows that the function was tried with.
+        num_towers: the number of towers that these were cut into.
     """
 
     problems: tuple[Problem, ...]
@@ -56,7 +56,7 @@ class ParallelCheck:
         return "\n".join(["not safe to run data parallel:", *lines])
 
     def raise_if_wrong(self) -> None:
-        """Raises what was found.
+        """Raises an error with all problems, if there are any.
 
         Raises:
             OutputError: there are problems.
@@ -136,7 +136,7 @@ NOT_REPEATABLE = (
 
 
 def table(name: str, whole: str, place: str | None) -> Problem:
-    """An argument that is cut, and that every tower needs whole.
+    """The problem that an argument is cut, and every tower needs the whole of it.
 
     Args:
         name: what the user calls it.
@@ -147,17 +147,17 @@ def table(name: str, whole: str, place: str | None) -> Problem:
 
 
 def needed_whole(name: str, whole: str, place: str | None) -> Problem:
-    """An argument that is cut, and with which whole in every tower all is right; see `table`."""
+    """The problem that an argument is cut, and results are right if it is not; see `table`."""
     return Problem("table", name, place, WHOLE.format(whole=whole))
 
 
 def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
-    """A sum over rows, where towers are averaged."""
+    """The problem that a result is a sum over rows, and towers are averaged."""
     more = "; or, if the sum is what you mean, say reduction='sum'" if is_loss else ""
     return Problem("sum", name, place, SUM.format(more=more))
 
 
 def same_numbers(draws: Iterable[str]) -> list[Problem]:
-    """Random numbers that are the same in every tower, once for each place that draws some."""
+    """The problem of equal random numbers in all towers, once for each place that draws some."""
     places = dict.fromkeys(draws)
     return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in places]

@@ -1,11 +1,11 @@
 """Row flow: what becomes of a batch's rows inside a function, read off its program.
 
 A function is safe to run data parallel when every row of a result depends on the same row of the
-batch, and what has no rows is a mean over them. `Flow` says what is known of each value.
+batch, and every result without rows is a mean over them. `Flow` says what is known of each value.
 
 The program is traced with a number of rows that appears nowhere else, so that an axis of rows is
-known by its size. What the reader does not know it takes for harmless: it may miss a mistake, and
-should not invent one.
+known by its size. The reader takes unknown operations for harmless: it may miss a mistake, but it
+should not report one that is not there.
 """
 
 import math
@@ -22,7 +22,7 @@ from multitower.checks.loops import INSIDE
 from multitower.engines.collectives import needs_axis
 from multitower.engines.source_lines import line_of
 
-# Sums over rows, and what keeps a sum a sum.
+# Operations that sum over rows. Below: operations that turn a sum over rows into another one.
 _SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant", "scatter-add"}
 _LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
@@ -62,11 +62,11 @@ def read(
     batch_rows: int = 0,
     all_rows: int = 0,
 ) -> Reading:
-    """Reads a program.
+    """Reads what a program does with rows.
 
     Args:
         program: a closed jaxpr, from `jax.make_jaxpr`.
-        inputs: what its arguments are; rows are `rows_of(number)`.
+        inputs: what is known of its arguments; for one with rows it is `rows_of(number)`.
         num_rows: the size of every axis of rows, which no other axis has.
         batch_rows: the number of rows of the real batch, to look for among constants.
         all_rows: the number of rows of all towers, where they meet; else 0. An axis of this size
@@ -127,7 +127,7 @@ class _Reader:
         return [flow] * len(equation.outvars)
 
     def _is_row_index(self, equation: Any) -> bool:
-        """Whether it counts the rows: 0, 1, 2 ..."""
+        """Whether an equation makes the numbers of the rows: 0, 1, 2 ..."""
         if equation.primitive.name != "iota":
             return False
         return equation.params["shape"][equation.params["dimension"]] % self._num_rows == 0
@@ -146,14 +146,14 @@ class _Reader:
         return False
 
     def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
-        """Where the number of rows went into it as a factor, once."""
+        """Where it was multiplied or divided by the number of rows; a second time cancels that."""
         is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.outvars)
         if self._all_rows or not is_float:
             return None  # it may be a share of the rows of all towers, or a place among them
         handed_on: set[Word] = {"free", "by row"}
         if word == "linear":
             handed_on = {"linear", "free"} if name in _LINEAR_TOGETHER else {"linear"}
-        unknown = [flow for flow in inputs if flow.value is None]  # numbers speak for themselves
+        unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
         if word in ("linear", "mixed"):
             return before if word == "linear" else None
@@ -163,13 +163,13 @@ class _Reader:
         return before
 
     def _has_number_of_rows(self, number: float) -> bool:
-        """Whether it is the number of rows, a multiple or one divided by it; or N / rows."""
+        """Whether a number is `N * rows`, `1 / (N * rows)` or `N / rows` for a whole number N."""
         if _is_whole(number / self._num_rows) or _is_whole(1 / number / self._num_rows):
             return True
         return _is_whole(number * self._num_rows) and not _is_whole(number)
 
     def _is_share(self, number: float) -> bool:
-        """Whether it is N / rows, for a data set of N rows."""
+        """Whether a number is N / rows, for a data set of N rows."""
         times = abs(number) * self._num_rows
         is_whole = abs(times - round(times)) < 1e-6 * times and round(times) >= 1
         return is_whole and abs(number - round(number)) > 1e-6
@@ -177,7 +177,7 @@ class _Reader:
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]
     ) -> tuple[Word, str | None, str | None]:
-        """What the result is to rows, what summed them up, and what has mixed them just now."""
+        """A result's word, the operation that summed over rows, and the one that mixes them now."""
         words = {flow.word for flow in inputs}
         if words <= {"free"}:
             return "free", None, None
@@ -233,8 +233,8 @@ class _Reader:
 
     def where(self, equation: Any) -> str:
         """The operation and its line: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
-        # What a library's jitted function holds was traced when it was called first, perhaps by
-        # another line; the call itself is this one's.
+        # The equations in a library's jitted function have the line of its first call, which may be
+        # another one. The call itself has the right line, so the outermost call comes first.
         for one in [*self._calls, equation]:
             line = line_of(one)
             if line is not None:
@@ -247,19 +247,19 @@ class _Reader:
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:
-    """The finite constants among the inputs of an equation, but zero; of complex ones the real."""
+    """The scalar constants among an equation's inputs that are finite, real and not zero."""
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
     real = [float(np.real(value)) for value in values if not np.imag(value)]
     return [number for number in real if math.isfinite(number)]
 
 
 def _is_whole(times: float) -> bool:
-    """Whether a number, known to float32's precision, is 1, 2, 3 ...; large ones say nothing."""
+    """Whether a float32 number is 1, 2, 3 ...; False above 1e5, where too many are whole."""
     return 0.5 < times < 1e5 and abs(times - round(times)) < 3e-7 * times
 
 
 def _divides(rows: int, number: float, *, exact: bool = False) -> bool:
-    """Whether a number, known to float32's precision, is `rows` or a multiple of it."""
+    """Whether a float32 number is `rows` or, if not `exact`, a multiple of it."""
     times = number / rows
     if not math.isfinite(times):
         return False
@@ -267,13 +267,13 @@ def _divides(rows: int, number: float, *, exact: bool = False) -> bool:
 
 
 def unused_size(sizes: Sequence[int]) -> int:
-    """A number of rows that no axis has or divides: a prime, small, for loops over rows in Python.
+    """A number of rows that divides the size of no other axis.
 
     Args:
-        sizes: of all axes that are not rows.
+        sizes: the sizes of all axes that are not axes of rows.
 
     Returns:
-        The number.
+        A prime; a small one, because the function may loop over rows in Python.
     """
     primes = (211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271, 277, 281, 283, 293)
     return next(p for p in primes if all(size % p for size in sizes if size))

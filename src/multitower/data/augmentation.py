@@ -8,8 +8,8 @@ import jax
 
 Augment = Callable[[Any, jax.Array], Any]
 
-# The leaf of a batch with a key for every row: uint32, shape (rows, 2). Plain numbers, so that a
-# batch stays what it is on the host, and threefry's, whatever JAX's default generator is.
+# The leaf of a batch with a key for every row: uint32, shape (rows, 2). They are plain numbers, so
+# that a batch can be a NumPy array, and keys of threefry, whatever JAX's default generator is.
 KEYS = "key"
 _GENERATOR = "threefry2x32"
 
@@ -21,16 +21,16 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
     epoch, and not on the tower, the device or the place in the batch.
 
     Args:
-        loss_fn: a loss as for `multitower.train_step`, of batches that are dicts.
+        loss_fn: a loss as for `multitower.train_step`, whose batches are dicts.
         augment: `augment(batch, keys)` returns the batch with changes drawn from the keys, one
             typed key per row, shape (rows,). It runs on the device, as a part of the loss.
 
     Returns:
-        The same loss, of batches with one more entry, `"key"`, as
+        The same loss, for batches with one more entry, `"key"`, as
         `multitower.make_batch(..., keyed=True)` makes them.
 
     Raises:
-        KeyError: (the loss made here) a batch has no `"key"`.
+        KeyError: from the returned loss: a batch has no `"key"`.
 
     Example:
         >>> import jax, numpy as np, optax
@@ -46,7 +46,7 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
         1
     """
 
-    @functools.wraps(loss_fn)  # what it takes, rng and model_state, is read from its signature
+    @functools.wraps(loss_fn)  # its signature says whether it takes rng and model_state
     def augmented_loss(params: Any, batch: dict[str, Any], **extras: Any) -> Any:
         return loss_fn(params, augment_batch(augment, batch), **extras)
 
@@ -58,7 +58,7 @@ def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
 
     Args:
         augment: as for `augmented`.
-        batch: with `"key"`.
+        batch: a dict with the entry `"key"`, uint32, shape (rows, 2).
 
     Returns:
         The augmented batch, without its keys.

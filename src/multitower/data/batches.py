@@ -1,9 +1,9 @@
 """Data: batch number s is a pure function of the data set, the seed, the batch size and s.
 
-That goes for the order of the examples, and for random distortions of them too.
+This holds for the order of the examples and for random distortions of them.
 
-It knows nothing of devices, towers or processes, nor of the batches before: a run that resumes at
-step s asks for batch s and goes on as if it had never stopped.
+A batch does not depend on devices, towers, processes or earlier batches. So a run that resumes at
+step s asks for batch s and continues as if it had never stopped.
 """
 
 import functools
@@ -39,7 +39,7 @@ def make_batch(
 
     The examples are shuffled anew in every epoch, and the epochs follow each other without a gap.
     Batch s holds the places `s * global_batch` to `(s + 1) * global_batch - 1` of this sequence. So
-    every batch is full, and every example is seen equally often, to within one.
+    every batch is full, and no example is seen more than once more often than another.
 
     Args:
         dataset: a pytree of NumPy arrays with one example per row on axis 0.
@@ -48,11 +48,12 @@ def make_batch(
         step: number of the batch; the first one is 0.
         distort: `distort(batch, generator)` returns the batch with random changes, drawn from the
             generator alone; it may change the arrays in place.
-        keyed: give every row a key of its own, for `multitower.augmented`; the data
-            set must be a dict. It depends on the seed, the epoch and the example alone, not on
-            where in which batch the example comes.
-        places: which rows of the batch to make, as `multitower.LazyRows` ask for them; None for
-            all. Only these are read, unless there is a `distort`, which draws for a whole batch.
+        keyed: give every row a PRNG key of its own, for `multitower.augmented`; the data set must
+            be a dict. A key depends only on the seed, the epoch and the example, not on the batch
+            or the example's place in it.
+        places: the rows of the batch to make, an integer array as `multitower.LazyRows` passes it;
+            None for all. Only these rows are read, unless `distort` is given, which needs the whole
+            batch.
 
     Returns:
         The same pytree, with `global_batch` rows or those at `places`, copied; if `keyed` with an
@@ -73,7 +74,7 @@ def make_batch(
         [2 1 5 4]
     """
     _check_global_batch(global_batch)
-    # Their product is more than an int32 of NumPy or JAX, such as state.step, can hold.
+    # Python integers: the product may be too large for an int32, such as JAX's state.step.
     step, global_batch = operator.index(step), operator.index(global_batch)
     if step < 0:
         raise BatchError(f"step={step}: the first batch is number 0.")
@@ -97,7 +98,7 @@ def make_batch(
         batch = {**batch, KEYS: keys}
     if distort is None:
         return batch
-    # A child of the seed: not the numbers that the epoch of the same number was shuffled with.
+    # A child of the seed, so that the numbers differ from those that shuffle epoch number `step`.
     source = np.random.SeedSequence([seed, step], spawn_key=(1,))
     batch = distort(batch, np.random.Generator(np.random.Philox(source)))
     return batch if places is None else jax.tree.map(lambda leaf: leaf[places], batch)
@@ -116,7 +117,7 @@ def make_batches(
     """Makes the batches of all steps, without end.
 
     The iterator has the attribute `steps_per_epoch`, a `fractions.Fraction`: the examples divided
-    by the rows of a batch. `Trainer.fit(epochs=...)` asks for it.
+    by the rows of a batch. `Trainer.fit(epochs=...)` uses it.
 
     Args:
         dataset: as for `make_batch`.
@@ -125,13 +126,13 @@ def make_batches(
         first: the number of the first step.
         distort: as for `make_batch`.
         keyed: as for `make_batch`.
-        lazy: make `multitower.LazyRows`, of which each process reads only the rows of its towers.
+        lazy: yield `multitower.LazyRows`: each process then reads only the rows of its towers.
 
     Returns:
         An iterator of `make_batch(..., step=s)` for s = first, first + 1, ...
 
     Raises:
-        BatchError: as `make_batch`; the first batch raises what is wrong with the data set.
+        BatchError: as `make_batch`, when the first batch is asked for.
 
     Example:
         >>> import numpy as np
@@ -145,7 +146,7 @@ def make_batches(
     options |= {"distort": distort, "keyed": keyed}
 
     def batches() -> Iterator[Any]:
-        here = jax.tree.map(on_one_device, dataset)  # once: what lies there is not copied again
+        here = jax.tree.map(on_one_device, dataset)  # once, and not again for every batch
         for step in itertools.count(first):
             make = functools.partial(make_batch, here, **options, step=step)
             yield (
@@ -185,8 +186,8 @@ class _Batches:
 
 @functools.lru_cache(maxsize=4)  # one batch after another asks for the same epoch
 def _shuffled(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
-    # NumPy promises the raw numbers of a bit generator for all its versions, and those of
-    # Generator.permutation for none (NEP 19). Sorting 64-bit numbers is a fair shuffle.
+    # All versions of NumPy give the same raw numbers of a bit generator, but not the same result of
+    # Generator.permutation (NEP 19). Sorting random 64-bit numbers is a fair shuffle.
     raw = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     order = np.argsort(raw, kind="stable")
     order.setflags(write=False)

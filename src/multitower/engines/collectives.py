@@ -1,7 +1,7 @@
-"""Collectives between towers, in JAX's own words, each taken apart in two.
+"""JAX's collectives between towers, each split into an exchange and a one-device function.
 
-An *exchange* moves values between towers: their sum, or all of them side by side. What a collective
-makes of that is a function of what has arrived and of the tower's number, for one device alone.
+An *exchange* moves values between towers: their sum, or all of them side by side. The function then
+computes the collective's result from what has arrived and from the tower's number.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,12 +40,12 @@ def is_sum(equation: Any) -> bool:
 
 
 def needs_axis(equation: Any) -> bool:
-    """Whether an equation has a meaning only where the axis of towers exists."""
+    """Whether an equation works only where the axis of towers exists."""
     return is_collective(equation) or is_axis_index(equation)
 
 
 def first_collective(program: Any, wanted: Callable[[Any], bool] = is_collective) -> Any:
-    """The first collective of a jaxpr, however deep it is inside; None if there is none."""
+    """The first collective of a jaxpr or of the jaxprs inside of it; None without a collective."""
     for equation in getattr(program, "jaxpr", program).eqns:
         if wanted(equation):
             return equation
@@ -66,7 +66,7 @@ def check(equation: Any) -> None:
     """Refuses a collective that towers do not have.
 
     Raises:
-        OutputError: it is for some of the towers only, or another one than JAX's usual ones.
+        OutputError: it is for some of the towers only, or it is not one of those that towers have.
     """
     name, params = equation.primitive.name, equation.params
     if name not in _OF_SUMS and name not in _OF_ALL:
@@ -82,7 +82,7 @@ def check(equation: Any) -> None:
 
 
 def refuse_inside(equation: Any, mark: Any) -> OutputError:
-    """The error for a collective where towers cannot meet: inside a loop, a branch or a rule."""
+    """The error for a collective inside a loop, a branch or a rule, where towers cannot meet."""
     name = equation.primitive.name
     where = f"{_LOOPS.get(name, 'a function')} ({name})"
     return OutputError(
@@ -94,8 +94,8 @@ def refuse_inside(equation: Any, mark: Any) -> OutputError:
 
 
 def sent(equation: Any, value: jax.Array) -> jax.Array:
-    """What a tower sends: to be added up as it is, or (1, ...), to be laid side by side."""
-    # Under `jax.vmap`, a collective over its axis and ours works along an axis of the array, too.
+    """What a tower sends: the value for a sum, otherwise shape (1, ...), to put side by side."""
+    # Under `jax.vmap`, a collective over both axes also works along an axis of the array.
     along = tuple(axis for axis in _axes(equation) if isinstance(axis, int))
     if along:
         value = _ALONG[equation.primitive.name](value, along)
@@ -108,7 +108,7 @@ def received(equation: Any, arrived: jax.Array, number: jax.Array) -> jax.Array:
     Args:
         equation: the collective.
         arrived: the sum over towers; or the values of all towers, (towers, 1, ...).
-        number: of the tower, int32, shape ().
+        number: the number of the tower, int32, shape ().
     """
     name, params = equation.primitive.name, equation.params
     if is_sum(equation):
@@ -131,7 +131,7 @@ def _own_part(total: jax.Array, number: jax.Array, params: Mapping[str, Any]) ->
 
 
 def _side_by_side(every: jax.Array, axis: int, *, tiled: bool) -> jax.Array:
-    """The towers' values along an axis: a new one, or one that they have, one after another."""
+    """The towers' values, (towers, ...), stacked along a new axis, or if `tiled` concatenated."""
     found = jnp.moveaxis(every, 0, axis)
     if not tiled:
         return found
@@ -155,7 +155,7 @@ def _permuted(every: jax.Array, number: jax.Array, params: Mapping[str, Any]) ->
 
 
 def _exchanged(every: jax.Array, number: jax.Array, params: Mapping[str, Any]) -> jax.Array:
-    """`all_to_all`: of every tower's value the part for this one.
+    """`all_to_all`: the parts for this tower of the values of all towers.
 
     Without `tiled` JAX adds and removes the axes in equations of their own.
     """

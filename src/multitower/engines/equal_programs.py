@@ -1,4 +1,4 @@
-"""Programs that are equal but for the names of what they take and return: compiled once."""
+"""Compiles programs once that are equal except for the structure of arguments and results."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import jax
 from multitower.engines.executable import compile_for_each
 
 # Marks arrays that a program closes over, if JAX passes them beside the arguments, as it does with
-# jax_use_simplified_jaxpr_constants: then the text does not tell which arrays they are.
+# jax_use_simplified_jaxpr_constants: then the text does not show which arrays they are.
 _BESIDE = "jax.const"
 
 
@@ -20,7 +20,7 @@ class Executable:
 
     Attributes:
         compiled: takes leaves, and returns a list of them.
-        treedef: of what the program returns.
+        treedef: the structure of what the program returns.
     """
 
     compiled: jax.stages.Compiled
@@ -41,10 +41,10 @@ class Executable:
 
 
 class EqualPrograms:
-    """Compiles programs for devices; for one that is equal to an earlier one it takes that one.
+    """Compiles programs for devices; a program that equals an earlier one is not compiled again.
 
-    Stages of equal layers differ in the numbers of their values alone, which are in the structure
-    of arguments and results, and not in the program of their leaves.
+    Stages with equal layers differ only in the numbers of their values. These numbers are in the
+    structure of arguments and results, and not in the program, which takes and returns leaves.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class EqualPrograms:
 
         flat.__name__ = getattr(fn, "__name__", "program")  # as profiles show it
         donated = tuple(place for place, i in enumerate(numbers) if i in donate)
-        # With all arguments in it, the text of a program also says which of them it needs.
+        # If all arguments are kept, the text of a program also shows which of them it needs.
         how: dict[str, Any] = {"donate": donated, "keep_unused": True, "compile": self._compile}
         compiled = compile_for_each(flat, leaves, devices, **how)
         return [Executable(one, treedefs[0]) for one in compiled]
@@ -81,7 +81,7 @@ class EqualPrograms:
         self, traced: jax.stages.Traced, lowered: jax.stages.Lowered, device: jax.Device
     ) -> jax.stages.Compiled:
         avals = [*traced.jaxpr.in_avals, *traced.jaxpr.out_avals]
-        # Of a Python number the text does not tell that it adapts to the dtypes around it.
+        # The text does not show weak types: that a Python number adapts to the dtypes around it.
         weak = tuple(getattr(aval, "weak_type", False) for aval in avals)
         text = lowered.as_text()
         if _BESIDE in text:

@@ -1,7 +1,7 @@
 """Towers that meet, with the same bits: their rounds on every device, and exchanges in between.
 
 A round is one executable per device, run once per tower like any tower program. An exchange adds
-along the fixed tree, or lays values side by side: nothing there depends on the number of devices.
+along the fixed tree, or puts values side by side. Neither depends on the number of devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.totals import Totals, TowerSums, Turn
 from multitower.towers.placement import Placement
 
-# Is shown (round, tower, what it sends).
+# Is called with (round, tower, what the tower sends).
 See = Callable[[int, int, Sent], None]
 
 
@@ -40,7 +40,7 @@ class Exchanges:
             rounds: the program.
             arguments: its arguments, flat: arrays, or their shapes and dtypes.
             placement: which device runs which tower.
-            totals: how sums are made there.
+            totals: adds up what the towers send.
         """
         self._rounds = rounds
         self._placement = placement
@@ -72,10 +72,10 @@ class Exchanges:
 
         Args:
             arguments_of: the arguments of the tower whose turn it is.
-            see: is shown what towers send.
+            see: called with what each tower sends in each round, if it is given.
 
         Returns:
-            What runs a tower's last round; once for each.
+            A function that runs a tower's last round; call it once for each tower.
         """
         turns = self._totals.turns
         values = {
@@ -112,7 +112,7 @@ class Exchanges:
             given = [own[x] for x in one.inputs]
             found, left = programs.run[turn.i](given, arrived[turn.i], numbers[turn])
             own.update(zip(one.outputs, found, strict=True))
-            # A value that no later round needs is let go as soon as the tower has used it.
+            # Values that no later round needs are freed as soon as the tower has used them.
             values[turn] = {x: value for x, value in own.items() if x in needed}
             if see is not None:
                 see(n, turn.tower, left)

@@ -23,24 +23,24 @@ def compile_for_each(
     keep_unused: bool = False,
     compile: Callable[..., jax.stages.Compiled] = lambda traced, lowered, device: lowered.compile(),
 ) -> list[jax.stages.Compiled]:
-    """Compiles `fn` once per device: one trace, the first device alone, the others side by side.
+    """Compiles `fn` once per device: for the first device alone, then for the others in parallel.
 
-    The first goes alone because a GPU's autotuner remembers, within a process, which kernels it
-    chose: the devices that follow get the same ones.
+    The first one comes alone because a GPU's autotuner remembers, within a process, which kernels
+    it chose: the other devices then get the same kernels.
 
     Args:
         fn: a function of arrays.
         arguments: its arguments, as arrays or `jax.ShapeDtypeStruct`.
         devices: where it will run.
         donate: positions of the arguments whose memory the results may take.
-        keep_unused: whether the program takes arguments that it does not need, too.
-        compile: of a program that is traced and lowered for a device.
+        keep_unused: whether the program keeps arguments that it does not use.
+        compile: `compile(traced, lowered, device)` returns the executable.
 
     Returns:
         One executable per device, in the same order.
 
     Raises:
-        OutputError: the function has effects in an order.
+        OutputError: the function has ordered effects, such as a callback with `ordered=True`.
         ArgumentError: an argument has a dtype of less than a byte.
     """
     jitted = jax.jit(
@@ -57,7 +57,7 @@ def compile_for_each(
         return traced, traced.lower(), device
 
     _refuse_packed(arguments)
-    # In this thread: `with jax.enable_x64(True)` and the like hold in the thread that says so.
+    # In this thread: `with jax.enable_x64(True)` and the like hold only where they are entered.
     lowered = [lower(device) for device in devices]
     made = [compile(*lowered[0])]
     if len(devices) > 1:
@@ -70,12 +70,12 @@ def compile_for_each(
 
 
 def _is_elsewhere(program: jax.stages.Compiled, device: jax.Device) -> bool:
-    """Whether results are made on another device: a program that needs no argument forgets its."""
+    """Whether results are on another device, as of a program that has dropped all arguments."""
     return any(place.device_set != {device} for place in jax.tree.leaves(program.output_shardings))
 
 
 def _refuse_order(effects: Iterable[Any]) -> None:
-    """Towers run side by side, so nothing in them can have an order."""
+    """Refuses ordered effects: towers run side by side, so nothing in them can have an order."""
     if any("Ordered" in type(effect).__name__ or "Ordered" in str(effect) for effect in effects):
         raise OutputError(
             "the function has a callback with ordered=True (io_callback, jax.debug.print), and "
@@ -84,7 +84,7 @@ def _refuse_order(effects: Iterable[Any]) -> None:
 
 
 def _refuse_packed(arguments: Sequence[Any]) -> None:
-    """JAX refuses its own arrays of less than a byte, for a program that is compiled ahead."""
+    """Refuses dtypes of less than a byte, which JAX does not pass to ahead-of-time programs."""
     for leaf in jax.tree.leaves(arguments):
         if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:
             raise ArgumentError(
@@ -94,13 +94,13 @@ def _refuse_packed(arguments: Sequence[Any]) -> None:
 
 
 class WholeNumbers:
-    """Whole numbers that programs are told, int32, shape (); each is copied to a device once."""
+    """Whole-number arguments of programs, int32, shape (); each is copied to a device once."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[jax.Device, int], jax.Array] = {}
 
     def on(self, device: jax.Device, value: int) -> jax.Array:
-        """A number on a device."""
+        """A number on a device, int32, shape ()."""
         key = (device, value)
         if key not in self._copies:
             self._copies[key] = jax.device_put(np.int32(value), device)
@@ -114,7 +114,7 @@ def signature(tree: Any) -> Any:
     return treedef, kinds, _settings_of(jax.config)
 
 
-# Those of JAX that change results, and may change from call to call, as in a `with` block.
+# JAX's settings that change results, and may change from call to call, as in a `with` block.
 _SETTINGS = (
     "jax_accurate_erf_inv",
     "jax_enable_x64",

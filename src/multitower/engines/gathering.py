@@ -24,7 +24,7 @@ from multitower.towers.placement import AXIS
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 _REMAT = ("checkpoint", "remat2")
-# They give another form to one array. The result is made again from the shard where it is used.
+# These change the form of one array. Wherever the result is used, it is made from the shard again.
 _FORMS = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy"}
 _PARTS = {"slice", "dynamic_slice", "split", "rev", "concatenate"}
 # Cheap to make again, or linear: their backward pass needs what goes in, not what comes out.
@@ -39,11 +39,11 @@ class Shard:
     """This device's part of a leaf, in place of the leaf.
 
     Attributes:
-        value: the part; where the device has a copy of the leaf only its gradient matters.
+        value: the part; if the device has a copy of the leaf, only the part's gradient matters.
         copy: the whole leaf, or None.
-        axis: along which the leaf is split.
-        dtype: in which it is gathered; no wider than its own.
-        forms: what is done to the whole leaf, in this order.
+        axis: the axis along which the leaf is split.
+        dtype: the dtype in which it is gathered, no wider than its own.
+        forms: functions that are applied to the whole leaf, in this order.
     """
 
     value: Any
@@ -53,7 +53,7 @@ class Shard:
     forms: tuple[Callable[[Any], Any], ...] = field(default=(), metadata={"static": True})
 
     def whole(self) -> Any:
-        """The leaf."""
+        """The whole leaf, gathered or copied, in its last form."""
         if self.copy is None:
             found = gather(self.value, self.axis, self.dtype, self.value.dtype)
         else:
@@ -63,7 +63,7 @@ class Shard:
         return found
 
     def formed(self, equation: Any) -> "Shard":
-        """The leaf in another form. A dtype with fewer bytes is sent in place of its own."""
+        """The leaf in another form. It is gathered in the new dtype if that has fewer bytes."""
         if equation.primitive.name == "convert_element_type" and self.copy is None:
             dtype = jnp.dtype(equation.params["new_dtype"])
             if not self.forms and _is_narrower(dtype, self.dtype):
@@ -71,15 +71,15 @@ class Shard:
         return replace(self, forms=(*self.forms, lambda whole: compute(equation, [whole])[0]))
 
     def of_layer(self) -> "Shard":
-        """The same as it is for one layer of a loop over the first axis."""
+        """The shard of one layer, in a loop over the first axis of stacked layers."""
         return replace(self, axis=self.axis - 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather(shard: jax.Array, axis: int, dtype: Any, own: Any) -> jax.Array:
-    """The whole leaf of which every device has a part, in a dtype.
+    """The whole leaf in `dtype`, of which every device has a part along `axis`.
 
-    Its gradient is added up over devices in the dtype of the leaf, as without shards.
+    Its gradient is added up over devices in the leaf's own dtype, `own`, as without shards.
     """
     return lax.all_gather(shard.astype(dtype), AXIS, axis=axis, tiled=True)
 
@@ -97,7 +97,7 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def copy_of(shard: jax.Array, copy: jax.Array, axis: int) -> jax.Array:
-    """The whole leaf, which every device has; its gradient is the shard's."""
+    """The whole leaf, which every device has as `copy`; its gradient goes to the shard."""
     return copy
 
 
@@ -113,7 +113,7 @@ copy_of.defvjp(_copy_forward, _copy_backward)
 
 
 def scatter(value: jax.Array, axis: int) -> jax.Array:
-    """This device's part of the sum over devices."""
+    """This device's part, along `axis`, of the sum over devices."""
     return lax.psum_scatter(value, AXIS, scatter_dimension=axis, tiled=True)
 
 
@@ -122,7 +122,7 @@ def value_and_grad(fn: Callable[[Any], tuple[Any, Any]], tree: Any) -> tuple[tup
 
     Args:
         fn: a function of the tree of whole leaves.
-        tree: what it is differentiated at.
+        tree: the values at which it is differentiated.
 
     Returns:
         What `fn` returns; and for every shard its part of the sum of the gradients over devices,
@@ -168,7 +168,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
 
     def keep(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for variable, value in zip(variables, values, strict=True):
-            # Gathered in every place, it would be sent as often, and its gradient too.
+            # A leaf that was gathered in every place would be sent as often, and its gradient too.
             known[variable] = _whole(value) if uses[variable] > 1 else value
 
     def value_of(atom: Any) -> Any:
@@ -202,7 +202,7 @@ def _results(equation: Any, given: list[Any]) -> Sequence[Any]:
 
 
 def _gathered_again(use: Callable[..., list[Any]], given: Sequence[Any]) -> list[Any]:
-    """What a function of shards returns; its backward pass makes it again from these."""
+    """Calls `use`; its backward pass gathers the shards again, and computes `use` again."""
     if not _JOINS_GATHERS:
         return jax.checkpoint(use)(*given)
 
@@ -219,9 +219,10 @@ def _gathered_again(use: Callable[..., list[Any]], given: Sequence[Any]) -> list
 
 
 def _late(shard: Shard, after: jax.Array) -> Shard:
-    """The same, but no compiler can gather it before another value is there.
+    """The same shard, which the compiler cannot gather before the value `after` is known.
 
-    It does not know that no absolute value is -1.
+    On CPUs it depends on a condition that always holds, but the compiler does not know that: no
+    absolute value is -1.
     """
     if shard.copy is not None:
         return shard
@@ -235,13 +236,13 @@ def _late(shard: Shard, after: jax.Array) -> Shard:
 
 
 def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:
-    """A loop that gathers what it reads of stacked leaves layer by layer."""
+    """A `jax.lax.scan` that gathers stacked leaves layer by layer."""
     params, inner = equation.params, equation.params["jaxpr"]
     num_carried = num_same(equation.outvars, inner.jaxpr.outvars)
     num_fixed = num_same(equation.invars, inner.jaxpr.invars)
     fixed = [_whole(value) for value in given[:num_fixed]]
     consts, first = fixed[: num_fixed - num_carried], fixed[num_fixed - num_carried :]
-    # A leaf that is split along the loop itself has no layer of which every device has a part.
+    # If a leaf is split along the loop's own axis, no device has a part of every layer.
     stacked = [
         x.of_layer() if isinstance(x, Shard) and x.axis > 0 and not x.forms else _whole(x)
         for x in given[num_fixed:]
@@ -253,7 +254,7 @@ def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:
 
     own = [num_fixed + at for at, value in enumerate(stacked) if isinstance(value, Shard)]
     if _is_any_reused(inner.jaxpr, own):
-        # Gathered once in a turn, it would be kept of every turn: the whole stack.
+        # A layer that is gathered once per turn would be kept from every turn: the whole stack.
         body = jax.checkpoint(body, policy=_is_no_leaf, prevent_cse=False)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     last, every = lax.scan(body, first, stacked, **options)
@@ -281,7 +282,7 @@ def _is_any_reused(jaxpr: Any, numbers: Sequence[int]) -> bool:
 
 
 def _is_no_leaf(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether the backward pass may keep a result: it is neither a leaf nor a form of one."""
+    """Whether the backward pass may keep a result, because it is not a leaf or a form of one."""
     # `gather` is a call with a rule of its own.
     inside = (e for one in core.jaxprs_in_params(params) for e in one.eqns)
     gathers = any(equation.primitive.name == "all_gather" for equation in inside)

@@ -30,8 +30,8 @@ class TowerResult(NamedTuple):
         means: floats, summed over towers, then divided by the number of towers' worth of rows
             (rows / tower batch: the number of towers, if all of them are full). Gradients belong to
             `sums`: a tower differentiates its share of the mean over all rows, and shares add up.
-        sums: summed over towers.
-        rows: laid side by side along axis 0, in the order of towers.
+        sums: summed over towers, without a division.
+        rows: concatenated along axis 0, in the order of towers.
         blocks: arrays of shape (towers, n), summed over towers; row t of the sum is left on the
             device of tower t alone. Only `same_bits` runs these.
     """
@@ -48,7 +48,8 @@ class Job:
 
     Attributes:
         tower: (shared, rows, tower) -> TowerResult, the same program for every tower.
-        finish: (state, means, sums) -> anything, once, with the same result on every device.
+        finish: (state, means, sums) -> any pytree, from the means and sums over all towers; every
+            device gets the same result.
     """
 
     tower: Callable[[Shared, list[Any], Tower], TowerResult]

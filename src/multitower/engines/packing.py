@@ -1,7 +1,7 @@
-"""Packing: the sums of one tower as few buffers, without copying the large ones.
+"""Packing: puts the sums of one tower into few buffers, without copying the large ones.
 
-Small leaves share one vector per dtype, large leaves travel as they are: handling a buffer costs
-the host microseconds, copying megabytes costs the device milliseconds. 16-bit floats become
+Small leaves share one vector per dtype, large leaves are buffers of their own: handling a buffer
+costs the host microseconds, copying megabytes costs the device milliseconds. 16-bit floats become
 float32, so that every addition on the way is an IEEE float32 addition with one right answer
 (compilers may keep excess precision between 16-bit additions).
 """
@@ -23,7 +23,7 @@ _MANY = 4
 
 
 class Slot(NamedTuple):
-    """Where one leaf lies: in which buffer, from which element on, its own shape and dtype."""
+    """Where one leaf lies: buffer, first element, its own shape and dtype, and a key's kind."""
 
     buffer: int
     start: int
@@ -43,14 +43,14 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """A tree of arrays as few buffers, each of at least one dimension."""
+    """A tree of arrays in few buffers, each of at least one dimension."""
 
     buffers: tuple[Any, ...]
     layout: Layout = field(metadata={"static": True})
 
 
 def pack(tree: Any) -> Packed:
-    """Lays the leaves of a tree out in buffers that may be added element by element."""
+    """Puts the leaves of a tree into buffers that may be added element by element."""
     leaves, treedef = jax.tree.flatten(tree)
     buffers: list[Any] = []
     shared_vectors: dict[Any, tuple[int, list[Any], int]] = {}
@@ -87,12 +87,13 @@ def unpack(packed: Packed) -> Any:
 def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Array]:
     """Slices of a vector, inside a program.
 
-    XLA compiles equal kernels once, and those that work on slices differ by where these begin: a
-    hundred layers make a hundred kernels. So of many slices of one size it is not told.
+    XLA compiles equal kernels once, but kernels on slices differ by where a slice begins, so a
+    hundred layers would make a hundred kernels. If many slices have one size, their starts are
+    therefore hidden from XLA.
 
     Args:
-        vector: of one dimension.
-        places: where each slice begins and ends.
+        vector: an array of one dimension.
+        places: for each slice its first element, and the element after its last one.
     """
     counts = Counter(end - start for start, end in places)
     starts: list[np.int32] = [np.int32(start) for start, _ in places]
@@ -106,7 +107,7 @@ def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Arr
 
 
 def _addable(leaf: Any) -> tuple[Any, Any, str | None]:
-    """The leaf in a dtype in which sums have one right answer, its own dtype, its key kind."""
+    """The leaf in a dtype in which sums have one right answer; its own dtype; a key's kind."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf), leaf.dtype, str(jax.random.key_impl(leaf))
     if leaf.dtype == jnp.bool_:
@@ -117,7 +118,7 @@ def _addable(leaf: Any) -> tuple[Any, Any, str | None]:
 
 
 def _size(slot: Slot) -> int:
-    """How many elements of its buffer a leaf takes."""
+    """The number of elements that a leaf takes in its buffer."""
     return math.prod(slot.shape) * (1 if slot.key_impl is None else _key_size(slot.key_impl))
 
 

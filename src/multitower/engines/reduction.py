@@ -6,7 +6,7 @@ however it is compiled. Nothing else may be in these programs: a multiplication 
 an addition, and would round once instead of twice.
 
 A device first adds up every whole subtree it owns; only these partial sums travel. With T = D, or
-with whole subtrees on every device, that is one partial sum a device: as cheap as a ring.
+with whole subtrees on every device, each device sends one partial sum, as cheap as in a ring.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 # A tower's number, or the sum of two trees. In `Plan.rest` the leaves are (device, part) pairs.
 Tree = Any
 
-SMALL_BYTES = 64 * 1024  # up to this size one message is sent instead of two
+SMALL_BYTES = 64 * 1024  # up to this size, one exchange instead of two
 
 
 class Sum(tuple[Tree, Tree]):
@@ -37,7 +37,7 @@ class Sum(tuple[Tree, Tree]):
 
 
 def sum_tree(first: int, last: int) -> Tree:
-    """The tree over towers first .. last-1: halves, and halves again, the left one larger."""
+    """The tree over towers first .. last-1, halved again and again; left halves may be larger."""
     if last - first == 1:
         return first
     middle = first + (last - first + 1) // 2
@@ -45,7 +45,7 @@ def sum_tree(first: int, last: int) -> Tree:
 
 
 def evaluate(tree: Tree, leaf: Callable[[Any], _T], add: Callable[[_T, _T], _T]) -> _T:
-    """Adds along a tree, left before right, so that few terms are alive at a time."""
+    """Adds along a tree, left before right, so that few terms exist at a time."""
     if not isinstance(tree, Sum):
         return leaf(tree)
     left = evaluate(tree[0], leaf, add)
@@ -54,7 +54,7 @@ def evaluate(tree: Tree, leaf: Callable[[Any], _T], add: Callable[[_T, _T], _T])
 
 @dataclass(frozen=True)
 class Plan:
-    """Who adds what.
+    """Which device adds what.
 
     Attributes:
         parts: for each device the subtrees that it adds alone, in ascending order of towers.
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def num_parts(self) -> int:
-        """Partial sums that a device sends at most."""
+        """The largest number of partial sums that a device sends."""
         return max(len(parts) for parts in self.parts)
 
 
@@ -116,13 +116,13 @@ def add_sums(left: Any, right: Any) -> Any:
 
 
 def put(stack: list[Any], sums: Any, num_additions: int, add: Callable[..., Any] | None) -> None:
-    """Takes what a tower has for a sum, and adds up what the tree allows by now.
+    """Puts a tower's sums on a stack, and adds up what the tree allows by now.
 
     Args:
-        stack: the sums that wait to be added, the last one on top.
-        sums: of the tower.
-        num_additions: how many additions follow the tower, as `schedule` says.
-        add: `add_sums`, compiled for where these lie; None if there is nothing to add.
+        stack: the sums that wait to be added; the newest one is the last.
+        sums: the tower's sums.
+        num_additions: how many additions follow the tower, from `schedule`.
+        add: `add_sums`, compiled for the device of these sums; None if there is nothing to add.
     """
     stack.append(sums)
     for _ in range(num_additions):
@@ -132,12 +132,12 @@ def put(stack: list[Any], sums: Any, num_additions: int, add: Callable[..., Any]
 
 
 class Sums(NamedTuple):
-    """Totals.
+    """Totals over all towers.
 
     Attributes:
-        buffers: whose totals every device gets.
-        blocks: of which a device gets the rows of its own towers: for each block, which has the
-            shape (towers, n), a list of rows, one for each slot.
+        buffers: the totals of the buffers, which every device gets.
+        blocks: for each block, of shape (towers, n), the rows of the device's own towers: a list
+            with one row for each slot.
     """
 
     buffers: list[jax.Array]
@@ -148,10 +148,10 @@ def make_reduction(placement: Placement) -> Callable[..., Sums]:
     """Builds the one program that spans devices.
 
     Returns:
-        A jitted function of two lists, with the buffers and with the blocks of every part, at most
-        `num_parts`. Every array is a global one with the devices' own stacked along axis 0. The
-        result has the same form; what lies on each device is the total. A single part's buffers
-        are donated.
+        A jitted function of two lists, the buffers and the blocks, with an entry for each of the
+        `Plan.num_parts` parts. Every array is a global one, with the devices' own arrays stacked
+        along axis 0. So are the arrays of the result, where each device has the total. If there is
+        only one part, its buffers are donated.
     """
     how = plan(placement)
 
@@ -162,7 +162,7 @@ def make_reduction(placement: Placement) -> Callable[..., Sums]:
             [_own_rows(how, placement, pieces) for pieces in zip(*blocks, strict=True)],
         )
 
-    # With several parts, a device may send one of its parts twice: nothing to overwrite then.
+    # With several parts, a device may send one of them twice, so it must not be overwritten.
     return _over_devices(
         placement,
         on_device,
@@ -174,15 +174,16 @@ def make_reduction(placement: Placement) -> Callable[..., Sums]:
 def make_gather(
     placement: Placement, assemble: Callable[[list[jax.Array]], Any]
 ) -> Callable[[list[list[jax.Array]]], Any]:
-    """Builds the program that hands every device all rows again.
+    """Builds the program that gives every device the rows of all towers.
 
     Args:
         placement: which device has which tower's rows.
-        assemble: what to make of the blocks, of shape (towers, n); it only moves data.
+        assemble: a function of the list of blocks, each of shape (towers, n), that only moves data;
+            what it returns is the result.
 
     Returns:
-        A jitted function of the rows, a list with one for each slot for each block. Every row is
-        a global array with the devices' own stacked along axis 0; what it returns is whole on
+        A jitted function of the rows: for each block a list with one row for each slot. Every row
+        is a global array, with the devices' own rows stacked along axis 0. The result is whole on
         every device.
     """
     slots = {tower: slot for towers in placement.towers_on for slot, tower in enumerate(towers)}
@@ -203,8 +204,8 @@ def gather_values(
     """What `make_gather` makes of the values of all towers, once for each local device.
 
     Args:
-        gather: of `make_gather`.
-        values: for each tower of this process what it has for every block, on its device.
+        gather: the function that `make_gather` returned.
+        values: for each tower of this process its row of every block, on its device.
         placement: which device runs which tower.
     """
     slots = [[values[slot[d]] for d in placement.local] for slot in placement.slots]
@@ -237,7 +238,7 @@ def _over_devices(
 def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> list[jax.Array]:
     """The sums over all devices of the rows of this device's towers: a reduce-scatter.
 
-    Every device sends each other one its rows: (D-1)/D of the block, if all have as many towers.
+    Every device sends (D-1)/D of the block, if all D devices have equally many towers.
     """
     order = np.array(placement.slots).T
     sent = [piece[order] for piece in pieces]
@@ -252,7 +253,7 @@ def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Arra
     if block.nbytes <= SMALL_BYTES:
         gathered = [lax.all_gather(piece, AXIS) for piece in pieces]
         return evaluate(how.rest, lambda at: gathered[at[1]][at[0]], lambda a, b: a + b)
-    # Every device adds one chunk and hands it to all: 2 (D-1)/D of the buffer sent by each.
+    # Every device adds one chunk and sends it to all: each sends 2 (D-1)/D of the buffer.
     padding = -block.size % num_devices
     chunks: list[jax.Array] = []
     for piece in pieces:

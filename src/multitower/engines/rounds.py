@@ -1,8 +1,8 @@
 """Rounds: a tower's program as single-device programs, between which the towers meet.
 
-A value's round is the number of exchanges behind it. All exchanges at the end of a round happen
-together: sums along the fixed tree, and values of all towers side by side. So a collective costs no
-more than its round, and nothing is computed in an exchange but additions.
+A value's round is the number of exchanges that it depends on, one after another. All exchanges at
+the end of a round happen together: sums along the fixed tree, and values of all towers on a new
+axis. So a second collective in a round adds no round, and an exchange computes only additions.
 """
 
 from collections.abc import Sequence
@@ -33,16 +33,17 @@ from multitower.engines.segments import (
 )
 from multitower.engines.totals import with_one_nan
 
-# Nothing differentiates what a tower has computed: its own rules have done their work.
+# Calls with a derivative rule that may be opened once the program is not differentiated any more.
 FORWARD_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 class Sent(NamedTuple):
-    """What a tower sends at the end of a round; or what arrives of all of them.
+    """What a tower sends at the end of a round; or what arrives from all towers.
 
     Attributes:
-        sums: to be added up over towers.
-        every: to be laid side by side: each of shape (1, ...), and (towers, ...) on arrival.
+        sums: values to add up over towers.
+        every: values to put side by side: each of shape (1, ...) when it is sent, and of shape
+            (towers, 1, ...) when it arrives.
     """
 
     sums: Packed
@@ -58,7 +59,7 @@ class Round(NamedTuple):
         departures: the collectives whose exchanges follow it.
         inputs: numbers of values of earlier rounds that it needs.
         outputs: numbers of its own values that later rounds need.
-        program: which all of these belong to.
+        program: the program that all of these belong to.
     """
 
     arrivals: list[Step]
@@ -89,7 +90,7 @@ class Round(NamedTuple):
         return [known[x] for x in self.outputs], Sent(pack(sums), every)
 
     def last(self, values: Sequence[Any], arrived: Sent, number: jax.Array) -> list[Any]:
-        """What the whole program returns, of its last round."""
+        """The results of the whole program; for its last round only."""
         results = dict(zip(self.outputs, self(values, arrived, number)[0], strict=True))
         known = {**self.program.consts, **dict(zip(self.inputs, values, strict=True)), **results}
         return [_value(x, known) for x in self.program.outputs]
@@ -106,10 +107,10 @@ class Rounds(NamedTuple):
     """A tower's program.
 
     Attributes:
-        rounds: in order.
+        rounds: the rounds, in order.
         inputs: the numbers of its arguments.
-        number: the number of the argument that is the tower's own number.
-        treedef: of what it returns.
+        number: the position of the tower's own number among its arguments.
+        treedef: the structure of what it returns.
     """
 
     rounds: list[Round]
@@ -124,14 +125,14 @@ def cut_into_rounds(program: Any, number: int, treedef: Any, *, final: bool) -> 
     Args:
         program: a closed jaxpr, traced where the axis exists.
         number: the position of the tower's own number among its arguments.
-        treedef: of what it returns.
-        final: whether nobody differentiates it any more.
+        treedef: the structure of what it returns.
+        final: whether the program is not differentiated any more.
 
     Returns:
         Its rounds; None if it has no collectives, and does not ask for the tower's number either.
 
     Raises:
-        OutputError: a collective that towers do not have, or that is where they cannot meet.
+        OutputError: a collective that towers do not have, or one where towers cannot meet.
     """
     read = read_program(program, needs_axis, refuse_inside, rules=FORWARD_RULES if final else {})
     if not any(needs_axis(step.equation) for step in read.steps):
@@ -146,7 +147,7 @@ def cut_into_rounds(program: Any, number: int, treedef: Any, *, final: bool) -> 
 
 
 def _with_number(program: Program, number: int) -> Program:
-    """The program with the tower's number in place of every question for it."""
+    """The program with the tower's number in place of every `jax.lax.axis_index`."""
     same = {s.outputs[0]: number for s in program.steps if is_axis_index(s.equation)}
     named = lambda x: same.get(x, x) if isinstance(x, int) else x
     steps = [
@@ -158,7 +159,7 @@ def _with_number(program: Program, number: int) -> Program:
 
 
 def _places(program: Program) -> tuple[list[int], list[tuple[Step, int]]]:
-    """For each step its round, -1 for a collective; and each of these with the round after it."""
+    """The round of each step, -1 for a collective; and each collective with the round after it."""
     round_of: dict[int, int] = {}
     places: list[int] = []
     collectives: list[tuple[Step, int]] = []

@@ -5,9 +5,10 @@
 2. *reduction*: additions along the tree of `reduction`, on each device and then between devices;
 3. *finish program*: one executable per device, on the totals.
 
-Blocks, if a job has any, end with the reduction: what is made of them is the caller's.
+Blocks, if a job has any, are returned after the reduction: the caller uses them.
 
-The number of devices decides only where these run and how often, so the bits cannot depend on it.
+The number of devices only decides where and how often these programs run, so the bits cannot depend
+on it.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -32,25 +33,29 @@ from multitower.towers.split import TowerRows
 _SCALE = np.float64  # float32 on the device, unless jax_enable_x64 asks for more
 
 
-# What is called with (stage, place, sums): where towers meet ("exchange", tower, what it sends);
-# ("tower program", tower, what the tower returns); ("reduction", local device, the totals there).
-# Of a model in stages trees by stage: ("forward program", tower, what it sends); ("backward
-# program", tower, what it returns); ("reduction", replica, the totals there).
+# Is called with (stage, place, sums):
+#   ("exchange", tower, what the tower sends), where towers meet;
+#   ("tower program", tower, what the tower returns);
+#   ("reduction", local device, the totals on it).
+# For a model in stages, with trees by stage:
+#   ("forward program", tower, what the tower sends);
+#   ("backward program", tower, what the tower returns);
+#   ("reduction", replica, the totals on it).
 Tap = Callable[[str, int, Any], None]
 
 _tap: ContextVar[Tap | None] = ContextVar("tap", default=None)
 
 
 def current_tap() -> Tap | None:
-    """What wants to be shown, if anything does."""
+    """The tap of the enclosing `tapped` block; None outside of one."""
     return _tap.get()
 
 
 @contextmanager
 def tapped(tap: Tap) -> Generator[None]:
-    """Shows what passes from one stage to the next, to find where two runs part.
+    """Calls `tap` with what passes from stage to stage, to find where two runs begin to differ.
 
-    The next program overwrites what is shown: `tap` copies what it keeps. It makes steps slow.
+    `tap` must copy what it keeps, because the next program overwrites it. It makes steps slow.
     """
     token = _tap.set(tap)
     try:
@@ -60,13 +65,13 @@ def tapped(tap: Tap) -> Generator[None]:
 
 
 class Finished(NamedTuple):
-    """What a job leaves.
+    """What a job returns.
 
     Attributes:
-        results: what `finish` returns, once per local device; nothing if there are no sums.
+        results: what `finish` returns, once per local device; empty if there are no sums.
         rows: the rows that each local tower returned, by tower, on the tower's device.
         blocks: for each local tower its row of the total of every block, on the tower's device.
-        programs: what has made them.
+        programs: the programs that made all of this.
     """
 
     results: list[Any]
@@ -76,11 +81,11 @@ class Finished(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """What programs are told in numbers, on their devices.
+    """Numbers that programs take as arguments, on their devices.
 
     Attributes:
-        here: for each local tower what its program knows of itself.
-        scales: for each local device what turns sums into means.
+        here: for each local tower its `Tower`, by its number.
+        scales: for each local device the factor that turns sums into means, shape ().
     """
 
     here: dict[int, Tower]
@@ -89,9 +94,14 @@ class _Numbers(NamedTuple):
 
 @dataclass(eq=False)
 class Programs:
-    """Executables, one per local device each; `meets` is where towers meet, if they do.
+    """Executables, one per local device each.
 
-    `numbers` are those that they have been told, by rows of a tower and of the batch.
+    Attributes:
+        tower: the tower program, or its rounds if towers meet.
+        add: adds two towers' sums; empty if nothing is added on a device.
+        finish: the finish program; empty if there are no sums.
+        meets: where towers meet, for messages; None if they do not.
+        numbers: the numbers that these programs take, by (rows of a tower, rows of the batch).
     """
 
     tower: list[jax.stages.Compiled] | Exchanges
@@ -123,9 +133,12 @@ class SameBits:
         Args:
             replicas: what every tower gets, once per local device, on that device; the `state`
                 in it is overwritten.
-            rows: the split arrays.
+            rows: the split arrays, cut into the towers of this placement.
             made_by: the programs that have made this state, if they are known: what they make has
                 the same shapes every time, so that these need not be compared again.
+
+        Returns:
+            The results, on their devices.
         """
         programs = self._programs(replicas[0], rows, made_by)
         numbers = self._numbers(programs, rows[0])
@@ -138,7 +151,7 @@ class SameBits:
             if tap is not None:
                 tap("tower program", turn.tower, sums)
             self._totals.put(stacks, turn, sums, programs.add)
-            del sums  # those of the last tower would take memory until the step ends
+            del sums  # the last tower's sums would take memory until the step ends
         if not stacks[0][0].packed.buffers:
             return Finished([], returned, {}, programs)
         totals = self._totals.reduced(stacks, programs.add)
@@ -160,10 +173,12 @@ class SameBits:
         here: dict[int, Tower],
         tap: Any,
     ) -> Callable[[Turn], tuple[TowerSums, Any]]:
-        """What runs the tower whose turn it is; of towers that meet all but the last round is run.
+        """Returns what runs the tower whose turn it is.
+
+        If towers meet, this runs all rounds but the last one, and returns what runs the last one.
 
         Raises:
-            OutputError: rows that only fill up would meet others.
+            OutputError: towers meet, and the rows do not fill them evenly.
         """
 
         def arguments(turn: Turn) -> tuple[Shared, list[Any], Tower]:
@@ -182,7 +197,7 @@ class SameBits:
         return tower.run(arguments, see if tap else None)
 
     def _numbers(self, programs: Programs, rows: TowerRows) -> _Numbers:
-        """What the programs are told of rows like these; copied to the devices once."""
+        """The number arguments of the programs for rows like these; copied to the devices once."""
         key = (rows.tower_rows, rows.num_rows)
         if key not in programs.numbers:
             devices, number = self._totals.devices, self._whole_numbers.on
@@ -237,7 +252,7 @@ class SameBits:
 
 
 def tower_function(job: Job) -> Callable[[Shared, list[Any], Tower], tuple[TowerSums, Any]]:
-    """What a tower's program computes: what is added up over towers, and the tower's rows."""
+    """The function of a tower's program: returns what is added up over towers, and the rows."""
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> tuple[TowerSums, Any]:
         result = job.tower(shared, rows, here)
@@ -247,7 +262,7 @@ def tower_function(job: Job) -> Callable[[Shared, list[Any], Tower], tuple[Tower
 
 
 def finish_function(job: Job) -> Callable[[Any, Packed, Any], Any]:
-    """What the finish program computes, of the state, the totals and `scale_shape`."""
+    """The function of the finish program, of the state, the totals and the scale."""
 
     def finish(state: Any, totals: Packed, scale: Any) -> Any:
         means, sums = jax.tree.map(with_one_nan, unpack(totals))
@@ -258,5 +273,5 @@ def finish_function(job: Job) -> Callable[[Any, Packed, Any], Any]:
 
 
 def scale_shape() -> jax.ShapeDtypeStruct:
-    """Shape and dtype of what turns sums into means."""
+    """Shape and dtype of the scale, the factor that turns sums into means."""
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE))

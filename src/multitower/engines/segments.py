@@ -1,7 +1,7 @@
 """Segments: one traced program as several, cut between its equations.
 
-What happens between two segments is the caller's: a move to another device, or an exchange with
-other towers. Values go from one to the next by number.
+The caller decides what happens between two segments: a move to another device, or an exchange with
+other towers. Values have numbers, by which later segments find them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-# Calls that are no more than a name for what is in them, and where that is.
+# Calls that only give a name to a program, and the parameter that has the program.
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 
 
@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """One equation on numbered values.
 
     Attributes:
-        equation: of a jaxpr.
+        equation: an equation of a jaxpr.
         inputs: the number of each of its inputs, or a literal.
         outputs: the number of each of its results.
     """
@@ -52,9 +52,9 @@ class Segment:
     Attributes:
         steps: what it computes.
         inputs: numbers of what it needs from before, in ascending order.
-        outputs: numbers of what is needed after it, in ascending order; of a slice whatever was
-            asked for, in that order, literals too.
-        consts: the values of numbers that are always the same.
+        outputs: numbers of what is needed after it, in ascending order. In a slice: what was asked
+            for, in that order, with literals.
+        consts: the values of constants, by number.
     """
 
     steps: tuple[Step, ...]
@@ -80,8 +80,8 @@ def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
     """The steps that some values of a program need, as a function.
 
     Args:
-        program: any.
-        wanted: numbers, or literals.
+        program: the program.
+        wanted: the numbers of the values, or literals.
     """
     needed = set(numbers_in(wanted))
     steps: list[Step] = []
@@ -95,7 +95,7 @@ def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
 
 
 def values_of(inputs: Sequence[Any], known: Mapping[int, Any]) -> list[Any]:
-    """The values of a step's inputs, by what is known so far."""
+    """The values of a step's inputs, from the values that are known so far."""
     return [known[x] if isinstance(x, int) else x.val for x in inputs]
 
 
@@ -108,7 +108,7 @@ def compute(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
 
 
 def num_same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
-    """How many values have as many axes outside of a loop as inside."""
+    """How many values have as many axes outside of a loop as inside: these are not scanned over."""
     pairs = zip(outer, inner, strict=True)
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
 
@@ -123,12 +123,12 @@ def read_program(
     """Reads a closed jaxpr, and opens every call that has a mark in it, however deep.
 
     Args:
-        closed: of `jax.make_jaxpr`.
-        is_mark: whether the program may have to be cut at an equation.
+        closed: a closed jaxpr, from `jax.make_jaxpr`.
+        is_mark: whether an equation is a mark, where the program may have to be cut.
         refuse: what to raise for an equation with a mark inside that cannot be opened (a loop, a
             branch, a rule of differentiation), given that equation and the mark.
-        rules: calls that have a rule of differentiation and may be opened, because nobody
-            differentiates the program: where the program in them is.
+        rules: calls with a rule of differentiation that may be opened, because the program is not
+            differentiated any more: the call's name to the parameter that has its program.
 
     Returns:
         The program; calls without a mark are one step each.
@@ -147,7 +147,7 @@ def read_program(
 
 
 def is_call(equation: Any) -> bool:
-    """Whether an equation is no more than a name for a program inside it."""
+    """Whether an equation only gives a name to a program inside of it."""
     return equation.primitive.name in _CALLS
 
 
@@ -157,9 +157,9 @@ def open_calls(
     """Reads a closed jaxpr, with the steps of some calls in place of these.
 
     Args:
-        closed: of `jax.make_jaxpr`.
+        closed: a closed jaxpr, from `jax.make_jaxpr`.
         opens: whether to open an equation; true only if it is a call.
-        calls: for each kind of call where the program in it is.
+        calls: for each kind of call, by name, the parameter that has its program.
     """
     consts: dict[int, Any] = {}
     steps: list[Step] = []
@@ -191,7 +191,7 @@ def open_calls(
 
 
 def needs_of(program: Program) -> dict[int, frozenset[int]]:
-    """For each number the inputs that it depends on."""
+    """For each number, the numbers of the program's inputs that it depends on."""
     needs = {number: frozenset({number}) for number in program.inputs}
     needs.update((number, frozenset()) for number in program.consts)
     for step in program.steps:
@@ -205,7 +205,7 @@ def without_dead_steps(program: Program) -> Program:
     needed = set(numbers_in(program.outputs))
     steps: list[Step] = []
     for step in reversed(program.steps):
-        # That a collective names an axis is an "effect" of no consequence.
+        # JAX counts it as an "effect" that a collective names an axis. It has no consequence.
         effects = [x for x in step.equation.effects if "NamedAxis" not in type(x).__name__]
         if effects or not needed.isdisjoint(step.outputs):
             steps.append(step)
@@ -220,7 +220,7 @@ def cut(program: Program, places: Sequence[int], num_segments: int) -> list[Segm
         program: what to cut.
         places: for each of its steps the number of its segment, or -1 for a step that the caller
             takes between two segments.
-        num_segments: how many there are.
+        num_segments: the number of segments.
 
     Returns:
         The segments. What the caller takes between them, and the program's results, are outputs of
@@ -249,7 +249,7 @@ def _segment(program: Program, steps: list[Step], needed: set[int]) -> Segment:
 
 
 def _marks(equation: Any, is_mark: Callable[[Any], bool]) -> Iterator[Any]:
-    """An equation, and those in the programs that it holds, if they are marks."""
+    """The marks among an equation and the equations of the programs inside of it."""
     if is_mark(equation):
         yield equation
     for inner in core.jaxprs_in_params(equation.params):

@@ -11,10 +11,10 @@ def line_of(equation: Any) -> str | None:
     """The line of the user's program that an equation came from, with its text.
 
     Args:
-        equation: of a jaxpr.
+        equation: an equation of a jaxpr.
 
     Returns:
-        Such as `model.py:30: y = x - x.mean(0)`; None if it is all JAX's or other libraries' own.
+        Such as `model.py:30: y = x - x.mean(0)`; None if its traceback has only lines of libraries.
     """
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()):
@@ -26,5 +26,5 @@ def line_of(equation: Any) -> str | None:
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file belongs to JAX, to this library or to another one, not to the user."""
+    """Whether a file belongs to JAX, to this library or to another one, and not to the user."""
     return "/site-packages/" in file or file.startswith((_OWN, "<frozen"))

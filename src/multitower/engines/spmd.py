@@ -34,16 +34,16 @@ def run(
     """Runs a job on traced or concrete arrays.
 
     Args:
-        job: what to do.
-        placement: as many towers on every device; `Placement.divided` makes it so.
+        job: the job.
+        placement: which device runs which towers, equally many on each (`Placement.divided`).
         shared: what every tower gets whole.
-        rows: arrays with rows on axis 0; filled up to a multiple of the towers here.
+        rows: arrays with rows on axis 0; `run` pads them to a multiple of the number of towers.
         num_rows: how many of the rows are real, int32, shape ().
-        axes: for each leaf of `shared.rest` along which axis it lies in parts on the devices, None
-            if it is whole; nothing if all are. Only with one tower on every device.
+        axes: for each leaf of `shared.rest` the axis along which it is split over the devices, None
+            if it is whole; `()` if all are whole. Only with one tower on every device.
 
     Returns:
-        What `finish` returns, on every device; and the rows of the towers side by side, padding
+        What `finish` returns, on every device; and the rows of all towers on axis 0, padding
         included, split over the devices.
     """
     num_towers, num_devices = placement.num_towers, len(placement.devices)
@@ -87,7 +87,7 @@ def run(
 
 
 def _whole_shapes(shared: Shared, axes: tuple[int | None, ...]) -> Shared:
-    """Shapes and dtypes of what every tower gets, with whole leaves in place of parts."""
+    """Shapes and dtypes of what every tower gets, with whole leaves in place of shards."""
     from multitower.engines.gathering import whole_shapes  # noqa: PLC0415 (importing stays quick)
 
     return whole_shapes(_with_shards(shared, axes))
@@ -96,7 +96,7 @@ def _whole_shapes(shared: Shared, axes: tuple[int | None, ...]) -> Shared:
 def _on_shards(
     traced: Traced, shared: Shared, axes: tuple[int | None, ...], rest: tuple[Any, ...]
 ) -> TowerResult:
-    """Runs a tower that gathers what lies in parts where it uses it."""
+    """Runs a tower that gathers each split leaf where it uses it."""
     from multitower.engines.gathering import run_program  # noqa: PLC0415 (importing stays quick)
 
     found = run_program(traced.program, (_with_shards(shared, axes), *rest))
@@ -129,18 +129,18 @@ def run_on_shards(
     *,
     block_specs: Any,
 ) -> tuple[Any, Any, Any]:
-    """Runs one tower on each device, on arrays of which a device may hold a part.
+    """Runs one tower on each device, on arrays that may be split over the devices.
 
     Args:
         tower: (shared, rows, tower) -> TowerResult; its blocks are parts of sums over devices.
         placement: one tower on every device.
-        shared: what a tower gets, and for each leaf of it how it is split over devices.
-        rows: as for `run`; where towers meet, none of them may be there to fill up alone.
+        shared: what a tower gets, and the `PartitionSpec` of each leaf of it.
+        rows: as for `run`; if towers meet, the caller makes sure that no padding is needed.
         num_rows: as for `run`.
-        block_specs: how the blocks are split over devices.
+        block_specs: the `PartitionSpec`s of the blocks.
 
     Returns:
-        Means and sums, on every device; and the whole arrays of which the blocks are parts.
+        Means and sums, on every device; and global arrays that are made of the devices' blocks.
     """
     num_towers = placement.num_towers
     tower_rows = -(-rows[0].shape[0] // num_towers)
@@ -165,20 +165,21 @@ def run_on_shards(
 def _over_towers(result: TowerResult, tower_rows: int, num_rows: jax.Array) -> tuple[Any, Any]:
     """Means and sums over towers."""
     means, sums = sum_over_devices((result.means, result.sums))
-    # A product with a number is fused into whatever uses it; a division would be stored first.
+    # XLA fuses a product with a number into whatever uses it, but would store a quotient first.
     scale = tower_rows / num_rows.astype(float)
     return jax.tree.map(lambda x: (x * scale).astype(x.dtype), means), sums
 
 
 def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
-    """A function that knows of the axis of towers, and of nothing else of the mesh.
+    """Traces a function where the axis of towers exists, but no mesh.
 
     Inside `shard_map` the type of a traced value names the mesh, and that of a constant does not.
-    Who compares types, as Equinox's BatchNorm does, would find `jnp.array(False)` another type than
-    the flag that it replaces. So the function is traced by itself.
+    Code that compares types, such as Equinox's BatchNorm, would find that `jnp.array(False)` has
+    another type than the flag that it replaces. So the function is traced by itself.
 
     Raises:
-        ArgumentError: it finds an array of several devices in an object, and not in an argument.
+        ArgumentError: the function uses an array on several devices that is not an argument, such
+            as an attribute of an object.
     """
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = trace(fn, args, num_towers)
@@ -197,7 +198,7 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
 
 
 def sum_over_devices(tree: Any) -> Any:
-    """The sums over devices. Small leaves travel together: not all compilers join exchanges."""
+    """The sums over devices. Small leaves are sent together: not all compilers join exchanges."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))  # Python numbers too
     small = {i: leaf for i, leaf in enumerate(leaves) if leaf.size <= SMALL}
     together = unpack(jax.tree.map(_psum, pack(small)))
@@ -207,7 +208,7 @@ def sum_over_devices(tree: Any) -> Any:
 
 
 def _psum(value: jax.Array) -> jax.Array:
-    if value.dtype == jnp.bool_:  # a sum of flags: one tower's is kept, the others are False
+    if value.dtype == jnp.bool_:  # flags that are False in all towers but one
         return lax.psum(value.astype(jnp.int32), AXIS).astype(jnp.bool_)
     return lax.psum(value, AXIS)
 
@@ -242,7 +243,7 @@ def _together(
 
 
 def _joined(stacked: TowerResult) -> TowerResult:
-    """One result of several towers."""
+    """The results of several towers as one: means and sums added up, rows concatenated."""
     means, sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), (stacked.means, stacked.sums))
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked.rows)
     return TowerResult(means, sums, joined)

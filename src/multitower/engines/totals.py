@@ -20,7 +20,8 @@ class TowerSums(NamedTuple):
 
     Attributes:
         packed: means and sums.
-        blocks: as in `TowerResult`; of a total on a device, for each of its towers the rows.
+        blocks: as in `TowerResult`. In a total on a device: for each of its towers, by number, the
+            tower's row of every block.
     """
 
     packed: Packed
@@ -28,12 +29,12 @@ class TowerSums(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """When it is a tower's turn to run.
+    """One tower's turn to run.
 
     Attributes:
-        i: of the device among the local ones.
-        tower: its number.
-        num_additions: how many follow it on its device, along the tree.
+        i: the index of its device among the local devices.
+        tower: the number of the tower.
+        num_additions: how many additions along the tree follow it on its device.
     """
 
     i: int
@@ -43,12 +44,12 @@ class Turn(NamedTuple):
 
 _GUARD = "jax_transfer_guard_host_to_device"
 
-# For each local device the sums that wait to be added, the last one on top.
+# For each local device the sums that wait to be added; the newest one is the last.
 Stacks = list[list[TowerSums]]
 
 
 class Totals:
-    """Sums over the towers of a placement."""
+    """Adds up what the towers of a placement return."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -68,19 +69,19 @@ class Totals:
         self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
 
     def compile(self, sums: TowerSums) -> list[jax.stages.Compiled]:
-        """What adds two sums of these shapes, once per local device; nothing without need."""
+        """Compiles the addition of two such sums for each local device; [] if none is needed."""
         if not any(turn.num_additions for turn in self.turns) and not self._is_copied(sums):
             return []
         return compile_for_each(reduction.add_sums, (sums, sums), self.devices, donate=(0,))
 
     def stacks(self) -> Stacks:
-        """Before any tower has run."""
+        """Empty stacks, one for each local device, before any tower has run."""
         return [[] for _ in self.devices]
 
     def put(
         self, stacks: Stacks, turn: Turn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
     ) -> None:
-        """Takes a tower's sums, and adds up what the tree allows by now."""
+        """Puts a tower's sums on its stack, and adds up what the tree allows by now."""
         num_additions = turn.num_additions if sums.packed.buffers else 0
         reduction.put(stacks[turn.i], sums, num_additions, add[turn.i] if add else None)
 
@@ -96,7 +97,7 @@ class Totals:
         buffers: list[list[jax.Array]] = []
         blocks: list[list[jax.Array]] = []
         for part in range(self._num_parts):
-            # A device with fewer parts sends its last one again; nobody reads it.
+            # A device with fewer parts sends its last one again, which is not read.
             own = [stack[min(part, len(stack) - 1)] for stack in stacks]
             buffers.append(self._stacked([sums.packed.buffers for sums in own]))
             blocks.append(self._stacked([sums.blocks for sums in own]))
@@ -112,7 +113,7 @@ class Totals:
         ]
 
     def of_buffers(self, stacks: Sequence[Sequence[Sequence[jax.Array]]]) -> list[list[jax.Array]]:
-        """The total of lists of buffers on every local device; there are several devices.
+        """The totals of buffers, for each local device; only with several devices.
 
         Args:
             stacks: for each local device its parts, each a list of buffers.
@@ -128,10 +129,10 @@ class Totals:
         return [[buffer[i] for buffer in whole] for i in range(len(self.devices))]
 
     def _is_copied(self, sums: TowerSums) -> bool:
-        """Whether of two devices one adds these sums, and gives the other a copy of the total.
+        """Whether one of two devices adds these sums, and the other gets a copy of the total.
 
-        For small ones that takes the host less time than a program that spans both devices. From
-        `SMALL_BYTES` on, and with more than two devices, there is nothing to gain.
+        For small sums that takes the host less time than a program that spans both devices. Above
+        `SMALL_BYTES`, and with more than two devices, it saves nothing.
         """
         return self._pair is not None and not sums.blocks and _num_bytes(sums) <= SMALL_BYTES
 
@@ -144,16 +145,16 @@ class Totals:
         return [TowerSums(totals[i].packed, {}) for i in range(2)]
 
     def _stacked(self, own: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """Global arrays of what every local device has a list of."""
+        """Global arrays, from the list of arrays that every local device has."""
         return [stacked(blocks, self._placement) for blocks in zip(*own, strict=True)]
 
     def _blocks(self, leaf: jax.Array) -> list[jax.Array]:
-        """The blocks of an array that is cut over the devices; much quicker than its shards."""
+        """The local blocks of a global array; much quicker than `addressable_shards`."""
         return [leaf.addressable_data(i) for i in range(len(self.devices))]
 
 
 def _pair(plan: reduction.Plan, local: Sequence[jax.Device]) -> tuple[int, int] | None:
-    """Of two devices, both of this process: which one's sum comes first, and which one's second."""
+    """For two devices of this process: whose sum is the left operand, and whose the right one."""
     if len(local) < 2 or plan.num_parts > 1:
         return None
     (first, _), (second, _) = plan.rest
@@ -161,10 +162,10 @@ def _pair(plan: reduction.Plan, local: Sequence[jax.Device]) -> tuple[int, int] 
 
 
 def _copy(sums: TowerSums, device: jax.Device) -> TowerSums:
-    """These sums for programs of another device.
+    """These sums, for programs of another device.
 
-    A CPU's memory is the host's: sums that are ready are passed on as they are, in a tenth of the
-    time. Others are copied by the devices: the host waits for none.
+    A CPU device can read the host's memory. So sums that are ready are passed on without a copy, in
+    a tenth of the time. Sums that are not ready are copied by the devices, so the host never waits.
     """
     buffers = sums.packed.buffers
     if _is_memory_of_host(device) and all(buffer.is_ready() for buffer in buffers):
@@ -175,7 +176,7 @@ def _copy(sums: TowerSums, device: jax.Device) -> TowerSums:
 
 
 def _is_memory_of_host(device: jax.Device) -> bool:
-    """Whether programs of this device take the host's arrays, and nobody asked to be told of it."""
+    """Whether this device's programs read host arrays, and no transfer guard logs or forbids it."""
     return device.platform == "cpu" and getattr(jax.config, _GUARD) in (None, "allow")
 
 
@@ -184,7 +185,7 @@ def _num_bytes(sums: TowerSums) -> int:
 
 
 def with_one_nan(total: jax.Array) -> jax.Array:
-    """One NaN for all: which of two an addition passes on depends on the order of its operands."""
+    """Makes all NaNs equal: which of two NaNs an addition returns depends on their order."""
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total
     return jnp.where(jnp.isnan(total), jnp.full_like(total, jnp.nan), total)

@@ -1,4 +1,4 @@
-"""A tower's function, traced where the axis of towers exists: do the towers meet in it?"""
+"""Traces a tower's function where the axis of towers exists, and finds where towers meet."""
 
 import functools
 from collections.abc import Callable, Generator
@@ -16,7 +16,7 @@ from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
 
-# Part of what JAX keeps traces by: where some rows are there twice a function is traced anew.
+# Part of the key of JAX's traces: if some rows are there twice, a function is traced anew.
 _repeats = jax.make_user_context(default_value=False)
 
 
@@ -26,7 +26,7 @@ class Traced:
 
     Attributes:
         program: a closed jaxpr.
-        treedef: of what it returns.
+        treedef: the structure of what it returns.
         number: the position of the tower's number among its arguments.
     """
 
@@ -47,7 +47,7 @@ class Traced:
 
     @functools.cached_property
     def meets(self) -> str | None:
-        """Where towers meet for the first time; None if they do not."""
+        """The first collective and its line, for messages; None if towers do not meet."""
         found = first_collective(self.program)
         return None if found is None else place_of(found)
 
@@ -57,7 +57,10 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Traced:
-    """Traces a function whose last argument is a `Tower`, whose first leaf is the number."""
+    """Traces a function on arrays, or on their shapes and dtypes.
+
+    Its last argument is a `Tower`, whose first leaf is the number of the tower.
+    """
     leaves = jax.tree.leaves(args)
     number = len(leaves) - len(jax.tree.leaves(args[-1]))
     shapes = jax.tree.map(_shape, args)
@@ -67,7 +70,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Tra
 
 
 def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:
-    """Calls what traces functions for their shapes alone, where the axis of towers exists."""
+    """Calls `look`, which only traces functions for shapes, where the axis of towers exists."""
     found: list[_T] = []
 
     def body() -> tuple[()]:
@@ -79,7 +82,7 @@ def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:
 
 
 def look_by_shapes(look: Callable[[Any], _T], shapes: Any) -> _T:
-    """Calls what only traces functions, with stand-ins for arrays of these shapes."""
+    """Calls `look`, which only traces functions, with stand-ins for arrays of these shapes."""
     found: list[_T] = []
 
     def body(stand_ins: Any) -> tuple[()]:
@@ -98,13 +101,13 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def some_rows_repeat() -> Generator[None]:
-    """Where a batch has been filled up before it came here, so that its rows must not meet."""
+    """Marks a batch that was filled up with repeated rows before, so that rows must not meet."""
     with _repeats(True):
         yield
 
 
 def refuse_filled(meets: str | None, num_rows: int, tower_rows: int, placement: Placement) -> None:
-    """Refuses rows that only fill up where towers would see them.
+    """Refuses padding rows if towers exchange values, and so would see them.
 
     Raises:
         OutputError: towers meet, and the rows do not fill them evenly; or some are there twice.

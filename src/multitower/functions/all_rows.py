@@ -59,7 +59,7 @@ def all_rows(x: Any) -> Any:
 
 
 def row_index(x: Any) -> jax.Array:
-    """Returns which rows of the whole batch the rows of `x` are.
+    """Returns the positions of the rows of `x` in the whole batch.
 
     Inside tower `t` of `n` rows each it is `t * n + jnp.arange(n)`; outside it is
     `jnp.arange(len(x))`. Row i of `x` is row `row_index(x)[i]` of `all_rows(x)`.

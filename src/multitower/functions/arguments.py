@@ -1,4 +1,4 @@
-"""What the user calls the arguments of a function, and how one of them is not cut, for messages.
+"""For messages: what the user calls the arguments of a function, and how to share one whole.
 
 Nothing is read from a signature until a message needs it.
 """
@@ -23,7 +23,7 @@ class Arguments(NamedTuple):
         """A positional argument's name in the signature, or else its position."""
         try:
             parameters = inspect.signature(self.fun).parameters.values()
-        except (TypeError, ValueError):  # some builtins and C functions tell nothing
+        except (TypeError, ValueError):  # some builtins and C functions have no signature
             return f"argument {number}"
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, _BY_POSITION)]
         return names[number] if number < len(names) else f"argument {number}"
@@ -44,9 +44,9 @@ class Arguments(NamedTuple):
         """What to write so that every tower gets the whole of a leaf.
 
         Args:
-            path: of the leaf, or of an argument, in `tree`.
-            tree: the call.
-            axes: the axes that it is cut along, a prefix of the tree.
+            path: the path of the leaf, or of an argument, in `tree`.
+            tree: the call, `(args, kwargs, rows, models, arrays)`.
+            axes: the axes along which it is cut, a prefix of the tree.
         """
         return self.all_whole([path], tree, axes)
 
@@ -77,7 +77,7 @@ def _with_none(axes: Any, tree: Any, path: Sequence[Any]) -> Any:
     """Axes, a prefix of a tree, with None at a path.
 
     Raises:
-        LookupError: on the way is something else than a dict, a list or a tuple.
+        LookupError: the path leads through a container other than a dict, a list or a tuple.
     """
     if not path or axes is None:
         return None

@@ -41,7 +41,7 @@ def value_and_grad(
     rounding. Every tower gets the `argnums` arguments whole, and its slice of every other array
     along axis 0. Numbers and 0-d arrays are whole in every tower. Flags, strings and functions are
     passed on like static arguments of `jax.jit`. Each tower gets a different PRNG key: tower 0
-    gets your key (`jax.random.key`, or a `jax.random.PRNGKey` beside rows) as it is, and the other
+    gets your key (`jax.random.key`, or a `jax.random.PRNGKey` beside rows) unchanged, and the other
     towers get keys made from it. Called outside of `jax.jit`, `fun` is compiled like a `jax.jit`
     function, so apart from what it closes over it must depend on its arguments alone.
 
@@ -54,9 +54,9 @@ def value_and_grad(
 
     Args:
         fun: a loss. It returns one loss per row, shape (rows,), or their mean, shape (). One loss
-            per row is recommended: the mean is then exact for any number of rows.
+            per row is recommended, because the mean is then exact for any number of rows.
         argnums: which positional arguments to differentiate, as in `jax.value_and_grad`; an
-            `nnx.DiffState` may say which Variables of a module.
+            `nnx.DiffState` selects Variables of a module.
         has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
             concatenated; other float leaves are averaged over towers. Integers and flags without
             rows must be equal in every tower.
@@ -75,16 +75,16 @@ def value_and_grad(
     Returns:
         A function with the arguments of `fun`, which returns `(loss, gradients)`, or
         `((loss, aux), gradients)`: the mean loss, shape (), in the loss's dtype; gradients like
-        the arguments. They lie on every device, or where the parameter is bound to one device.
+        the arguments. They are on every device, or on that of a parameter that is committed to one.
 
     Raises:
         ArgumentError: an argument that can be neither split nor shared, such as a list of strings;
             or the call is inside a function that runs on towers already.
         BatchError: no rows, or different row counts.
         ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
-        OutputError: a loss that is no scalar and no vector over rows; a mean that would be wrong
-            because rows do not fill the towers evenly; an `aux` leaf, or a change in a module, that
-            cannot be combined over towers.
+        OutputError: a loss that is neither a scalar nor a vector over rows; a mean that would be
+            wrong because rows do not fill the towers evenly; an `aux` leaf, or a change in a
+            module, that cannot be combined over towers.
         GradientError: an argument to differentiate has leaves that are not floats.
         DeviceError: more devices than there are, or an unknown name.
 
@@ -117,7 +117,7 @@ def value_and_grad(
         def run_opened(opened: Any, closed: Contents) -> tuple[ValueAndGrad, Call, Finished]:
             try:
                 kind, run = _remembered(used.of(args, kwargs), opened, *options)
-            except TypeError:  # unhashable: nothing to remember it by
+            except TypeError:  # unhashable, so it cannot be cached
                 kind, run = own if opened is fun else _tower_function(opened, *options)
             call = take_call(args, kwargs, closed, filters)
             return kind, call, run.call(call, arguments)
@@ -209,12 +209,12 @@ def _tower_function(  # noqa: PLR0917 (all of them positional, for lru_cache)
 
 @functools.lru_cache(maxsize=128)
 def _remembered(_used: Any, *function: Any) -> tuple[ValueAndGrad, TowerFunction]:
-    """A loop without jit calls value_and_grad anew at every step: it must not compile anew."""
+    """Cached: a loop without jit calls value_and_grad at every step, and must not compile anew."""
     return _tower_function(*function)
 
 
 def _at_home(gradient: Any, parameter: Any) -> Any:
-    """The gradient of a parameter that is bound to one device, on that device."""
+    """A gradient; on the parameter's device, if the parameter is committed to one device."""
     is_array = isinstance(parameter, jax.Array) and not is_traced(parameter)
     if not is_array or is_traced(gradient):
         return gradient

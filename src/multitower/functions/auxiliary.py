@@ -1,6 +1,6 @@
 """What a loss returns beside the loss: rows, means, and model state.
 
-Haiku, Keras and Equinox hand state from call to call: an argument comes back in `aux`, changed.
+With Haiku, Keras and Equinox, state is an argument that comes back in `aux` with new values.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,13 +20,13 @@ from multitower.towers.rows import SHARED, Split, Tower
 
 
 class Auxiliary(NamedTuple):
-    """The leaves of `aux` by number, sorted by how they are put together over towers.
+    """The leaves of `aux` by number, sorted by how they are combined over towers.
 
     Attributes:
-        by_row: laid side by side.
-        averaged: floats.
-        first: tower 0's: counters and keys of a state that is handed on, and what is the same in
-            every tower.
+        by_row: leaves with one entry per row, which are concatenated.
+        averaged: floats, which are averaged.
+        first: leaves that are taken from tower 0: counters and keys of a state for the next call,
+            and what is the same in every tower.
     """
 
     by_row: Leaves
@@ -47,14 +47,14 @@ def sort_aux(
 
     Args:
         aux: what the loss returned.
-        aux_of: the same for other rows in another tower.
+        aux_of: `aux_of(rows, tower)` returns the same for other rows or another tower.
         rows: the rows of this tower.
         is_state: whether a subtree of `aux` is a state for the next call.
         here: the tower.
-        ragged: the rows of the batch and how many towers there are, where they do not fill these.
+        ragged: (rows of the batch, number of towers) if the rows do not fill the towers evenly.
 
     Raises:
-        OutputError: a leaf that towers cannot put together; the message names it.
+        OutputError: a leaf that cannot be combined over towers; the message names it.
     """
     aux = jax.tree.map(jnp.asarray, aux)
     paths, treedef = jax.tree_util.tree_flatten_with_path(aux)
@@ -79,7 +79,7 @@ def sort_aux(
 
 
 def join_aux(rows: Leaves, averaged: dict[int, Any], first: dict[int, Any]) -> Any:
-    """The tree again, from leaves that were put together over towers."""
+    """Puts `aux` together from leaves that were combined over towers."""
     leaves = {**rows.by_number, **averaged, **{n: as_leaf(leaf) for n, leaf in first.items()}}
     return jax.tree.unflatten(rows.treedef, [leaves[n] for n in range(rows.treedef.num_leaves)])
 
@@ -87,8 +87,8 @@ def join_aux(rows: Leaves, averaged: dict[int, Any], first: dict[int, Any]) -> A
 def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
     """The structures of arguments that may be a state, by position: trees that are shared.
 
-    Such an argument is a state if a tree of its structure comes back in `aux`. A bare array is
-    none: its structure is that of every array.
+    Such an argument is a state if a tree of its structure comes back in `aux`. A bare array does
+    not count, because every array has its structure.
     """
     kinds = iter(split.kinds)
     found: dict[int, Any] = {}
@@ -101,7 +101,7 @@ def state_structures(split: Split, argnums: Collection[int]) -> dict[int, Any]:
 
 
 def shared_keys(split: Split, args: Sequence[Any]) -> list[int]:
-    """The positions of arguments that are one key each, and shared: `in_axes` is None there."""
+    """The positions of arguments that are a single key and are shared, by `in_axes` None."""
     kinds = iter(split.kinds)
     found: list[int] = []
     for number, treedef in enumerate(split.treedef.children()[0].children()):
@@ -116,13 +116,13 @@ def shared_keys(split: Split, args: Sequence[Any]) -> list[int]:
 
 
 def subtrees_like(tree: Any, structures: Collection[Any]) -> set[Any]:
-    """Which of the structures occur in a tree."""
+    """Those of the structures that occur in a tree."""
     subtrees = jax.tree.leaves(tree, is_leaf=lambda sub: jax.tree.structure(sub) in structures)
     return {jax.tree.structure(sub) for sub in subtrees} & set(structures)
 
 
 def is_state_of(structures: Collection[Any]) -> Callable[[Any], bool]:
-    """Whether a subtree has one of the structures, or is Equinox's state."""
+    """Returns a test: whether a subtree has one of the structures, or is Equinox's state."""
     known = set(structures)
     return lambda sub: is_equinox_state(sub) or jax.tree.structure(sub) in known
 
@@ -148,17 +148,17 @@ def _known(
     *,
     floats: bool,
 ) -> set[int]:
-    """The numbers of the leaves of which tower 0 has the value of one device.
+    """The numbers of the leaves for which tower 0 has the value that one device would have.
 
-    They have one value in whatever tower of any rows, such as a counter that the loss closes over.
-    Or they are keys that no row went into: tower 0 has made them of the key of one device.
+    Some have the same value in every tower and for any rows, such as a counter that the loss closes
+    over. Others are keys that do not depend on rows: tower 0 made them from the key of one device.
 
     Args:
         flat: the leaves.
         aux_of: as for `sort_aux`.
-        rows: likewise.
-        here: likewise.
-        floats: whether to look at floats: a mean over towers that are filled is as good for these.
+        rows: as for `sort_aux`.
+        here: as for `sort_aux`.
+        floats: whether to look at floats; if all towers are full, their mean is the same.
     """
     num_rows = rows[0].shape[0]
     keys = {number for number, leaf in enumerate(flat) if looks_like_key(leaf)}
@@ -168,7 +168,7 @@ def _known(
         if (floats or not jnp.issubdtype(leaf.dtype, jnp.inexact)) and leaf.shape[:1] != (num_rows,)
     }
     if not numbers:
-        return numbers  # two more traces are saved
+        return numbers  # saves two traces
     of_nothing, of_the_tower = made_of_no_rows(aux_of, rows, here)
     return (numbers & of_nothing) | (keys & of_the_tower)
 
@@ -186,7 +186,8 @@ def made_of_no_rows(
         here: the tower.
 
     Returns:
-        Those that are the same in every tower; and all that depend on the tower's number at most.
+        Those that are the same in every tower; and those that depend on nothing but the tower's
+        number.
     """
     num_rows = rows[0].shape[0]
     try:
@@ -196,7 +197,7 @@ def made_of_no_rows(
             )
             for size in (num_rows, num_rows + 1)
         ]
-    except Exception:  # a row count is baked in: nothing can be said
+    except Exception:  # a number of rows is written into the function: nothing is known
         return set(), set()
     numbering: Numbering = {}
 
@@ -205,10 +206,10 @@ def made_of_no_rows(
         these, those = (number_values(program, numbering, given) for program in programs)
         if len(these) != len(those):
             return set()
-        # One that counts rows is another one where there is a row more.
+        # A value that depends on the number of rows differs with one row more.
         return {n for n, one in enumerate(these) if one is not None and one == those[n]}
 
-    return same(None), same(-1)  # -1 is no number of a value
+    return same(None), same(-1)  # -1: no other value has this number
 
 
 def _leaves_in(tree: Any, is_state: Callable[[Any], bool]) -> set[int]:

@@ -14,19 +14,19 @@ from multitower.towers.leaves import is_traced
 def average_gradients(tower_grads: Sequence[Any]) -> Any:
     """The mean of gradients that were computed apart, one pytree per tower.
 
-    The equivalent plain loop: `jax.tree.map(lambda *g: sum(g) / len(g), *tower_grads)`, but added
-    along the library's fixed tree, 16-bit floats in float32, and never silently wrong.
+    The equivalent plain loop is `jax.tree.map(lambda *g: sum(g) / len(g), *tower_grads)`. This adds
+    along the library's fixed tree, adds 16-bit floats in float32, and checks the gradients.
 
     Args:
         tower_grads: one pytree of float arrays per tower, all of the same structure and shapes;
             they may lie on different devices.
 
     Returns:
-        Their mean, on the device of the first one.
+        Their mean, with the same structure, shapes and dtypes, on the device of the first one.
 
     Raises:
-        GradientError: no towers, a gradient that is None, not a float, sparse, or of another
-            shape or structure than in tower 0; the message names its path.
+        GradientError: no towers; or a gradient that is None, not a float, sparse, or of another
+            shape, dtype or structure than in tower 0; the message names its path.
 
     Example:
         >>> import jax.numpy as jnp

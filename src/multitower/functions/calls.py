@@ -1,4 +1,4 @@
-"""A function of towers: takes a call apart, and picks the engine that fits it."""
+"""A function of towers: takes a call apart, and runs it on the engine that fits it."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Leaves:
-    """Some leaves of a tree, by number, with the tree's structure as static data."""
+    """Some leaves of a tree, by number, with the structure of the whole tree as static data."""
 
     by_number: dict[int, Any]
     treedef: Any = field(metadata={"static": True})
@@ -40,7 +40,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any) -> "Axes":
-        """Of a tree of axes."""
+        """Takes a tree of axes apart."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
         return cls(treedef, tuple(leaves))
 
@@ -51,7 +51,7 @@ class Axes(NamedTuple):
 
 
 class Kind(Protocol):
-    """What tells `make_parallel` from `value_and_grad`."""
+    """What differs between `make_parallel` and `value_and_grad`."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Kind(Protocol):
         ...
 
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
-        """What the function itself gives in one tower, by name; only for a first look at it."""
+        """What the function itself returns in one tower, by name; used for the first look only."""
         ...
 
     def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -72,9 +72,10 @@ class Kind(Protocol):
         ...
 
     def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
-        """The work; its rows are `Leaves`. `ragged` is (rows, towers) where some rows only fill.
+        """The job that a call runs; its rows are `Leaves`.
 
-        The tree that was split is `(args, kwargs, rows, models, arrays)`.
+        The tree that was split is `(args, kwargs, rows, models, arrays)`. `ragged` is as returned
+        by `ragged_of`.
         """
         ...
 
@@ -87,7 +88,7 @@ class Kind(Protocol):
         tower_rows: int,
         num_towers: int,
     ) -> Job | None:
-        """What must be known of all towers first; its sums follow the shared leaves of `job`."""
+        """A job that runs first, or None; `job` gets its sums, after the shared leaves."""
         ...
 
     def result(self, finished: Any, rows: Leaves) -> Any:
@@ -96,7 +97,7 @@ class Kind(Protocol):
 
 
 class TowerFunction:
-    """Calls `kind` on towers, eagerly or inside another transformation."""
+    """Runs a `Kind` on towers, eagerly or inside another transformation."""
 
     def __init__(self, kind: Kind, devices: DeviceSpec | None, towers: int | None) -> None:
         check_towers(towers)
@@ -121,7 +122,7 @@ class TowerFunction:
         tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
         parts = take_apart(tree, axes, name=arguments, constants=True)
         result = self._call(parts, placement)
-        if parts.split not in self._looked_at:  # afterwards: an error says more than a warning
+        if parts.split not in self._looked_at:  # afterwards: an error says more
             self._looked_at.add(parts.split)
             self._look(parts, tree, axes, arguments)
         return result
@@ -136,7 +137,7 @@ class TowerFunction:
             return self._same_bits(parts, placement)
         refuse_tower_rows(parts.rows)
         even = parts.num_rows % len(placement.devices) == 0
-        # What lies in parts on these devices is gathered where the function uses it.
+        # A leaf that is split over these devices is gathered where the function uses it.
         axes = tuple(axis_of_parts(leaf, placement) for leaf in parts.shared)
         shared = copy_to(
             parts.shared,
@@ -160,7 +161,7 @@ class TowerFunction:
         from multitower.checks.first_look import look, look_at_key  # noqa: PLC0415 (at the first call: importing stays quick)
 
         def outputs_with(alike: int | None) -> Any:
-            """What a tower computes if it has its own keys, but for one of the shared leaves."""
+            """What a tower computes if all keys but the shared leaf `alike` are its own."""
 
             def outputs(rows: list[Any], here: Tower) -> Any:
                 shared = [
@@ -250,7 +251,7 @@ class TowerFunction:
 
 
 def ragged_of(num_rows: int, num_towers: int) -> tuple[int, int] | None:
-    """(rows, towers) where some rows only fill up."""
+    """(rows, towers) if the rows do not fill the towers evenly; else None."""
     return (num_rows, num_towers) if num_rows % num_towers else None
 
 
@@ -261,7 +262,7 @@ def _is_one_key(leaf: Any) -> bool:
 def _shared_keys(parts: Parts, arguments: Arguments) -> dict[int, str]:
     """Keys in arguments that in_axes shares as a whole, by their number among the shared leaves.
 
-    A key that is an argument by itself is none of them: None for it alone is meant.
+    A key that is an argument by itself is not among them: its None is on purpose.
     """
     treedef, kinds = parts.split.treedef, parts.split.kinds
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(treedef, range(len(kinds))))[0]

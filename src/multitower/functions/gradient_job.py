@@ -58,11 +58,11 @@ class Wanted(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What the towers found, put together.
+    """The results of all towers, put together.
 
     Attributes:
         value: the mean loss, or `(loss, aux)`.
-        gradients: like what was differentiated.
+        gradients: the gradients, with the structure of what was differentiated.
         changed: what the call has changed in every module.
     """
 
@@ -72,7 +72,7 @@ class Finished(NamedTuple):
 
 
 class ValueAndGrad(NamedTuple):
-    """The kind of tower function that `value_and_grad` is."""
+    """The `Kind` of `value_and_grad`."""
 
     fun: Any  # a function, or an OpenFunction
     argnums: tuple[int, ...]
@@ -112,7 +112,7 @@ class ValueAndGrad(NamedTuple):
         return tuple(given), 0, of_rows
 
     def job(self, split: Split, tower_rows: int, ragged: tuple[int, int] | None) -> Job:
-        """What one tower finds; `finish` only passes on what was put together."""
+        """What one tower computes; `finish` only returns what was put together."""
 
         def call_of(shared: Shared, rows: list[Any], here: Tower) -> Call:
             return Call(*split.rebuild(shared.rest, rows, here))
@@ -136,7 +136,7 @@ class ValueAndGrad(NamedTuple):
                 without = name_without_rows(loss, tower_rows, offset_of, rows)
                 if without and ragged:
                     raise refuse_ragged(without, *ragged)
-                weights = shared.rest[-num_weights(loss) :]  # the last ones, where there are any
+                weights = shared.rest[-num_weights(loss) :]  # the last ones, if there are any
                 share = share_of(loss, here, tower_rows, self.reduction, weights)
                 return share.astype(share.dtype if is_ratio(loss) else loss.dtype), (aux, changed)
 
@@ -170,7 +170,7 @@ class ValueAndGrad(NamedTuple):
         tower_rows: int,
         num_towers: int,
     ) -> Job | None:
-        """The weights of a ratio over all towers, which its gradients need; None for no ratio."""
+        """Adds up a ratio's weights over all towers, for its gradients; None without a ratio."""
 
         def weights(shared: list[Any], rows: list[Any], here: Tower) -> list[Any]:
             call = Call(*split.rebuild(shared, rows, here))
@@ -192,7 +192,7 @@ class ValueAndGrad(NamedTuple):
             return call_tower(self.fun, call, here, tower_rows)
 
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
-        """What one tower finds, by name: what a first look is taken at."""
+        """What one tower computes, by name, for the first look."""
         tower_rows = rows[0].shape[0]
         call = Call(*split.rebuild(shared, rows, here))
         structures, entered = self._states(split, call, here, tower_rows)
@@ -205,7 +205,7 @@ class ValueAndGrad(NamedTuple):
         return {"loss": loss, "aux": aux, "model": averaged, "state": state}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
-        """What the towers found."""
+        """The results of all towers, put together."""
         (aux_averaged, averaged), (value, gradients, aux_first, first), ratios = finished
         changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
         if self.has_aux:
@@ -230,9 +230,11 @@ class ValueAndGrad(NamedTuple):
     def _states(
         self, split: Split, call: Call, here: Tower, tower_rows: int
     ) -> tuple[dict[int, Any], list[int]]:
-        """The structures of the arguments that come back in `aux`, by position.
+        """The arguments that are a state, because they come back in `aux`.
 
-        And the positions of all that do, keys that are an argument by themselves among them.
+        Returns:
+            The structures of those that are trees, by position; and the positions of all of them,
+            including keys that are an argument by themselves.
         """
         argnums = positive(self.argnums, len(call.args))
         structures = state_structures(split, argnums) if self.has_aux else {}
@@ -262,7 +264,7 @@ class ValueAndGrad(NamedTuple):
 
 
 def enter_states(call: Call, numbers: Iterable[int], here: Tower) -> Call:
-    """The call with the arguments that are states as one tower gets them."""
+    """The call, with each argument that is a state as one tower gets it."""
     args = list(call.args)
     for number in numbers:
         args[number] = jax.tree.map(lambda leaf: enter(leaf, here), args[number])
@@ -274,11 +276,12 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
 
     Args:
         tree: the parameters.
-        name: what the user calls them; asked for by errors only.
+        name: returns what the user calls them; only errors call it.
 
     Raises:
-        GradientError: a leaf that is no float; the message names its path.
-        ArgumentError: a leaf that only holds an array; or a training state of Flax Linen.
+        GradientError: a leaf that is not a float; the message names its path.
+        ArgumentError: an object that holds an array, such as a Keras variable; or a `TrainState`
+            of Flax Linen.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_number = isinstance(leaf, int | float | complex)
@@ -299,7 +302,7 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
 
 
 def positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
-    """Positions counted from the front.
+    """Turns `argnums` into positions from the front, 0 or more.
 
     Raises:
         ArgumentError: not a position of an argument, or the same one twice.

@@ -1,4 +1,4 @@
-"""A function of towers whose program is cut over devices: forward alone."""
+"""A function of towers whose program is cut into stages on several devices; forward pass only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from multitower.towers.surroundings import refuse_disabled_jit
 
 
 class StagedFunction(TowerFunction):
-    """As `TowerFunction`; what every tower gets whole lies with the stages that use it."""
+    """A `TowerFunction` in stages; what every tower gets whole is on the stages that use it."""
 
     def __init__(
         self, kind: Kind, devices: DeviceSpec | None, towers: int | None, stages: StageOptions
@@ -40,7 +40,7 @@ class StagedFunction(TowerFunction):
         super().__init__(kind, devices, towers)
 
     def placement(self) -> Placement:
-        """Which replica runs which towers, on the devices of the first stage."""
+        """Which replica runs which towers; `devices` are the devices of the first stage."""
         return self._found_layout().towers
 
     def _found_layout(self) -> Layout:
@@ -81,7 +81,7 @@ class StagedFunction(TowerFunction):
         return first.means, first.sums
 
     def _program(self, parts: Parts, rows: Sequence[TowerRows]) -> tuple[Forward, Traced]:
-        """What runs a call, and the program of one tower that it is made of."""
+        """What runs a call, and the program of one tower that was cut into stages."""
         ragged = ragged_of(parts.num_rows, rows[0].placement.num_towers)
         tower_rows = rows[0].tower_rows
         shared = [_shape(leaf) for leaf in parts.shared]
@@ -115,7 +115,7 @@ class StagedFunction(TowerFunction):
         return self.placement().num_towers
 
     def _refuse_traced(self) -> ArgumentError:
-        """The error for a call inside another transformation, which makes one program of all."""
+        """The error for a call inside another transformation, which makes a single program."""
         return ArgumentError(
             f"a function with stages={self._stages.num_stages} was called inside jax.jit, "
             "jax.grad, jax.vmap or the like. Each stage is a program of its own on its own "

@@ -14,7 +14,7 @@ Reduction = Literal["mean", "sum"]
 
 
 def check_reduction(reduction: Any) -> None:
-    """Refuses what is no reduction.
+    """Checks `reduction=`.
 
     Raises:
         ArgumentError: neither `"mean"` nor `"sum"`.
@@ -29,18 +29,19 @@ def check_reduction(reduction: Any) -> None:
 def share_of(
     loss: Any, here: Tower, tower_rows: int, reduction: Reduction, weights: Sequence[jax.Array]
 ) -> jax.Array:
-    """A tower's share of the loss over the rows of all towers: added up, the shares are that loss.
+    """A tower's share of the loss over the rows of all towers: the sum of the shares is that loss.
 
-    So the cotangents of a loss are those of one device; a backward rule that is not linear, such as
-    one that clips, tells these from those of a mean over the tower's own rows.
+    So every loss has the cotangent that it would have on one device. With the cotangent of a mean
+    over the tower's own rows, a backward rule that is not linear, such as one that clips, would
+    give another result.
 
     Args:
-        loss: one for each row; or the mean over the rows of a full tower, with `"sum"` their sum;
-            or a ratio.
+        loss: one loss for each row, shape (rows,); or a scalar, the mean over the tower's rows (the
+            sum, if `reduction` is `"sum"`); or a ratio.
         here: the tower.
         tower_rows: rows of a full tower.
-        reduction: what is made of the losses of rows.
-        weights: for each term of a ratio the sum of the weights of all towers.
+        reduction: `"mean"` or `"sum"` over all rows.
+        weights: for each term of a ratio, the sum of its weights over all towers, shape ().
 
     Returns:
         At least float32, shape (): in 16 bits a sum over rows may be out of range.
@@ -68,12 +69,12 @@ def share_of(
 def name_without_rows(
     loss: Any, tower_rows: int, offset_of: Callable[[list[Any]], Any], rows: Sequence[Any]
 ) -> str | None:
-    """Names what of a loss was put together over the tower's rows already, or None.
+    """Names the part of a loss that is already a sum or mean over the tower's rows, or None.
 
     Args:
         loss: what the loss returned.
         tower_rows: rows of a tower.
-        offset_of: what was added to the ratio that the loss is, as a function of the rows.
+        offset_of: if the loss is a ratio, what was added to it, as a function of the rows.
         rows: the tower's rows, or their shapes.
     """
     if not is_ratio(loss):
@@ -86,7 +87,7 @@ def name_without_rows(
 
 
 def as_mean(loss: Any, num_rows: int, reduction: Reduction) -> Any:
-    """A mean over rows in which rows meet as they do in the loss: what a first look is taken at."""
+    """The loss as a mean over rows, in which rows meet as in the loss; for the first look."""
     if not is_ratio(loss):
         return loss if reduction == "mean" or loss.ndim else loss / num_rows
     mean = sum(total.sum() / num_rows for total, _ in loss.terms)
@@ -94,12 +95,12 @@ def as_mean(loss: Any, num_rows: int, reduction: Reduction) -> Any:
 
 
 def weights_of(loss: Any, here: Tower, tower_rows: int) -> list[jax.Array]:
-    """A tower's weights, of the terms of a ratio."""
+    """A tower's sum of weights for each term of a ratio; [] for another loss."""
     return sums_of(loss, here, tower_rows).weights if is_ratio(loss) else []
 
 
 def num_weights(loss: Any) -> int:
-    """How many weights must be known before the loss can be differentiated."""
+    """How many sums of weights must be known before the loss can be differentiated."""
     return len(loss.terms) if isinstance(loss, Ratio) else 0
 
 

@@ -1,4 +1,4 @@
-"""What a loss may return, and how the parts of it are put together over towers."""
+"""What a loss may return, and how the parts of it are combined over towers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
 
 
 def _mean_of_rows(shape: tuple[int, ...], tower_rows: int) -> str:
-    """The mean over all axes but that of the rows, which is not the first one in an ensemble."""
+    """Code for the mean over all axes but that of the rows, which may be axis 1 in an ensemble."""
     if shape[:1] == (tower_rows,) or tower_rows not in shape:
         return "loss.mean(axis=tuple(range(1, loss.ndim)))"
     others = [axis for axis in range(len(shape)) if axis != shape.index(tower_rows)]
@@ -56,19 +56,19 @@ def _mean_of_rows(shape: tuple[int, ...], tower_rows: int) -> str:
 
 
 def type_in_words(value: Any) -> str:
-    """The type of what a function returned: inside a transformation, JAX's names tell nothing."""
+    """The type of what a function returned; "array" for every array, traced or not."""
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     return "array" if is_array else type(value).__name__
 
 
 def wide(value: Any) -> jax.Array:
-    """At least float32, in which sums of many rows are right."""
+    """The value as an array of at least float32, for sums over many rows."""
     value = jnp.asarray(value)
     return value.astype(wide_dtype(value.dtype))
 
 
 def row_sum(values: jax.Array, here: Tower) -> jax.Array:
-    """The sum over a tower's real rows, on axis 0."""
+    """The sum of `values`, shape (rows, ...), over the real rows of a tower: shape (...)."""
     real = jnp.arange(values.shape[0]) < here.num_rows
     real = real.reshape(-1, *[1] * (values.ndim - 1))
     return jnp.where(real, values, jnp.zeros_like(values)).sum(0)
@@ -81,9 +81,9 @@ def find_row_leaves(
     name: str,
     skip: Collection[int] = (),
 ) -> list[bool]:
-    """Tells, for each leaf of `outputs`, whether it has one entry per row.
+    """Finds out for each leaf of `outputs` whether it has one entry per row.
 
-    A shape alone cannot tell 16 rows from 16 classes, so the function is looked at with one row
+    A shape alone cannot tell 16 rows from 16 classes, so the function is also traced with one row
     more.
 
     Args:
@@ -94,7 +94,7 @@ def find_row_leaves(
         skip: numbers of leaves that have no rows and may be anything.
 
     Raises:
-        OutputError: a leaf that can be neither averaged nor laid side by side; it is named.
+        OutputError: a leaf that can be neither averaged nor concatenated; the message names it.
     """
     tower_rows = rows[0].shape[0]
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
@@ -128,10 +128,11 @@ def find_row_leaves(
 
 
 def _several_to_a_row(shape: tuple[int, ...], more: tuple[int, ...], tower_rows: int) -> str:
-    """The way out where axis 0 has as many entries for every row.
+    """Advice for a leaf whose axis 0 has several entries for every row, or "".
 
-    A shape cannot tell whether they lie row by row, or are parts that were concatenated, each of
-    all rows: laid side by side over towers, these would come in another order.
+    Its shape does not show whether the entries are in the order of rows. They may also be several
+    arrays over all rows, one after another, which would be in another order if the towers' leaves
+    were concatenated.
     """
     entries = more[0] - shape[0] if shape and more else 0
     if entries < 2 or shape != (entries * tower_rows, *more[1:]):
@@ -144,7 +145,7 @@ def _several_to_a_row(shape: tuple[int, ...], more: tuple[int, ...], tower_rows:
 
 
 def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
-    """The error for a mean that would be a mean of uneven means."""
+    """The error for a mean over towers that would be wrong, because towers have uneven rows."""
     low = num_rows // num_towers * num_towers
     nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
     fewer = [number for number in range(2, num_towers) if num_rows % number == 0]
@@ -190,6 +191,6 @@ def _shapes_with_more_rows(
     more = [jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
     try:
         leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
-    except Exception:  # a row count is baked in: the shapes that we have must do
+    except Exception:  # a number of rows is written into the function: the known shapes must do
         return None
     return [tuple(leaf.shape) for leaf in leaves] if len(leaves) == num_leaves else None

@@ -51,8 +51,8 @@ def make_parallel(
     """Runs a function of batched arrays on all devices, each on its share of the rows.
 
     `make_parallel(f)(batch) == f(batch)` for every `f` that treats rows one by one, for any number
-    of rows and any number of devices. Uneven rows are filled up with copies, which are cut off
-    again.
+    of rows and any number of devices. Uneven rows are padded with copies of rows, whose results are
+    cut off again.
 
     Args:
         fn: a function of pytrees of arrays, which gets many rows at once; or a Flax NNX or Equinox
@@ -61,7 +61,7 @@ def make_parallel(
         in_axes: the axis of the rows, as in `jax.vmap`: an int, None for arguments that every
             device gets whole, or a tuple with one entry (or pytree prefix) per positional argument.
             Keyword arguments are split on axis 0. Numbers and 0-d arrays are always whole. Each
-            tower gets a different PRNG key from a 0-d typed key; tower 0 gets the key as it is.
+            tower gets a different PRNG key from a 0-d typed key; tower 0 gets the key unchanged.
             Flags, strings and functions are passed on like static arguments of `jax.jit`.
         out_axes: the axis of the rows in the results; None for a result that does not depend on
             the rows (it is taken from the first tower).
@@ -69,7 +69,7 @@ def make_parallel(
         towers: split the batch into this many towers. Called outside of `jax.jit`, the result has
             the same bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
             `jax.lax.scan`, rows and keys of the towers stay the same, and the result is equal up to
-            rounding. Inside a function that runs on towers already it is `fn` itself.
+            rounding. Inside a function that runs on towers already it calls `fn` itself.
         stages: cut the model into this many stages, each on its own device, for a model that does
             not fit on one. `fn` is cut at its marks `mt.cut(h)`, or into parts of equal work. What
             every tower gets whole (modules, arguments with `in_axes=None`, what `fn` closes over)
@@ -91,7 +91,7 @@ def make_parallel(
             With `stages`: `fn` cannot be cut into so many, or it is called inside `jax.jit`.
         BatchError: no rows, or different row counts.
         OutputError: a result without an axis of rows; with `stages` a changed BatchNorm average,
-            or with several processes a result that `out_axes` says has no rows.
+            or, with several processes, a result with `out_axes=None`.
         DeviceError: more devices than there are, or an unknown name.
 
     Example:
@@ -113,13 +113,13 @@ def make_parallel(
 
     @functools.wraps(fn)
     def parallel(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if is_inside_a_tower():  # whose rows are all that there are: by the law it is `fn`
+        if is_inside_a_tower():  # its rows are all rows, so the result is that of `fn`
             return fn(*args, **kwargs)
 
         def run_opened(opened: Any, closed: Contents) -> tuple[Call, Any]:
             try:
                 run = own if opened is fn else _remembered(used.of(args, kwargs), opened, *options)
-            except TypeError:  # unhashable: nothing to remember it by
+            except TypeError:  # unhashable, so it cannot be cached
                 run = _tower_function(opened, *options)
             call = take_call(args, kwargs, closed)
             return call, run.call(call, arguments)
@@ -144,7 +144,7 @@ def _tower_function(
 
 @functools.lru_cache(maxsize=128)
 def _remembered(_used: Any, *function: Any) -> TowerFunction:
-    """A loop may make the function anew at every turn: it must not compile anew."""
+    """Cached: a loop may call make_parallel in every turn, and must not compile anew."""
     return _tower_function(*function)
 
 
@@ -209,7 +209,7 @@ class _Parallel(NamedTuple):
     def _shapes_with_one_row_more(
         self, split: Split, shared: list[Any], rows: list[Any], here: Tower
     ) -> list[Any] | None:
-        """What tells four rows from four classes; None where the function takes these rows only."""
+        """Shapes of the results with one row more, to tell rows from classes; None if it fails."""
 
         def outputs(rows: list[Any]) -> Any:
             return self.outputs(split, shared, rows, here)["result"]
@@ -248,7 +248,7 @@ class _Parallel(NamedTuple):
         return Leaves(by_row, treedef), whole
 
     def result(self, finished: Any, rows: Leaves) -> tuple[Any, list[Changed]]:
-        # Nothing comes back where there was nothing to add up.
+        # It is empty if there was nothing to add up.
         averaged, (whole, first) = finished or ([], ({}, []))
         changed = [Changed(*pair) for pair in zip(averaged, first, strict=True)]
         leaves = [

@@ -20,7 +20,7 @@ from multitower.errors import OutputError
 from multitower.functions.outputs import row_sum, wide
 from multitower.towers.rows import Tower
 
-# Part of what JAX keeps traces by: a jitted loss that was called outside of a tower is traced anew.
+# Part of the key of JAX's traces: a jitted loss that was called outside of a tower is traced anew.
 _in_tower = jax.make_user_context(default_value=False)
 
 
@@ -46,8 +46,8 @@ def ratio(total: Any, weight: Any) -> Any:
         inside metrics, an object that stands for the scalar until all towers are added up.
 
     Raises:
-        OutputError: inside a tower, the weight depends on the parameters; or the ratio is used in
-            another way than to be added, multiplied or divided.
+        OutputError: inside a tower, the weight depends on the parameters; or the ratio is used for
+            anything but sums, and products and quotients with numbers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,7 +69,7 @@ def ratio(total: Any, weight: Any) -> Any:
 
 @contextmanager
 def inside_tower() -> Generator[None]:
-    """Where `ratio` keeps totals and weights apart."""
+    """Inside this block, `ratio` returns a `Ratio`, with totals and weights apart."""
     with _in_tower(True):
         yield
 
@@ -77,11 +77,11 @@ def inside_tower() -> Generator[None]:
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class Ratio:
-    """Ratios added up, and a number: `sum(total / weight for total, weight in terms) + offset`.
+    """A sum of ratios and a number: `sum(total / weight for total, weight in terms) + offset`.
 
     Attributes:
         terms: pairs of totals and weights, of a tower's rows.
-        offset: what was added, or None.
+        offset: the number that was added, shape (), or None.
     """
 
     terms: tuple[tuple[Any, Any], ...]
@@ -112,7 +112,7 @@ class Ratio:
         return self * -1.0
 
     def __pos__(self) -> "Ratio":
-        """The same."""
+        """Returns the ratio itself."""
         return self
 
     def __sub__(self, other: Any) -> "Ratio":
@@ -124,14 +124,14 @@ class Ratio:
         return -self + other
 
     def __rtruediv__(self, other: Any) -> "Ratio":
-        """Refused: it is no sum of ratios."""
+        """Refused, because the result is not a sum of ratios."""
         raise _refuse("a number divided by it")
 
     __radd__ = __add__
     __rmul__ = __mul__
 
     def __getattr__(self, name: str) -> Never:
-        """Refused, in words; it has no attributes of an array."""
+        """Refused with an explanation: a ratio has no attributes of an array."""
         raise AttributeError(str(_refuse(f".{name}")))
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
@@ -148,9 +148,9 @@ class RatioSums(NamedTuple):
     """What a tower returns of a ratio, to be added up.
 
     Attributes:
-        totals: scalars, for each term.
-        weights: scalars, for each term.
-        share: this tower's share of the offset, scalar.
+        totals: for each term the sum of its totals, shape ().
+        weights: for each term the sum of its weights, shape ().
+        share: this tower's share of the offset, shape ().
     """
 
     totals: list[jax.Array]
@@ -172,7 +172,7 @@ def is_ratio(value: Any) -> bool:
 
 
 def take_ratios(tree: Any) -> tuple[Any, list[Ratio]]:
-    """A tree with holes in place of its ratios, and these."""
+    """A tree with holes in place of its ratios, and the ratios."""
     found: list[Ratio] = []
 
     def take(value: Any) -> Any:
@@ -194,7 +194,7 @@ def fill_ratios(tree: Any, values: Sequence[Any]) -> Any:
 
 
 def sums_of(value: Ratio, here: Tower, tower_rows: int) -> RatioSums:
-    """What a tower returns.
+    """A tower's sums of a ratio, over its real rows.
 
     Raises:
         OutputError: a total or a weight that has neither rows nor the shape ().
@@ -213,7 +213,7 @@ def join_ratio(sums: RatioSums, weights: Sequence[jax.Array] | None = None) -> j
 
 
 def lacks_rows(value: Ratio, tower_rows: int) -> bool:
-    """Whether a part of it is a sum already, in which rows that only fill up would count."""
+    """Whether one of its totals or weights is a sum already, in which padding rows would count."""
     return any(_sums_itself(part, tower_rows) for term in value.terms for part in term)
 
 
@@ -233,10 +233,10 @@ def _sums_itself(part: Any, tower_rows: int) -> bool:
 
 
 def by_row(part: jax.Array, num_rows: int) -> jax.Array:
-    """The sum of every row, shape (rows,).
+    """The sum over the entries of each row, shape (rows,).
 
     Raises:
-        OutputError: it has no rows.
+        OutputError: the part is a sum already, or has another number of rows.
     """
     if _sums_itself(part, num_rows):
         raise OutputError(

@@ -1,4 +1,4 @@
-"""Compilations, counted: after the first steps of a run there should be none."""
+"""Counts compilations: after the first steps of a run there should be none."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ _EVENT = "backend_compile_duration"
 
 @contextmanager
 def counted_compilations() -> Generator[list[str]]:
-    """Counts the programs that this process compiles inside, in any thread.
+    """Counts the programs that this process compiles inside a `with` block, in any thread.
 
     Yields:
-        A list that grows by one name for each.
+        A list that grows by one entry, the name of JAX's event, for each program.
 
     Example:
         >>> import jax, numpy as np

@@ -1,8 +1,8 @@
 """Configuration: what must be set before JAX starts, and threads that fit the devices.
 
-Source for the thread-pool rules: on two cores XLA's CPU collectives dead-lock when there are more
-CPU devices than threads, and XLA's CPU kernels choose their blocking by the size of the thread
-pool, so that their last bits depend on it. `configure` pins it.
+`configure` sets the size of XLA's CPU thread pool for two reasons. XLA's CPU collectives dead-lock
+when there are more CPU devices than threads (seen on two cores). And XLA's CPU kernels choose their
+blocking by the size of the pool, so that their last bits depend on it.
 """
 
 import os
@@ -19,7 +19,7 @@ from multitower.processes.joining import join_processes
 CPU_THREADS = 32
 _THREADS_PER_DEVICE = 2
 _ONEDNN_FLAGS = "--xla_cpu_use_onednn=true --xla_cpu_experimental_onednn_custom_call=true"
-_ONEDNN_SINCE = (0, 12)  # JAX 0.10 takes the flags, and compiles as without them
+_ONEDNN_SINCE = (0, 12)  # JAX 0.10 accepts the flags, without effect
 _DEVICE_COUNT_FLAG = re.compile(r"--xla_force_host_platform_device_count=\S+\s*")
 
 
@@ -51,9 +51,9 @@ def configure(
         memory_fraction: the share of each GPU's memory that JAX may take, in (0, 1].
         preallocate: take that share at the start (JAX's default), or grow as needed.
         onednn: let XLA call oneDNN's kernels on CPUs, as TensorFlow and PyTorch do, which is faster
-            where convolutions are most of the work. The last bits are others than without it, and
-            as stable over runs, devices and processes. JAX 0.12 or newer, on x86; elsewhere it
-            changes nothing.
+            where convolutions are most of the work. The last bits differ from those without it,
+            and are as stable over runs, devices and processes. It needs JAX 0.12 or newer on x86;
+            elsewhere it changes nothing.
         distributed: this process is one of several, usually one per machine, that make one run:
             join them with `jax.distributed.initialize` and wait until all have started.
             `simulated_devices` and the other settings are those of each process. Towers then run
@@ -62,8 +62,8 @@ def configure(
             same calls, with the same values.
         coordinator: `"HOST:PORT"` of process 0, where JAX cannot detect a cluster; the same in
             every process, as is `num_processes`. All three are needed, or none.
-        num_processes: how many processes there are.
-        process_id: which of them this is, from 0.
+        num_processes: the number of processes of the run.
+        process_id: the number of this process, from 0.
 
     Raises:
         ConfigurationError: JAX has already started, a value is wrong, or there is no cluster to
@@ -120,7 +120,7 @@ def configure(
 
 
 def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
-    """Warns, once, where a run on CPUs could not be repeated bit by bit with another `NPROC`."""
+    """Warns, once, if the bits of a run on CPUs depend on the value of `NPROC` in this process."""
     if found[0].platform != "cpu" or os.environ.get("NPROC") == str(CPU_THREADS):
         return
     _warn_once(
@@ -133,7 +133,7 @@ def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
 
 
 def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
-    """Warns, once, where XLA's collectives could dead-lock."""
+    """Warns, once, if CPU devices have so few threads that XLA's collectives could dead-lock."""
     num_cpu = sum(one.platform == "cpu" for one in found)
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if num_cpu < 2 or threads >= _THREADS_PER_DEVICE * num_cpu:
@@ -147,7 +147,7 @@ def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
 
 
 def uses_onednn() -> bool:
-    """Whether this process has CPU programs call oneDNN: their bits depend on it."""
+    """Whether CPU programs of this process call oneDNN; their bits depend on it."""
     is_effective = jax.__version_info__ >= _ONEDNN_SINCE
     return is_effective and _has_onednn_flags()
 
@@ -210,7 +210,7 @@ def _started() -> bool:
 
 
 def _simulate(count: int) -> None:
-    # The flag and the option contradict each other in JAX: the later word, ours, counts.
+    # An XLA flag and an option of JAX set this number. The option counts: the flag is removed.
     flags = _DEVICE_COUNT_FLAG.sub("", os.environ.get("XLA_FLAGS", "")).strip()
     if "XLA_FLAGS" in os.environ:
         os.environ["XLA_FLAGS"] = flags
@@ -227,5 +227,5 @@ def _use_onednn() -> None:
 
 
 def _has_onednn_flags() -> bool:
-    """Whether all of them are set, by `configure` or by a user's shell, in any order."""
+    """Whether XLA_FLAGS has all flags of oneDNN, from `configure` or the shell, in any order."""
     return set(_ONEDNN_FLAGS.split()) <= set(os.environ.get("XLA_FLAGS", "").split())

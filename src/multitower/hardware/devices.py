@@ -16,8 +16,8 @@ def devices(spec: DeviceSpec | None = None, *, soft: bool = False) -> list[jax.D
     """Lists devices of this process, by number or by name.
 
     Args:
-        spec: None for all local accelerators, or all CPU devices if there are none; a number for
-            the first so many of those; `"gpu"`, `"cpu"`, `"gpu:1"`, `"cpu:0"` for a platform or one
+        spec: None for all local accelerators, or all CPU devices if there are none; a number N
+            for the first N of those; `"gpu"`, `"cpu"`, `"gpu:1"`, `"cpu:0"` for a platform or one
             device of it; a list of names or devices.
         soft: soft placement: use other devices in place of missing ones, with a warning.
 
@@ -65,7 +65,7 @@ def device(spec: str | jax.Device, *, soft: bool = False) -> Generator[jax.Devic
 
 
 def devices_in_words(count: int) -> str:
-    """So many devices, in words.
+    """A number of devices, in words.
 
     Example:
         >>> from multitower.hardware.devices import devices_in_words

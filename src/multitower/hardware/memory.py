@@ -15,15 +15,16 @@ class PeakMemory(NamedTuple):
 
     Attributes:
         per_device_bytes: for each device, None where it is not known.
-        source: `"allocator"`, all that the device's allocator had handed out; `"live arrays"`, the
-            arrays alone, without what programs use while they run; None if nothing tells.
+        source: `"allocator"`: all memory that the device's allocator had given out;
+            `"live arrays"`: the arrays alone, without what programs use while they run; or None if
+            neither is known.
     """
 
     per_device_bytes: tuple[int | None, ...]
     source: str | None
 
     def largest_bytes(self) -> int | None:
-        """Of the device that held the most; None if one of them is not known."""
+        """The bytes of the device that held the most; None if one device is not known."""
         known = [one for one in self.per_device_bytes if one is not None]
         return max(known) if len(known) == len(self.per_device_bytes) else None
 
@@ -31,11 +32,11 @@ class PeakMemory(NamedTuple):
 class MemoryWatch:
     """Watches what a piece of work adds to the memory that is in use when it begins.
 
-    An allocator remembers its highest point since the process began, and forgets it for nobody. So
-    a piece of work whose own highest point lies below that of earlier work is not known.
+    An allocator keeps its highest point since the process began, and cannot be reset. So the peak
+    of a piece of work is not known if earlier work took more.
 
     Args:
-        devices: which ones to watch.
+        devices: the devices to watch.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,7 +63,7 @@ class MemoryWatch:
         self._most = list(self._before)
 
     def look(self) -> None:
-        """Takes note of what is in use now; allocators do that by themselves."""
+        """Records what is in use now; an allocator does so by itself."""
         if self._source == ARRAYS:
             now = _live_bytes(self._devices)
             self._most = [max(pair) for pair in zip(self._most, now, strict=True)]

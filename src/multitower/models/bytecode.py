@@ -13,27 +13,27 @@ WRITES = ("append", "add", "extend", "insert", "remove", "update")
 
 
 class Imported(NamedTuple):
-    """A module that a function imports itself, as `__import__` is told of it."""
+    """A module that a function imports itself: name and level, as `__import__` takes them."""
 
     name: str
     level: int
 
 
-# A global or a module, and the attributes that are taken of it: `config.scale` is
+# A global or a module, and the attributes that are read from it: `config.scale` is
 # `("config", "scale")`.
 Chain = tuple[Any, ...]
 
 
 class Names:
-    """The names that a function uses; the functions inside of it included.
+    """The names that a function uses, including those of the functions inside of it.
 
     Attributes:
-        chains: the globals and imported modules that it reads, with the attributes that it takes.
-        free: of its first argument, and of the variables that it closes over, by name, the
-            attributes that it takes of each.
-        stored: attributes that it assigns to, of globals, of its first argument and of what it
-            closes over (`Free`), such as a counter of its calls: it does not depend on these.
-        filled: globals of which it uses nothing but methods that fill a list, dict or set.
+        chains: the globals and imported modules that it reads, with the attributes that it reads.
+        free: the attributes that it reads from its first argument and from the variables that it
+            closes over, by the variable's name.
+        stored: the attributes of globals, of its first argument and of closed-over variables
+            (`Free`) that it assigns to, such as a counter of its calls. It does not depend on them.
+        filled: globals of which it uses only the methods that fill a list, dict or set.
         stores_globals: whether it assigns to a global.
         rebound: variables of its closure that it assigns to (`nonlocal`).
     """
@@ -65,7 +65,7 @@ class Names:
 
 
 class _Reading:
-    """Goes through instructions; `at` is what the last ones have put on the stack, if known."""
+    """Reads instructions in order; `at` is what the last ones put on the stack, if known."""
 
     def __init__(self) -> None:
         self.chains: dict[Chain, None] = {}
@@ -73,13 +73,13 @@ class _Reading:
         self.stored: dict[Chain, None] = {}
         self.globals_stored: set[str] = set()
         self.rebound: set[str] = set()
-        # What a variable may hold of modules that are imported here.
+        # The modules imported here that each variable may hold.
         self._variables: dict[str, dict[Chain, None]] = {}
         self._cells: tuple[str, ...] = ()
         self._first: tuple[str, ...] = ()
 
     def read(self, code: types.CodeType, first: tuple[str, ...]) -> None:
-        """Reads one code object; of a method, `first` names the variable of its object."""
+        """Reads one code object; `first` has the name of its first argument, if that counts."""
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         self._cells, self._first = code.co_cellvars, first
         at: Chain = ()
@@ -107,7 +107,7 @@ class _Reading:
         self._use(at)
 
     def _store(self, at: Chain, step: dis.Instruction) -> Chain:
-        """Notes what a step assigns to; returns what of `at` is used otherwise."""
+        """Records what a step assigns to; returns the part of `at` that is used in another way."""
         is_module = bool(at) and isinstance(at[0], Imported)
         variable = _variables(step, "STORE_")[:1]
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
@@ -115,7 +115,7 @@ class _Reading:
                 return at
             self.stored[*at, step.argval] = None
             is_whole = isinstance(at[0], str) or len(at) == 1
-            return () if is_whole else at  # to write into an object is not to read it
+            return () if is_whole else at  # writing into an object does not read it
         if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             self.globals_stored.add(step.argval)
         if step.opname == "STORE_DEREF":
@@ -128,17 +128,17 @@ class _Reading:
     def _load(self, step: dis.Instruction) -> Chain:
         """What a step puts on the stack, if it is a global, a module, or a variable of a closure.
 
-        Some load two variables; the first one is used as it is.
+        Some instructions load two variables; of the first one, all attributes count as used.
         """
         if step.opname in _GLOBALS:
             return (step.argval,)
         at: Chain = ()
         for variable in _variables(step, "LOAD_"):
             if "FAST" in step.opname and variable in self._cells:
-                continue  # it is handed on to a function inside, which may look at it
+                continue  # it is passed to an inner function, which is read by itself
             self._use(at)
             held = [*self._variables.get(variable, ())]
-            for one in held[1:] and held:  # nobody knows which of them: all of each counts
+            for one in held[1:] and held:  # it is unknown which of them: each one counts
                 self._use(one)
             at = held[0] if len(held) == 1 else ()
             if not held and ("DEREF" in step.opname or variable in self._first):
@@ -153,7 +153,7 @@ class _Reading:
 
 
 class Free(NamedTuple):
-    """A variable of the closure."""
+    """A variable of the closure, or the first argument."""
 
     name: str
 
@@ -175,7 +175,7 @@ def _variables(step: dis.Instruction, kind: str) -> tuple[str, ...]:
 
 
 def _imported(before: Iterable[dis.Instruction], name: str) -> Imported:
-    """The module that `import` leaves on the stack, which knows its level and what is wanted."""
+    """The module that `import` puts on the stack; `before` loads its level and the names wanted."""
     level, wanted = (step.argval for step in before)
     return Imported(name if wanted or level else name.partition(".")[0], level)
 

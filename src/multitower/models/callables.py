@@ -1,4 +1,4 @@
-"""Callables that are no plain functions, as functions that close over what they hold."""
+"""Turns callables that are not plain functions into functions that close over their contents."""
 
 import functools
 import types
@@ -12,11 +12,11 @@ from multitower.models.values import is_installed
 
 
 def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable[..., Any]:
-    """A module that is called, a method of one, or a partial, as a function that closes over it.
+    """Turns a callable module, a method or a partial into a function that closes over it.
 
     Args:
         fun: any callable.
-        rows: which arguments of a partial are rows.
+        rows: the names of a partial's keyword arguments that are rows.
     """
     if isinstance(fun, functools.partial):
         return of_partial(fun, rows)
@@ -33,7 +33,7 @@ def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable
 
 
 def _as_closure(fun: Any) -> Any:
-    """A method, or an object that is called, as a function that closes over its object."""
+    """Turns a method or callable object into a function that closes over the object."""
     if hasattr(type(fun), "stateless_call"):
         warn(
             f"the function is {type(fun).__name__}, a model of Keras, and keeps the weights of its "
@@ -56,7 +56,7 @@ def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Cal
 
     Args:
         fun: the partial.
-        rows: the names of keyword arguments that are to be variables of that name.
+        rows: the names of keyword arguments that become closure variables of the same names.
     """
     for name in rows:
         if name in fun.keywords:
@@ -85,7 +85,7 @@ def _binding(inner_: Callable[..., Any], name_: str, rows_: Any) -> Callable[...
 
 
 def variables_of(fun: Any) -> tuple[str, ...]:
-    """The variables that a function closes over; of a partial the names that it binds."""
+    """The variables that a function closes over; for a partial, the names that it binds."""
     if getattr(fun, "__code__", None) is None:
         return ()
     held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
@@ -93,5 +93,5 @@ def variables_of(fun: Any) -> tuple[str, ...]:
 
 
 def is_made_here(fun: types.FunctionType) -> bool:
-    """Whether a function stands for a callable of the user's."""
+    """Whether a function was made here, to stand for a user's callable."""
     return fun.__code__.co_filename == __file__

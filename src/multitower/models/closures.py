@@ -1,6 +1,6 @@
-"""Functions that close over arrays and modules: these travel like arguments.
+"""Functions that close over arrays and modules: these are passed to programs like arguments.
 
-A step without `jax.jit` defines its loss anew each time, around the state of the moment:
+A training step without `jax.jit` defines its loss anew each time, around the current state:
 
 ```python
 def train_step(state, batch, key):
@@ -33,9 +33,9 @@ class Contents(NamedTuple):
     """What is taken out of a function.
 
     Attributes:
-        arrays: what every tower gets whole.
+        arrays: arrays that every tower gets whole.
         modules: NNX modules.
-        rows: what is to be cut, by the name of its variable.
+        rows: trees of arrays that are cut into towers, by the name of the variable.
     """
 
     arrays: list[Any]
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
 class UsedByArguments:
     """What the methods of users' classes among a function's arguments use, at its first call.
 
-    As by `jax.jit`, a function object that was called before is taken to be what it was.
+    Like `jax.jit`, this assumes that a function object has not changed since its first call.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ def call_opened(
 ) -> _Result:
     """Calls `call(opened, contents)`, with as much taken out of a function as it allows.
 
-    Numbers and NumPy arrays that it closes over are taken out too, so that other values need no
-    other program. A function that decides by them, or gives them to NumPy, gets them as they are.
+    Numbers and NumPy arrays that it closes over are taken out too, so that new values need no new
+    program. A function that branches on them, or passes them to NumPy, gets their values instead.
 
     Args:
         fun: the function.
@@ -87,7 +87,7 @@ def call_opened(
         return call(opened, contents)
     except MultitowerError:
         raise
-    except (TypeError, AttributeError, IndexError):  # as JAX says that a value is needed
+    except (TypeError, AttributeError, IndexError):  # what JAX raises where a value is needed
         if not contents.arrays:
             raise
     result = call(*open_function(fun, names, values=True))
@@ -105,15 +105,15 @@ def open_function(
 
     Args:
         fun: the function.
-        names: those of the variables that it closes over, or of its globals, which hold rows.
-        values: whether the function needs to know its arrays and numbers while it is traced: then
-            only keys, modules and rows are taken out.
+        names: the names of closed-over variables or globals that hold rows.
+        values: whether the function needs the values of its arrays and numbers while it is traced.
+            Then only keys, traced values, modules and rows are taken out.
 
     Returns:
-        An `OpenFunction`, or `fun` if it is none of Python's own functions; and its contents.
+        An `OpenFunction`, or `fun` itself if it is not a Python function; and its contents.
 
     Raises:
-        ArgumentError: it closes over no variable of such a name.
+        ArgumentError: the function does not use a variable of one of these names.
     """
     opener = Opener(names, values)
     fun = opener.inside(fun)

@@ -1,4 +1,4 @@
-"""Contents: values as hashable descriptions, equal where the values do the same in a program."""
+"""Contents: hashable descriptions of values, equal if the values do the same in a program."""
 
 import builtins
 import functools
@@ -25,9 +25,9 @@ from multitower.models.values import (
 
 # NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
 _LARGE_BYTES = 2**20
-# So many values are looked at for one function; more are too many to compare.
+# At most so many values are looked at for one function: comparing more costs too much.
 _MANY = 5000
-# What these read cannot be told from the names in the code.
+# The names in the code do not show what these read.
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _READ_VARIABLES = ("locals", "super", "vars")
 _FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
@@ -46,7 +46,7 @@ class Reader:
 
         Args:
             fun: the function.
-            first: its first argument, if that is known.
+            first: the first argument that it will get, if that is known.
         """
         code = fun.__code__
         held = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True))
@@ -62,7 +62,7 @@ class Reader:
             self._stored |= {(id(owner), last)}
 
     def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
-        """What a function reads of globals and modules, but for those called `without`."""
+        """What a function reads of globals and modules, except for the names in `without`."""
         names = Names.of(fun.__code__)
         for chain in names.chains:
             name, *attributes = chain
@@ -82,7 +82,7 @@ class Reader:
                 yield chain, self._same(getattr(builtins, name, None))
 
     def content(self, value: Any) -> Any:
-        """A description that is equal for what does the same, now and later.
+        """The description of a value: equal to another one only if both do the same, now and later.
 
         Raises:
             UnknownDependencyError: the value cannot be described in such a way.
@@ -93,7 +93,7 @@ class Reader:
             return type(value), repr(value)  # 0.0 and -0.0 are equal
         fixed = isinstance(value, jax.Array | jax.stages.Wrapped)
         if fixed or is_installed(value):
-            # A framework's method may be around one of the user's.
+            # A framework's method may wrap one of the user's.
             wrapped = None if fixed else getattr(value, "__wrapped__", None)
             return self._same(value) if wrapped is None else (id(value), self.content(wrapped))
         if id(value) in self._numbers:
@@ -111,19 +111,19 @@ class Reader:
         found = (described or Reader._plain)(self, value)
         if is_installed(type(value)):
             return found
-        # Its methods count too; and a list, say, may have attributes.
+        # The methods of its class count too, and a subclass of list, say, may have attributes.
         return found, self.if_comparable(type(value)), described and self._state(value)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
-        """Of several values."""
+        """The descriptions of several values."""
         return tuple(self.content(one) for one in held)
 
     def class_(self, cls: type) -> Any:
-        """Of a class: what its members do."""
+        """The description of a class: what its members do."""
         return "class", id(cls), tuple(self._members(cls))
 
     def if_comparable(self, value: Any) -> Any:
-        """What there is to say of a value, such as a class; its identity, if that is not known."""
+        """The description of a value, such as a class; its identity, if it has no description."""
         before = len(self._numbers)
         try:
             return self.content(value)
@@ -133,7 +133,7 @@ class Reader:
             return self._same(value)
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
-        """What is reached by attributes: `config.scale` alone, and not all that config has."""
+        """The description of an attribute: of `config.scale` alone, not of all that config has."""
         for number, name in enumerate(attributes):
             is_plain = type(value).__getattribute__ is object.__getattribute__
             is_own = not isinstance(value, types.ModuleType | type)
@@ -146,17 +146,17 @@ class Reader:
                 fun = found.fget if isinstance(found, property) else found
                 return tuple(attributes[: number + 1]), self.method(fun, value)
             if found is _MISSING or hasattr(type(found), "__get__"):
-                # What is no plain method may use all of its object.
+                # A descriptor other than a plain method may use all of its object.
                 owner = value if not isinstance(value, types.ModuleType) else found
                 return tuple(attributes[: number + 1]), self.content(owner)
             value = found
         return self.content(value)
 
     def _of_installed(self, value: Any, attributes: Chain | list[str]) -> Any:
-        """What is installed stays what it is, but for what programs do change in it.
+        """The description of an installed value, which does not change, with two exceptions.
 
-        These are settings, such as `package.config.scale`, and objects with methods among its
-        functions: `np.random.normal` is a method of NumPy's generator.
+        Programs change settings, such as `package.config.scale`, and objects whose methods are
+        among a package's functions: `np.random.normal` is a method of NumPy's generator.
         """
         found = value
         for name in attributes:
@@ -167,18 +167,18 @@ class Reader:
         return self.content(found if is_setting or is_changing else value)
 
     def function(self, fun: types.FunctionType) -> Any:
-        """Of a function: its code, and all that this uses."""
+        """The description of a function: its code, and all that the code uses."""
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
         outer = self._stored
         self.leave_out(fun)
         used = tuple(self.globals_of(fun))
         self._stored = outer
-        # By its identity too: where its program is traced again, that is this function.
+        # Its identity too, because a program that is traced again calls this very function.
         return "function", id(fun), fun.__code__, defaults, cells, used
 
     def method(self, fun: Any, owner: Any) -> Any:
-        """A function, and what it uses of the object that is its first argument."""
+        """The description of a function, and of what it uses of its first argument, `owner`."""
         used = None if is_value(owner) else _used_of_first(fun)
         if used is None:
             return "method", self.content(fun), self.content(owner)
@@ -239,18 +239,18 @@ class Reader:
         return (id(owner), name) in self._stored
 
     def builtin(self, fun: Any) -> Any:
-        """Of a function or method that is written in C."""
+        """The description of a function or method that is written in C."""
         if is_value(fun):
             return self._same(fun)
         return "method", fun.__name__, self.content(fun.__self__)
 
     def with_rules(self, fun: Any) -> Any:
-        """Of a function with derivatives of its own."""
+        """The description of a `jax.custom_jvp` or `jax.custom_vjp` function."""
         held = [one for one in vars(fun).values() if callable(one)]  # itself, and its rules
         return "with rules", id(fun), self.all_of(held)
 
     def array(self, value: np.ndarray[Any, Any]) -> Any:
-        """Of an array of NumPy's: its bytes."""
+        """The description of a NumPy array: its identity, shape, dtype and bytes."""
         if value.nbytes > _LARGE_BYTES or value.dtype.hasobject:
             raise UnknownDependencyError
         return "array", id(value), value.shape, value.dtype.str, value.tobytes()
@@ -261,7 +261,7 @@ class Reader:
         return self._same(value)
 
     def _same(self, value: Any) -> Any:
-        """Known by itself: by value where it has one, else by identity."""
+        """A description without contents: the value, if it compares by value, else the identity."""
         self.alive.append(value)
         try:
             hash(value)
@@ -276,7 +276,7 @@ _MISSING = object()
 _PLAIN = {types.NoneType, types.EllipsisType, object, bool, int, str, bytes}
 _NUMBERS = (bool, int, float)
 
-# Of what may hold other things. What can change is known by its identity too.
+# For values that may hold others. If a value can change, its identity is part of its description.
 _DESCRIPTIONS: tuple[tuple[type, Callable[[Reader, Any], Any]], ...] = (
     (types.FunctionType, Reader.function),
     (type, Reader.class_),
@@ -298,7 +298,7 @@ _DESCRIPTIONS: tuple[tuple[type, Callable[[Reader, Any], Any]], ...] = (
 
 
 def _module(imported: Imported, fun: types.FunctionType) -> Any:
-    """A module that a function imports; None if nobody has imported it yet."""
+    """A module that a function imports; None if it has not been imported yet."""
     try:
         package = fun.__globals__.get("__package__")
         name = importlib.util.resolve_name("." * imported.level + imported.name, package)
@@ -308,7 +308,7 @@ def _module(imported: Imported, fun: types.FunctionType) -> Any:
 
 
 def _used_of_first(fun: Any) -> tuple[Chain, ...] | None:
-    """The attributes that a function takes of its first argument; None if it may take any."""
+    """The attributes that a function reads from its first argument; None if it may read any."""
     if not isinstance(fun, types.FunctionType) or is_installed(fun):
         return None
     names = Names.of(fun.__code__)

@@ -3,7 +3,7 @@
 `jax.jit` traces every new function object, and so sees a changed global or helper. Here functions
 with the same code share a compiled program, so that a loop which defines its loss in every step
 compiles once. That is right only if everything that they use is the same. If that cannot be
-compared, there is an error, and the function shares its program with no other.
+compared, an error is raised, and the function does not share its program.
 """
 
 import types
@@ -24,8 +24,8 @@ class Dependencies:
     """What a function uses; equal to another one's if both use the same.
 
     Attributes:
-        key: all of it, hashable: values, or the identity of what can change and its content.
-        alive: what is known by its identity, kept so that nothing else can have it.
+        key: all of it, hashable: values, or identity and content of objects that can change.
+        alive: the objects whose identity is in the key, kept so that no other object can get it.
     """
 
     key: Any
@@ -35,8 +35,7 @@ class Dependencies:
 def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dependencies:
     """What a function uses besides its arguments, its closure and the globals called `without`.
 
-    Looked at once for each function object: as by `jax.jit`, a function that was seen before is
-    taken to be what it was.
+    Each function object is read once. Like `jax.jit`, this assumes that it has not changed since.
 
     Raises:
         UnknownDependencyError: it uses something that cannot be compared.
@@ -54,16 +53,16 @@ def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dep
 
 
 def of_users(classes: Iterable[type]) -> tuple[type, ...]:
-    """Those of them that are users' own, each once."""
+    """The users' own classes among these, each once."""
     return tuple(cls for cls in dict.fromkeys(classes) if not is_installed(cls))
 
 
 def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None) -> Dependencies:
-    """What the methods of users' classes use; a class of which that is unknown, by its identity.
+    """What the methods of users' classes use; if that is unknown, the identity of the class.
 
     Args:
-        classes: those of values that a function is given or closes over.
-        fun: a function that closes over them; as the function itself they are looked at once.
+        classes: the classes of values that a function gets or closes over.
+        fun: the function that closes over them; they are then read once for this function.
     """
     known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
     if classes not in known:
@@ -74,14 +73,14 @@ def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None)
 
 
 def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
-    """A value that a function closes over, such as a namespace of settings, and what is in it.
+    """The content of a value that a function closes over, such as a namespace of settings.
 
     Args:
         value: any value.
-        chains: the attributes that are taken of it; by default all of it counts.
+        chains: the attributes that are read from it; by default all of it counts.
 
     Raises:
-        UnknownDependencyError: it cannot be compared.
+        UnknownDependencyError: the value cannot be compared.
     """
     reader = _new_reader()
     key = tuple((chain, reader.at(value, chain)) for chain in chains)

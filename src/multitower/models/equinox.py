@@ -30,8 +30,9 @@ class EquinoxParts(NamedTuple):
     """How to put a module together from its arrays.
 
     Attributes:
-        treedef: its structure.
-        leaves: for every leaf the kind of array that it is, or what else it is (type and value).
+        treedef: the structure of the module.
+        leaves: for every leaf `"weight"`, `"fixed"` or `"state"` if it is an array, otherwise its
+            type and value.
     """
 
     treedef: Any
@@ -39,11 +40,11 @@ class EquinoxParts(NamedTuple):
 
     @property
     def changes_in_place(self) -> bool:
-        """A call never does: it returns a new `eqx.nn.State`."""
+        """False: a call returns a new `eqx.nn.State` and changes nothing in place."""
         return False
 
     def build(self, weights: Any, fixed: Any, state: Any) -> Any:
-        """A module of these arrays."""
+        """Makes a module of these arrays."""
         arrays: dict[str, Iterator[Any]] = {
             _WEIGHT: iter(jax.tree.leaves(weights)),
             _FIXED: iter(fixed),
@@ -53,17 +54,17 @@ class EquinoxParts(NamedTuple):
         return jax.tree.unflatten(self.treedef, leaves)
 
     def state_after(self, module: Any, state: Any) -> Any:
-        """The same."""
+        """Returns `state`, which a call does not change."""
         return state
 
     def write(self, module: Any, state: Any) -> None:
-        """Nothing has changed."""
+        """Does nothing, because nothing has changed."""
 
 
 def equinox_in_evaluation_mode(module: Any) -> Any:
     """A copy as `eqx.nn.inference_mode` makes it; also of the arrays that `eqx.partition` gives.
 
-    There a flag is None, and `eqx.combine` takes the one that is set here.
+    In these arrays a flag is None. Here it is set to True, and `eqx.combine` takes that.
 
     Raises:
         ArgumentError: a flag that is not a leaf of the module's tree.
@@ -92,7 +93,10 @@ def _is_none(leaf: Any) -> bool:
 
 
 def take_equinox(module: Any) -> tuple[EquinoxParts, Any, Any, Any]:
-    """Takes a module apart: how, weights (as `eqx.partition` gives them), other arrays, state.
+    """Takes a module apart.
+
+    Returns:
+        How to put it together; its weights, as `eqx.partition` gives them; other arrays; its state.
 
     Raises:
         ArgumentError: a leaf that is neither an array nor hashable.

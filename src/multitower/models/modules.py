@@ -1,8 +1,8 @@
 """Models among the arguments of a function: taken apart into arrays and the rest, and back.
 
-An NNX or Equinox module is no pytree of arrays alone. Before a call each module is replaced by a
-`Hole`, and its arrays travel beside the arguments; inside a tower it is put together again. Which
-frameworks there are is read from `sys.modules`: nothing is imported.
+An NNX or Equinox module is not a pytree of arrays alone. Before a call each module is replaced by a
+`Hole`, and its arrays are passed beside the arguments. Inside a tower it is put together again.
+Whether a framework is in use is read from `sys.modules`: nothing is imported.
 """
 
 import sys
@@ -33,11 +33,11 @@ class HowBuilt(Protocol):
         ...
 
     def build(self, weights: Any, fixed: Any, state: Any) -> Any:
-        """A module of these arrays."""
+        """Makes a module of these arrays."""
         ...
 
     def state_after(self, module: Any, state: Any) -> Any:
-        """What a call has made of `state`."""
+        """The state of a module after a call that began with `state`."""
         ...
 
     def write(self, module: Any, state: Any) -> None:
@@ -55,7 +55,7 @@ class Model:
         fixed: arrays that stay as they are.
         state: arrays that a call may change.
         how: how to put it together.
-        name: of the module's class.
+        name: the name of the module's class.
     """
 
     weights: Any
@@ -65,7 +65,7 @@ class Model:
     name: str = field(metadata={"static": True})
 
     def build(self) -> Any:
-        """The module."""
+        """Puts the module together."""
         return self.how.build(self.weights, self.fixed, self.state)
 
     def in_tower(self, here: Tower) -> "Model":
@@ -74,10 +74,10 @@ class Model:
         return replace(self, fixed=own(self.fixed), state=own(self.state))
 
     def state_after(self, module: Any) -> Any:
-        """The state of a module that was built of this one and called.
+        """The state of a module that `build` made and that was then called.
 
         Raises:
-            OutputError: the call changed something that towers cannot put together.
+            OutputError: the call changed something that cannot be combined over towers.
         """
         after = self.how.state_after(module, self.state)
         after = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), after)
@@ -122,22 +122,22 @@ class Call(NamedTuple):
 
     def hand_on(self, changed: Sequence[Changed]) -> None:
         """Writes into the user's modules what the call has changed."""
-        # Without any change there may be nothing at all to put together.
+        # If nothing has changed, `changed` may be empty.
         for module, model, changes in zip(self.modules, self.models, changed, strict=False):
             if changes.averaged or changes.first:
                 model.how.write(module, join(model.state, changes))
 
 
 def is_model(value: Any) -> bool:
-    """Whether a value is a module of a framework that this module knows."""
+    """Whether a value is a module of Flax NNX or Equinox."""
     return is_nnx(value) or is_equinox(value)
 
 
 def in_evaluation_mode(tree: Any) -> Any:
-    """A tree with a copy in evaluation mode in place of every module.
+    """The tree with a copy in evaluation mode in place of every module.
 
-    That of `model.eval()` (NNX) and `eqx.nn.inference_mode` (Equinox): dropout is off, and
-    BatchNorm uses its moving averages. Everything else is left as it is.
+    This is the mode of `model.eval()` (NNX) and `eqx.nn.inference_mode` (Equinox): dropout is off,
+    and BatchNorm uses its moving averages. Everything else in the tree is unchanged.
     """
 
     def copied(value: Any) -> Any:
@@ -152,8 +152,8 @@ def take_model(module: Any, wanted: Any = None) -> Model:
     """Takes a module apart.
 
     Args:
-        module: what `is_model` says yes to.
-        wanted: an NNX filter of what to differentiate, instead of `nnx.Param`.
+        module: a value for which `is_model` is true.
+        wanted: an NNX filter for the Variables to differentiate; by default `nnx.Param`.
     """
     taken = take_nnx(module, wanted) if is_nnx(module) else take_equinox(module)
     how, weights, fixed, state = taken
@@ -164,7 +164,7 @@ def refuse_modules_inside(params: Any) -> None:
     """Refuses modules inside of a tree of parameters if they have more than weights.
 
     Raises:
-        ArgumentError: one that has more; it is named.
+        ArgumentError: a module has more; the message names it.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)
     for path, value in flat:
@@ -196,13 +196,13 @@ def take_call(
         args: positional arguments, pytrees with modules in any place.
         kwargs: keyword arguments.
         closed: what the function closes over.
-        wanted: NNX filters of what to differentiate, by position.
+        wanted: NNX filters for the Variables to differentiate, by the argument's position.
 
     Raises:
         ArgumentError: two NNX modules share a Variable.
     """
     if not any(name in sys.modules for name in _FRAMEWORKS):
-        return Call(args, kwargs, closed.rows, (), closed.arrays)  # quick, for plain pytrees
+        return Call(args, kwargs, closed.rows, (), closed.arrays)  # the quick way for plain pytrees
     modules: list[Any] = []
     models: list[Model] = []
 
@@ -257,7 +257,7 @@ def call_tower(fun: Any, call: Call, here: Tower, tower_rows: int) -> tuple[Any,
         What the function returns; and for every module what it has changed.
 
     Raises:
-        OutputError: a change that towers cannot put together.
+        OutputError: a change that cannot be combined over towers.
     """
     entered = [model.in_tower(here) for model in call.models]
     modules = [model.build() for model in entered]

@@ -15,13 +15,13 @@ def is_nnx(value: Any) -> bool:
 
 
 def classes_of_nnx(module: Any) -> list[type]:
-    """The classes of a module and of all that is in it."""
+    """The classes of a module and of everything in it."""
     nnx: Any = sys.modules["flax.nnx"]
     return [type(node) for _, node in nnx.iter_graph(module)]
 
 
 def diff_state(argnum: Any) -> tuple[int, Any] | None:
-    """Position and filter of an `nnx.DiffState`, which may stand for a position in `argnums`."""
+    """Position and filter of an `nnx.DiffState` in `argnums`; None for anything else."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(argnum, nnx.DiffState):
         return None
@@ -41,12 +41,12 @@ class NnxParts(NamedTuple):
 
     @property
     def changes_in_place(self) -> bool:
-        """A call may change Variables."""
+        """True: a call may change Variables."""
         return True
 
     def build(self, weights: Any, fixed: Any, state: Any) -> Any:
-        """A module of these arrays."""
-        # Of copies: a module keeps the Variables that it is made of, and changes them.
+        """Makes a module of these arrays."""
+        # Copies, because a module keeps the Variables that it is made of, and changes them.
         copies = jax.tree.map(lambda leaf: leaf, (weights, fixed, state))
         return sys.modules["flax.nnx"].merge(self.graphdef, *copies)
 
@@ -54,7 +54,7 @@ class NnxParts(NamedTuple):
         """The state after a call that began with `state`.
 
         Raises:
-            OutputError: the call changed something that towers cannot put together.
+            OutputError: the call changed something that cannot be combined over towers.
         """
         nnx: Any = sys.modules["flax.nnx"]
         graphdef, _, _, after = nnx.split(module, self.wanted, nnx.Param, ...)
@@ -76,10 +76,13 @@ class NnxParts(NamedTuple):
 
 
 def take_nnx(module: Any, wanted: Any) -> tuple[NnxParts, Any, Any, Any]:
-    """Takes a module apart: how, weights, other parameters, and the state that calls change.
+    """Takes a module apart.
 
     Only the optimizer changes parameters: what a call writes into them is dropped. (A transform
     such as `nnx.remat` writes all of them, with the values that they had.)
+
+    Returns:
+        How to put it together; its weights; other parameters; and the state that calls change.
     """
     nnx: Any = sys.modules["flax.nnx"]
     wanted = nnx.Param if wanted is None else wanted
@@ -88,7 +91,7 @@ def take_nnx(module: Any, wanted: Any) -> tuple[NnxParts, Any, Any, Any]:
 
 
 def nnx_in_evaluation_mode(module: Any) -> Any:
-    """A copy in the mode of `module.eval()`; `nnx.Rngs` and the like have none."""
+    """A copy in the mode of `module.eval()`; `nnx.Rngs` and the like, without modes, are copied."""
     nnx: Any = sys.modules["flax.nnx"]
     copy = nnx.merge(*nnx.split(module))
     if isinstance(copy, nnx.Module):

@@ -31,7 +31,7 @@ from multitower.models.values import (
 from multitower.towers.leaves import is_key, is_legacy_key, is_traced
 
 _ARRAY = "array"
-_WHOLE: tuple[Chain, ...] = ((),)  # no attribute alone
+_WHOLE: tuple[Chain, ...] = ((),)  # the whole value, and not one attribute
 _ONE_LEAF = jax.tree.structure(0)
 
 
@@ -41,7 +41,7 @@ class OpenFunction:
 
     Attributes:
         key: what it does, hashable: its code and what it uses besides the contents; or the function
-            itself, if that cannot be told.
+            itself, if what it uses cannot be compared.
         cells: the variables that it closes over.
         globals_: globals that are NNX modules, arrays or rows, by name.
         bare: code, globals, defaults and keyword defaults.
@@ -53,7 +53,7 @@ class OpenFunction:
     bare: tuple[types.CodeType, dict[str, Any], Any, Any] = field(compare=False, repr=False)
 
     def close(self, left: "Left") -> Callable[..., Any]:
-        """The function, around the next of these contents."""
+        """The function again, with the next of these contents put in."""
         code, scope, defaults, keyword_defaults = self.bare
         cells = tuple(cell.close(left) for cell in self.cells)
         if self.globals_:
@@ -77,8 +77,8 @@ class _Cell:
     """What one variable of a closure holds.
 
     Attributes:
-        rows: its name, if it holds rows.
-        treedef: the structure of the tree that it is.
+        rows: the variable's name, if it holds rows.
+        treedef: the structure of the tree that it holds.
         leaves: `_ARRAY`, a `_Module`, an OpenFunction, or a `_Leaf`.
         original: the variable, if the function may want to write into it.
         classes: what the methods of users' classes in it use.
@@ -108,11 +108,11 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Anything else: equal if it can be told to be the same for good, or if it is the same object.
+    """Any other leaf: equal to another one if both surely stay the same, or are the same object.
 
     Attributes:
-        key: type and value (1, 1.0 and True are equal), or the identity, perhaps with its content.
-        value: what it is; kept alive, so that no other object can have its identity.
+        key: type and value, since 1, 1.0 and True are equal; or its `id`, perhaps with its content.
+        value: the leaf, kept alive so that no other object can get its `id`.
     """
 
     key: Any
@@ -128,7 +128,7 @@ def _close_leaf(leaf: Any, left: Left) -> Any:
 
 
 class Opener:
-    """Collects the contents on its way through closures."""
+    """Takes functions apart, with those that they close over, and collects the contents."""
 
     def __init__(self, names: Collection[str], values: bool) -> None:
         self.arrays: list[Any] = []
@@ -137,7 +137,7 @@ class Opener:
         self._names = names
         self._values = values
         self._way: list[Any] = []
-        self._num_taken = 0  # in all, the same thing in two places counted twice
+        self._num_taken = 0  # in all; the same object in two places counts twice
         self._may_change = False
 
     def open(self, fun: types.FunctionType) -> OpenFunction:
@@ -161,12 +161,12 @@ class Opener:
         return OpenFunction(key, cells, globals_, bare)
 
     def inside(self, fun: Any) -> Any:
-        """What `jax.jit` was given, if rows are looked for: it hides a closure."""
+        """The function inside of `jax.jit`, if rows are looked for: `jax.jit` hides its closure."""
         is_jitted = bool(self._names) and isinstance(fun, jax.stages.Wrapped)
         return getattr(fun, "__wrapped__", fun) if is_jitted else fun
 
     def _open_globals(self, fun: types.FunctionType) -> Iterator[tuple[str, _Cell]]:
-        """Those that are rows, modules or arrays. The function gets a copy of its globals then."""
+        """The globals that are rows, modules or arrays; with any, the function gets new globals."""
         names = Names.of(fun.__code__)
         if names.stores_globals:
             return
@@ -237,7 +237,7 @@ class Opener:
         return _leaf(leaf)
 
     def _compared(self, leaf: Any, chains: Iterable[Chain]) -> _Leaf:
-        """A leaf by its content, and by its identity if that may change."""
+        """A leaf that is compared by its content, and by its identity if the content may change."""
         is_alike = is_value(leaf) or isinstance(leaf, METHOD)
         try:
             return _Leaf(
@@ -251,13 +251,13 @@ class Opener:
         if not isinstance(leaf, arrays) or isinstance(leaf, bool):
             return False
         if isinstance(leaf, np.ndarray | np.generic):
-            # No key is a NumPy array, and one that looks like a key would be taken for one.
+            # A NumPy array is never a key, but one that looks like a key would be taken for it.
             return not self._values and leaf.dtype.kind in "biufc" and not is_legacy_key(leaf)
         return not self._values or is_traced(leaf) or is_key(leaf) or is_legacy_key(leaf)
 
 
 def flatten_with_classes(tree: Any) -> tuple[list[Any], Any, tuple[type, ...]]:
-    """The leaves of a tree, NNX modules among them, its structure, and users' classes in it."""
+    """A tree's leaves (an NNX module is one), its structure, and the users' classes in it."""
     nodes: list[Any] = []
 
     def look(node: Any) -> bool:
@@ -271,7 +271,7 @@ def flatten_with_classes(tree: Any) -> tuple[list[Any], Any, tuple[type, ...]]:
 
 
 def _is_users(fun: types.FunctionType) -> bool:
-    """Not of a library, whose functions may well ask whether a number is a float."""
+    """Whether a function is a user's; a library's may check that a number is a Python float."""
     return is_made_here(fun) or not is_installed(fun)
 
 
@@ -282,6 +282,6 @@ def _leaf(value: Any) -> _Leaf:
 
 
 def _is_record(held: Any, leaves: list[Any]) -> bool:
-    """Whether numbers in a tree are data, as the step of Flax's TrainState, and no settings."""
+    """Whether numbers in a tree are data, like the step of Flax's TrainState, and not settings."""
     is_class = not isinstance(held, tuple | list | dict) and not is_equinox(held)
     return is_class and any(isinstance(leaf, jax.Array) for leaf in leaves)

@@ -1,9 +1,8 @@
 """Model state over towers: what one call returns for the next, such as BatchNorm's averages.
 
 Every tower gets the state whole and returns its own. Floats are averaged over towers, weighted by
-real rows; everything else is tower 0's, so counters advance as they would on one device. Keys
-differ between towers while they are used, and tower 0 keeps the original, so the returned key is
-that of one device too.
+real rows; everything else is tower 0's, so counters advance as they would on one device. Inside the
+towers, keys differ. Tower 0 has the original key, so the returned key is that of one device too.
 """
 
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from multitower.towers.rows import Tower, key_of_tower
 
 
 class Changed(NamedTuple):
-    """Leaves of a state that a tower has changed, by number.
+    """Leaves of a state that a tower has changed, by their number among the leaves.
 
     Attributes:
-        averaged: floats, times the tower's weight; they belong to a job's means.
-        first: tower 0's, zeros in the other towers; they belong to a job's sums.
+        averaged: floats, times real rows / rows of a full tower; they belong to a job's means.
+        first: leaves taken from tower 0, zeros in other towers; they belong to a job's sums.
     """
 
     averaged: dict[int, Any]
@@ -39,7 +38,7 @@ class _KeyData:
 
 
 def enter(leaf: Any, tower: Tower) -> Any:
-    """A leaf of the state as one tower gets it: keys differ, but for tower 0's.
+    """A leaf of the state as one tower gets it: tower 0 keeps its key, the others get new ones.
 
     Keys are typed ones of any shape, and uint32 arrays of shape (2,): `jax.random.PRNGKey`, and the
     seeds of Keras.
@@ -50,11 +49,11 @@ def enter(leaf: Any, tower: Tower) -> Any:
 def sort_changes(
     given: Sequence[Any], new: Sequence[Any], here: Tower, tower_rows: int, source: str = "mean"
 ) -> Changed:
-    """What a tower returns of the state that it was given.
+    """What a tower returns of its state: the leaves that it has changed.
 
     Args:
         given: the leaves that went in.
-        new: the leaves that came out, in the same order; those that are the same objects stay.
+        new: the leaves that came out, in the same order; the same object means no change.
         here: the tower.
         tower_rows: rows of a full tower.
         source: `"mean"`, or `"first"` to take floats from tower 0 as well.
@@ -71,9 +70,9 @@ def sort_changes(
 
 
 def weigh(leaf: Any, here: Tower, tower_rows: int) -> Any:
-    """A leaf times the tower's share of rows, for a mean over all rows."""
+    """A leaf times real rows / rows of a full tower, for a mean over all rows."""
     weight = here.num_rows.astype(float) / tower_rows
-    # An empty tower saw copies of rows only: whatever it found, even a NaN, does not count.
+    # An empty tower has only copies of rows: its value does not count, not even a NaN.
     return jnp.where(weight > 0, leaf * weight.astype(leaf.dtype), jnp.zeros_like(leaf))
 
 
@@ -92,7 +91,7 @@ def join(old: Any, changed: Changed) -> Any:
 
 
 def as_leaf(total: Any) -> Any:
-    """What `only_first` was given in tower 0, from its sum over towers."""
+    """Tower 0's leaf, from the sum over towers of what `only_first` returned."""
     if isinstance(total, _KeyData):
         return jax.random.wrap_key_data(total.data, impl=total.impl)
     return total

@@ -1,4 +1,4 @@
-"""Values: which of them stay what they are, so that being equal once is being equal for good."""
+"""Values: which of them never change, so that two that are equal once stay equal."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ class UnknownDependencyError(Exception):
 
 
 def is_value(leaf: Any) -> bool:
-    """Whether it is equal to another one only if both are the same for good."""
-    if isinstance(leaf, METHOD):  # built-in ones too, of a module or of an object: `settings.get`
+    """Whether a value never changes: if it is equal to another one, it stays so."""
+    if isinstance(leaf, METHOD):  # built-in ones too, such as `settings.get`
         return leaf.__self__ is None or is_value(leaf.__self__)
     if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
         return True
@@ -38,7 +38,7 @@ def is_value(leaf: Any) -> bool:
 
 
 def types_in(value: Any) -> Any:
-    """Of the numbers in a value: 1, 1.0 and True are equal, and so are records with them."""
+    """The types of the numbers in a value, hashable: 1, 1.0 and True alone compare as equal."""
     if isinstance(value, int | float | complex | np.generic):
         return type(value), repr(value)
     if isinstance(value, frozenset):
@@ -49,7 +49,7 @@ def types_in(value: Any) -> Any:
 
 
 def is_installed(value: Any) -> bool:
-    """Whether it belongs to Python, to this library or to another one, and so stays what it is."""
+    """Whether a value belongs to Python or to an installed library, and so does not change."""
     if isinstance(value, types.FunctionType):
         return _is_installed_file(value.__code__.co_filename)
     if isinstance(value, types.ModuleType):
@@ -65,6 +65,6 @@ def is_installed(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed_file(file: str | None) -> bool:
-    """A notebook and a terminal are no files."""
+    """Whether a file belongs to a library; code of a notebook or terminal does not."""
     places = ("/site-packages/", "/dist-packages/")
     return file is not None and (file.startswith(_INSTALLED) or any(p in file for p in places))

@@ -1,5 +1,5 @@
 """Several processes as one run: how they join, how one leaves, what all of them must know.
 
-Knows JAX's runtime and the errors, nothing of towers. Every other folder may use it.
+It uses JAX's runtime and `errors`, and nothing of towers. Every other folder may use it.
 Read `together.py` first.
 """

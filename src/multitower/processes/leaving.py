@@ -76,8 +76,8 @@ def leave_on_errors() -> None:
 def await_verdict_if_lost(error: BaseException) -> None:
     """If an error means that another process is missing, waits until JAX ends this process (134).
 
-    Anything that needs the other processes may fail first. A checkpoint's own error, for example,
-    would send its reader to the disk. Does nothing in a single process.
+    Anything that needs the other processes may fail first. The error of a checkpoint, for example,
+    would make you look for a fault of the disk. Does nothing in a single process.
 
     Args:
         error: the exception that was raised.

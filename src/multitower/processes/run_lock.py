@@ -48,7 +48,7 @@ def held_run_directory(
         wait_s: how long to wait for another run to end, in seconds. A cluster may restart a job
             while the processes of its last attempt are still exiting.
         nested: whether to accept that this thread already holds the directory.
-        lock: the name of the file; for what may go on beside a run, another one.
+        lock: the name of the lock file. Work that may go on beside a run takes another name.
 
     Raises:
         RunError: another run trains there; or the lock file cannot be made.

@@ -1,7 +1,7 @@
 """Together: arrays and decisions of several processes that drive the devices of one run.
 
 Every process runs the same program. Functions marked "call it on every process" wait for the other
-processes, so all processes must call them in the same order. In a single process they are a plain
+processes, so all processes must call them in the same order. In a single process they make a plain
 copy or do nothing.
 """
 
@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from multitower.errors import DeviceError, MultitowerError, RunError
 
-_LONGEST_LINE = 4096  # bytes; what is longer is cut
+_LONGEST_LINE = 4096  # bytes; a longer line is cut
 
 
 def are_several() -> bool:
@@ -54,7 +54,7 @@ def spread(leaf: Any, target: Sharding) -> jax.Array:
 
 
 def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """An array with all its blocks, from all processes; call it on every process."""
+    """A NumPy array with the blocks of all processes; call it on every process."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         if leaf.is_fully_replicated:
             leaf = leaf.addressable_shards[0].data
@@ -64,12 +64,12 @@ def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def settle() -> None:
-    """Waits for the programs of this process's devices, before JAX's own exchange of processes.
+    """Waits until this process's CPU devices are idle; call it before JAX's own collectives.
 
-    On CPUs XLA keeps programs with one device of a process in order, and programs with several, but
-    neither after the other. JAX's exchanges are programs with all devices: they would overtake one
-    that exchanges over the first device of each process, and each would read what is sent for the
-    other. On GPUs a device takes its programs in order.
+    On CPUs XLA runs programs of one device in order, and programs of several devices in order, but
+    a program of several devices may overtake one of a single device. JAX's own collectives use all
+    devices. They could overtake an exchange over the first device of each process, and each of the
+    two would then read what was sent for the other. A GPU runs all of its programs in order.
     """
     devices = jax.local_devices()
     if are_several() and len(devices) > 1 and devices[0].platform == "cpu":
@@ -85,6 +85,13 @@ def _next(number: jax.Array) -> jax.Array:
 
 def gathered(value: Any, *, tiled: bool = False) -> Any:
     """The values of all processes, stacked along a new first axis; call it on every process.
+
+    Args:
+        value: an array or number, of the same shape and dtype in every process.
+        tiled: join along axis 0 without a new axis; a global `jax.Array` becomes whole.
+
+    Returns:
+        A NumPy array, shape (processes, ...) unless `tiled`.
 
     Raises:
         DeviceError: the processes have different numbers of devices.
@@ -139,7 +146,7 @@ def by_first(make: Callable[[], str]) -> str:
 
 
 def lines_of_all(line: str) -> list[str]:
-    """A line of every process, in the order of processes; call it on every process."""
+    """One line from every process, at most 4096 bytes each, in order; call it on every process."""
     if not are_several():
         return [line]
     sent = np.zeros(_LONGEST_LINE, np.uint8)

@@ -1,9 +1,9 @@
 """Verdict: the last line of a process that JAX has ended names the missing process and its host.
 
-When one of several processes is missing, JAX ends the others from C++. Its number is buried in a
-page of text, and no Python code runs after that. So a small child process relays standard error of
-its parent, adds the process number to each line, and adds the verdict at the end. The child runs
-this file alone, without multitower and JAX, so that it starts within milliseconds.
+When one of several processes is missing, JAX ends the others from C++. It names the missing one
+within a page of text, and no Python code runs after that. So a small child process relays standard
+error of its parent, adds the process number to each line, and adds the verdict at the end. The
+child runs this file alone, without multitower and JAX, so that it starts within milliseconds.
 """
 
 import json
@@ -81,7 +81,7 @@ def verdict(text: str, process: int | None = None, hosts: Sequence[str] = ()) ->
     if _WHILE_JOINING in fatal:
         return _not_joined("ALREADY_EXISTS" in fatal)
     found = _UNHEALTHY.search(fatal)
-    # JAX names no number when it is process 0, which keeps the list, that does not answer.
+    # If process 0 does not answer, which keeps the list, JAX names no number.
     missing = [int(number) for number in found.group(1).split()] if found else [0]
     others = [_named(number, hosts) for number in missing if number != process]
     this = "this process" if process is None else _named(process, hosts)

@@ -1,8 +1,8 @@
 """Blocks: a tree of arrays cut into equal pieces, one for every tower.
 
-Every leaf is laid flat, filled up with zeros and cut into as many blocks as there are towers; small
-leaves share a buffer, as in `packing`. How it is cut depends on the shapes and the number of towers
-alone, so a block's owner can do its part of an update wherever it runs.
+Every leaf is flattened, padded with zeros and cut into as many blocks as there are towers. Small
+leaves share a buffer, as in `packing`. The cut depends only on the shapes and the number of towers,
+so the owner of a block can do its part of an update on any device.
 """
 
 import math
@@ -20,7 +20,7 @@ _SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a share
 
 
 class Place(NamedTuple):
-    """Where a leaf's block lies within every block of a buffer."""
+    """Where a leaf's block lies: which buffer, from which element on, and how many elements."""
 
     buffer: int
     start: int
@@ -32,11 +32,11 @@ class BlockLayout:
     """How the leaves of a tree are cut.
 
     Attributes:
-        num_towers: how many blocks there are.
-        treedef: of the tree.
-        shapes: of its leaves.
-        dtypes: of its leaves.
-        places: of its leaves.
+        num_towers: the number of towers, and of blocks.
+        treedef: the structure of the tree.
+        shapes: the shape of each leaf.
+        dtypes: the dtype of each leaf.
+        places: where each leaf lies in the buffers.
     """
 
     num_towers: int
@@ -47,7 +47,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, tree: Any, num_towers: int) -> "BlockLayout":
-        """Cuts a tree of arrays, or of their shapes and dtypes, for so many towers."""
+        """The layout of a tree of arrays, or of `ShapeDtypeStruct`s, for a number of towers."""
         leaves, treedef = jax.tree.flatten(tree)
         ends: list[int] = []
         shared: dict[Any, int] = {}
@@ -64,7 +64,7 @@ class BlockLayout:
         return cls(num_towers, treedef, shapes, tuple(x.dtype for x in leaves), tuple(places))
 
     def cut(self, tree: Any) -> list[jax.Array]:
-        """The buffers of a tree, each of shape (towers, n); 16-bit floats become float32."""
+        """The buffers of a tree, each of shape (towers, n) and of at least float32."""
         wide = [wide_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree)]
         cut = [
             self._padded(leaf, place).reshape(self.num_towers, place.size).astype(dtype)
@@ -73,7 +73,7 @@ class BlockLayout:
         return self._buffers(cut, axis=1)
 
     def whole(self, buffers: Sequence[jax.Array]) -> Any:
-        """The tree, from buffers of shape (towers, n)."""
+        """The tree, from buffers of shape (towers, n); it has their dtypes."""
         leaves: list[jax.Array] = []
         for (buffer, start, size), shape in zip(self.places, self.shapes, strict=True):
             flat = buffers[buffer][:, start : start + size].reshape(-1)
@@ -81,7 +81,7 @@ class BlockLayout:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def block(self, tree: Any, tower: jax.Array) -> Any:
-        """A tower's block of a tree: the tree with leaves of one dimension."""
+        """A tower's block: the same tree, with the tower's part of each leaf, shape (size,)."""
         leaves = [
             lax.dynamic_slice_in_dim(self._padded(leaf, place), tower * place.size, place.size)
             for leaf, place in zip(jax.tree.leaves(tree), self.places, strict=True)
@@ -98,7 +98,7 @@ class BlockLayout:
         return self._buffers(jax.tree.leaves(block), axis=0)
 
     def shapes_of_block(self) -> Any:
-        """Shapes and dtypes of a tower's block."""
+        """A tower's block, as a tree of `jax.ShapeDtypeStruct`s."""
         leaves = [
             jax.ShapeDtypeStruct((place.size,), dtype)
             for place, dtype in zip(self.places, self.dtypes, strict=True)

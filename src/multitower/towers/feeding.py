@@ -33,22 +33,22 @@ def shard(
 
     With several processes, call it on every process with the same batch. Each process keeps the
     rows of its own towers. Arrays may be whole in every process, or global `jax.Array`s that are
-    split as the result is. Of `LazyRows` each process reads the rows that it needs.
+    split as the result is. From `LazyRows` each process reads only the rows that it needs.
 
     Args:
-        batch: a pytree of arrays with rows on axis 0, or `LazyRows`. Numbers and 0-d arrays stay
-            what they are.
+        batch: a pytree of arrays with rows on axis 0, or `LazyRows`. Numbers and 0-d arrays are
+            not split.
         devices: as for `multitower.devices`.
         towers: the number of towers, the same as for the function that takes the batch.
-        global_batch: rows of a full batch; a smaller one fills the first towers and leaves the
-            last ones empty, so that no new program is compiled.
+        global_batch: rows of a full batch. A smaller batch then fills the first towers and leaves
+            the last ones empty, so that no new program is compiled. Ignored without `towers`.
 
     Returns:
         The same pytree. Without `towers`: `jax.Array`s split over the devices (whole on every
         device where the rows do not divide evenly). With `towers`: `TowerRows` in place of arrays.
 
     Raises:
-        BatchError: no rows, or different row counts.
+        BatchError: no rows, different row counts, or more rows than `global_batch`.
         ArgumentError: leaves that are not numbers, such as strings.
         DeviceError: more devices than there are, or an unknown name.
 
@@ -94,7 +94,7 @@ def prefetch(
     Args:
         batches: an iterable of what `shard` takes, such as host batches; it is read in a
             background thread.
-        size: how many batches may wait, 1 or more.
+        size: how many finished batches may wait, 1 or more.
         devices: as for `shard`.
         towers: as for `shard`.
         global_batch: as for `shard`; by default the rows of the first batch.
@@ -134,8 +134,8 @@ def ahead(
 
     Args:
         batches: as for `prefetch`.
-        size: likewise.
-        put: makes of a batch, and of the rows of a full one, what is yielded; in the thread.
+        size: as for `prefetch`.
+        put: `put(batch, global_batch)` returns what is yielded; it is called in the thread.
         global_batch: rows of a full batch; by default those of the first batch.
     """
     full = global_batch
@@ -153,14 +153,15 @@ def run_ahead(items: Iterable[Any], size: int, make_ready: Callable[[Any], Any])
     """Makes items ready in a thread, up to `size` ahead of need.
 
     Args:
-        items: read in the thread.
-        size: how many may wait.
+        items: an iterable, which is read in the thread.
+        size: how many finished items may wait.
         make_ready: called in the thread with each of them.
 
     Yields:
-        What `make_ready` returns, in the same order; or its error, or that of the iterable.
+        What `make_ready` returns, in the same order. An error of `make_ready` or of the iterable
+        is raised here.
     """
-    # `with jax.enable_x64(True)` holds in the thread that says so, and rows are made in another.
+    # `with jax.enable_x64(True)` holds only in the thread that enters it; rows are made in another.
     has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     return _ahead(items, size, make_ready, has_x64=has_x64)
 
@@ -186,7 +187,7 @@ def _ahead(
                         return
                     put((True, make_ready(item)))
             put((False, None))
-        except BaseException as error:  # handed to the reader, whatever it is
+        except BaseException as error:  # whatever it is, it is raised in the reader
             put((False, error))
 
     thread = threading.Thread(target=work, name="multitower.prefetch", daemon=True)
@@ -207,8 +208,9 @@ def _ahead(
             thread.join(timeout=1.0)  # an iterable that blocks keeps only its own thread waiting
 
 
-# What runs ahead, and what stops it. A program may end while it still holds an iterator, and Python
-# then ends the thread wherever it is; inside of XLA, the whole process dies of it, with code 134.
+# Each running thread, and the event that stops it. A program may end while it still holds an
+# iterator, and Python then ends the thread wherever it is. If that is inside of XLA, the process
+# aborts, with exit code 134.
 _threads = weakref.WeakKeyDictionary[threading.Thread, threading.Event]()
 _exiting = threading.Event()
 
@@ -231,7 +233,7 @@ def _read_towers(batch: LazyRows, placement: Placement, global_batch: int | None
 
 
 def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
-    """The same without towers; all rows, where devices cannot share them evenly."""
+    """Has this process read its devices' rows; all rows, if devices cannot share them evenly."""
     num_rows, count = batch.num_rows, len(placement.devices)
     if num_rows % count:
         whole = _read(batch, np.arange(num_rows))
@@ -254,7 +256,7 @@ def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
 def _read_pieces(
     batch: LazyRows, size: int, owners: Sequence[int]
 ) -> tuple[Parts, list[list[np.ndarray[Any, Any]]]]:
-    """Reads the rows of some owners, `size` each; for each array one piece an owner."""
+    """Reads the rows of towers or devices, `size` each: for each array, one piece per owner."""
     places = [np.arange(owner * size, (owner + 1) * size) % batch.num_rows for owner in owners]
     parts = _read(batch, np.concatenate(places))
     starts = range(0, parts.num_rows, size)

@@ -1,4 +1,4 @@
-"""Global arrays: arrays over all devices, from what every device or tower has, and back."""
+"""Global arrays: makes one array over all devices from those of devices or towers, and back."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from multitower.processes.together import spread
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.split import copy_to
 
-# Leaves of fewer elements, over all towers, are joined in one program: less is compiled for them.
+# Leaves of up to so many elements, over all towers, are joined in one program: less to compile.
 _SMALL_SIZE = 1 << 18
 
 
@@ -39,7 +39,7 @@ def replicate(tree: Any, placement: Placement) -> list[Any]:
 def _local_copies(leaf: Any, placement: Placement, devices: Sequence[jax.Device]) -> list[Any]:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return on_each_device(spread(leaf, placement.shared), devices)
-    # One by one: an array of all processes has no weak type, and a Python number has.
+    # One by one: a Python number has a weak type, which a global array would not keep.
     return copy_to([leaf] * len(devices), devices)
 
 
@@ -63,22 +63,26 @@ def as_global(replicas: Sequence[Any], placement: Placement) -> Any:
 
 
 def stacked(blocks: Iterable[jax.Array], placement: Placement) -> jax.Array:
-    """One array of the blocks of all devices along axis 0, from those of the local devices."""
+    """A global array, the blocks of all devices along axis 0, from those of local devices."""
     blocks = list(blocks)
     shape = (len(placement.devices) * blocks[0].shape[0], *blocks[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, placement.split, blocks)
 
 
 def join_rows(returned: Mapping[int, Any], placement: Placement, num_rows: int) -> Any:
-    """Lays the rows of all towers side by side, without the rows that only filled up.
+    """Joins the rows of all towers along axis 0, without padding rows.
 
     Rows stay on their devices if every device has equally many and all are real; otherwise they
     are gathered on the first device, or on all of them where several processes have them.
 
     Args:
-        returned: by tower of this process a tree of rows, on the tower's device.
+        returned: for each tower of this process, by its number, a tree of arrays with rows on axis
+            0, on the tower's device.
         placement: which device runs which tower.
-        num_rows: real rows; those beyond only fill up.
+        num_rows: the number of real rows; rows after them are padding.
+
+    Returns:
+        The tree, with the first `num_rows` rows of all towers on axis 0.
     """
     pieces = [returned[tower] for tower in sorted(returned)]
     slots = len(placement.towers_on[0])
@@ -105,7 +109,7 @@ def _on_one(pieces: list[Any], device: jax.Device, num_rows: int) -> Any:
     small = [i for i, leaf in enumerate(first) if leaf.size * len(pieces) <= _SMALL_SIZE]
     found: dict[int, jax.Array] = {}
     large = [[i] for i in range(len(first)) if i not in small]
-    for group in [small, *large] if small else large:  # no program of nothing
+    for group in [small, *large] if small else large:  # no program for an empty group
         here = jax.device_put([[leaves[i] for i in group] for leaves, _ in trees], device)
         found.update(zip(group, _one_after_another(here, num_rows), strict=True))
     return jax.tree.unflatten(treedef, [found[i] for i in range(len(first))])
@@ -115,22 +119,22 @@ def _on_one(pieces: list[Any], device: jax.Device, num_rows: int) -> Any:
 def _one_after_another(pieces: list[Any], num_rows: int) -> Any:
     """The rows of several trees, in this order, and not more than `num_rows`.
 
-    In one program for all leaves: one by one each of them would compile its own.
+    This is one program for all leaves. Joined one by one, each leaf would compile its own program.
     """
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:num_rows], *pieces)
 
 
 def gather_rows(towers: Sequence[jax.Array], placement: Placement, num_rows: int) -> jax.Array:
-    """The first `num_rows` rows of all towers, whole on every device; all processes together.
+    """The first `num_rows` rows of all towers, whole on every device; call it on every process.
 
-    One process cannot copy another's rows: all devices gather them in one program, which only moves
-    data. It says how: left to XLA, an index over several devices may become a sum of what each one
-    has of a row, and -0.0 + 0.0 is 0.0.
+    One process cannot copy another's rows, so all devices gather them in one program, which only
+    moves data. It calls `lax.all_gather` explicitly. If it indexed a split array, XLA might compute
+    each row as a sum over devices, and -0.0 + 0.0 is 0.0.
 
     Args:
         towers: the rows of this process's towers, in ascending order, each on its tower's device.
         placement: which device runs which tower.
-        num_rows: real rows; those beyond only fill up.
+        num_rows: the number of real rows; rows after them are padding.
     """
     own = sorted(t for d in placement.local for t in placement.towers_on[d])
     rows = dict(zip(own, towers, strict=True))

@@ -1,4 +1,4 @@
-"""Lazy rows: a batch that says how many rows it has, and reads those that are asked for."""
+"""Lazy rows: a batch that knows how many rows it has, and reads only those that are needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class LazyRows:
         num_rows: rows of the whole batch, 1 or more, the same in every process.
         read: `read(places)` returns the batch's rows at these places, as a pytree of arrays with
             rows on axis 0. `places` is an integer array, shape (rows,), of numbers from 0 to
-            `num_rows - 1` in ascending order; in a batch that does not fill the towers, those that
-            fill up come once more, at the end. It is called in the thread that copies.
+            `num_rows - 1` in ascending order. If the batch does not fill the towers, some of them
+            come once more, at the end, as padding. `multitower.prefetch` calls it in its thread.
 
     Raises:
         BatchError: no rows.

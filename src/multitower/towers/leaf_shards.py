@@ -1,7 +1,7 @@
 """Leaf shards: along which dimension a leaf of a training state is split over the devices.
 
-A function of the shape and the number of devices alone, so that parameters, their gradients, the
-optimizer's state and the moving average agree.
+The dimension depends on the shape and the number of devices alone. So parameters, their gradients,
+the optimizer's state and the moving average are split in the same way.
 """
 
 import math
@@ -13,26 +13,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from multitower.towers.placement import AXIS, Placement
 
-# A smaller leaf is whole on every device: gathering it would cost more than it takes.
+# A smaller leaf is whole on every device: gathering it would cost more than splitting it saves.
 FEWEST = 4096  # elements
 # The hidden layer of a transformer's block is four times as wide as the block.
-SMALLEST = 4  # times smaller than the largest dimension that the devices divide
+SMALLEST = 4  # times smaller than the largest dimension that can be split
 
 
 def split_axis(leaf: Any, num_devices: int) -> int | None:
-    """The first large dimension that the devices divide.
+    """The first large dimension whose size is a multiple of the number of devices.
 
     Parts along the first dimension are contiguous, which makes exchanges several times as fast as
-    along the last one. Of stacked layers the first dimension counts the layers, and a loop could
-    not gather one of them, so a dimension that is far smaller than another one is passed over.
+    along the last one. But where layers are stacked, the first dimension counts the layers, and a
+    loop over layers could not gather a single one. So a dimension that is more than `SMALLEST`
+    times smaller than the largest one is skipped.
 
     Args:
         leaf: an array, or its shape and dtype.
-        num_devices: how many devices there are.
+        num_devices: the number of devices.
 
     Returns:
         The axis; None for a leaf that is whole on every device: one device, fewer than `FEWEST`
-        elements, or no dimension that the devices divide.
+        elements, or no dimension that is a multiple of the number of devices.
     """
     shape = np.shape(leaf)
     if num_devices == 1 or math.prod(shape) < FEWEST:
@@ -43,13 +44,13 @@ def split_axis(leaf: Any, num_devices: int) -> int | None:
 
 
 def spec_of(leaf: Any, num_devices: int) -> PartitionSpec:
-    """How a leaf is split, as JAX writes it."""
+    """The `PartitionSpec` of a leaf that is split along `split_axis`."""
     axis = split_axis(leaf, num_devices)
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
 
 
 def axis_of_parts(leaf: Any, placement: Placement) -> int | None:
-    """Along which axis an array lies in parts on these devices; None if it does not."""
+    """The axis along which an array is split over these devices; None if it is not."""
     sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(sharding, NamedSharding) or sharding.mesh != placement.mesh:
         return None
@@ -60,6 +61,6 @@ def axis_of_parts(leaf: Any, placement: Placement) -> int | None:
 
 
 def shardings_of(tree: Any, placement: Placement) -> Any:
-    """For each leaf of a tree where its parts are."""
+    """The same tree with the `NamedSharding` of each leaf, as `spec_of` splits it."""
     count = len(placement.devices)
     return jax.tree.map(lambda leaf: NamedSharding(placement.mesh, spec_of(leaf, count)), tree)

@@ -1,4 +1,4 @@
-"""Leaves: what a leaf of the arguments is. A key, a constant, or traced; and its dtype."""
+"""Leaves: whether a leaf of the arguments is a key, a constant or traced, and its dtype."""
 
 import functools
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ def is_traced(leaf: Any) -> bool:
 def are_traced(leaves: Iterable[Any]) -> bool:
     """Whether what is computed from these leaves is traced.
 
-    Inside `jax.jit` it is, even where a function closes over all of its arrays, so that none of the
-    leaves is. Calling a jitted function takes 4 microseconds and tells.
+    Inside `jax.jit` it is, even if none of the leaves is, because a function closes over all of its
+    arrays. A call of a jitted function shows that, and takes 4 microseconds.
     """
     return any(is_traced(leaf) for leaf in leaves) or is_traced(_zero())
 
@@ -48,21 +48,21 @@ def device_dtype(leaf: Any) -> Any:
 
 
 def wide_dtype(*dtypes: Any) -> Any:
-    """At least float32, in which sums of many numbers of these dtypes are right."""
-    with jax.numpy_dtype_promotion("standard"):  # a program may be strict with its own numbers
+    """The common dtype of these dtypes and float32, for sums of many numbers."""
+    with jax.numpy_dtype_promotion("standard"):  # the user may have set another mode
         return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """An argument that is no data: a flag, a string, a function. It is passed on unchanged.
+    """An argument that is not data: a flag, a string or a function. It is passed on unchanged.
 
     Like static arguments of `jax.jit` it is part of the program: two calls share a program if their
     constants are equal.
 
     Attributes:
-        key: type and value (1, 1.0 and True are equal), or the identity of what has no hash.
-        value: what it is; kept alive, so that no other object can have its identity.
+        key: type and value, since 1, 1.0 and True are equal; type and `id` if it has no hash.
+        value: the argument, kept alive so that no other object can get its `id`.
     """
 
     key: tuple[type, Any]
@@ -70,7 +70,7 @@ class Constant:
 
     @classmethod
     def of(cls, value: Any) -> "Constant":
-        """The constant of a value."""
+        """The `Constant` of a value."""
         try:
             hash(value)
         except TypeError:
@@ -79,14 +79,14 @@ class Constant:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf is a flag, a string or a function, and no data."""
+    """Whether a leaf is a flag, a string or a function, and so not data."""
     if isinstance(leaf, jax.Array | np.ndarray) or hasattr(leaf, "__jax_array__"):
         return False
     return isinstance(leaf, bool | str | bytes) or callable(leaf)
 
 
 def leaves_in_lists(tree: Any) -> set[int]:
-    """The numbers of the leaves that lie in a list, the form of rows in plain Python."""
+    """The numbers (places in `jax.tree.leaves`) of leaves in a list, which may be meant as rows."""
     is_list = lambda sub: isinstance(sub, list)
     marked = jax.tree.map(
         lambda sub: jax.tree.map(lambda _: is_list(sub), sub), tree, is_leaf=is_list

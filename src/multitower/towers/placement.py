@@ -1,4 +1,4 @@
-"""Placement: which device runs which towers. Towers are mathematics, devices are only a place."""
+"""Placement: which device runs which towers. It does not change what the towers compute."""
 
 import functools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ AXIS = "towers"
 
 @dataclass(frozen=True)
 class Placement:
-    """Towers on devices.
+    """Which device runs which towers.
 
     Attributes:
         devices: every device that runs a tower, in mesh order.
@@ -32,7 +32,7 @@ class Placement:
 
     @property
     def num_towers(self) -> int:
-        """How many towers there are."""
+        """The number of towers, on all devices."""
         return len(self.owners)
 
     @functools.cached_property
@@ -45,9 +45,9 @@ class Placement:
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[int, ...], ...]:
-        """For each slot the tower of every device there, for what all devices exchange at a time.
+        """For each slot, the tower that every device has there: all devices exchange slot by slot.
 
-        A device with fewer towers has its last one again; nobody reads what is sent for it twice.
+        A device with fewer towers repeats its last one. What the repetition sends is not read.
         """
         most = max(len(towers) for towers in self.towers_on)
         return tuple(
@@ -68,29 +68,29 @@ class Placement:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices as a mesh of one axis."""
+        """The devices as a mesh with one axis, `"towers"`."""
         return Mesh(np.array(self.devices), (AXIS,))
 
     @functools.cached_property
     def split(self) -> NamedSharding:
-        """Cut along the first axis, one block a device."""
+        """The sharding of an array that is split along axis 0, one block per device."""
         return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
     @functools.cached_property
     def shared(self) -> NamedSharding:
-        """Whole on every device."""
+        """The sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def divided(self) -> "Placement":
-        """This placement on the most devices that all run equally many towers."""
+        """The same towers on as many of the devices as can all run equally many towers."""
         count = max(d for d in range(1, len(self.devices) + 1) if self.num_towers % d == 0)
         return contiguous(self.devices[:count], self.num_towers)
 
     def check_all_take_part(self) -> None:
-        """Refuses a placement without a tower in this process: it would have nothing to wait for.
+        """Refuses a placement without a tower in this process, which could not take part in sums.
 
         Raises:
-            DeviceError: there is none.
+            DeviceError: no tower runs in this process.
         """
         if not self.local:
             there = {one.process_index for one in self.devices}
@@ -106,7 +106,8 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
     """Puts towers on devices, neighbours together; one tower per device if `towers` is None.
 
     Raises:
-        DeviceError: the devices are not there, or `towers` is not a whole number above 0.
+        DeviceError: a device does not exist, `towers` is not a whole number above 0, or this
+            process would have no tower.
     """
     check_towers(towers)
     found = find_all(devices)
@@ -127,10 +128,10 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
 
 
 def find_all(devices: DeviceSpec | None) -> list[jax.Device]:
-    """The devices of a run: of several processes those of each, process by process.
+    """The devices of a run; with several processes those of each process, in their order.
 
     Raises:
-        DeviceError: they are not there.
+        DeviceError: a device does not exist, or another process uses the same GPU.
     """
     if not are_several():
         return find_devices(devices)
@@ -140,7 +141,7 @@ def find_all(devices: DeviceSpec | None) -> list[jax.Device]:
 
 
 def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:
-    """The same devices of every process, process by process; named ones as they are.
+    """These devices of every process, in the order of processes; `jax.Device`s stay unchanged.
 
     Raises:
         DeviceError: a process has fewer devices than this one.
@@ -167,7 +168,7 @@ def _of_all_processes(spec: DeviceSpec | None) -> list[jax.Device]:
 
 
 def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:
-    """Consecutive towers side by side, at most one tower more on one device than on another."""
+    """Puts consecutive towers on each device, at most one more on one device than on another."""
     bounds = [d * num_towers // len(devices) for d in range(len(devices) + 1)]
     owners = [d for d in range(len(devices)) for _ in range(bounds[d], bounds[d + 1])]
     return Placement(tuple(devices), tuple(owners))

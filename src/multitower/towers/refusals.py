@@ -1,4 +1,4 @@
-"""What can neither be cut into towers nor shared, and what to pass instead."""
+"""Refuses what can neither be cut into towers nor shared, and says what to pass instead."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from multitower.towers.leaves import Constant, leaves_in_lists
 
 
 class Names(Protocol):
-    """What the user calls the leaves of a tree, by their paths; asked for by errors only."""
+    """What the user calls the leaves of a tree, by their paths; only errors need it."""
 
     def of(self, path: Sequence[Any]) -> str:
         """A leaf's name, such as `batch['x']`."""
@@ -31,7 +31,7 @@ class Names(Protocol):
 def refuse_lists_for_rows(
     tree: Any, kinds: Sequence[Any], axes: Sequence[int | None], name: str | Names, given_axes: Any
 ) -> None:
-    """Refuses labels in a list: every tower would have those of all rows."""
+    """Refuses strings and flags in a list, such as labels: every tower would get all of them."""
     suspects = {
         number: kind.value
         for number, (kind, axis) in enumerate(zip(kinds, axes, strict=True))
@@ -91,10 +91,10 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
 
 
 def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
-    """Refuses an object that JAX's functions take as an array, and its transformations do not.
+    """Refuses an object that JAX's functions accept as an array, but its transformations do not.
 
     Raises:
-        ArgumentError: such as a variable of Keras; or a whole model of Keras.
+        ArgumentError: the leaf is such an object, like a Keras variable; or it is a Keras model.
     """
     refuse_keras_model(leaf, where)
     if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
@@ -105,10 +105,10 @@ def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
 
 
 def refuse_keras_model(leaf: Any, where: Callable[[], str]) -> None:
-    """Refuses a model or layer of Keras, which holds its variables and is no tree of them.
+    """Refuses a Keras model or layer, which holds its variables but is not a pytree of them.
 
     Raises:
-        ArgumentError: it is one.
+        ArgumentError: the leaf is a Keras model or layer.
     """
     if hasattr(leaf, "stateless_call") and hasattr(leaf, "trainable_variables"):
         raise ArgumentError(
@@ -119,12 +119,12 @@ def refuse_keras_model(leaf: Any, where: Callable[[], str]) -> None:
 
 
 def is_state_of_linen(value: Any) -> bool:
-    """Whether it is Flax Linen's training state: parameters, an optimizer and its state."""
+    """Whether it is the `TrainState` of Flax Linen: parameters, an optimizer and its state."""
     return all(hasattr(value, field) for field in ("params", "tx", "opt_state", "apply_fn"))
 
 
 def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str]) -> None:
-    """Refuses arrays of NumPy that no device can have."""
+    """Refuses NumPy arrays that a device cannot hold, by their dtype or because of a mask."""
     if leaf.dtype.kind in "OSUMm" or leaf.dtype.names:
         raise ArgumentError(
             f"{where()} has dtype {leaf.dtype}: only numbers can go to a device. Encode it as "
@@ -147,7 +147,7 @@ def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str
 
 
 def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
-    """Refuses an array whose memory was given away."""
+    """Refuses an array that was donated to a jitted call, so that its memory is gone."""
     if not isinstance(leaf, Tracer) and leaf.is_deleted():
         raise ArgumentError(
             f"{where()} is gone: it was donated to a jitted call (donate_argnums), which has "
@@ -156,12 +156,12 @@ def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
 
 
 def path_of(tree: Any, number: int, name: str | Names) -> str:
-    """The path of a leaf in words; only errors need it."""
+    """The name of a leaf for a message, such as `batch['x']`, from its number."""
     return name_of(jax.tree_util.tree_flatten_with_path(tree)[0][number][0], name)
 
 
 def name_of(path: Sequence[Any], name: str | Names) -> str:
-    """A path in words."""
+    """The name of a leaf for a message, such as `batch['x']`, from its path."""
     return name + jax.tree_util.keystr(tuple(path)) if isinstance(name, str) else name.of(path)
 
 
@@ -170,10 +170,10 @@ def whole_of(tree: Any, number: int, name: str | Names, axes: Any, up: int = 0) 
 
     Args:
         tree: the tree.
-        number: the leaf's.
-        name: of the tree, which has no in_axes then; or of its leaves.
-        axes: the axes that were given for it.
-        up: 1 for the list that the leaf lies in.
+        number: the place of the leaf among the tree's leaves.
+        name: the name of the tree, which then has no in_axes; or the names of its leaves.
+        axes: the in_axes that were given for the tree.
+        up: 0 for the leaf itself, 1 for the list that it lies in.
     """
     path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
     if isinstance(name, str):
@@ -186,7 +186,7 @@ def taken_out_of(name: str) -> str:
     text = f"take it out of {name} and let the function close over it"
     if name != "batch":
         return text
-    # A step looks at its function once: it would go on with the first target network.
+    # A step opens its loss function only once, so it would keep the first target network.
     return (
         f"{text}, or, if it changes between steps like a target network, pass it as model_state "
         "(state.replace(model_state=...))"

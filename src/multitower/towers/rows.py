@@ -38,8 +38,8 @@ class Tower(NamedTuple):
     """What a tower program knows about itself.
 
     Attributes:
-        number: which of all towers it is, int32, shape ().
-        num_rows: how many of its rows are real, int32, shape (); the rest are copies that fill up.
+        number: the number of the tower, from 0, int32, shape ().
+        num_rows: how many of its rows are real, int32, shape (); the others are copies.
         all_rows: how many real rows all towers have, int32, shape ().
     """
 
@@ -87,7 +87,14 @@ class Split:
 
 
 class Parts(NamedTuple):
-    """A tree taken apart: how, the shared leaves, the split ones (rows on axis 0), the rows."""
+    """A tree taken apart.
+
+    Attributes:
+        split: which leaf is shared and which is split.
+        shared: the shared leaves and the keys.
+        rows: the split leaves, with their rows on axis 0.
+        num_rows: the number of rows, the same in all of them.
+    """
 
     split: Split
     shared: list[Any]
@@ -102,8 +109,8 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
         tree: any pytree of arrays, numbers and typed keys.
         axes: the row axis of every leaf, None for shared; a prefix of the tree, as in `jax.vmap`.
         name: what the tree is called in messages, such as `batch`; or what its leaves are called,
-            where the user says `in_axes`.
-        constants: whether flags, strings and functions are taken, as parts of the program.
+            where the user gives `in_axes`.
+        constants: whether flags, strings and functions are accepted, as parts of the program.
 
     Returns:
         The parts; every split leaf has its rows on axis 0.
@@ -150,15 +157,16 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
 
 
 def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Array:
-    """How many real rows the tower `index` has when `num_rows` rows fill towers from the front."""
+    """The real rows of tower `index`, int32, if `num_rows` rows fill the towers from the front."""
     return jnp.clip(num_rows - index * tower_rows, 0, tower_rows).astype(jnp.int32)
 
 
 def key_of_tower(key: Any, tower: Tower) -> Any:
-    """One tower's key: tower 0 gets it as it is, and draws what one device draws.
+    """One tower's key. Tower 0 gets the key unchanged, so it draws what one device would draw.
 
-    Every other tower folds in a constant of ours and its number: a number alone is what user code
-    and frameworks fold in, for layers and steps, and their numbers would come back in a tower.
+    Every other tower folds in a constant of this library and then its number. The number alone is
+    not enough: users and frameworks fold in numbers of layers and steps, and a tower would repeat
+    those random numbers.
 
     Args:
         key: a typed key of any shape, or one of `jax.random.PRNGKey`.
@@ -185,10 +193,10 @@ def pad_rows(leaf: Any, size: int) -> Any:
 
 
 def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
-    """The axis of every leaf, from a prefix of the tree as in `jax.vmap`; None is an axis here.
+    """The axis of every leaf, None for shared, from a prefix of the tree as in `jax.vmap`.
 
     Raises:
-        ArgumentError: no such prefix, or something else than int and None in it.
+        ArgumentError: `axes` is not a prefix of the tree, or holds values other than int and None.
     """
     if isinstance(axes, int) and not isinstance(axes, bool):
         return [axes] * jax.tree.structure(tree).num_leaves
@@ -234,8 +242,8 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
 def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
 
-    Among two rows too: half a key would be of no use to anybody. But there a NumPy array is a
-    column of rows, such as labels: JAX makes keys as arrays of its own.
+    A batch of two rows is no exception, because half a key is of no use. But a NumPy array then
+    counts as two rows, such as labels, because JAX makes keys as `jax.Array`s.
     """
     legacy = {
         number

@@ -1,4 +1,4 @@
-"""Same call: what every process must pass alike, compared at the first call."""
+"""Same call: at the first call, checks that all processes pass the same arguments."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ from multitower.towers.split import TowerRows, sample_of
 def check_same_call(
     name: str, leaves: Sequence[Any], placement: Placement, counts: Sequence[int] = ()
 ) -> None:
-    """Compares what the processes pass to a function; all together. Nothing for a single process.
+    """Compares what the processes pass to a function; call it on every process.
 
-    Values are compared by a few rows of what every process has whole, in a warning: rows that a
-    process does not need may be missing there.
+    It does nothing if one process runs all towers. Values are compared by a few rows of the arrays
+    that every process has whole. If they differ there is only a warning, because a process may
+    leave out the values of rows that it does not need.
 
     Args:
-        name: of what is passed, such as `batch`.
+        name: the name of what is passed, such as `batch`.
         leaves: what this process passes.
         placement: where the function runs.
-        counts: of a call with several batches, the rows of each.
+        counts: the rows of each batch, if the call has several batches.
 
     Raises:
-        BatchError: the towers, the batches, shapes or dtypes are not those of process 0; in every
-            process.
+        BatchError: in every process, if the number of towers, the batches, the shapes or the dtypes
+            of one process are not those of process 0.
     """
     if not placement.spans_processes:
         return
@@ -37,7 +38,7 @@ def check_same_call(
     if counts:
         shapes += f"; {len(counts)} batches of {', '.join(map(str, counts))} rows"
     values = zlib.crc32(b"".join(_values(leaf) for leaf in leaves))
-    # What tells them apart comes first: a line that is too long loses its end.
+    # The checksums come first, because a line that is too long loses its end.
     lines = lines_of_all(f"{zlib.crc32(shapes.encode()):08x} {values:08x} {shapes}")
     first_shapes, first_values, first = lines[0].split(" ", 2)
     for process, line in enumerate(lines):
@@ -64,7 +65,7 @@ def _shape(leaf: Any) -> str:
 
 
 def _values(leaf: Any) -> bytes:
-    """Some of the bits of a leaf, nothing where it is not whole in this process."""
+    """The bytes of a few rows of a leaf; none if a device or process may have only a part of it."""
     if isinstance(leaf, TowerRows):
         return leaf.sample
     if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:

@@ -19,10 +19,11 @@ class TowerRows:
     """One array of a batch, split into towers on their devices; made by `shard(..., towers=T)`.
 
     Attributes:
-        pieces: for each tower that this process runs, its rows on its device; None for others.
+        pieces: for each tower that this process runs, its rows on its device, shape
+            (tower_rows, ...); None for the towers of other processes.
         placement: which device runs which tower.
-        num_rows: real rows; further rows only fill up the last towers.
-        sample: some of the bits that were cut, where several processes have them; else nothing.
+        num_rows: the number of real rows; the rows after them, in the last towers, are copies.
+        sample: the bytes of a few rows, to compare between processes; empty if it is not needed.
     """
 
     pieces: tuple[jax.Array | None, ...]
@@ -37,7 +38,7 @@ class TowerRows:
 
     @property
     def tower_rows(self) -> int:
-        """Rows that every tower holds, filling included."""
+        """Rows that every tower holds, copies included."""
         return self.piece.shape[0]
 
     @functools.cached_property
@@ -90,7 +91,8 @@ def cut(
     """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
 
     Raises:
-        BatchError: more rows than `global_batch`, or an array of all processes that lies otherwise.
+        BatchError: more rows than `global_batch`; or a global array that is split in another way,
+            so that this process does not have the rows of its towers.
     """
     tower_rows = size_of_towers(num_rows, placement, global_batch)
     rows = [leaf.whole() if isinstance(leaf, TowerRows) else leaf for leaf in rows]
@@ -106,7 +108,7 @@ def cut(
 
 
 def sample_of(leaf: Any) -> bytes:
-    """The bits of three rows of an array, or of a number."""
+    """The bytes of the first, the middle and the last row of an array, or of a number."""
     if not np.ndim(leaf) or not np.size(leaf):
         return np.asarray(leaf).tobytes()
     last = leaf.shape[0] - 1
@@ -119,7 +121,11 @@ def own_towers(placement: Placement) -> list[int]:
 
 
 def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None) -> int:
-    """Rows that every tower holds; `global_batch` as for `cut`."""
+    """Rows that every tower holds: those of a full batch, divided by towers and rounded up.
+
+    Raises:
+        BatchError: more rows than `global_batch`.
+    """
     size = num_rows if global_batch is None else global_batch
     if num_rows > size:
         raise BatchError(
@@ -133,7 +139,7 @@ def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None
 def placed_rows(
     pieces: Sequence[Sequence[Any]], placement: Placement, num_rows: int
 ) -> list[TowerRows]:
-    """Copies the pieces of each array, one for each tower of this process, to their devices."""
+    """Copies each array's pieces, one for each tower of this process, to the towers' devices."""
     own = own_towers(placement)
     homes = [placement.devices[placement.owners[tower]] for tower in own]
     flat = [piece for of_leaf in pieces for piece in of_leaf]
@@ -149,7 +155,7 @@ def placed_rows(
 def ready_or_cut(
     rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
 ) -> list[TowerRows]:
-    """The rows as `TowerRows` of `tower_rows` each; what is cut like that already is not copied."""
+    """The rows as `TowerRows` of `tower_rows` each; if all are so already, nothing is copied."""
     ready = [
         leaf
         for leaf in rows
@@ -163,7 +169,7 @@ def ready_or_cut(
 
 
 def refuse_tower_rows(rows: Sequence[Any]) -> None:
-    """Refuses rows that were cut into towers, where there are none.
+    """Refuses rows that were cut into towers, for a function that has no towers.
 
     Raises:
         ArgumentError: a batch from `shard(..., towers=T)`.
@@ -190,10 +196,11 @@ def copy_to(leaves: Sequence[Any], targets: Sequence[Any]) -> list[jax.Array]:
 
 
 def _pieces(leaf: Any, starts: Sequence[int], size: int) -> list[Any]:
-    """Rows start .. start+size-1 for each start, with copies of real rows where there are no more.
+    """Rows start .. start+size-1 for each start; beyond the last row, copies of real rows.
 
     Raises:
-        BatchError: some of them are neither on one device nor all in this process.
+        BatchError: no device of this process has all rows of a piece, and the array is not whole in
+            this process.
     """
     if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
         found = [_piece_of_block(leaf, start, size) for start in starts]
@@ -213,9 +220,10 @@ def _pieces(leaf: Any, starts: Sequence[int], size: int) -> list[Any]:
 
 
 def on_one_device(leaf: Any) -> Any:
-    """A leaf that may be indexed anyhow; of several processes one that they have whole already.
+    """A leaf on one device, so that indexing cannot change its bits.
 
-    Of an array on several devices XLA may add up what each one has, and -0.0 + 0.0 is 0.0.
+    If an array on several devices is indexed, XLA may compute a sum over the devices, and
+    -0.0 + 0.0 is 0.0. An array that is split over several processes is returned unchanged.
     """
     if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
         return leaf
@@ -234,7 +242,7 @@ def _piece(leaf: Any, start: int, size: int) -> Any:
 
 
 def _piece_of_block(leaf: jax.Array, start: int, size: int) -> Any:
-    """The same from a block that has all of the rows; None if there is none in this process."""
+    """Rows start .. start+size-1 from a block of this process that has all of them, or None."""
     for block in leaf.addressable_shards:
         first, end, _ = block.index[0].indices(leaf.shape[0])
         is_whole = block.data.shape[1:] == leaf.shape[1:]

@@ -1,4 +1,4 @@
-"""What is around a call of ours: another one, the user's own mesh, `jax.disable_jit`."""
+"""What surrounds a call of this library: another call, the user's mesh, `jax.disable_jit`."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ import jax
 
 from multitower.errors import ArgumentError, ConfigurationError, MultitowerError
 
-# JAX traces a jitted function anew where this differs: what it keeps of a call outside is not what
-# the same function does in a tower.
+# JAX traces a jitted function anew if this value differs. A function that was traced outside of a
+# tower may do something else inside one, so its trace must not be used again.
 _inside = jax.make_user_context(False)
 
 
@@ -49,7 +49,7 @@ def refuse_inside_a_tower(name: str) -> None:
     """Refuses a call inside another one, which has cut the batch already.
 
     Raises:
-        ArgumentError: it is inside.
+        ArgumentError: the call is inside of a tower.
     """
     if _inside.value:
         raise ArgumentError(
@@ -60,7 +60,7 @@ def refuse_inside_a_tower(name: str) -> None:
 
 
 def refuse_a_mesh() -> None:
-    """Refuses a mesh of the user's that all arrays would have to lie on.
+    """Refuses a user's own mesh, on which all arrays would have to lie.
 
     Raises:
         ConfigurationError: `jax.set_mesh(...)` is active.
@@ -75,7 +75,7 @@ def refuse_a_mesh() -> None:
 
 
 def refuse_disabled_jit() -> None:
-    """Refuses programs that are compiled ahead while nothing is to be compiled.
+    """Refuses calls with towers=, which need compiled programs, inside of `jax.disable_jit()`.
 
     Raises:
         ConfigurationError: `jax.disable_jit()` is active.

@@ -1,8 +1,8 @@
-"""Arrays that are to be cut and differ in their number of rows: which of them are no rows.
+"""Arrays that are to be cut, but differ in their number of rows: finds which of them are not rows.
 
 A second set of weights, a target network or a model state is an argument whose own arrays differ
-in axis 0, and no array of it holds rows. It is shared whole: weights without their biases, or a
-batch that every tower gets, lead from one error to the next.
+in axis 0, and none of them holds rows. The error advises to share the whole argument. Advice to
+share the weights without their biases, or to share the batch, would lead to the next error.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import jax
 from multitower.errors import BatchError
 from multitower.towers.refusals import Names, name_of, path_of, taken_out_of, whole_of
 
-_SHOWN = 3  # a message names so many arrays of an argument
+_SHOWN = 3  # a message names at most so many arrays of an argument
 
 
 class _Argument(NamedTuple):
@@ -22,7 +22,7 @@ class _Argument(NamedTuple):
 
     Attributes:
         path: its path in the tree.
-        counts: for the number of each of its arrays that is cut: how many rows that has.
+        counts: the rows of each of its arrays that is to be cut, by the leaf's number in the tree.
         is_flat: whether these arrays lie in it directly, as in most batches.
     """
 
@@ -36,19 +36,19 @@ class _Argument(NamedTuple):
         return found.pop() if len(found) == 1 else None
 
     def may_be_a_batch(self, num_rows: int) -> bool:
-        """Whether it looks like rows, and something beside them."""
+        """Whether most of its arrays have `num_rows` rows: a batch with something else in it."""
         fitting = sum(count == num_rows for count in self.counts.values())
         return self.is_flat and 2 * fitting > len(self.counts)
 
 
 def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -> BatchError:
-    """The error for row counts that differ; it says what is to be shared, or turned.
+    """The error for row counts that differ; it says what to share, or which axes to swap.
 
     Args:
         tree: what was to be cut.
-        name: what it is called, or who names its leaves.
-        axes: the axes that were given for it.
-        kinds: for each leaf the axis of its rows, an int, or something else.
+        name: what the tree is called, or the names of its leaves.
+        axes: the in_axes that were given for it.
+        kinds: for each leaf its kind, as in `Split`; an int is the axis of its rows.
     """
     error = _argument_differs(tree, name, axes, _arguments(tree, name, kinds))
     return BatchError(f"{error}{_or_turn(tree, name, kinds)}")
@@ -62,7 +62,7 @@ def _argument_differs(
     if not agreeing:
         return _leaf_differs(tree, name, axes, _merged(arguments))
     ranked = Counter(one.rows() for one in agreeing).most_common()
-    # Of equally many the larger number: a batch has more rows than most weights have inputs.
+    # If votes are equal, the larger number: a batch has more rows than most weights have inputs.
     num_rows = max(count for count, votes in ranked if votes == ranked[0][1] and count is not None)
     mixed = [one for one in arguments if one.rows() is None and one.may_be_a_batch(num_rows)]
     no_rows = [one for one in arguments if one.rows() != num_rows and one not in mixed]
@@ -103,8 +103,8 @@ def _merged(arguments: Sequence[_Argument]) -> dict[int, int]:
 
 
 def _leaf_differs(tree: Any, name: str | Names, axes: Any, counts: dict[int, int]) -> str:
-    """Names the leaf with a number of rows that fewer leaves have than another."""
-    (usual, _), *_ = Counter(counts.values()).most_common()  # of equally many the first
+    """Names the first leaf whose number of rows is not the most frequent one."""
+    (usual, _), *_ = Counter(counts.values()).most_common()  # the first, if votes are equal
     first = next(n for n, count in counts.items() if count == usual)
     other = next(n for n, count in counts.items() if count != usual)
     return (
@@ -136,7 +136,7 @@ def _or_else(
     arguments: Sequence[_Argument],
     no_rows: Sequence[_Argument],
 ) -> str:
-    """The other way round, where each of two arguments may be the batch."""
+    """The opposite advice, if either of two arguments may be the batch."""
     few, many = no_rows[0], [one for one in arguments if one not in no_rows]
     if len(no_rows) > 1 or len(many) > 1 or few.rows() is None or isinstance(name, str):
         return ""
@@ -149,7 +149,7 @@ def _in_words(names: Sequence[str]) -> str:
 
 
 def _or_turn(tree: Any, name: str | Names, kinds: Sequence[Any]) -> str:
-    """What else may be meant where rows could lie on axis 1: a batch that is time-major."""
+    """Advice for a time-major batch, if all arrays could have their rows on axis 0 or 1."""
     if not isinstance(name, str):
         return ""
     shapes = {n: x.shape for n, x in enumerate(jax.tree.leaves(tree)) if kinds[n] == 0}

@@ -1,4 +1,4 @@
-"""Data sets of images and text: read from files, downloaded when asked, or made up.
+"""Data sets of images and text: read from files, downloaded on request, or synthetic.
 
-Knows NumPy only, nothing of devices, towers or steps. Read `images.py` and `text.py` first.
+They need only NumPy, and nothing of devices, towers or steps. Read `images.py` and `text.py` first.
 """

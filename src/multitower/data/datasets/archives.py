@@ -1,4 +1,4 @@
-"""Reading untrusted archives: in memory, and plain files only.
+"""Reads untrusted archives in memory, and takes only plain files from them.
 
 Nothing is unpacked to a disk, so no path in an archive can reach other files. An archive with
 links, devices or absolute paths is refused as a whole.
@@ -14,7 +14,7 @@ from typing import BinaryIO
 from multitower.errors import DataError
 
 # Far above the largest file of any data set that is read here (CIFAR-10: 31 MB, MNIST: 47 MB),
-# and low enough that an archive made to fill the memory does not.
+# and so low that an archive which is made to fill the memory cannot do so.
 _LARGEST_BYTES = 256 * 1024**2
 _BLOCK_BYTES = 1024**2
 _DAMAGED = (EOFError, gzip.BadGzipFile, tarfile.TarError, zlib.error)
@@ -24,13 +24,13 @@ def read_file(path: Path) -> bytes:
     """Reads a file, decompressed if it is a gzip file by its first bytes.
 
     Args:
-        path: of the file.
+        path: the path of the file.
 
     Returns:
         Its contents.
 
     Raises:
-        DataError: it cannot be read, is truncated or damaged, or is too large.
+        DataError: the file cannot be read, is truncated or damaged, or has more than 256 MiB.
 
     Example:
         >>> import gzip, tempfile
@@ -57,21 +57,21 @@ def read_file(path: Path) -> bytes:
 
 
 def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
-    """Reads files out of a `.tar.gz` archive, all of it or nothing.
+    """Reads files from a `.tar.gz` archive, all of them or none.
 
     The archive is read to its end, so that gzip's own checksum is checked too.
 
     Args:
-        path: of the archive.
-        wanted: names of files in it.
+        path: the path of the archive.
+        wanted: the names of files in it.
 
     Returns:
-        The contents of each.
+        Name to contents, for each of them.
 
     Raises:
         DataError: the archive cannot be read, is truncated or damaged, lacks one of the files,
-            or has a member that no honest archive has: a path that leads out of it, a link, a
-            device, a file twice, a file that is too large.
+            or has a member that is not safe to read: a path that leads out of it, a link, a
+            device, or more than 256 MiB; or it has one of the files twice.
 
     Example:
         >>> import io, tarfile, tempfile
@@ -99,7 +99,7 @@ def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
                 assert content is not None
                 found[name] = content.read()
             while stream.read(_BLOCK_BYTES):
-                pass  # only at the end does gzip compare its checksum
+                pass  # gzip compares its checksum at the end only
     except _DAMAGED as error:
         raise _damaged(path, error) from error
     except OSError as error:
@@ -115,7 +115,7 @@ def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
 
 
 def _safe_name(member: tarfile.TarInfo, path: Path) -> str:
-    """The member's name, if it is a plain file or a directory within the archive's own."""
+    """The member's name, if it is a plain file or a directory within the archive."""
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts or "\\" in member.name or ":" in member.name:
         reason = "its path leads out of the archive"

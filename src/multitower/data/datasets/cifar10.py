@@ -1,4 +1,4 @@
-"""CIFAR-10: 32x32 colour images, from either archive of its authors, packed or unpacked."""
+"""CIFAR-10: 32x32 colour images, from either of its authors' archives, packed or unpacked."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from multitower.data.datasets.images import Images, join, make_images
 from multitower.data.datasets.pickles import read_pickled_dict
 from multitower.errors import DataError
 
-_PLANES = (3, 32, 32)  # all red pixels, then all green ones, then all blue ones
+_PLANES = (3, 32, 32)  # all red values, then all green ones, then all blue ones
 _IMAGE_BYTES = 3 * 32 * 32
 _RECORD_BYTES = 1 + _IMAGE_BYTES
 _BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
@@ -29,17 +29,17 @@ def read_cifar10(directory: Path) -> tuple[Images, Images]:
     """Reads the training and the test images.
 
     Args:
-        directory: holds one of `cifar-10-batches-py/`, `cifar-10-python.tar.gz`,
-            `cifar-10-batches-bin/` and `cifar-10-binary.tar.gz`, and is searched in this order;
-            or it is itself one of these directories. Archives are read where they are.
+        directory: a directory with `cifar-10-batches-py/`, `cifar-10-python.tar.gz`,
+            `cifar-10-batches-bin/` or `cifar-10-binary.tar.gz`; the first of these that exists is
+            read. Or one of the two unpacked directories itself. Archives are not unpacked.
 
     Returns:
-        Both: `"image"`, uint8, shape (rows, 32, 32, 3), red, green and blue last, and `"label"`,
-        int32, shape (rows,).
+        The training set and the test set, each with `"image"`, uint8, shape (rows, 32, 32, 3), red,
+        green and blue on the last axis, and `"label"`, int32, shape (rows,), 0 to 9.
 
     Raises:
-        DataError: nothing of the kind is there; or it is truncated or damaged, is not safe to
-            read, or has a label that is none of 0 to 9.
+        DataError: the directory has none of these; or a file is truncated or damaged, is not safe
+            to read, or has a label other than 0 to 9.
 
     Example:
         >>> from pathlib import Path
@@ -72,18 +72,18 @@ def read_cifar10(directory: Path) -> tuple[Images, Images]:
 
 
 def download_cifar10(directory: Path, progress: Progress | None = None) -> Path:
-    """Downloads CIFAR-10's binary archive, 170 MB; one that is there already is kept.
+    """Downloads CIFAR-10's binary archive, 170 MB, unless the directory has it already.
 
     Args:
-        directory: where to put it; made if need be.
+        directory: where to put it; it is made if it does not exist.
         progress: as for `multitower.data.datasets.download.download`.
 
     Returns:
         The directory.
 
     Raises:
-        DataError: the download fails, or brings something else than it should; the message says
-            how to do it by hand.
+        DataError: the download fails, or the file is not the expected one; the message says how to
+            download it by hand.
     """
     download(ARCHIVE, directory, progress)
     return directory
@@ -127,7 +127,7 @@ def _labels(labels: Any, where: str) -> np.ndarray[Any, Any]:
     if is_array:
         return labels
     if isinstance(labels, list) and all(type(label) is int for label in labels):
-        # Out of range is out of range, also where it would not fit into an integer of C.
+        # Clipped, so that a label too large for int64 is reported as out of range, like any other.
         return np.array([max(-1, min(label, 2**31 - 1)) for label in labels], np.int64)
     raise DataError(
         f"{where} has {_described(labels)} as 'labels': it must be a list of whole numbers. It is "

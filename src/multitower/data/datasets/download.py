@@ -1,4 +1,4 @@
-"""Downloading a file: only when asked, checked before it gets its name, or not at all."""
+"""Downloads a file on request, and gives it its name only after checking it."""
 
 import contextlib
 import hashlib
@@ -24,8 +24,8 @@ class RemoteFile:
 
     Attributes:
         url: its address.
-        num_bytes: its size.
-        sha256: of its contents, 64 hexadecimal digits.
+        num_bytes: its size in bytes.
+        sha256: the SHA-256 checksum of its contents, 64 hexadecimal digits.
     """
 
     url: str
@@ -39,13 +39,13 @@ class RemoteFile:
 
 
 def cache_directory(name: str) -> Path:
-    """Where downloads go that are given no directory.
+    """The default directory for downloads of a data set.
 
     Args:
-        name: of the data set.
+        name: the name of the data set.
 
     Returns:
-        `$XDG_CACHE_HOME/multitower/<name>`, or `~/.cache/multitower/<name>`. It need not exist.
+        `$XDG_CACHE_HOME/multitower/<name>`, or `~/.cache/multitower/<name>`. It may not exist yet.
 
     Example:
         >>> from multitower.data.datasets.download import cache_directory
@@ -57,22 +57,22 @@ def cache_directory(name: str) -> Path:
 
 
 def download(file: RemoteFile, directory: Path, progress: Progress | None = None) -> Path:
-    """Downloads a file, unless it is there.
+    """Downloads a file, unless the directory already has a file of that name.
 
-    It gets its name when it is complete and its checksum is right, so that a file of that name is
-    always the right one; a download that fails leaves nothing behind.
+    The file gets its name when it is complete and its checksum is right. So a file that this
+    function has downloaded is always the right one. A download that fails leaves no file behind.
 
     Args:
-        file: which one.
-        directory: where to put it; made if need be.
-        progress: `progress(name, done, total)`, called as bytes come in.
+        file: the file to download.
+        directory: where to put it; it is made if it does not exist.
+        progress: `progress(name, done, total)`, in bytes, called as they arrive.
 
     Returns:
-        The path.
+        The path of the file.
 
     Raises:
-        DataError: the file cannot be fetched or written, or is another one than it should be. The
-            message names it and says where to put it by hand.
+        DataError: the file cannot be fetched or written, or is not the expected one. The message
+            names it and says where to put it by hand.
 
     Example:
         >>> import tempfile
@@ -96,10 +96,10 @@ def download(file: RemoteFile, directory: Path, progress: Progress | None = None
                 f"{file.url} brought another file than it should: its SHA-256 is {found}, and "
                 f"{file.sha256} was expected. {_by_hand(file, directory)}"
             )
-        os.replace(partial, target)  # readers see no file or the whole file
+        os.replace(partial, target)  # so other programs see the whole file or none
     except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it is the connection, too
+            error.close()  # this closes the connection
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise DataError(
             f"{file.url} could not be downloaded to {target}: {reason}. {_by_hand(file, directory)}"
@@ -111,7 +111,7 @@ def download(file: RemoteFile, directory: Path, progress: Progress | None = None
 
 
 def where_to_get(files: Sequence[RemoteFile], directory: Path) -> str:
-    """Explains how to get the files: `--download`, or by hand."""
+    """Explains how to get the files: with `--download`, or by hand."""
     addresses = ", ".join(file.url for file in files)
     return f"Download with --download, or by hand: {addresses} into {directory}."
 

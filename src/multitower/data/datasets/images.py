@@ -1,4 +1,4 @@
-"""Images with labels, checked before anybody trains on them."""
+"""Images with labels, which are checked before training."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ NUM_CLASSES = 10
 
 
 def make_images(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], where: str) -> Images:
-    """Puts images and labels side by side.
+    """Makes a data set of images and labels, after checking them.
 
     Args:
         pixels: uint8, shape (rows, height, width, channels).
-        labels: whole numbers, shape (rows,).
+        labels: integers, 0 to 9, shape (rows,).
         where: the file that they are from, for messages.
 
     Returns:
@@ -24,7 +24,7 @@ def make_images(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], wher
         (rows,).
 
     Raises:
-        DataError: no rows, row counts that differ, or a label that is none of 0 to 9.
+        DataError: no rows, row counts that differ, or a label other than 0 to 9.
 
     Example:
         >>> import numpy as np
@@ -51,12 +51,12 @@ def make_images(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], wher
 
 
 def join(parts: list[Images]) -> Images:
-    """Puts the images of several files one after another.
+    """Concatenates the images and labels of several files.
 
     Args:
-        parts: as from `make_images`, all of the same image shape.
+        parts: results of `make_images`, all of the same image shape.
 
     Returns:
-        The same, with all rows.
+        One such data set, with all rows in this order.
     """
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,4 +1,4 @@
-"""MNIST: 28x28 grey digits, from the IDX files of its authors, compressed or not."""
+"""MNIST: 28x28 grey images of digits, from its authors' IDX files, compressed or not."""
 
 import struct
 from collections.abc import Sequence
@@ -32,14 +32,15 @@ def read_mnist(directory: Path) -> tuple[Images, Images]:
     """Reads the training and the test images.
 
     Args:
-        directory: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
+        directory: has the files `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
             `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each with `.gz` or without.
 
     Returns:
-        Both: `"image"`, uint8, shape (rows, 28, 28, 1), and `"label"`, int32, shape (rows,).
+        The training set and the test set, each with `"image"`, uint8, shape (rows, 28, 28, 1), and
+        `"label"`, int32, shape (rows,), 0 to 9.
 
     Raises:
-        DataError: a file is missing, truncated or no such IDX file, or a label is none of 0 to 9.
+        DataError: a file is missing, truncated or not such an IDX file, or a label is not 0 to 9.
 
     Example:
         >>> from pathlib import Path
@@ -55,18 +56,18 @@ def read_mnist(directory: Path) -> tuple[Images, Images]:
 
 
 def download_mnist(directory: Path, progress: Progress | None = None) -> Path:
-    """Downloads the four files of MNIST, 12 MB; those that are there already are kept.
+    """Downloads those of MNIST's four files, 12 MB, that the directory does not have yet.
 
     Args:
-        directory: where to put them; made if need be.
+        directory: where to put them; it is made if it does not exist.
         progress: as for `multitower.data.datasets.download.download`.
 
     Returns:
         The directory.
 
     Raises:
-        DataError: a download fails, or brings something else than it should; the message says
-            how to do it by hand.
+        DataError: a download fails, or a file is not the expected one; the message says how to
+            download it by hand.
     """
     for file in FILES:
         download(file, directory, progress)
@@ -94,7 +95,7 @@ def _find(directory: Path, name: str) -> Path:
 
 
 def _read_idx(path: Path, num_axes: int) -> np.ndarray[Any, Any]:
-    """An array of bytes: two zeros, 8 for uint8, the number of axes; the sizes; the numbers."""
+    """Reads a uint8 array in the IDX format: bytes 0, 0, 8, num_axes; big-endian sizes; data."""
     content = read_file(path)
     start = 4 + 4 * num_axes
     if len(content) < start or content[:4] != bytes([0, 0, 8, num_axes]):

@@ -1,8 +1,8 @@
-"""Reading untrusted pickles: a dict of arrays and plain values, and nothing else.
+"""Reads untrusted pickles: a dict of arrays and plain values, and nothing else.
 
-A pickle is a program. This one may call only the classes and functions below, which replace NumPy's
-own. A pickle that names anything else is refused before it calls it, and NumPy only interprets
-bytes as numbers.
+A pickle is a program. Here it can call only the classes and functions below, which stand in for
+NumPy's own. A pickle that names anything else is refused before it can call it, and NumPy only
+interprets bytes as numbers.
 """
 
 import io
@@ -21,15 +21,15 @@ def read_pickled_dict(content: bytes, where: str) -> dict[str, Any]:
     """Reads a pickled dict of NumPy arrays, containers, numbers and strings.
 
     Args:
-        content: the pickle, of Python 2 or 3 and of NumPy 1 or 2.
-        where: the file it is from, for messages.
+        content: the pickle, written by Python 2 or 3 and NumPy 1 or 2.
+        where: the file that it is from, for messages.
 
     Returns:
-        The dict; its names are strings, also where they were pickled as bytes.
+        The dict; keys that were pickled as bytes become strings.
 
     Raises:
-        DataError: the pickle asks for anything else, is damaged, or is no dict. Nothing of it has
-            been executed.
+        DataError: the pickle asks for anything else, is damaged, or is not a dict. What it asks
+            for has not been executed.
 
     Example:
         >>> import pickle
@@ -46,7 +46,7 @@ def read_pickled_dict(content: bytes, where: str) -> dict[str, Any]:
         loaded = unpickler.load()
     except DataError:
         raise
-    except Exception as error:  # a damaged pickle raises nearly everything there is
+    except Exception as error:  # a damaged pickle can raise nearly any error
         raise DataError(f"{where} is a damaged pickle ({error}). Get it anew.") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{where} is the pickle of a {type(loaded).__name__}, not of a dict.")
@@ -59,7 +59,7 @@ def read_pickled_dict(content: bytes, where: str) -> dict[str, Any]:
 
 
 class _Dtype:
-    """In place of `numpy.dtype`: knows plain numbers only."""
+    """In place of `numpy.dtype`, for plain numbers only."""
 
     def __init__(self, code: str | bytes, align: Any = False, copy: Any = True) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
@@ -107,7 +107,7 @@ def _from_buffer(content: Any, dtype: Any, shape: Any, order: Any) -> _Array:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """In place of `_codecs.encode`, which old protocols write bytes with."""
+    """In place of `_codecs.encode`, with which old protocols write bytes."""
     if encoding != "latin1":
         raise ValueError(f"bytes encoded as {encoding!r}")
     return text.encode("latin1")

@@ -1,4 +1,4 @@
-"""Made-up images with the shapes of real ones: for trying things out without any files."""
+"""Synthetic images with the shapes of real ones, to try things out without any files."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +17,17 @@ def make_synthetic(
 ) -> tuple[Images, Images]:
     """Makes images that a network can learn to tell apart.
 
-    Each class has a smooth pattern of its own. An image is the pattern of its class, moved by up
-    to two pixels up or down and left or right, under noise. Always the same ones, on every machine.
+    Each class has a smooth pattern of its own. An image is the pattern of its class, shifted by up
+    to two pixels along both axes, with noise. The images are the same on every machine.
 
     Args:
         image_shape: (height, width, channels).
-        num_train: training images.
-        num_test: test images.
+        num_train: the number of training images.
+        num_test: the number of test images.
 
     Returns:
-        Both: `"image"`, uint8, shape (rows, *image_shape), and `"label"`, int32, shape (rows,).
+        The training set and the test set, each with `"image"`, uint8, shape (rows, *image_shape),
+        and `"label"`, int32, shape (rows,), 0 to 9.
 
     Example:
         >>> from multitower.data.datasets.synthetic import make_synthetic
@@ -52,8 +53,8 @@ def make_synthetic(
 
 
 def _patterns(height: int, width: int, channels: int) -> np.ndarray[Any, Any]:
-    """uint8, shape (classes, shifts, height, width, channels), from 0 to 191."""
-    # Whole numbers of waves per image, so that a pattern goes on at the other side when it moves.
+    """The shifted patterns: uint8, shape (classes, shifts, height, width, channels), 0 to 191."""
+    # Whole numbers of waves per image, so that a shifted pattern continues at the other side.
     raw = np.random.Philox(np.random.SeedSequence([_SEED, 2])).random_raw(
         NUM_CLASSES * channels * _NUM_WAVES * 3
     )

@@ -1,4 +1,4 @@
-"""Text as documents of bytes: a file, a directory, Python's own standard library, or made up."""
+"""Text as documents of bytes: a file, a directory, Python's standard library, or synthetic."""
 
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from multitower.errors import DataError
 SUFFIXES = (".txt", ".md", ".py")
 
 _HELD_OUT_EVERY = 20
-_FEW = 20  # documents; of fewer than that the pieces are held out, not whole documents
+_FEW = 20  # documents; fewer are cut into pieces, and pieces are held out
 _PIECES = 40
 _LARGEST_PIECE_BYTES = 16_384
 _LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3")
@@ -21,11 +21,11 @@ _NUM_WORDS = 200
 
 
 class Text(NamedTuple):
-    """Documents for training, and others to test with.
+    """Documents for training, and others for testing.
 
     Attributes:
-        train: documents, each not empty.
-        test: the documents that are held out.
+        train: the training documents; none is empty.
+        test: the documents that are held out for testing.
     """
 
     train: list[bytes]
@@ -33,22 +33,22 @@ class Text(NamedTuple):
 
 
 def read_text(path: Path | None = None) -> Text:
-    """Reads text, and holds every 20th document out.
+    """Reads text, and holds out every 20th document for testing.
 
-    A document is a file; files are sorted by their names. A text of fewer than 20 files is cut at
-    ends of lines into about 40 pieces or pieces of 16 KiB, whichever are smaller, and a piece is a
+    A document is a file; files are sorted by their paths. Fewer than 20 files are cut at ends of
+    lines into about 40 pieces, or into pieces of 16 KiB if these are smaller. Each piece is then a
     document.
 
     Args:
-        path: a text file, or a directory with files `*.txt`, `*.md` and `*.py`, also in directories
-            in it; files with a zero byte are no text. None for the sources of Python's standard
-            library without its tests, which differ from one version of Python to another.
+        path: a text file, or a directory with files `*.txt`, `*.md` and `*.py`, also in its
+            subdirectories; files with a zero byte do not count as text. None for the sources of
+            Python's standard library without its tests, which depend on the version of Python.
 
     Returns:
         The documents.
 
     Raises:
-        DataError: the path does not exist or cannot be read, or there is no text, or too little.
+        DataError: the path does not exist or cannot be read, or it has no text or too little.
 
     Example:
         >>> from multitower.data.datasets.text import read_text
@@ -66,10 +66,10 @@ def read_text(path: Path | None = None) -> Text:
 
 
 def hold_out(documents: Iterable[bytes], where: str) -> Text:
-    """Holds every 20th document out; of few documents, every 20th piece.
+    """Holds out every 20th document; of fewer than 20 documents, every 20th piece.
 
     Args:
-        documents: in their order; empty ones and those with a zero byte are left out.
+        documents: the documents, in order; empty ones and those with a zero byte are left out.
         where: what they were read from, for messages.
 
     Returns:
@@ -87,7 +87,7 @@ def hold_out(documents: Iterable[bytes], where: str) -> Text:
     if len(found) < _FEW:
         size = min(_LARGEST_PIECE_BYTES, max(1, sum(map(len, found)) // _PIECES))
         found = [piece for document in found for piece in _pieces(document, size)]
-    place = min(_HELD_OUT_EVERY, len(found)) - 1  # of fewer than 20 the last one
+    place = min(_HELD_OUT_EVERY, len(found)) - 1  # the last one, if there are fewer than 20
     test = found[place::_HELD_OUT_EVERY]
     train = [one for n, one in enumerate(found) if n % _HELD_OUT_EVERY != place]
     if not train:
@@ -99,10 +99,10 @@ def hold_out(documents: Iterable[bytes], where: str) -> Text:
 
 
 def make_synthetic_text(num_documents: int = 400) -> Text:
-    """Makes documents of made-up words up, the same ones on every machine.
+    """Makes documents of synthetic words, the same ones on every machine.
 
     Args:
-        num_documents: how many, each of 100 words; 20 or more.
+        num_documents: the number of documents, 20 or more; each has 100 words.
 
     Returns:
         The documents.
@@ -117,14 +117,14 @@ def make_synthetic_text(num_documents: int = 400) -> Text:
     letters = (bits.random_raw(_NUM_WORDS * 6) % 26 + ord("a")).astype(np.uint8).tobytes()
     lengths = bits.random_raw(_NUM_WORDS) % 5 + 2
     words = [letters[6 * n : 6 * n + int(size)] for n, size in enumerate(lengths)]
-    # The product of two fair draws: some words are frequent, most are rare, as in a language.
+    # The product of two uniform draws: some words are frequent, most are rare, as in a language.
     first, second = bits.random_raw(2 * num_documents * 100).reshape(2, num_documents, 100)
     places = (first % _NUM_WORDS) * (second % _NUM_WORDS) // _NUM_WORDS
     return hold_out((b" ".join(words[n] for n in row) + b".\n" for row in places), "made-up text")
 
 
 def _files_in(directory: Path, suffixes: Sequence[str], left_out: Sequence[str] = ()) -> list[Path]:
-    """The files of a directory with these suffixes, sorted by their names."""
+    """The files below a directory with these suffixes, sorted by their paths."""
     named = [
         (path.relative_to(directory).parts, path)
         for path in directory.rglob("*")
