@@ -50,7 +50,7 @@ ENTRIES = {
 WRONG = {
     total: r"loss \(reduce_sum .*\): it is a sum over rows.*check_parallel",
     centred: r"loss \(reduce_sum .*z.mean\(\)\) \*\* 2\): rows are brought together",
-    one_mask: r"random numbers \(random_bits .*\): they come from a key that every tower has alike",
+    one_mask: r"random numbers \(random_bits .*\): they come from a key that is the same in every",
 }
 
 

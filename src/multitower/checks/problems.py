@@ -80,7 +80,7 @@ STATISTICS = (
     'all towers say axis_name="towers" to BatchNorm (Haiku: cross_replica_axis).'
 )
 RATIO = (
-    "towers add up the totals and the weights of mt.ratio, and these are no sums over rows: their "
+    "towers add up the totals and the weights of mt.ratio, and these are not sums over rows: their "
     "quotient is not that of the whole batch. Give totals and weights with one entry for every "
     "row, or their sums."
 )
@@ -126,7 +126,7 @@ SHAPES = (
     "their rows on the first axis, exactly one for each row of the batch."
 )
 SAME_NUMBERS = (
-    "they come from a key that every tower has alike, so all towers would draw the same ones, "
+    "they come from a key that is the same in every tower, so all towers would draw the same ones, "
     "dropout masks for example. Pass a typed key, jax.random.key(...), as an argument of its own."
 )
 NOT_REPEATABLE = (

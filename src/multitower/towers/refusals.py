@@ -99,7 +99,7 @@ def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
     refuse_keras_model(leaf, where)
     if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
         raise ArgumentError(
-            f"{where()} is a {type(leaf).__name__}, which holds an array and is none. Pass the "
+            f"{where()} is a {type(leaf).__name__}, which holds an array but is not one. Pass the "
             "array: of Keras's variables [v.value for v in model.trainable_variables]."
         )
 

@@ -53,7 +53,7 @@ def check_same_call(
             warn(
                 f"{name}: process {process} passes other values than process 0. Every process "
                 "passes the same whole batch in the same order, not a part of it as with a "
-                "DistributedSampler, and the same parameters and keys: seed them alike. Only the "
+                "DistributedSampler, and the same parameters and keys: use one seed. Only the "
                 "rows of its own towers are used (mt.LazyRows reads no others)."
             )
             return

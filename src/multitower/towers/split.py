@@ -80,7 +80,7 @@ class TowerRows:
             raise BatchError(
                 f"a batch that was sharded for towers={self.placement.num_towers} over several "
                 "processes: none of them has all of its rows. Pass it to a function with the same "
-                "towers=, devices= and rows (global_batch=), or shard it anew."
+                "towers=, devices= and rows (global_batch=), or shard it again."
             )
         return [piece for piece in self.pieces if piece is not None]
 

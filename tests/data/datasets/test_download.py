@@ -66,7 +66,7 @@ def test_a_file_arrives_with_progress_and_is_kept(server, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sha256": "0" * 64}, "another file than it should: its SHA-256 is"),
+        ({"sha256": "0" * 64}, "is not the expected file: its SHA-256 is"),
         ({"num_bytes": len(CONTENT) - 1}, "brings more than the 2559999 bytes"),
         ({"num_bytes": len(CONTENT) + 1}, "it ended after 2560000 of 2560001 bytes"),
         ({"url": "http://127.0.0.1:9/a.bin"}, "refused"),

@@ -94,7 +94,7 @@ def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
                 if name not in wanted:
                     continue
                 if name in found:
-                    raise DataError(f"{path} holds {name!r} twice. Get the archive anew.")
+                    raise DataError(f"{path} holds {name!r} twice. Download the archive again.")
                 content = tar.extractfile(member)
                 assert content is not None
                 found[name] = content.read()
@@ -109,7 +109,7 @@ def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
         raise DataError(
             f"{path} does not hold {missing[0]!r}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}: it is another "
-            "archive, or a damaged one. Get it anew."
+            "archive, or a damaged one. Download it again."
         )
     return found
 
@@ -122,7 +122,7 @@ def _safe_name(member: tarfile.TarInfo, path: Path) -> str:
     elif not (member.isreg() or member.isdir()) or member.issparse():
         reason = "it is a link or a device, not a plain file"
     elif member.size > _LARGEST_BYTES:
-        reason = f"it claims {member.size} bytes, and {_LARGEST_BYTES} are the most"
+        reason = f"it claims {member.size} bytes, and the limit is {_LARGEST_BYTES}"
     else:
         return str(name)
     raise DataError(
@@ -139,7 +139,7 @@ def _read_at_most(file: BinaryIO | gzip.GzipFile, path: Path) -> bytes:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is truncated or damaged ({error}). Delete it and get it anew.")
+    return DataError(f"{path} is truncated or damaged ({error}). Delete it and download it again.")
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

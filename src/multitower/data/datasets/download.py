@@ -93,7 +93,7 @@ def download(file: RemoteFile, directory: Path, progress: Progress | None = None
             found = _fetch(file, out.write, progress)
         if found != file.sha256:
             raise DataError(
-                f"{file.url} brought another file than it should: its SHA-256 is {found}, and "
+                f"{file.url} is not the expected file: its SHA-256 is {found}, and "
                 f"{file.sha256} was expected. {_by_hand(file, directory)}"
             )
         os.replace(partial, target)  # so other programs see the whole file or none

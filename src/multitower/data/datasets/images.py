@@ -36,10 +36,10 @@ def make_images(pixels: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], wher
     if len(pixels) != len(labels):
         raise DataError(
             f"{where} has {len(pixels)} images and {len(labels)} labels: each image needs one. "
-            "Get the file anew."
+            "Download the file again."
         )
     if len(pixels) == 0:
-        raise DataError(f"{where} has no images. Get the file anew.")
+        raise DataError(f"{where} has no images. Download the file again.")
     wrong = np.flatnonzero((labels < 0) | (labels >= NUM_CLASSES))
     if len(wrong):
         row = int(wrong[0])

@@ -108,6 +108,6 @@ def _read_idx(path: Path, num_axes: int) -> np.ndarray[Any, Any]:
     if len(content) - start != wanted:
         raise DataError(
             f"{path} promises {wanted} bytes of shape {shape} and has {len(content) - start}: it "
-            "is truncated or damaged. Get it anew."
+            "is truncated or damaged. Download it again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

@@ -47,7 +47,7 @@ def read_pickled_dict(content: bytes, where: str) -> dict[str, Any]:
     except DataError:
         raise
     except Exception as error:  # a damaged pickle can raise nearly any error
-        raise DataError(f"{where} is a damaged pickle ({error}). Get it anew.") from error
+        raise DataError(f"{where} is a damaged pickle ({error}). Download it again.") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{where} is the pickle of a {type(loaded).__name__}, not of a dict.")
     return {
