@@ -107,7 +107,7 @@ __all__ = [
 
 
 def _name_classes() -> None:
-    """Lets a class say where users find it: a traceback ends with multitower.BatchError."""
+    """Sets the module of public classes, so that a traceback shows multitower.BatchError."""
     for name in __all__:
         if isinstance(globals()[name], type):
             globals()[name].__module__ = "multitower"

@@ -4,7 +4,7 @@
 MultitowerError
 ├── ConfigurationError (RuntimeError)   set too late, or settings that contradict each other
 ├── DeviceError        (ValueError)     devices or towers that do not exist or do not fit
-├── ArgumentError      (TypeError)      an argument of a kind that cannot be split or shared
+├── ArgumentError      (TypeError)      a wrong argument, or two that exclude each other
 ├── BatchError         (ValueError)     rows that are missing, uneven or of different counts
 ├── DataError          (ValueError)     files of a data set that are missing, damaged or not safe
 ├── OutputError        (ValueError)     a returned value that cannot be combined over towers
@@ -49,7 +49,7 @@ class DeviceError(MultitowerError, ValueError):
 
 
 class ArgumentError(MultitowerError, TypeError):
-    """An argument of a kind that can neither be split nor shared."""
+    """An argument of a wrong kind or value, or arguments that exclude each other."""
 
 
 class BatchError(MultitowerError, ValueError):
@@ -57,7 +57,7 @@ class BatchError(MultitowerError, ValueError):
 
 
 class DataError(MultitowerError, ValueError):
-    """Files of a data set that are missing, damaged, not safe to read, or of something else."""
+    """Files of a data set that are missing, damaged, not safe to read, or not what was expected."""
 
 
 class OutputError(MultitowerError, ValueError):
@@ -88,7 +88,7 @@ class Interrupted(MultitowerError, InterruptedError):  # noqa: N818 (nothing wen
     """A run was asked to stop: it finished its step, saved its state, and can be resumed.
 
     Attributes:
-        signal: the number of the signal that asked.
+        signal: the number of the signal, such as `signal.SIGTERM`.
     """
 
     def __init__(self, message: str, signal: int) -> None:
@@ -110,8 +110,8 @@ def install_command(*packages: str) -> str:
         packages: names of packages, such as `"orbax-checkpoint"`.
 
     Returns:
-        The command. Each package has the version range of the installed multitower. A source tree
-        that is not installed knows no ranges; then the names stand alone.
+        The command, in which each package has the version range that the installed multitower
+        requires. Without installed metadata, as in a source tree, there are no ranges.
 
     Example:
         >>> from multitower.errors import install_command
@@ -136,11 +136,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns a question with the known word that is most like a mistyped one.
 
     Args:
-        word: what was given.
-        known: the words that are possible.
+        word: the word that was given.
+        known: the words that are valid.
 
     Returns:
-        A sentence and a space; empty if no word is like it.
+        A question and a space; empty if no known word is similar.
 
     Example:
         >>> from multitower.errors import did_you_mean
@@ -154,13 +154,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a decorator: an argument that the function lacks is an `ArgumentError` in words.
+    """Makes a decorator that turns wrong keyword arguments into an `ArgumentError` with a hint.
 
-    So is a keyword-only one that it needs, and that the call lacks.
+    It raises for an argument that the function does not have, and for a keyword-only argument that
+    it requires and the call does not pass.
 
     Args:
-        **hints: what to do instead, for arguments of other libraries' functions of that kind; what
-            to write, for those that the function needs.
+        **hints: by name of the argument, what to write instead of an argument that similar
+            functions of other libraries have, or what to pass for a required one.
 
     Example:
         >>> from multitower.errors import ArgumentError, refuse_foreign
@@ -200,7 +201,7 @@ def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the user's program that led here, however deep it is inside."""
+    """Warns with `MultitowerWarning`, at the line of the user's program that led here."""
     level, frame = 1, sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -208,7 +209,7 @@ def warn(text: str) -> None:
 
 
 def _is_inside(file: str) -> bool:
-    """Whether a file is this library's, JAX's, or one of Python's own that calls others."""
+    """Whether a file belongs to multitower, JAX, or a module of Python through which they call."""
     return file.startswith(_OWN) or any(name in file for name in _BETWEEN)
 
 

@@ -1,4 +1,4 @@
-"""testing: for the test suites of programs that use multitower."""
+"""testing: assertions for the test suites of programs that use multitower."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,18 +25,19 @@ def assert_same_bits(
 ) -> None:
     """Asserts that training steps give the same bits on any number of devices.
 
-    Makes `mt.train_step(loss_fn, optimizer, devices=n, towers=towers, **options)` for every n, one
-    step for every batch, and compares parameters, optimizer state, moving average, model state and
-    metrics after each of them.
+    For every number of devices n it makes
+    `mt.train_step(loss_fn, optimizer, devices=n, towers=towers, **options)` and runs one step for
+    each batch. After each step it compares parameters, optimizer state, moving average, model state
+    and metrics.
 
     Args:
         loss_fn: as for `train_step`.
         optimizer: as for `train_step`.
         params: as for `TrainStep.init`.
         batches: the batches of the first few steps, on the host.
-        devices: at least two numbers of devices; by default 1, 2, ... up to all devices, and at
-            most `towers`. The same number twice checks that a run repeats itself.
-        towers: by default the largest number of devices.
+        devices: the numbers of devices to compare, at least two; by default 1, 2, ... up to all
+            devices, and at most `towers`. The same number twice checks that a run is reproducible.
+        towers: the number of towers; by default the largest number of devices.
         model_state: as for `TrainStep.init`.
         rng: as for `TrainStep.init`.
         **options: further options of `train_step`, such as `ema_decay`.
@@ -45,7 +46,7 @@ def assert_same_bits(
         AssertionError: the bits differ; the message names the first step, stage, leaf and element
             that differ, and the two values.
         ArgumentError: no batches, or fewer than two numbers of devices.
-        MultitowerError: what `train_step` and its steps raise.
+        MultitowerError: an error of `train_step` or of a step.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optax

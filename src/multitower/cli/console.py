@@ -1,4 +1,4 @@
-"""What the command line shows: a moving line on a terminal, plain lines elsewhere."""
+"""Output of the command line: an animated line on a terminal, plain lines elsewhere."""
 
 import contextlib
 import warnings
@@ -15,23 +15,23 @@ from multitower.training.console import LINE_EVERY, REFRESH_PER_S, live_line
 from multitower.training.display import WorkLine, line_in_words
 from multitower.training.progress import Progress
 
-# Of several processes only the first one says what is the same in all.
+# With several processes, only process 0 prints what is the same in all.
 _quiet: list[bool] = []
 
 
 def be_quiet() -> None:
-    """Has `say` and `show_progress` show nothing from now on; errors and warnings are shown."""
+    """Silences `say` and `show_progress` from now on; errors and warnings are still shown."""
     _quiet.append(True)
 
 
 def say(line: str) -> None:
-    """Prints one line, however long, as it is."""
+    """Prints one line of any length, without wrapping."""
     if not _quiet:
         Console().print(Text(line), soft_wrap=True)
 
 
 def say_parts(parts: Sequence[str]) -> None:
-    """Prints parts on one line; where the terminal is too narrow, lines that end with a part."""
+    """Prints parts on one line; on a narrow terminal, it breaks lines between parts."""
     console, lines = Console(), list(parts[:1])
     for part in parts[1:]:
         line = f"{lines[-1]}  {part}"
@@ -53,9 +53,8 @@ def make_show_warning() -> Callable[..., None]:
     """Makes a stand-in for `warnings.showwarning`.
 
     Returns:
-        A function that prints our own warnings as one yellow line on stderr, each one once,
-        although every part of a run that places towers may give the same one; and those of
-        others in Python's own form.
+        A function that prints warnings of multitower as one yellow line on stderr, each once, even
+        if several parts of a run give it; and other warnings in Python's form.
     """
     shown: set[str] = set()
 
@@ -79,10 +78,10 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     """Shows the progress of a run.
 
     Args:
-        num_steps: updates that the run makes; 0 if nobody knows before the first one.
+        num_steps: updates that the run makes; 0 if it is not known before the first one.
 
     Yields:
-        What is to be called after every step.
+        A function to call after every step.
     """
     console = Console()
     if _quiet:
@@ -97,13 +96,13 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
 
 @contextlib.contextmanager
 def show_work(doing: str) -> Generator[Callable[[str], None]]:
-    """Shows on a terminal that a command works, on stderr; the line is gone at the end.
+    """Shows the current work of a command on a terminal, on stderr; removes the line at the end.
 
     Args:
-        doing: what it does, in words.
+        doing: the work, in words.
 
     Yields:
-        What is to be called with other words.
+        A function to change these words.
     """
     console = Console(stderr=True)
     if _quiet or not _is_alive(console):
@@ -115,7 +114,7 @@ def show_work(doing: str) -> Generator[Callable[[str], None]]:
 
 
 def _is_alive(console: Console) -> bool:
-    """Whether a line can be drawn again: on a terminal that moves its cursor."""
+    """Whether a line can be redrawn: the console is a terminal that can move its cursor."""
     return console.is_terminal and not console.is_dumb_terminal
 
 

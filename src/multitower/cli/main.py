@@ -1,9 +1,9 @@
 """The command line: `multitower train ...`.
 
-Exit codes: 0 for a job done; 1 when `verify` or `scale` finds a difference, or `plan` nothing that
-fits; 2 for flags or settings that are wrong, or a run that cannot go on, with one line that says
-so; 130 when stopped with Ctrl-C (SIGINT) and 143 with SIGTERM, after the step was finished and
-saved; 134 for one of several processes that JAX ends because another is missing.
+Exit codes: 0 for success; 1 if `verify` or `scale` finds a difference, or no layout of `plan` fits;
+2 for wrong flags or settings, or a run that cannot continue, with one line that explains it; 130
+when stopped with Ctrl-C (SIGINT) and 143 with SIGTERM, after the step was finished and saved; 134
+for one of several processes that JAX ends because another is missing.
 """
 
 import importlib.metadata
@@ -119,7 +119,7 @@ def _run_command(
     tyro: Any, words: Sequence[str], commands: Mapping[str, Callable[..., Any]]
 ) -> int | None:
     config = (tyro.conf.OmitArgPrefixes,)
-    if words and words[0] in commands:  # by itself, so that its errors point to its own --help
+    if words and words[0] in commands:  # alone: its errors point to its own --help
         name = words[0]
         prog = f"multitower {name}"
         return tyro.cli(commands[name], prog=prog, args=words[1:], config=config)

@@ -1,4 +1,4 @@
-"""What the library says in the words of the command line: `stages=4` is said as `--stages 4`."""
+"""Rewrites messages of the library for the command line: `stages=4` becomes `--stages 4`."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
 
 def in_flags(message: str) -> str:
-    """An error or a warning with flags in the place of arguments.
+    """An error or a warning with flags in place of arguments.
 
     Example:
         >>> from multitower.cli.wording import in_flags

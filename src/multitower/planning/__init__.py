@@ -1,6 +1,6 @@
 """What a training step takes, before anything runs: bytes per device, and bytes sent.
 
-Only shapes are looked at, and programs compiled. Read `plan.py` first, then `make.py` and
-`layouts.py`; what a layout keeps is in `memory.py`, `staged.py` and `apart.py`, what it sends in
-`traffic.py`.
+It uses shapes only, and compiles programs without running them. Read `plan.py` first, then
+`make.py` and `layouts.py`. What a layout keeps in memory is in `memory.py`, `staged.py` and
+`apart.py`, and what it sends in `traffic.py`.
 """

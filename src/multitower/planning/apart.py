@@ -1,4 +1,4 @@
-"""Towers apart: what local and asynchronous updates take, where not all towers meet in every step.
+"""Towers apart: memory and traffic of local and asynchronous updates.
 
 With local updates a device keeps parameters and an optimizer state for each of its towers; the most
 memory is needed while a tower runs, or where towers meet. With asynchronous updates the first
@@ -38,9 +38,9 @@ class Meeting(NamedTuple):
     """Bytes that the programs of a meeting need.
 
     Attributes:
-        buffers: the size of each buffer that is added up over towers.
-        moved: to make these buffers, beside the buffers themselves.
-        meet: for the update, beside the state and the sums.
+        buffers: the size of each buffer that is summed over towers.
+        moved: to make these buffers, in addition to the buffers.
+        meet: for the update, in addition to the state and the sums.
         go_on: to give a tower the new parameters.
     """
 
@@ -51,7 +51,7 @@ class Meeting(NamedTuple):
 
 
 def local_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[PlannedLayout]:
-    """Steps with `sync_every=`.
+    """Yields the layouts with `sync_every=`.
 
     Raises:
         ArgumentError: towers exchange values in the loss.
@@ -97,10 +97,10 @@ def _local_memory(given: Planned, spread: Spread, rows: int, working: int, updat
 def rotation_layouts(
     given: Planned, programs: Programs, room: Room, notes: list[str]
 ) -> Iterator[PlannedLayout]:
-    """Steps with `updates="asynchronous"`; `notes` gets what is left out.
+    """Yields the layouts with `updates="asynchronous"`; appends what is left out to `notes`.
 
     Raises:
-        ArgumentError: towers exchange values in the loss, there are several machines, or no
+        ArgumentError: towers exchange values in the loss; there are several machines; or no planned
             number of towers divides into the groups.
     """
     options = given.apart
@@ -139,7 +139,7 @@ def _own(given: Planned) -> Own:
 def _compile_local(
     given: Planned, programs: Programs, tower_rows: int
 ) -> tuple[int, tuple[int, ...]]:
-    """What a tower's step takes beside what it has, and bytes of each buffer for the metrics."""
+    """Bytes that a tower's step needs beside its arguments, and of each buffer for the metrics."""
     step, fields, batch, _ = given
     local = LocalJob(step, batch.split, tower_rows, 1)
     run = tower_function(Job(local.tower, local.finish))
@@ -179,19 +179,19 @@ def _compile_meeting(given: Planned, programs: Programs) -> Meeting:
 
 
 def _meeting_bytes(meeting: Meeting, spread: Spread) -> int:
-    """The most that a meeting takes beside what is kept, at any moment."""
+    """The most bytes that a meeting needs at any moment, in addition to the state."""
     sums = sum(meeting.buffers)
     moments = [spread.depth * sums + meeting.moved]
     parts = 0
     if spread.num_devices > 1:
         moments.append(spread.num_parts * sums + exchange_bytes(meeting.buffers, spread))
-        # Several parts are not overwritten by their total.
+        # If there are several parts, the total does not take their place in memory.
         parts = spread.num_parts * sums if spread.num_parts > 1 else 0
     return max(*moments, parts + sums + max(meeting.meet, meeting.go_on))
 
 
 def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory, Traffic]:
-    """What the first device takes, and what an update by other devices sends to it and back."""
+    """Memory of the first device, and traffic of an update that other devices compute for it."""
     state, batch = StateBytes.of(given.fields), given.batch
     tower_rows = -(-batch.num_rows // turns.num_towers)
     program = programs.tower(tower_rows, turns.num_towers)
@@ -200,7 +200,7 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
     update = _once(programs, "update", lambda: _compile_update(given, programs))
     sums = sum(program.buffers)
     waiting = [_waiting(group, turns.home) for group in turns.groups]
-    # The newest parameters are a version too, unless another device has made the last update.
+    # The newest parameters are also a version here, unless a group on other devices made them.
     here = [turns.home in group.devices for group in turns.groups]
     versions = sum(here) + (not all(here))
     took = Memory(
@@ -220,7 +220,7 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
     for group in turns.groups:
         others = sum(device != turns.home for device in group.devices)
         size, messages = others * num_bytes(copies), others * len(jax.tree.leaves(copies))
-        if group.devices[0] != turns.home:  # what the update begins with
+        if group.devices[0] != turns.home:  # the model state that the update starts from
             size += num_bytes(given.fields.model_state)
             messages += len(jax.tree.leaves(given.fields.model_state))
         found = Traffic(size + others * sums, messages + others * len(program.buffers))
@@ -229,12 +229,12 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
 
 
 class Waiting(NamedTuple):
-    """How many sums of one group are on one device at a time.
+    """How many sums of one group are on one device at the same time.
 
     Attributes:
         towers: how many of the group's towers run there.
-        running: the most sums while a tower runs, its own included.
-        adding: the most sums while two are added up.
+        running: the most sums while a tower runs, including its own.
+        adding: the most sums while two are added.
     """
 
     towers: int
@@ -259,7 +259,7 @@ def _waiting(group: Placement, home: jax.Device) -> Waiting:
 
 
 def _compile_update(given: Planned, programs: Programs) -> int:
-    """What an update takes beside the state and the gradient; versions are never overwritten."""
+    """Bytes that an update needs beside its arguments; parameters are not overwritten."""
     step, fields, batch, _ = given
     count = jax.ShapeDtypeStruct((), np.int32)
     used = (fields.opt_state, fields.ema_params)
@@ -271,7 +271,7 @@ def _compile_update(given: Planned, programs: Programs) -> int:
 
 
 def _once(programs: Programs, key: Any, compile_it: Callable[[], Any]) -> Any:
-    """What was compiled under this key before; compiles it the first time."""
+    """The result of `compile_it`, which is called once for each key."""
     if key not in programs.apart:
         programs.apart[key] = compile_it()
     return programs.apart[key]

@@ -1,4 +1,4 @@
-"""Layouts: the ways to run a training step that make sense, and what each of them takes."""
+"""Layouts: the useful ways to run a training step, with memory and traffic of each."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,23 +16,24 @@ _TOWERS_PER_DEVICE = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """One way to run a training step, and what it takes.
+    """One way to run a training step, with its memory and traffic.
 
     Attributes:
-        options: of `train_step`; `devices` is the number on each machine.
-        devices: how many there are, on all machines together.
+        options: options of `train_step`, by name; `devices` is the number on each machine.
+        devices: the number of devices on all machines together.
         memory: bytes on the device that needs the most, by kind: `parameters`, `gradients`,
             `optimizer_state`, `average`, `rest` (model state, key, step count), `rows` (of the
             batch), `activations` (temporary bytes of a tower's program, as the compiler counts
             them), and `update` (sums and temporary bytes of the exchange and the update, which
             come after the activations).
-        total_bytes: the most on a device at any moment; `gradients` and `activations` or `update`
-            count, whichever are more.
-        sent_bytes: by each device in a step.
-        messages: likewise; a collective over D devices counts D-1, an all-reduce twice as many.
+        total_bytes: the most bytes on a device at any moment: the sum of `memory`, but only the
+            larger of `gradients` + `activations` and of `update`, which come one after the other.
+        sent_bytes: bytes that each device sends in a step.
+        messages: messages that each device sends in a step; a collective over D devices counts
+            D-1, an all-reduce twice as many.
         bubble: the share of the time in which devices wait for each other in a pipeline, 0 to 1.
-        estimated: the activations are those of a program for fewer devices.
-        note: what else to know, or "".
+        estimated: whether the activations are those of a program compiled for fewer devices.
+        note: a remark about this layout, or "".
     """
 
     options: dict[str, Any]
@@ -46,18 +47,18 @@ class PlannedLayout:
     note: str = ""
 
     def fits(self, memory_bytes: int | None) -> bool:
-        """Whether a device with so much memory has room for it; True if nobody says how much."""
+        """Whether it fits into this much memory on a device; True if `memory_bytes` is None."""
         return memory_bytes is None or self.total_bytes <= memory_bytes
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where a step is to run.
+    """The machines that a step is planned for.
 
     Attributes:
-        devices: on each machine.
-        machines: how many.
-        towers: how many, or None for several tries.
+        devices: the number of devices of each machine.
+        machines: the number of machines.
+        towers: the number of towers, or None to try several.
     """
 
     devices: int
@@ -66,11 +67,11 @@ class Room:
 
     @property
     def num_devices(self) -> int:
-        """On all machines."""
+        """The number of devices on all machines."""
         return self.devices * self.machines
 
     def tower_counts(self, num_rows: int) -> list[int]:
-        """Numbers of towers that make sense for so many rows."""
+        """The numbers of towers to plan for a batch of this many rows."""
         if self.towers is not None:
             return [self.towers]
         tries = [each * self.num_devices for each in _TOWERS_PER_DEVICE]
@@ -80,7 +81,7 @@ class Room:
 def make_layout(
     room: Room, options: dict[str, Any], found: tuple[Memory, Traffic], **more: Any
 ) -> PlannedLayout:
-    """A layout from its parts."""
+    """A layout from its options, memory and traffic."""
     took, sent = found
     return PlannedLayout(
         {"devices": room.devices, **options},
@@ -94,7 +95,7 @@ def make_layout(
 
 
 def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[PlannedLayout]:
-    """Steps without `towers=`: with the whole state on every device, and split over them."""
+    """Yields the layouts without `towers=`: with the whole state on every device, and split."""
     count = room.num_devices
     tower_rows = -(-given.batch.num_rows // count)
     rows = num_bytes((row_shapes(given.batch, tower_rows), given.batch.shared))
@@ -117,7 +118,7 @@ def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pla
 def tower_layouts(
     given: Planned, programs: Programs, room: Room, notes: list[str]
 ) -> Iterator[PlannedLayout]:
-    """Steps with the same bits, without stages; `notes` gets what is left out."""
+    """Yields the layouts with `towers=`, without stages; appends what is left out to `notes`."""
     state = StateBytes.of(given.fields)
     takes_blocks = given.fields.loss_scale is None and is_element_wise(
         given.step.optimizer, given.fields.params

@@ -11,21 +11,22 @@ from multitower.planning.shapes import Planned
 from multitower.planning.sizes import in_words
 from multitower.steps.rotation.options import RotationOptions
 
-_MOST = 1 << 20  # devices; nobody has more
+_MOST = 1 << 20  # devices; more than any cluster has
 
 
 def limits_of(
     given: Planned, largest_buffer: int, layouts: Sequence[PlannedLayout]
 ) -> tuple[str, ...]:
-    """What breaks with more devices than these, or has broken already, the first thing first.
+    """What stops scaling with more devices, in words.
 
     Args:
-        given: what is planned.
-        largest_buffer: bytes of the largest buffer that is added up over towers.
-        layouts: on these devices.
+        given: the step, the state and the batch.
+        largest_buffer: bytes of the largest buffer that is summed over towers.
+        layouts: the layouts on these devices.
 
     Returns:
-        A sentence; nothing for asynchronous updates, of which no device waits for all others.
+        One sentence, with the smallest number of devices first; none for asynchronous updates, in
+        which no device waits for all others.
     """
     if isinstance(given.apart, RotationOptions):
         return ()
@@ -56,7 +57,7 @@ def limits_of(
 
 
 def _splits_up_to(given: Planned) -> int:
-    """The largest power of two by which some parameter is split."""
+    """The largest power of two into which at least one parameter is split."""
     count = 1
     leaves = jax.tree.leaves(given.fields.params)
     while count < _MOST and any(is_split(leaf, 2 * count) for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Making a plan: all layouts, and what is said beside them, from the arguments of `plan`."""
+"""Makes a plan: all layouts, notes and limits, from the arguments of `plan`."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -41,11 +41,11 @@ def make_plan(
         step: the loss function and the optimizer.
         given: parameters, batch, model state and key.
         where: devices of a machine, machines, towers.
-        memory: of a device.
-        options: the others of `plan`, by name, as for `train_step`.
+        memory: memory of a device, as for `plan`.
+        options: the other arguments of `plan`, by name.
 
     Raises:
-        MultitowerError: what `plan` raises.
+        MultitowerError: as for `plan`.
     """
     loss_fn, optimizer = step
     devices, machines, towers = where
@@ -70,7 +70,7 @@ def make_plan(
 def plan_again(
     before: tuple[Planned, Programs, Room], devices: int, machines: int, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """The attributes of a `Plan` on other devices, with as many rows and towers on each.
+    """The attributes of a `Plan` on other devices, with the same rows and towers per device.
 
     Raises:
         ArgumentError: `devices` or `machines` is not a whole number above 0.
@@ -126,7 +126,7 @@ def _attributes(
 def _compiled(
     layouts: Iterator[PlannedLayout], which: str, notes: list[str]
 ) -> Iterator[PlannedLayout]:
-    """The layouts up to one for which the compiler fails; `notes` then gets why."""
+    """Yields layouts up to one for which the compiler fails; appends the reason to `notes`."""
     try:
         yield from layouts
     except jax.errors.JaxRuntimeError as error:
@@ -135,7 +135,7 @@ def _compiled(
 
 
 def _apart(options: Mapping[str, Any], towers: int | None) -> LocalOptions | RotationOptions | None:
-    """Local or asynchronous updates, if a user says so."""
+    """The options for local or asynchronous updates, if they are given; else None."""
     local = check_local(
         options["sync_every"], options["outer_optimizer"], options["local_state"], {}
     )

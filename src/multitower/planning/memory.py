@@ -1,9 +1,9 @@
-"""Memory: what a layout keeps on a device, and the most that it needs besides at any moment.
+"""Memory: what a layout keeps on a device, and the most that it needs in addition.
 
-A step has a few moments: the last tower that waits on the deepest stack of sums, the exchange
-between devices, the update. Each is added up from shapes and from what the compiler says of the
-programs. The exchange alone is a formula: it holds for any number of devices, and was fitted to
-XLA's programs for CPUs, on 1 to 8 of them.
+The most memory is needed at one of a few moments of a step: while a tower runs and the most sums
+wait, in the exchange between devices, or in the update. Each is computed from shapes and from the
+compiler's report on the programs. Only the exchange is a formula, for any number of devices. It was
+fitted to XLA's programs for 1 to 8 CPU devices.
 """
 
 import math
@@ -28,14 +28,15 @@ class Memory:
     """Bytes on the device that needs the most.
 
     Attributes:
-        parameters: of the parameters.
-        optimizer_state: of the optimizer's state.
-        average: of the moving average.
-        rest: of the model state, the key and the step count.
-        rows: of the batch.
-        gradients: of the sums that wait while a tower runs, and of that tower's own.
+        parameters: bytes of the parameters.
+        optimizer_state: bytes of the optimizer's state.
+        average: bytes of the moving average.
+        rest: bytes of the model state, the key and the step count.
+        rows: bytes of the device's rows of the batch.
+        gradients: bytes of the sums that wait while a tower runs, and of that tower's own.
         activations: temporary bytes of a tower's program, as the compiler counts them.
-        update: of sums and temporary bytes in the exchange or the update, if that is later.
+        update: bytes of the sums and temporary bytes in the exchange or the update, which come
+            after the towers.
     """
 
     parameters: int
@@ -58,10 +59,10 @@ class Spread(NamedTuple):
     """Towers on devices, in numbers.
 
     Attributes:
-        num_devices: how many there are.
-        num_towers: likewise.
+        num_devices: the number of devices.
+        num_towers: the number of towers.
         slots: towers of the device that has the most.
-        depth: sums that are on a device at most, that of the running tower included.
+        depth: the most sums on a device at a time, including that of the running tower.
         num_parts: partial sums that a device sends.
     """
 
@@ -73,7 +74,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, num_devices: int, num_towers: int) -> "Spread":
-        """Towers on devices that need not exist."""
+        """Spreads towers over devices; the devices need not exist."""
         stand_ins: Any = range(num_devices)
         plan = reduction.plan(contiguous(stand_ins, num_towers))
         schedules = [reduction.schedule(parts) for parts in plan.parts]
@@ -87,7 +88,7 @@ class Spread(NamedTuple):
 
 
 def deepest(schedule: Sequence[tuple[int, int]]) -> int:
-    """The most sums that wait on a device, that of the running tower included."""
+    """The most sums on a device at a time, including that of the running tower."""
     waiting = most = 0
     for _, additions in schedule:
         most = max(most, waiting + 1)
@@ -96,7 +97,7 @@ def deepest(schedule: Sequence[tuple[int, int]]) -> int:
 
 
 def without_towers(state: StateBytes, rows: int, gradients: int, working: int) -> Memory:
-    """Of a step without `towers=`; `working` is what its program needs beside its arguments."""
+    """Memory of a step without `towers=`; `working` is what its program needs beside arguments."""
     gradients = min(gradients, working)
     return Memory(*state, rows, gradients, working - gradients, 0)
 
@@ -107,12 +108,13 @@ def with_towers(
     update: int,
     spread: Spread,
 ) -> Memory:
-    """Of a step with the same bits.
+    """Memory of a step with `towers=`.
 
     Args:
         state: bytes of the state.
-        tower: bytes of its rows, of each buffer that it returns, and that it needs besides.
-        update: what the update needs beside the state and the sums.
+        tower: for one tower the bytes of its rows, of each buffer that it returns, and of what its
+            program needs in addition.
+        update: bytes that the update needs beside the state and the sums.
         spread: towers on devices.
     """
     rows, buffers, temporary = tower
@@ -132,7 +134,7 @@ def with_towers(
 def with_blocks(
     fields: Fields, tower: tuple[int, Sequence[int], int], optimizer: Any, spread: Spread
 ) -> Memory:
-    """Of a step with the same bits and `shard_update=True`; arguments as for `with_towers`."""
+    """Memory of a step with `towers=` and `shard_update=True`; arguments as for `with_towers`."""
     rows, buffers, temporary = tower
     state = StateBytes.of(fields)
     blocks = BlockLayout.of(fields.params, spread.num_towers)
@@ -151,8 +153,8 @@ def with_blocks(
     own_params = spread.slots * num_bytes(block)
     largest = max(sent)
     if spread.num_parts > 1:
-        # Several parts are arranged while others have arrived. How the compiler packs them no
-        # formula knows: a row more is the middle of what it needed in the programs of the tests.
+        # Some parts are arranged while others have arrived. How the compiler packs them is not
+        # known: one row more is the middle of what it needed in the programs of the tests.
         largest = max(largest, sum(sent) - largest) + sum(row_bytes)
     exchange = spread.num_parts * (sums + sum(sent)) + largest + own_rows + packed
     gather = own_rows + own_params + state.parameters + _gather_bytes(blocks, spread)
@@ -171,19 +173,20 @@ def with_blocks(
 def with_shards(
     fields: Fields, rows: int, program: tuple[int, int], num_devices: int, *, params: bool
 ) -> Memory:
-    """Of a step without `towers=` whose state is split over the devices.
+    """Memory of a step without `towers=` whose state is split over the devices.
 
     Args:
         fields: the state.
         rows: bytes of a device's rows.
-        program: what it needs beside its arguments, and for how many devices it was compiled.
-        num_devices: how many there are.
-        params: whether parameters and gradients are split too.
+        program: bytes that it needs beside its arguments, and the number of devices for which it
+            was compiled.
+        num_devices: the planned number of devices.
+        params: whether parameters and gradients are split, too.
     """
     state = StateBytes.of(fields)
     working, compiled_for = program
     own = shard_bytes(fields.params, num_devices)
-    # For more devices than it was compiled for, nothing is taken off: it needs a part of it less.
+    # For more devices than it was compiled for this is an upper bound: nothing is subtracted.
     gradients = min(own, working)
     activations = working - gradients
     if params and compiled_for == 1:  # a gathered leaf and its gradient are whole for a moment
@@ -201,7 +204,7 @@ def with_shards(
 
 
 def is_split(leaf: Any, num_devices: int) -> bool:
-    """Whether a leaf is split over the devices, or whole on every one."""
+    """Whether a leaf is split over the devices, not whole on each."""
     return split_axis(leaf, num_devices) is not None
 
 
@@ -223,9 +226,9 @@ def block_rows(fields: Fields, num_towers: int) -> list[int]:
 
 
 def exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
-    """What the program that adds up over devices needs beside the parts.
+    """Bytes that the program that sums over devices needs beside the parts.
 
-    Two devices that copy small sums need less.
+    It is an upper bound for two devices that copy small sums.
     """
     large = [size for size in buffers if size > reduction.SMALL_BYTES]
     small = sum(buffers) - sum(large)
@@ -235,7 +238,7 @@ def exchange_bytes(buffers: Sequence[int], spread: Spread) -> int:
         is_even = all(size % (4 * spread.num_devices) == 0 for size in large)
         again = sum(large) if is_even else max(largest, sum(large) - largest)
         needed += spread.num_parts * sum(large) + largest - again // spread.num_devices
-    # Several parts are not overwritten by their total.
+    # If there are several parts, the total does not take their place in memory.
     return needed + (sum(buffers) if spread.num_parts > 1 else 0)
 
 
@@ -245,7 +248,7 @@ def sum_bytes(params: Any) -> int:
 
 
 def _filled_bytes(fields: Fields, blocks: BlockLayout) -> int:
-    """What a tower's program needs to fill up a large gradient that its towers do not divide."""
+    """Bytes that a tower's program needs to pad a large gradient to a multiple of the towers."""
     pairs = zip(jax.tree.leaves(fields.params), blocks.places, strict=True)
     filled = [
         num_bytes(leaf)
@@ -256,13 +259,13 @@ def _filled_bytes(fields: Fields, blocks: BlockLayout) -> int:
 
 
 def _gather_bytes(blocks: BlockLayout, spread: Spread) -> int:
-    """What the program that hands out the parameters needs beside its arguments and results."""
+    """Bytes that the all-gather of parameters needs beside its arguments and results."""
     leaves: dict[int, list[tuple[int, bool]]] = {}
     for place, shape, dtype in zip(blocks.places, blocks.shapes, blocks.dtypes, strict=True):
         size = place.size * blocks.num_towers
         is_whole = size == math.prod(shape)
         leaves.setdefault(place.buffer, []).append((size * dtype.itemsize, is_whole))
     largest = max(leaves.values(), key=lambda own: sum(size for size, _ in own))
-    # Where a buffer is one leaf, and in order, it is not copied again.
+    # If a buffer is one leaf, and in order, it is not copied again.
     is_in_order = spread.slots == 1 and len(largest) == 1 and largest[0][1]
     return (1 if is_in_order else 2) * sum(size for size, _ in largest)

@@ -1,4 +1,4 @@
-"""plan: what every layout of a training step takes, before anything runs."""
+"""plan: memory and traffic of every layout of a training step, before anything runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,57 +38,60 @@ def plan(
     max_staleness: int | None = None,
     rotation: Sequence[int] | None = None,
 ) -> "Plan":
-    """Says what a training step takes in every layout: bytes per device, and bytes sent.
+    """Computes what a training step takes in every layout: bytes per device, and bytes sent.
 
-    Nothing runs, and no array goes to a device: the arguments may be shapes, so that you can plan a
-    model that fits nowhere. The step's programs are compiled on this machine, once for each number
-    of rows that a tower has; the compiler says how much memory they need. Layouts that differ in
-    the number of devices alone share these, so that 128 machines take no longer than one.
+    Nothing runs, and no array is copied to a device. The arguments may be shapes, so that you can
+    plan a model that fits on no device of this machine. The step's programs are compiled here, once
+    for each number of rows of a tower, and the compiler reports how much memory they need. Layouts
+    that differ only in the number of devices share these programs, so that planning for 128
+    machines takes no longer than for one.
 
     A slow test compares the total with measured bytes for five programs on 1 to 4 simulated CPU
-    devices: it is within 5 % without options, with `towers=`, with `shard_update=True` beside it,
-    with `stages=`, and with `shard_update=True` or `shard_params=True` without `towers=`. These
-    last two are compiled for the devices of this process; for more devices they are estimates.
-    Local and asynchronous updates are compared in the same way, within 5 %.
+    devices. It is within 5 % without options, with `towers=`, with `towers=` and
+    `shard_update=True`, with `stages=`, with `shard_update=True` or `shard_params=True` without
+    `towers=`, and for local and asynchronous updates. `shard_update` and `shard_params` without
+    `towers=` are compiled for the devices of this process; for more devices they are estimates.
 
     Args:
         loss_fn: as for `train_step`.
         optimizer: as for `train_step`.
         params: arrays, or an NNX or Equinox module; or their shapes, as `jax.eval_shape` or
             `nnx.eval_shape` returns them; or a function without arguments that makes one of these,
-            as `TrainStep.init` takes it: it is traced, not called.
-        batch: a pytree of arrays with the rows of one step on axis 0, over all machines; or of
-            `jax.ShapeDtypeStruct`.
-        devices: how many each machine has; by default those of this process. They need not exist.
-        machines: how many there are.
-        towers: plan for this number alone; by default for 1, 2, 4 and 8 on each device.
-        memory: of one device, in bytes, or as text such as `"24GiB"` or `"80GB"`.
+            as for `TrainStep.init`: it is traced, not called.
+        batch: a pytree of arrays, or of `jax.ShapeDtypeStruct`, with the rows of one step on axis
+            0, over all machines.
+        devices: the number of devices of each machine; by default those of this process. They need
+            not exist.
+        machines: the number of machines.
+        towers: plan for this number of towers only; by default for 1, 2, 4 and 8 on each device.
+        memory: memory of one device, in bytes, or as text such as `"24GiB"` or `"80GB"`. With it,
+            the plan tells which layouts fit.
         model_state: as for `TrainStep.init`, or its shapes.
-        rng: likewise.
+        rng: as for `TrainStep.init`, or its shape.
         ema_decay: as for `train_step`.
-        clip_norm: likewise.
-        compute_dtype: likewise.
-        reduction: likewise.
-        sync_every: likewise: plan for local updates alone. The bytes sent in a step are those of a
-            meeting divided by this number, and the sums for the metrics.
+        clip_norm: as for `train_step`.
+        compute_dtype: as for `train_step`.
+        reduction: as for `train_step`.
+        sync_every: as for `train_step`: plan for local updates only. The bytes sent in a step are
+            those of a meeting divided by this number, plus the sums for the metrics.
         outer_optimizer: as for `train_step`.
-        local_state: likewise.
-        updates: likewise: `"asynchronous"` to plan for asynchronous updates alone. The bytes sent
-            are those of an update: a gradient to the first device, and the parameters back. The
-            memory is that of the first device, which has the optimizer state.
+        local_state: as for `train_step`.
+        updates: as for `train_step`: `"asynchronous"` to plan for asynchronous updates only. The
+            bytes sent are those of an update: a gradient to the first device, and the parameters
+            back. The memory is that of the first device, which has the optimizer state.
         max_staleness: as for `train_step`.
-        rotation: likewise.
+        rotation: as for `train_step`.
 
     Returns:
         A `Plan`. It prints as a table.
 
     Raises:
-        ArgumentError: `memory` is no amount, `devices` or `machines` no number; the compiler fails
-            for every layout; asynchronous updates on several machines; or an argument that
-            `train_step` or `TrainStep.init` refuses.
-        DeviceError: `towers` is no whole number above 0.
-        BatchError: the batch has no rows, or different numbers of them.
-        GradientError: a parameter that is no float.
+        ArgumentError: `memory` is not an amount of memory; `devices` or `machines` is not a whole
+            number above 0; the compiler fails for every layout; asynchronous updates on several
+            machines; or an argument that `train_step` or `TrainStep.init` refuses.
+        DeviceError: `towers` is not a whole number above 0.
+        BatchError: the batch has no rows, or arrays with different numbers of rows.
+        GradientError: a parameter is not a float.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -132,17 +135,17 @@ def plan(
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What every layout of a training step takes; made by `plan`. It prints as a table.
+    """Memory and traffic of every layout of a training step; made by `plan`. It prints as a table.
 
     Attributes:
         layouts: a list of `multitower.planning.layouts.PlannedLayout`, the simplest first.
-        memory_bytes: of one device, or None if you did not say.
-        num_rows: of the batch.
-        num_parameters: elements of all parameters.
-        devices: how many each machine has.
-        machines: how many there are.
-        notes: layouts that are left out, and why.
-        limits: what breaks with more devices, the first thing first.
+        memory_bytes: memory of one device, or None if it was not given.
+        num_rows: rows of the batch, over all machines.
+        num_parameters: the number of elements of all parameters.
+        devices: the number of devices of each machine.
+        machines: the number of machines.
+        notes: sentences about layouts that are left out, and why.
+        limits: a sentence about what stops scaling with more devices, and beyond how many.
     """
 
     layouts: list["PlannedLayout"]
@@ -156,19 +159,19 @@ class Plan:
     _of: Any = field(compare=False)
 
     def on(self, *, devices: int | None = None, machines: int = 1) -> "Plan":
-        """The same on other devices, with as many rows on each of them.
+        """Plans for other devices, with the same number of rows on each of them.
 
-        The programs are those of this plan, so it takes less than a second.
+        It uses the programs of this plan, so it takes less than a second.
 
         Args:
-            devices: how many each machine has; by default as many as in this plan.
-            machines: how many there are.
+            devices: the number of devices of each machine; by default as in this plan.
+            machines: the number of machines.
 
         Returns:
-            A plan for a batch that is larger or smaller, as there are more or fewer devices.
+            A plan for a batch whose rows grow or shrink with the number of devices.
 
         Raises:
-            ArgumentError: one of them is no whole number above 0.
+            ArgumentError: `devices` or `machines` is not a whole number above 0.
         """
         from multitower.planning.make import plan_again  # noqa: PLC0415 (importing stays quick)
 
@@ -177,7 +180,7 @@ class Plan:
 
     @property
     def fits(self) -> list["PlannedLayout"]:
-        """The layouts that a device has memory for; all of them if you did not say how much."""
+        """The layouts that a device has memory for; all of them if `memory` was not given."""
         return [layout for layout in self.layouts if layout.fits(self.memory_bytes)]
 
     @property
@@ -188,7 +191,7 @@ class Plan:
         return advise(self.layouts, self.memory_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The plan as a dict of JSON values."""
         return {
             "num_rows": self.num_rows,
             "num_parameters": self.num_parameters,
@@ -205,7 +208,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        """The table, and what to say of it."""
+        """The table, followed by advice, limits and notes."""
         from multitower.planning.words import in_lines  # noqa: PLC0415 (importing stays quick)
 
         said = in_lines(self.layouts, self.memory_bytes, self.limits, self.notes)

@@ -1,4 +1,4 @@
-"""Programs: those of a step, compiled from shapes, and the memory that the compiler says they take.
+"""Programs: those of a step, compiled from shapes, and the memory that the compiler reports.
 
 They are the programs that the step itself would compile, and none of them is run.
 """
@@ -31,10 +31,11 @@ class TowerProgram(NamedTuple):
     """The program of one tower.
 
     Attributes:
-        buffers: bytes of each buffer that is added up over towers, with the same bits.
-        reduced: likewise, without `towers=`.
-        temporary: bytes that it needs while it runs.
-        meets: where towers exchange values in it, or None; then it is not compiled.
+        buffers: bytes of each buffer that is summed over towers, in a step with `towers=`.
+        reduced: the same for a step without `towers=`.
+        temporary: temporary bytes that it needs while it runs.
+        meets: names the place where towers exchange values; such a program is not compiled. None
+            if they do not.
     """
 
     buffers: tuple[int, ...]
@@ -44,11 +45,11 @@ class TowerProgram(NamedTuple):
 
 
 class ShardsProgram(NamedTuple):
-    """A fast step whose state is split.
+    """The program of a step without `towers=` whose state is split over the devices.
 
     Attributes:
         working: bytes that it needs beside the state and the rows.
-        num_devices: for how many devices it was compiled.
+        num_devices: the number of devices for which it was compiled.
     """
 
     working: int
@@ -59,7 +60,7 @@ class Programs:
     """Compiles the programs of a step, each once.
 
     Args:
-        given: what is planned.
+        given: the step, the state and the batch.
     """
 
     def __init__(self, given: Planned) -> None:
@@ -72,14 +73,14 @@ class Programs:
         self.apart: dict[Any, Any] = {}  # those of local and asynchronous updates
 
     def tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
-        """The program of a tower with so many rows; it does not depend on how many there are."""
+        """The program of a tower with `tower_rows` rows, the same for any number of towers."""
         if tower_rows not in self._towers:
             self._towers[tower_rows] = self._compile_tower(tower_rows, num_towers)
         return self._towers[tower_rows]
 
     @functools.cached_property
     def sums(self) -> Packed:
-        """Shapes of what a tower returns to be added up."""
+        """Shapes of the packed sums that a tower returns."""
         step, _, batch, _ = self._given
         run = tower_function(make_job(step, batch.split, 1, 1))
         arguments = self._arguments(1)
@@ -100,7 +101,7 @@ class Programs:
         """Bytes that a step without `towers=` needs beside the state and the rows.
 
         Args:
-            tower_rows: of each device.
+            tower_rows: rows of each device.
             several: whether it is for several devices.
         """
         if (tower_rows, several) not in self._fast:
@@ -108,15 +109,15 @@ class Programs:
         return self._fast[tower_rows, several]
 
     def shards(self, tower_rows: int, num_devices: int, *, params: bool) -> ShardsProgram:
-        """A step without `towers=` whose state is split over the devices.
+        """The program of a step without `towers=` whose state is split over the devices.
 
-        It is compiled for as many of these devices as there are here, once for so many rows; what
-        was compiled for fewer of them is an estimate.
+        It is compiled for `num_devices`, or for the devices of this process if these are fewer;
+        then it is an estimate.
 
         Args:
-            tower_rows: of each device.
-            num_devices: how many devices are planned.
-            params: whether the parameters are split too.
+            tower_rows: rows of each device.
+            num_devices: the planned number of devices.
+            params: whether the parameters are split, too.
         """
         most = min(num_devices, len(self.local))
         for count in range(most, 0, -1):
@@ -129,12 +130,12 @@ class Programs:
 
     @property
     def largest_buffer(self) -> int:
-        """Bytes of the largest buffer that is added up over towers."""
+        """Bytes of the largest buffer that is summed over towers."""
         return max((size for one in self._towers.values() for size in one.buffers), default=0)
 
     @functools.cached_property
     def weights(self) -> list[Any]:
-        """Shapes of the weights that a loss must know first, if it is a ratio."""
+        """Shapes of the weights that are summed first if the loss is a ratio; else empty."""
         step, fields, batch, _ = self._given
         job = make_weights_job(step, batch.split, 1)
         given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), tower_shapes())
@@ -164,7 +165,7 @@ class Programs:
         return TowerProgram(buffers, reduced, memory_of(compiled).temp_size_in_bytes, None)
 
     def _compile_fast(self, tower_rows: int, several: bool) -> int:
-        """On two devices, if it is for several: what is sent then takes memory too."""
+        """Compiles for two devices if `several`, since the exchange takes memory, too."""
         step, fields, batch, _ = self._given
         devices = self.local[: 2 if several else 1]
         placement = contiguous(devices, len(devices))
@@ -184,7 +185,7 @@ class Programs:
         return ShardsProgram(working_bytes(lowered.compile()), count)
 
     def _fed(self, placement: Placement, tower_rows: int) -> tuple[Any, Any, Any]:
-        """What a fast step gets beside the state, as shapes on devices."""
+        """The arguments of a step without `towers=` after the state, as shapes on devices."""
         batch = self._given.batch
         rows = row_shapes(batch, tower_rows * placement.num_towers)
         count = jax.ShapeDtypeStruct((), np.int32)
@@ -197,23 +198,23 @@ def _on(sharding: Any, tree: Any) -> Any:
 
 
 def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Bytes of each buffer that `spmd` adds up: large leaves alone, small ones together."""
+    """Bytes of each buffer that `spmd` sums: large leaves by themselves, small ones packed."""
     large = [num_bytes(leaf) for leaf in leaves if leaf.size > SMALL]
     small = jax.eval_shape(pack, [leaf for leaf in leaves if leaf.size <= SMALL])
     return (*large, *map(num_bytes, small.buffers))
 
 
 def tower_shapes() -> Tower:
-    """What a tower's program knows of itself."""
+    """Shapes of a `Tower`: its number and its row counts, int32."""
     return Tower(*[jax.ShapeDtypeStruct((), np.int32)] * 3)
 
 
 def memory_of(compiled: Any) -> Any:
-    """What the compiler says of a program's memory."""
+    """The compiler's memory analysis of a program."""
     return compiled.memory_analysis()
 
 
 def working_bytes(compiled: Any) -> int:
-    """Bytes beside the arguments: temporary ones, and results that take no argument's memory."""
+    """Bytes that a program needs beside its arguments: temporaries, and results not aliased."""
     found = memory_of(compiled)
     return found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes

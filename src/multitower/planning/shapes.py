@@ -24,13 +24,13 @@ from multitower.towers.rows import Parts, take_apart
 
 
 class Planned(NamedTuple):
-    """What a plan is made of.
+    """The step, the state and the batch that a plan is made for.
 
     Attributes:
-        step: the step, which knows its module, if the parameters are one.
+        step: what the step is made of; its loss knows the module, if the parameters are one.
         fields: the state, as shapes.
         batch: the batch, taken apart, as shapes.
-        apart: local or asynchronous updates; None for towers that meet in every step.
+        apart: the options for local or asynchronous updates; None if towers meet in every step.
     """
 
     step: StepParts
@@ -39,7 +39,7 @@ class Planned(NamedTuple):
     apart: LocalOptions | RotationOptions | None = None
 
     def with_rows(self, num_rows: int) -> "Planned":
-        """The same with another number of rows in the batch."""
+        """The same step and state with another number of rows in the batch."""
         rows: list[Any] = [*row_shapes(self.batch, num_rows)]
         return self._replace(batch=self.batch._replace(rows=rows, num_rows=num_rows))
 
@@ -54,7 +54,7 @@ class StateBytes(NamedTuple):
 
     @classmethod
     def of(cls, fields: Fields) -> "StateBytes":
-        """Of a state of shapes."""
+        """Counts the bytes of a state, arrays or shapes."""
         rest = (fields.step, fields.model_state, fields.rng)
         return cls(*map(num_bytes, (fields.params, fields.opt_state, fields.ema_params, rest)))
 
@@ -63,11 +63,11 @@ def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: 
     """The state and the batch as shapes.
 
     Raises:
-        MultitowerError: what `TrainStep.init` and `TrainStep.__call__` raise.
+        MultitowerError: as for `TrainStep.init` and `TrainStep.__call__`.
     """
     step.loss.check_extras(model_state, jax.random.key(0) if _is_key_shape(rng) else rng)
     if not is_model(params):
-        params = take_params(params, in_parts=True)  # of a function the shapes
+        params = take_params(params, in_parts=True)  # the shapes that a function returns
     if isinstance(params, Model) or is_model(params):
         params, model_state, loss = _take(step.loss, params, model_state)
         step = replace(step, loss=loss)
@@ -91,7 +91,7 @@ def num_bytes(tree: Any) -> int:
 
 
 def row_shapes(batch: Parts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
-    """The split leaves of a batch with so many rows."""
+    """The shapes of the split leaves of a batch with `num_rows` rows."""
     return [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for x in batch.rows]
 
 
@@ -112,7 +112,7 @@ def _leaf_bytes(leaf: Any) -> int:
 
 def _take(loss: LossFunction, module: Any, model_state: Any) -> tuple[Any, Any, LossFunction]:
     """Weights and model state of a module, whose arrays may be shapes, or of its `Model`."""
-    if is_equinox(module):  # it tells arrays from other leaves by their type
+    if is_equinox(module):  # Equinox tells arrays from other leaves by their type
         module = jax.tree.map(_stand_in, module)
     model = module if isinstance(module, Model) else take_model(module)
     loss = loss.of_model(replace(model, fixed=jax.tree.map(_stand_in, model.fixed)))
@@ -127,7 +127,7 @@ def _stand_in(leaf: Any) -> Any:
 
 
 def _batch_leaf(leaf: Any) -> Any:
-    """A leaf of a batch; arrays become shapes, and what must be told from them stays."""
+    """A leaf of a batch: an array becomes a shape; numbers, scalars and keys stay as they are."""
     is_array = isinstance(leaf, jax.Array | np.ndarray) and not is_key(leaf)
     return shape_of(leaf) if is_array and leaf.ndim else leaf
 

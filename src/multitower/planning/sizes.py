@@ -1,4 +1,4 @@
-"""Sizes: bytes in words, and words in bytes."""
+"""Sizes: amounts of memory as text, and text as numbers of bytes."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ _UNITS = {
 
 
 def memory_in_bytes(memory: Any) -> int:
-    """Bytes of an amount such as 24000000000, "24GB" or "24 GiB".
+    """The number of bytes of an amount such as 24000000000, "24GB" or "24 GiB".
 
     Raises:
         ArgumentError: it cannot be read as an amount of memory.
@@ -32,7 +32,7 @@ def memory_in_bytes(memory: Any) -> int:
 
 
 def in_words(num_bytes: int) -> str:
-    """Bytes with three digits and a unit."""
+    """Bytes as text with three digits and a unit, such as "1.5 GiB"."""
     value, units = float(num_bytes), ["TiB", "GiB", "MiB", "KiB", "B"]
     while value >= 1000 and len(units) > 1:
         value /= 1024

@@ -1,7 +1,7 @@
-"""Stages: what a model that is cut over devices takes, on the device that needs the most.
+"""Stages: memory and traffic of a model in stages, on the device that needs the most.
 
-A stage keeps its own part of the state, and of every tower that is on its way the inputs, until the
-tower comes back: of at most as many towers as there are devices from this one to the last.
+A stage keeps its own part of the state, and the inputs of every tower between its forward and its
+backward pass there: of at most as many towers as there are devices from this one to the last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,23 +26,24 @@ from multitower.steps.staged.job import StagedJob
 from multitower.steps.staged.update import SHARED, Homes, Rows, WholeUpdate
 from multitower.towers.placement import contiguous
 
-_MOST_TRIES = 3  # numbers of stages, and towers per device: each needs programs of its own
+_MOST_TRIES = 3  # numbers of stages, and towers per device, to try: each needs its own programs
 
 
 class Stage(NamedTuple):
     """Bytes that one stage needs on its device.
 
     Attributes:
-        state: its parameters, optimizer state and moving average.
-        inputs: what earlier stages send it for one tower.
-        residuals: what it keeps of one tower with `remat=False`.
-        rows: one tower's rows, if it needs them.
-        copies: parameters that live in another stage, and inputs that are not parameters.
-        sums: what it adds up over towers.
-        answers: the cotangents that it gets for one tower.
-        returns: the cotangents that it sends for one tower.
-        temporary: what the larger one of its two programs needs while it runs.
-        sent: what it sends forward for one tower; and its messages, backward ones included.
+        state: of its parameters, optimizer state and moving average.
+        inputs: of what it receives from earlier stages for one tower.
+        residuals: of what it keeps for one tower with `remat=False`.
+        rows: of one tower's rows, if it needs them.
+        copies: of parameters that live in another stage, and of inputs that are not parameters.
+        sums: of what it sums over towers.
+        answers: of the cotangents that it receives for one tower.
+        returns: of the cotangents that it sends for one tower.
+        temporary: temporary bytes of the larger of its two programs.
+        sent: bytes that it sends forward for one tower; and the number of its messages, including
+            those of the backward pass.
     """
 
     state: tuple[int, int, int]
@@ -60,7 +61,7 @@ class Stage(NamedTuple):
 def staged_layouts(
     given: Planned, programs: Programs, room: Room, notes: list[str]
 ) -> Iterator[PlannedLayout]:
-    """Steps with `stages=`, one on each device; `notes` gets what is left out."""
+    """Yields layouts with `stages=`, one per device; appends what is left out to `notes`."""
     towers = room.tower_counts(given.batch.num_rows)[:_MOST_TRIES][-1]
     lengths = [p for p in range(2, room.devices + 1) if room.devices % p == 0][-_MOST_TRIES:]
     if programs.tower(-(-given.batch.num_rows // towers), towers).meets is not None:
@@ -92,7 +93,7 @@ def staged_layouts(
 
 
 def _halving(towers: int, num_rows: int) -> str:
-    """How more, smaller towers would halve the waiting, in words; "" if rows do not divide so."""
+    """Advice in words: more and smaller towers that would halve the waiting; or ""."""
     even = next((n for n in range(towers, num_rows + 1) if num_rows % n == 0), None)
     return f"towers={even} would halve the time in which devices wait" if even else ""
 
@@ -101,7 +102,8 @@ def _stages(given: Planned, programs: Programs, towers: int, num_stages: int) ->
     """The stages of a tower's program, compiled for one device.
 
     Raises:
-        ArgumentError: the loss cannot be cut like this, or the optimizer lets parameters meet.
+        ArgumentError: the loss cannot be cut into so many stages, or the optimizer does not treat
+            every parameter by itself.
     """
     step, fields, batch, _ = given
     rows = row_shapes(batch, -(-batch.num_rows // towers))
@@ -158,7 +160,7 @@ def _stage(
 
 
 def _residuals(chain: Chain, s: int, rows: set[int]) -> int:
-    """Bytes a stage keeps of a tower for its backward program, beside parameters and `rows`."""
+    """Bytes that a stage keeps of a tower for its backward program, beside parameters and rows."""
     stage = chain.stages[s]
     if not stage.sent:
         return 0
@@ -206,11 +208,11 @@ def _shape(chain: Chain, number: int) -> jax.ShapeDtypeStruct:
 def _largest(
     stages: Sequence[Stage], spread: Spread, rows: int, head: int, *, remat: bool = True
 ) -> Memory:
-    """What the device that needs the most keeps; `spread` is of towers on replicas."""
+    """Memory of the device that needs the most; `spread` is that of towers over replicas."""
     found: list[Memory] = []
     for s, stage in enumerate(stages):
         on_way = min(spread.slots, len(stages) - s)
-        # Rows lie on the device of the first stage; others are sent theirs.
+        # Rows are on the device of the first stage, and are sent to other stages.
         held = on_way * (stage.inputs + (stage.rows if s else 0))
         if not remat and stage.residuals:
             held = on_way * stage.residuals
@@ -229,7 +231,7 @@ def _largest(
 
 
 def _traffic(stages: Sequence[Stage], replicas: int, passing: int) -> Traffic:
-    """What the busiest device of the first replica sends, which hands out the sums to the rest."""
+    """Traffic of the busiest device of the first replica, which sends the sums to the others."""
     found: list[Traffic] = []
     for s, stage in enumerate(stages):
         size, messages = stage.sent

@@ -1,7 +1,7 @@
 """Traffic: bytes that a device sends in a step, and in how many messages.
 
-A collective over D devices is counted as the best algorithm does it: an all-gather and a
-reduce-scatter send (D-1)/D of the whole in D-1 messages, an all-reduce both.
+Collectives over D devices are counted for the best algorithm: an all-gather or a reduce-scatter
+sends (D-1)/D of the whole in D-1 messages, and an all-reduce twice as much.
 """
 
 from collections.abc import Sequence
@@ -23,23 +23,26 @@ class Traffic(NamedTuple):
     messages: int = 0
 
     def plus(self, other: "Traffic") -> "Traffic":
-        """Both."""
+        """The sum of two."""
         return Traffic(self.num_bytes + other.num_bytes, self.messages + other.messages)
 
 
 def without_towers(buffers: Sequence[int], num_devices: int) -> Traffic:
-    """An all-reduce of every buffer; the compiler may join some of them."""
+    """Traffic of a step without `towers=`: an all-reduce of every buffer.
+
+    The compiler may join some of them, which saves messages.
+    """
     return Traffic(2 * _share(sum(buffers), num_devices), 2 * (num_devices - 1) * len(buffers))
 
 
 def with_towers(buffers: Sequence[int], spread: Spread) -> Traffic:
-    """The sums of all towers, on every device: along the fixed tree."""
+    """Traffic of a step with `towers=`: sums along the fixed tree, sent to every device."""
     total = Traffic()
     others = spread.num_devices - 1
     for size in buffers:
         if size <= reduction.SMALL_BYTES:  # gathered whole
             sent = Traffic(spread.num_parts * size * others, spread.num_parts * others)
-        else:  # each device adds one chunk of every part, and hands it out
+        else:  # each device sums one chunk of every part, and sends it to all
             collectives = spread.num_parts + 1
             sent = Traffic(collectives * _share(size, spread.num_devices), collectives * others)
         total = total.plus(sent)
@@ -47,7 +50,7 @@ def with_towers(buffers: Sequence[int], spread: Spread) -> Traffic:
 
 
 def with_blocks(fields: Fields, buffers: Sequence[int], spread: Spread) -> Traffic:
-    """The rows of the gradients to their towers, and the new parameters to all."""
+    """Traffic with `towers=` and `shard_update`: gradients to their towers, parameters to all."""
     others = spread.num_devices - 1
     rows = block_rows(fields, spread.num_towers)
     scattered = spread.num_parts * others * spread.slots * sum(rows)
@@ -61,7 +64,10 @@ def with_blocks(fields: Fields, buffers: Sequence[int], spread: Spread) -> Traff
 
 
 def with_shards(fields: Fields, num_devices: int, *, params: bool) -> Traffic:
-    """Gradients to their parts, and parameters to all: once, or forward and backward."""
+    """Traffic of a split state: gradients are reduce-scattered, and parameters gathered.
+
+    They are gathered once, or with `params` in the forward and in the backward pass.
+    """
     total = Traffic()
     gathers = 2 if params else 1
     for leaf in jax.tree.leaves(fields.params):
@@ -73,5 +79,5 @@ def with_shards(fields: Fields, num_devices: int, *, params: bool) -> Traffic:
 
 
 def _share(size: int, num_devices: int) -> int:
-    """(D-1)/D of so many bytes."""
+    """(D-1)/D of `size` bytes."""
     return size * (num_devices - 1) // num_devices

@@ -22,7 +22,7 @@ _HEADS = (
 
 
 def call(options: dict[str, Any]) -> str:
-    """Options as they are written in a call; without the devices."""
+    """Options as they are written in a call, without `devices`."""
     given = {name: value for name, value in options.items() if name != "devices"}
     return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "(no option)"
 
@@ -36,15 +36,15 @@ def in_lines(
     head: str = "train_step(...)",
     named: Callable[[dict[str, Any]], str] = call,
 ) -> list[str]:
-    """A plan as it is printed: the table, and what to say of it.
+    """The lines of a printed plan: the table, followed by advice, limits and notes.
 
     Args:
-        layouts: of the plan, as its other attributes.
-        memory_bytes: likewise.
-        limits: likewise.
-        notes: likewise.
-        head: of the column of options.
-        named: writes the options of a layout.
+        layouts: as in `Plan`.
+        memory_bytes: as in `Plan`.
+        limits: as in `Plan`.
+        notes: as in `Plan`.
+        head: title of the column of options.
+        named: returns the options of a layout as text.
     """
     of_layouts = [f"{named(one.options)}: {one.note}." for one in layouts if one.note]
     advice = advise(layouts, memory_bytes, named)

@@ -1,4 +1,4 @@
-"""Do two runs have the same bits, and if not, where do they part?
+"""Do two runs have the same bits, and if not, where do they first differ?
 
 Read `verification.py`.
 """

@@ -1,4 +1,4 @@
-"""record: digests of all that the steps of one run leave, of every process of it.
+"""record: digests of every array that the steps of a run make, in all of its processes.
 
 After each stage of each step there is a digest of each leaf: what every tower sends or returns, the
 totals on every device, the state and the metrics after the update.
@@ -28,12 +28,12 @@ Run = Iterator[tuple[TrainState, dict[str, jax.Array]]]
 
 EXCHANGE = "exchange"
 TOWER = "tower program"
-FORWARD = "forward program"  # these two of a model in stages
+FORWARD = "forward program"  # these two are for a model in stages
 BACKWARD = "backward program"
 REDUCTION = "reduction"
 UPDATE = "update"
 _STAGES = (EXCHANGE, TOWER, FORWARD, BACKWARD, REDUCTION, UPDATE)
-# What is a tower's own.
+# Stages whose values belong to one tower.
 OF_TOWERS = (EXCHANGE, TOWER, FORWARD, BACKWARD)
 
 _PARTS = ("step", "params", "opt_state", "ema_params", "model_state", "rng", "local", "loss_scale")
@@ -43,10 +43,11 @@ class Spot(NamedTuple):
     """One leaf at one moment.
 
     Attributes:
-        stage: which stage of the step made it.
-        place: the tower, of a tower program or of what it sends in an exchange; or the device of
-            its process, counted from 0, that holds it, of a model in stages the replica.
-        leaf: its path, which begins with the stage of the model if it is cut.
+        stage: the stage of the step that made it.
+        place: the number of the tower, for the result of a tower program or what it sends in an
+            exchange. Otherwise the device of its process that holds it, counted from 0; for a model
+            in stages the replica.
+        leaf: its path, which begins with the stage of the model if the model is cut.
     """
 
     stage: str
@@ -58,11 +59,11 @@ Digests = dict[Spot, str]
 
 
 class StepRecord(NamedTuple):
-    """What one step has left.
+    """The record of one step.
 
     Attributes:
-        digests: for each process a digest for each spot.
-        fingerprint: of the state after it, as `multitower.fingerprint`.
+        digests: for each process the digest of each spot.
+        fingerprint: `multitower.fingerprint` of the state after the step.
         parts: the fingerprint of each part of the state, and of the metrics.
     """
 
@@ -72,11 +73,11 @@ class StepRecord(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a run is not as another one.
+    """Where a run first differs from another one.
 
     Attributes:
-        step: counted from 1.
-        process: of the run.
+        step: the number of the step, counted from 1.
+        process: the number of the process of the run.
         spot: the first leaf that differs, in the first stage that differs.
     """
 
@@ -109,7 +110,7 @@ def advance(
             _show(stage, place, (jax.tree.map(_unpacked, sums, is_leaf=_is_packed),), see)
             return
         _show(stage, place, unpack(sums.packed), see)
-        # A block's total is on the device of its tower alone: no device has a copy of it.
+        # The total of a block is on the device of its tower only: there are no copies to compare.
         _show(stage, place if stage in OF_TOWERS else 0, (_Blocks(sums.blocks),), see)
 
     with tapped(tap):
@@ -117,7 +118,7 @@ def advance(
     if end is None:
         return None
     state, metrics = end
-    # Copies per device where the state is made of them: each one is checked.
+    # If the state is kept as one copy per device, each copy is checked.
     for place, fields in enumerate(_copies(state)):
         _show(UPDATE, place, fields, see)
     _show(UPDATE, 0, {"metrics": metrics}, see)
@@ -125,10 +126,10 @@ def advance(
 
 
 def first_difference(first: Sequence[StepRecord], other: Sequence[StepRecord]) -> Found | None:
-    """The first step and spot of `other` that is not as in `first`.
+    """The first step and spot at which `other` differs from `first`; None if all is equal.
 
-    Stages are looked at in their order, so that the first difference is where the runs part: all
-    that went before was equal.
+    Stages are compared in their order, so that the first difference is where the runs part:
+    everything before it was equal.
     """
     for number, (a, b) in enumerate(zip(first, other, strict=True), start=1):
         expected = _by_origin(a)
@@ -141,7 +142,7 @@ def first_difference(first: Sequence[StepRecord], other: Sequence[StepRecord]) -
 
 
 def original(step: StepRecord, spot: Spot) -> tuple[int, Spot] | None:
-    """The process and the spot where a run has what another has at `spot`."""
+    """The process and the spot in this record that correspond to `spot` of another; or None."""
     for process, digests in enumerate(step.digests):
         for there in digests:
             if _origin(there) == _origin(spot):
@@ -158,7 +159,7 @@ def _by_origin(step: StepRecord) -> dict[tuple[str, int | None, str], str]:
 
 
 def _origin(spot: Spot) -> tuple[str, int | None, str]:
-    """What should be the same: all devices hold the same after a reduction."""
+    """The key of values that should be equal: after a reduction, those of all devices."""
     return spot.stage, spot.place if spot.stage in OF_TOWERS else None, spot.leaf
 
 
@@ -191,14 +192,14 @@ def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -
 
 
 def digest(leaf: Any) -> str:
-    """Tells whether two arrays have the same dtype, shape and bits."""
+    """A digest that is equal for arrays of the same dtype, shape and bits."""
     value = on_host(leaf)
     text = f"{value.dtype.name}{value.shape}".encode()
     return hashlib.sha256(text + value.tobytes()).hexdigest()[:32]
 
 
 def on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A copy of all that an array has; a key as its data."""
+    """A copy of a whole array on the host; of a typed key, its key data."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     # host-device sync; a copy, as the device's memory is used again
@@ -209,7 +210,7 @@ def on_host(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def _of_all_processes(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """With the digests of all processes instead of this one's; the rest is that of the first."""
+    """The record with the digests of all processes; the rest comes from process 0."""
     each = [json.loads(text) for text in texts_of_all(json.dumps(as_facts(steps)))]
     first = from_facts(each[0])
     for other in each[1:]:
@@ -219,7 +220,7 @@ def _of_all_processes(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def as_facts(steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
-    """A record for JSON: digests by stage, place and leaf."""
+    """A record as JSON values: digests by stage, place and leaf."""
     return [
         {
             "fingerprint": step.fingerprint,
@@ -231,7 +232,7 @@ def as_facts(steps: Sequence[StepRecord]) -> list[dict[str, Any]]:
 
 
 def from_facts(facts: Sequence[Any]) -> list[StepRecord]:
-    """A record from what `as_facts` made."""
+    """A record from the JSON values of `as_facts`."""
     return [
         StepRecord(
             [

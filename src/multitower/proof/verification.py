@@ -1,7 +1,7 @@
 """verification: do the same steps give the same bits on every set of devices; and if not, where?
 
-Every run is recorded (`multitower.proof.record`) and compared with the first one. Only where they
-differ are both runs made once more, to see the two values.
+Every run is recorded (`multitower.proof.record`) and compared with the first one. If they differ,
+both runs are repeated up to the difference, to get the two values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from multitower.proof.record import (
     record,
 )
 
-# Makes a run on so many devices.
+# Makes a run on a number of devices.
 MakeRun = Callable[[Any], Run]
 
 _OF_STAGE = "['stage "
@@ -35,16 +35,16 @@ _OF_STAGE = "['stage "
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part.
+    """The first difference between two runs.
 
     Attributes:
         step: the first step after which they differ, counted from 1.
-        runs: what both runs are called, such as "2 devices".
+        runs: the names of both runs, such as "2 devices".
         spot: the first leaf that differs, in the first stage that differs.
-        process: of the second run, that has it; None if it has one process.
-        element: index of the first element that differs, None if there was no second look.
-        values: that element in both runs.
-        repeats: whether both runs gave the same bits again when they were made once more.
+        process: the process of the second run that has it; None if it has one process.
+        element: index of the first element that differs; None if the runs were not repeated.
+        values: the values of that element in both runs.
+        repeats: whether both runs gave the same bits again when they were repeated.
     """
 
     step: int
@@ -83,12 +83,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What came out.
+    """The result of a comparison of runs.
 
     Attributes:
-        runs: what each run is called, such as "2 devices".
-        records: for each run, of each step.
-        differences: the first one of every run that differs from the first run.
+        runs: the name of each run, such as "2 devices".
+        records: for each run the records of its steps.
+        differences: the first difference of every run that differs from the first run.
     """
 
     runs: tuple[str, ...]
@@ -97,7 +97,7 @@ class Verification:
 
     @property
     def fingerprints(self) -> list[list[str]]:
-        """For each run and step, of the state after it, as `multitower.fingerprint`."""
+        """For each run and step, `multitower.fingerprint` of the state after it."""
         return [[step.fingerprint for step in steps] for steps in self.records]
 
     @property
@@ -110,30 +110,30 @@ def compare(devices: Sequence[int], make_run: MakeRun) -> Verification:
     """Makes the same run on several numbers of devices, and compares all bits.
 
     Args:
-        devices: how many of each process; a number that comes twice checks that a run repeats
-            itself.
-        make_run: makes one run, with as many towers on any number of devices.
+        devices: the numbers of devices of each process; the same number twice checks that a run is
+            reproducible.
+        make_run: makes one run, with the same number of towers on any number of devices.
 
     Returns:
-        The records of all runs, and where those that differ part from the first one.
+        The records of all runs, and the first difference of each from the first run.
     """
     records = [record(make_run(count)) for count in devices]
     found = compare_records([_name(count) for count in devices], records)
     if are_several():
-        return found  # the two values would be in different processes
+        return found  # the two values may be in different processes
     return with_values(found, lambda i, place: look(make_run(devices[i]), place))
 
 
 def with_values(found: Verification, look_at: Callable[[int, Found], Any]) -> Verification:
-    """Looks at the two values of every difference.
+    """Adds the two values of every difference.
 
     Args:
         found: from `compare_records`.
-        look_at: makes one of the runs once more, by its number, and returns what it has at a place;
-            None if there is nothing.
+        look_at: repeats a run, given its number, and returns the value that it has at a place; None
+            if there is none.
 
     Returns:
-        The same, with the values.
+        The same comparison, with the values.
     """
     differences: list[Difference] = []
     for difference, i in zip(found.differences, _which_differ(found.records), strict=True):
@@ -146,11 +146,11 @@ def compare_records(runs: Sequence[str], records: Sequence[Sequence[StepRecord]]
     """Compares all bits of recorded runs with the first one, of as many steps.
 
     Args:
-        runs: what each of them is called.
-        records: of each of them.
+        runs: the names of the runs.
+        records: the records of the steps of each run.
 
     Returns:
-        Where those that differ part from the first one, without the values.
+        The records, and the first difference of each run from the first one, without values.
     """
     differences: list[Difference] = []
     for i, found in _which_differ(records).items():
@@ -161,7 +161,7 @@ def compare_records(runs: Sequence[str], records: Sequence[Sequence[StepRecord]]
 
 
 def _which_differ(records: Sequence[Sequence[StepRecord]]) -> dict[int, Found]:
-    """Where the runs that differ from the first one do so; the first may differ within itself."""
+    """By number of the run, its first difference from run 0, whose devices may differ, too."""
     found = {i: first_difference(records[0], steps) for i, steps in enumerate(records)}
     return {i: one for i, one in found.items() if one is not None}
 
@@ -172,7 +172,7 @@ def _look_again(
     look_at: Callable[[int, Found], Any],
     before: tuple[Sequence[StepRecord], Sequence[StepRecord]],
 ) -> Difference:
-    """Repeats two runs up to the step at which they part, to see the values."""
+    """Repeats two runs up to the step at which they differ, to get the values."""
     number, spot = found.step, found.spot
     there = original(before[0][number - 1], spot)
     if there is None:
@@ -197,7 +197,7 @@ def _look_again(
 
 
 def look(run: Run, place: Found) -> Any:
-    """What a run has at one place, in this process; on the host, None if there is nothing."""
+    """The value of a run at one place, in this process, on the host; None if there is none."""
     for _ in range(place.step - 1):
         next(run)
     held: list[Any] = []
@@ -218,7 +218,7 @@ def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A number with its bits: two may look the same in decimal."""
+    """A number with its bits, since two different numbers may look the same in decimal."""
     if not isinstance(value, np.generic):
         return str(value)
     return f"{value!s} (0x{value.tobytes()[::-1].hex()})"

@@ -1,4 +1,4 @@
-"""Recipes: whole training programs, written with the public API only, as a user would."""
+"""Finds recipes, which are whole training programs, by name or file."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name, load_recipe_file
 from multitower.recipes.options import as_json, make_options
 
-# Each is a module of this package, imported only when it is asked for.
+# Each is a module of this package, imported only when it is used.
 SHIPPED = ("digits", "mnist", "cifar10", "cifar10-resnet20", "gpt")
 
 
@@ -23,14 +23,14 @@ def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
     Args:
         name: one of `SHIPPED`, or the path of a Python file that defines `recipe`, or `Options`
             (a dataclass) and `make_recipe` (a function of it).
-        settings: options of the recipe that are set, as words.
+        settings: values of the recipe's options, as text, by name.
 
     Returns:
         The recipe. Its data are not loaded yet.
 
     Raises:
-        RunError: there is no such recipe, or it has no such option; the message lists those there
-            are. Or the file cannot be run, or defines no recipe.
+        RunError: there is no such recipe, or it has no such option; the message lists the existing
+            ones. Or the file cannot be run, or defines no recipe.
 
     Example:
         >>> from multitower.recipes.catalog import find_recipe

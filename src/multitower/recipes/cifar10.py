@@ -29,7 +29,7 @@ class Options(ImageOptions):
     program's decay_steps was its batch size, 64, by mistake: 1e-10 after 100 000 steps.)
 
     Raises:
-        RunError: a number that makes no sense.
+        RunError: a number is out of range.
     """
 
     lr_base: Annotated[float, "learning rate of the first step"] = 1e-3
@@ -54,7 +54,7 @@ def make_recipe(options: Options) -> Recipe:
     """Makes the recipe.
 
     Args:
-        options: what is set.
+        options: the options of the recipe.
 
     Returns:
         The recipe.
@@ -84,10 +84,10 @@ def make_recipe(options: Options) -> Recipe:
 
 
 def load(options: ImageOptions) -> DataSets:
-    """Reads CIFAR-10, or makes images of its shapes up.
+    """Reads CIFAR-10, or makes up images of the same shapes.
 
     Args:
-        options: where from.
+        options: the directory, or `synthetic`.
 
     Returns:
         Dicts of `"image"`, uint8, shape (rows, 32, 32, 3), and `"label"`, int32, shape (rows,).
@@ -102,10 +102,10 @@ def load(options: ImageOptions) -> DataSets:
 
 
 def download(options: ImageOptions, progress: Any = None) -> None:
-    """Downloads CIFAR-10 to where `load` reads it.
+    """Downloads CIFAR-10 to the directory from which `load` reads it.
 
     Args:
-        options: where to.
+        options: the directory.
         progress: as for `multitower.data.datasets.cifar10.download_cifar10`.
 
     Raises:
@@ -115,7 +115,7 @@ def download(options: ImageOptions, progress: Any = None) -> None:
 
 
 def distort(batch: dict[str, Any], keys: jax.Array) -> dict[str, Any]:
-    """Distorts the images of a training batch, each as its key says.
+    """Distorts the images of a training batch at random, each by its key.
 
     Args:
         batch: `"image"` and `"label"`, as `load` returns them.
@@ -131,7 +131,7 @@ def make_loss(reg_rate: float) -> Callable[..., Any]:
     """Makes the loss: cross-entropy plus `reg_rate` times half the sum of squared weights.
 
     Args:
-        reg_rate: of the weight penalty.
+        reg_rate: the factor of half the sum of squared weights.
 
     Returns:
         `loss(params, batch)` of distorted images: the losses, shape (rows,), and a dict with
@@ -140,7 +140,8 @@ def make_loss(reg_rate: float) -> Callable[..., Any]:
 
     def loss(params: lenet5.Params, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         scores = score(lenet5.logits(params, batch["image"]), batch["label"])
-        # The same penalty in every row: whatever the number of towers, their mean holds it once.
+        # The same penalty in every row, so that the mean over rows has it once, with any number of
+        # towers.
         losses = scores["loss"] + reg_rate * lenet5.weight_penalty(params)
         return losses, {"accuracy": scores["accuracy"]}
 
@@ -148,7 +149,7 @@ def make_loss(reg_rate: float) -> Callable[..., Any]:
 
 
 def metrics(params: lenet5.Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """Scores examples by the middle of their images.
+    """Scores examples, with the central crop of their images.
 
     Args:
         params: from `lenet5.init`, with three channels.
@@ -161,7 +162,7 @@ def metrics(params: lenet5.Params, batch: dict[str, Any]) -> dict[str, jax.Array
 
 
 def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
-    """Scores of the ten classes, by the middle of every image.
+    """Predicts scores of the ten classes, from the central crop of every image.
 
     Args:
         params: as for `metrics`.
@@ -186,10 +187,10 @@ def make_ema_decay(ma_decay: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
-    """Makes what makes the optimizer of a run: Adam with `learning_rate`.
+    """Makes the function that makes the optimizer of a run: Adam with `learning_rate`.
 
     Args:
-        options: what `learning_rate` needs.
+        options: as for `learning_rate`.
 
     Returns:
         `optimizer(steps, *, steps_per_epoch, keeps_rate=False, keeps_momentum=False)`.
@@ -210,11 +211,11 @@ def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformati
 
 
 def learning_rate(options: Options, steps_per_epoch: float) -> Callable[[Any], Any]:
-    """Makes the schedule `lr_base * lr_decay ** (step / decay_steps)`, without stairs.
+    """Makes the smooth schedule `lr_base * lr_decay ** (step / decay_steps)`.
 
     Args:
-        options: `lr_base`, `lr_decay` and `decay_steps` count.
-        steps_per_epoch: in place of `decay_steps`, if that is None.
+        options: their `lr_base`, `lr_decay` and `decay_steps` are used.
+        steps_per_epoch: used in place of `decay_steps`, if that is None.
 
     Returns:
         A function of the number of updates made before.

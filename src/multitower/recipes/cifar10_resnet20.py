@@ -18,7 +18,7 @@ class Options(ImageOptions):
     """What can be set: `multitower train cifar10-resnet20 --set learning_rate=0.05`.
 
     Raises:
-        RunError: a number that makes no sense.
+        RunError: a number is out of range.
     """
 
     learning_rate: Annotated[float, "a tenth of it after half the steps, a 100th after 3/4"] = 0.1
@@ -38,11 +38,11 @@ def make_recipe(options: Options) -> Recipe:
     """Makes the recipe.
 
     Args:
-        options: what is set.
+        options: the options of the recipe.
 
     Returns:
-        The recipe. Every tower normalises by its own rows; what it learns of their statistics is
-        averaged over towers.
+        The recipe. In training, every tower normalises with statistics of its own rows; the running
+        statistics are averaged over towers.
 
     Example:
         >>> from multitower.recipes import cifar10_resnet20
@@ -53,7 +53,8 @@ def make_recipe(options: Options) -> Recipe:
     def loss(params: Any, batch: dict[str, Any], *, model_state: Any) -> Any:
         answers, model_state = resnet20.logits(params, model_state, batch["image"], training=True)
         scores = score(answers, batch["label"])
-        # The same penalty in every row: whatever the number of towers, their mean holds it once.
+        # The same penalty in every row, so that the mean over rows has it once, with any number of
+        # towers.
         losses = scores["loss"] + options.reg_rate * resnet20.weight_penalty(params)
         return losses, {"accuracy": scores["accuracy"]}, model_state
 
@@ -84,12 +85,12 @@ def make_recipe(options: Options) -> Recipe:
 
 
 def metrics(params: Any, batch: dict[str, Any], *, model_state: Any) -> dict[str, jax.Array]:
-    """Scores examples by the middle of their images, and by the statistics learnt.
+    """Scores examples, with the central crop of their images and the running statistics.
 
     Args:
         params: from `resnet20.init`.
         batch: `"image"` and `"label"`, as `cifar10.load` returns them.
-        model_state: the statistics.
+        model_state: the running statistics.
 
     Returns:
         `"loss"` and `"accuracy"`, as `multitower.recipes.scores.score`.
@@ -98,7 +99,7 @@ def metrics(params: Any, batch: dict[str, Any], *, model_state: Any) -> dict[str
 
 
 def predict(params: Any, batch: dict[str, Any], *, model_state: Any) -> jax.Array:
-    """Scores of the ten classes, by the middle of every image.
+    """Predicts scores of the ten classes, from the central crop of every image.
 
     Args:
         params: as for `metrics`.

@@ -1,4 +1,4 @@
-"""Recipe: what a training program is made of, apart from where and how long it runs."""
+"""Recipe: a training program, without the options of a run such as devices and steps."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ class DataSets(NamedTuple):
 
     Attributes:
         train: a pytree of NumPy arrays with one row per example on axis 0.
-        test: the same, of examples that no training step sees.
+        test: the same, with examples that are not used in training.
     """
 
     train: Any
@@ -24,10 +24,10 @@ class DataSets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training program: what `multitower train` needs to know about one.
+    """A training program for `multitower train`.
 
     Attributes:
-        name: what it is called, in results and directories.
+        name: the name, for results and directories.
         data: makes the data sets. They must not depend on the seed of a run.
         init: makes the first parameters from a typed key.
         loss: `loss(params, batch)`, as for `multitower.train_step`: the losses of the batch's
@@ -43,23 +43,22 @@ class Recipe:
             `steps_per_epoch`, a float, and `keeps_rate` and `keeps_momentum`, bools: whether to
             make it by `optax.inject_hyperparams`, so that the learning rate can be a metric, and
             asynchronous updates can lower the momentum.
-        steps: updates of a run that does not say.
-        global_batch: rows of a step, over all towers, of a run that does not say.
+        steps: updates of a run, by default.
+        global_batch: rows of a step, over all towers, by default.
         distort: `distort(batch, generator)` returns a training batch with random changes, drawn
             from the NumPy generator alone; it may change the arrays in place. None for no changes.
-        augment: the same on the devices, as for `multitower.augmented`: the better
-            place, since the host has many devices to feed. The data sets must be dicts.
+        augment: the same on the devices, as for `multitower.augmented`. It is recommended, since
+            the host has many devices to feed. The data sets must be dicts.
         model_state: makes what the loss takes as `model_state`.
         ema_decay: keep a moving average of the parameters, as for `multitower.train_step`.
-        clip_norm: the global norm to clip gradients to, of a run that does not say; None for no
-            clipping.
+        clip_norm: the global norm to clip gradients to, by default; None for no clipping.
         generate: `generate(params, prompt, num_bytes=, temperature=, seed=)` continues a text, for
             `multitower sample`. A report shows two continuations, if the data sets are dicts of
             `"tokens"`, integers, shape (rows, length); those below 256 are bytes.
-        about_data: makes what a result says of the data set among its options: JSON values.
+        about_data: returns JSON values about the data set, which a result lists among its options.
         download: `download(progress)` fetches the data set to where `data` reads it. None if there
             is nothing to fetch.
-        options: what was set, for the record: JSON values.
+        options: the options of the recipe, JSON values, for the result.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -116,7 +115,7 @@ class Recipe:
             keeps_momentum: whether its state must hold the momentum.
 
         Returns:
-            What `optimizer` makes of as much of this as it takes.
+            The result of `optimizer`, which is called with the arguments that it takes.
         """
         extras = {
             "steps_per_epoch": steps_per_epoch,
@@ -140,7 +139,7 @@ def with_rate(
         make: makes the optimizer of a learning rate, and of a momentum if there is one.
         rate: a number, or a schedule.
         keeps_rate: as for `Recipe.optimizer`.
-        momentum: that its state is to keep, beside the rate; None to keep none.
+        momentum: the momentum that its state keeps, besides the rate; None to keep none.
     """
 
     def of_rate(learning_rate: Any) -> optax.GradientTransformation:
@@ -155,9 +154,9 @@ def with_rate(
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function of a recipe takes an extra, as a keyword-only argument of this name."""
+    """Whether a function of a recipe has a keyword-only argument of this name."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+    except (TypeError, ValueError):  # some builtins and C functions have no signature
         return False
     return name in parameters and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY

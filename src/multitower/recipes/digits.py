@@ -26,7 +26,7 @@ class Options:
     """What can be set: `multitower train digits --learning-rate 0.002`.
 
     Raises:
-        RunError: a number that makes no sense.
+        RunError: a number is out of range.
     """
 
     learning_rate: Annotated[float, "of Adam; it falls to 0 along half a cosine"] = 4e-3
@@ -43,7 +43,7 @@ def make_recipe(options: Options) -> Recipe:
     """Makes the recipe.
 
     Args:
-        options: what is set.
+        options: the options of the recipe.
 
     Returns:
         The recipe.
@@ -72,7 +72,7 @@ def load() -> DataSets:
 
     The 8x8 pixels, whole numbers from 0 to 16, become floats from 0 to 1, enlarged to 28x28 by
     bilinear interpolation. Every fifth image, from the fifth on, is a test image: 359 of them;
-    the other 1438 are for training. Nothing is drawn, so every run has the same split.
+    the other 1438 are for training. The split is not random, so it is the same in every run.
 
     Returns:
         Dicts of `"image"`, float32, shape (rows, 28, 28, 1), and `"label"`, int32, shape (rows,).
@@ -99,10 +99,10 @@ def load() -> DataSets:
 
 
 def _read_small_images() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Those of `sklearn.datasets.load_digits`, and their labels.
+    """The images of `sklearn.datasets.load_digits`, and their labels.
 
-    They are read from scikit-learn's file, for importing it takes a second, a fifth of the time
-    from a command's start to its first steps.
+    They are read from scikit-learn's file, because importing scikit-learn takes a second, a fifth
+    of the time from a command's start to its first steps.
     """
     found = find_spec("sklearn")
     if found is None:
@@ -129,8 +129,8 @@ def enlarge(images: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
         size: pixels of the result's height and width.
 
     Returns:
-        float32, shape (rows, size, size). Multiplications and additions of single numbers only,
-        so that the bits are the same on every machine.
+        float32, shape (rows, size, size). Only single numbers are multiplied and added, so that the
+        bits are the same on every machine.
 
     Example:
         >>> import numpy as np
@@ -152,14 +152,14 @@ def enlarge(images: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 def shift(batch: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
     """Moves every image by up to two of its 28 pixels, up or down and left or right.
 
-    With it about 2 of the 359 test images are taken for another digit, without it about 7.
+    With it about 2 of the 359 test images are misclassified, without it about 7.
 
     Args:
         batch: `"image"` and `"label"`, as `load` returns them.
         generator: draws the shifts.
 
     Returns:
-        The same, with moved images; black comes in from the sides.
+        The same, with moved images; black pixels fill the gaps.
 
     Example:
         >>> import numpy as np
@@ -182,7 +182,7 @@ def make_loss(penalty_rate: float) -> Callable[..., Any]:
     """Makes the loss to minimise: the cross-entropy of every example, plus the weight penalty.
 
     Args:
-        penalty_rate: what the penalty is multiplied by.
+        penalty_rate: the factor of the weight penalty.
 
     Returns:
         `loss(params, batch)`. It returns the losses, shape (rows,), and a dict with `"accuracy"`,
@@ -191,7 +191,8 @@ def make_loss(penalty_rate: float) -> Callable[..., Any]:
 
     def loss(params: lenet5.Params, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         scores = metrics(params, batch)
-        # The same penalty in every row: whatever the number of towers, their mean holds it once.
+        # The same penalty in every row, so that the mean over rows has it once, with any number of
+        # towers.
         losses = scores["loss"] + penalty_rate * lenet5.weight_penalty(params)
         return losses, {"accuracy": scores["accuracy"]}
 
@@ -226,7 +227,7 @@ def predict(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
 
 
 def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
-    """Makes what makes the optimizer of a run: Adam, with a rate that falls along half a cosine.
+    """Makes the function that makes the optimizer: Adam, with cosine decay of the learning rate.
 
     Args:
         options: the learning rate and the momentum.

@@ -1,6 +1,7 @@
-"""The distortions of the classic CIFAR-10 program: drawn per example, made on the device.
+"""The distortions of the classic CIFAR-10 program: drawn per example, applied on the device.
 
-Every example has a key of its own, so that towers, devices and places in the batch do not matter.
+Every example has its own key, so that its distortion does not depend on towers, devices or its
+place in the batch.
 """
 
 from typing import Any, NamedTuple
@@ -15,15 +16,15 @@ _CONTRAST = (0.2, 1.8)
 
 
 class Draws(NamedTuple):
-    """What is drawn for each image; every array has shape (rows,).
+    """The random numbers of each image; every array has shape (rows,).
 
     Attributes:
         top: first row of the crop, int32.
         left: first column of the crop, int32.
-        is_flipped: whether left and right change places, bool.
+        is_flipped: whether left and right are exchanged, bool.
         brightness: added to every pixel, float32, from -63 to 63.
-        contrast: by which the distance of every pixel from its channel's mean is multiplied,
-            float32, from 0.2 to 1.8.
+        contrast: factor of the distance of every pixel from its channel's mean, float32, from 0.2
+            to 1.8.
     """
 
     top: Any
@@ -66,7 +67,7 @@ def draw(keys: jax.Array, size: tuple[int, ...] = (32, 32)) -> Draws:
     Returns:
         The draws.
     """
-    # Numbers from 0 on and below 1; a crop has so many places that rounding shows nowhere.
+    # Numbers in [0, 1); a crop has so few places that the rounding does not matter.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (5,)))(keys).T
     places = [extent - CROP + 1 for extent in size]
     low, high = _CONTRAST
@@ -100,7 +101,7 @@ def apply(images: jax.Array, draws: Draws) -> jax.Array:
 
 
 def central(images: jax.Array) -> jax.Array:
-    """Crops the middle of every image and standardises it: what an evaluation sees.
+    """Crops the middle of every image and standardises it, for evaluation.
 
     Args:
         images: as for `distort`.

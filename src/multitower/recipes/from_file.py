@@ -11,7 +11,7 @@ from multitower.errors import did_you_mean
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a recipe's name means a file: it ends in .py, or has a directory in it."""
+    """Whether a recipe's name is that of a file: it ends in .py, or contains a directory."""
     return name.endswith(".py") or "/" in name or "\\" in name
 
 
@@ -21,10 +21,11 @@ def load_recipe_file(path: Path) -> ModuleType:
     Modules beside the file can be imported from it.
 
     Args:
-        path: of the file.
+        path: the path of the file.
 
     Returns:
-        What it defines: a `recipe`; or `Options`, a dataclass, and `make_recipe`, a function of it.
+        The module, with `recipe`; or with `Options`, a dataclass, and `make_recipe`, a function of
+        it.
 
     Raises:
         RunError: there is no such file, it fails, or it defines no recipe.

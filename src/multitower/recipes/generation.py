@@ -1,4 +1,4 @@
-"""Text that a byte transformer writes, one byte after another, with cached keys and values."""
+"""Generates text with a byte transformer, byte by byte, with cached keys and values."""
 
 import functools
 import re
@@ -27,16 +27,16 @@ def generate(
     """Continues a text.
 
     Args:
-        params: of a transformer that has learnt rows of `pack`.
-        prompt: what the text begins with, as a document does.
-        context: how many tokens a token sees: the length of the rows.
+        params: of a transformer that was trained on rows of `pack`.
+        prompt: the beginning of the text, and of a document.
+        context: the number of tokens that a token sees: the length of the rows.
         num_bytes: bytes to write.
         temperature: scores are divided by it; 0 takes the most probable byte.
-        seed: of the draws.
+        seed: the seed of the draws.
 
     Returns:
-        What follows the prompt. Bytes that are no UTF-8 are replaced, and control characters, which
-        could steer a terminal; ends of lines and tabs stay.
+        The text after the prompt. Bytes that are not UTF-8 are replaced, and so are control
+        characters, which could control a terminal, except line ends and tabs.
 
     Raises:
         RunError: the prompt is empty, or longer than the context.

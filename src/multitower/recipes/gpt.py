@@ -182,7 +182,7 @@ def metrics(params: transformer.Params, batch: dict[str, Any]) -> dict[str, Any]
     losses = optax.softmax_cross_entropy_with_integer_labels(answers, targets)
     losses = jnp.where(counts, losses, 0)
     weight = counts.astype(jnp.float32)
-    # Towers have unequal numbers of bytes: totals and numbers are added up, and divided once.
+    # Towers have different numbers of bytes, so totals and weights are summed, then divided once.
     return {
         "loss": mt.ratio(losses, weight),
         "bits_per_byte": mt.ratio(losses / math.log(2), weight),
@@ -190,7 +190,7 @@ def metrics(params: transformer.Params, batch: dict[str, Any]) -> dict[str, Any]
 
 
 def make_optimizer(options: Options) -> Callable[..., optax.GradientTransformation]:
-    """Makes what makes the optimizer of a run: AdamW with warm-up and a cosine.
+    """Makes the function that makes the optimizer: AdamW with warm-up and cosine decay.
 
     Args:
         options: the learning rate and the weight decay.
@@ -236,7 +236,7 @@ def is_decayed(params: Any) -> Any:
         >>> decayed["embedding"], decayed["blocks"][0]["query"]
         (False, True)
     """
-    # By name, not by the number of axes: a step may keep the parameters in blocks of another shape.
+    # By name, not by the number of axes: a step may keep parameters in blocks of another shape.
     last = lambda path: str(getattr(path[-1], "key", path[-1]))
     return jax.tree_util.tree_map_with_path(
         lambda path, _: last(path) != "embedding" and not last(path).endswith("norm"), params
@@ -248,7 +248,7 @@ def _read(options: Options) -> Text:
 
 
 def _about(text: Text) -> dict[str, Any]:
-    """Which text it is: Python's standard library differs from one version to another."""
+    """Identifies the text, since Python's standard library differs between versions."""
     digest = hashlib.sha256()
     for document in (*text.train, *text.test):
         digest.update(len(document).to_bytes(8, "little") + document)

@@ -26,7 +26,7 @@ class Options(ImageOptions):
     """What can be set: `multitower train mnist --set model=lenet5`.
 
     Raises:
-        RunError: a number that makes no sense.
+        RunError: a number is out of range.
     """
 
     model: Annotated[str, "conv_net or lenet5"] = "conv_net"
@@ -45,7 +45,7 @@ def make_recipe(options: Options) -> Recipe:
     """Makes the recipe.
 
     Args:
-        options: what is set.
+        options: the options of the recipe.
 
     Returns:
         The recipe. With conv_net every tower draws its own dropout.
@@ -78,10 +78,10 @@ def make_recipe(options: Options) -> Recipe:
 
 
 def load(options: ImageOptions) -> DataSets:
-    """Reads MNIST, or makes images of its shapes up.
+    """Reads MNIST, or makes up images of the same shapes.
 
     Args:
-        options: where from.
+        options: the directory, or `synthetic`.
 
     Returns:
         Dicts of `"image"`, uint8, shape (rows, 28, 28, 1), and `"label"`, int32, shape (rows,).
@@ -158,7 +158,7 @@ def predict_lenet5(params: lenet5.Params, batch: dict[str, Any]) -> jax.Array:
 
 
 def as_floats(images: Any) -> jax.Array:
-    """Pixels from 0 to 1, on the device: a quarter of the bytes goes there.
+    """Converts pixels to floats from 0 to 1 on the device, so that bytes are copied there.
 
     Args:
         images: uint8.

@@ -1,4 +1,4 @@
-"""Options: a dataclass, set by name from words such as those of a command line."""
+"""Options: a dataclass, set by name from text, such as that of a command line."""
 
 import dataclasses
 import types
@@ -19,7 +19,7 @@ class ImageOptions:
 
     Attributes:
         data: directory with the files of the data set; by default where downloads go.
-        synthetic: make images up instead.
+        synthetic: make up images instead of reading files.
     """
 
     data: Annotated[Path | None, "directory with the files; None: where downloads go"] = None
@@ -35,7 +35,7 @@ class ImageOptions:
 def make_options(
     kind: type[Options] | None, settings: Mapping[str, str], owner: str
 ) -> Options | None:
-    """Makes options from words.
+    """Makes options from text.
 
     Args:
         kind: as for `convert_options`; None for a recipe without options.
@@ -46,8 +46,8 @@ def make_options(
         The options, or None if there are none.
 
     Raises:
-        RunError: an option that is not there, or a word that does not fit; the message lists the
-            options that there are.
+        RunError: an unknown option, or a word that does not fit its type; the message lists the
+            existing options.
 
     Example:
         >>> from multitower.recipes.cifar10 import Options
@@ -62,13 +62,13 @@ def make_options(
 def convert_options(
     kind: type[Any] | None, settings: Mapping[str, str], owner: str
 ) -> dict[str, Any]:
-    """Turns words into the values of options.
+    """Converts text to the values of options.
 
     Args:
         kind: a dataclass whose fields are bool, int, float, str or Path, or one of these or None,
             or one of these `Annotated` with a line of text; None if there are no options.
         settings: the word for each option that is set; `"none"` for None.
-        owner: whose options, for messages: `"the recipe cifar10"`.
+        owner: the owner of the options, for messages, such as `"the recipe cifar10"`.
 
     Returns:
         The value of each option that is set.
@@ -111,13 +111,13 @@ def describe(kind: type[Any] | None) -> str:
 
 
 def as_json(options: Any) -> dict[str, Any]:
-    """The values of options, as they go into a result.
+    """The values of options as JSON values, for a result.
 
     Args:
         options: a dataclass, or None.
 
     Returns:
-        For each name the value, paths as strings.
+        The value of each option by name, with paths as strings.
     """
     if options is None:
         return {}
@@ -126,7 +126,7 @@ def as_json(options: Any) -> dict[str, Any]:
 
 
 def check_range(options: Any, name: str, low: float, high: float) -> None:
-    """Refuses a number that makes no sense.
+    """Refuses a number that is out of range.
 
     Raises:
         RunError: the option is outside of `low` to `high`.

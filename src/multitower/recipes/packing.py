@@ -1,4 +1,4 @@
-"""Packed sequences: documents laid end to end in rows of equal length, with nothing lost."""
+"""Packed sequences: documents are concatenated, and cut into rows of equal length without loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 NUM_BYTES = 256
-SEPARATOR = NUM_BYTES  # the token before every document, which also fills the last row up
+SEPARATOR = NUM_BYTES  # the token before every document, which also pads the last row
 VOCABULARY = NUM_BYTES + 1
 
 
 def pack(documents: Sequence[bytes], length: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Lays documents end to end, a separator before each of them, and cuts rows.
+    """Concatenates documents, with a separator before each, and cuts the result into rows.
 
-    A row's last token is the first one of the next row. So every byte is predicted exactly once.
+    A row's last token is the first one of the next row, so that every byte is predicted once.
 
     Args:
-        documents: each not empty.
-        length: predictions of a row.
+        documents: documents that are not empty.
+        length: the number of predictions per row.
 
     Returns:
         uint16, shape (rows, length + 1): bytes, or `SEPARATOR`.
@@ -42,7 +42,7 @@ def pack(documents: Sequence[bytes], length: int) -> np.ndarray[Any, np.dtype[np
 
 
 def take_tokens(tokens: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """What a model sees of packed rows, and what it is to predict.
+    """Splits packed rows into inputs and targets.
 
     Args:
         tokens: as `pack` returns them.
@@ -50,7 +50,7 @@ def take_tokens(tokens: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array
     Returns:
         All of shape (rows, length): the inputs, int32; their segments, int32, one number for each
         document of a row; the targets, int32; and which of them count, bool. A separator is never
-        predicted: it begins another document, or fills the last row up.
+        predicted: it begins another document, or pads the last row.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -1,4 +1,4 @@
-"""How the answers of a classifier are scored."""
+"""Scores the predictions of a classifier."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import optax
 
 
 def score(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-    """Scores answers, each on its own.
+    """Scores each prediction.
 
     Args:
         logits: float32, shape (rows, classes).

@@ -1,4 +1,4 @@
 """One run of a recipe: its settings, its directory, its result, its page.
 
-Knows no flag of the terminal. Read `train.py` first.
+It knows no flags of the command line. Read `train.py` first.
 """

@@ -1,4 +1,4 @@
-"""The directory of one run: made before training, and never overwritten without `overwrite`."""
+"""The directory of one run: made before training, and overwritten only with `overwrite`."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def run_found_in(path: Path, config: dict[str, Any]) -> str:
     differs = sorted(name for name in before | now if before.get(name) != now.get(name))
     finished = (path / RESULT).exists()
     if differs and not finished and not (path / CHECKPOINTS).exists():
-        return "nothing"  # that command was refused before it trained
+        return "nothing"  # the command was refused before it trained
     if differs:
         name = differs[0]
         raise RunError(
@@ -181,7 +181,7 @@ def write_result(directory: Path, result: dict[str, Any]) -> Path:
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
-    """Writes `config.json`, which `multitower resume` reads; readers see all of it or none.
+    """Writes `config.json`, which `multitower resume` reads; readers see the complete file or none.
 
     Args:
         directory: the directory of the run.
@@ -259,12 +259,12 @@ def _write_json(target: Path, content: dict[str, Any]) -> Path:
     return write_whole(target, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-_NO_MATTER = ("devices", "log", "profile")  # they change no result
+_NO_MATTER = ("devices", "log", "profile")  # options that do not change the result
 
 
 def _said(config: dict[str, Any]) -> dict[str, Any]:
     """Every option of a configuration by name, without those that change no result."""
-    # A run of an earlier version had the defaults of what it did not know.
+    # A run of an earlier version had the defaults of options that it did not know.
     known = {**asdict(RunOptions()), **config.get("options", {})}
     options = {**known, **dict.fromkeys(_NO_MATTER)}
     if options["compute_dtype"] == "float32":

@@ -1,4 +1,4 @@
-"""doctor: what this process sees of the machine, and whether its devices agree."""
+"""doctor: reports devices, memory and settings, and checks that devices give the same bits."""
 
 import json
 import os
@@ -29,17 +29,17 @@ _ENVIRONMENT = (
 
 
 def examine() -> dict[str, Any]:
-    """Looks at the devices and lets them train a small model together.
+    """Reports on the devices, and trains a small model on them to compare their results.
 
     Returns:
-        `devices`: for each its `name`, `kind` and, where the platform tells, `bytes_in_use` and
-        `bytes_limit` of its memory; `environment`: the variables that decide about devices, None
-        where they are not set; `host` and `versions`; `same_bits`: whether one device and all of
-        them, with the same number of towers, ended with the same bits; `same_bits_in_stages`:
-        likewise with the model cut in two; None where a process has no two devices, or processes
-        have other numbers of them. Of several processes,
-        which all must call this, also `processes`: for each its `host` and `devices`; and
-        `exchanges`, as `multitower.runs.exchanges.time_exchanges` returns them.
+        `devices`: for each its `name`, `kind` and, if the platform reports them, `bytes_in_use` and
+        `bytes_limit` of its memory. `environment`: the environment variables that affect devices,
+        None if not set. `host` and `versions`. `same_bits`: whether one device and all devices,
+        with the same number of towers, ended with the same bits. `same_bits_in_stages`: the same
+        with the model cut in two; None if a process has fewer than two devices, or processes have
+        different numbers of them. With several processes, all of which must call this, also
+        `processes`: for each its `host` and `devices`; and `exchanges`, as from
+        `multitower.runs.exchanges.time_exchanges`.
 
     Raises:
         DeviceError: JAX has no device.
@@ -86,7 +86,7 @@ def _same_in_stages(found: list[jax.Device], num_of_all: list[int]) -> bool | No
 
 
 def _trained_on(found: list[jax.Device] | None, towers: int, **options: Any) -> str:
-    """The fingerprint after a few steps of a small perceptron, with random numbers in it."""
+    """The fingerprint after a few steps of a small perceptron whose loss draws random numbers."""
     import optax  # noqa: PLC0415 (as everywhere: only where it is used)
 
     def losses(params: Any, batch: Any, *, rng: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What draws reports is imported late, and may be missing."""
+"""The libraries that draw reports: imported on first use, and optional."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from multitower.errors import RunError, install_command
 
 _LIBRARIES = ("PIL", "jinja2", "markupsafe", "matplotlib")
-_PACKAGES = ("jinja2", "matplotlib", "pillow")  # what brings them
+_PACKAGES = ("jinja2", "matplotlib", "pillow")  # packages with these libraries
 
 
 @contextmanager
 def drawing_libraries(what: str) -> Generator[None]:
-    """Says what to install where an import fails, before the work that a report is about.
+    """Turns a failed import inside the `with` block into an error that says what to install.
+
+    Use it before the work that is to be reported.
 
     Args:
-        what: needs them.
+        what: what needs the libraries, for the message.
 
     Raises:
         RunError: a library that draws reports is not installed.

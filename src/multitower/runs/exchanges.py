@@ -1,4 +1,4 @@
-"""Exchanges: how long data takes between each pair of processes."""
+"""Exchanges: how long it takes to send data between each pair of processes."""
 
 import functools
 import itertools
@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multitower.processes.together import gathered, spread
 
 _ROUNDS = 7
-# Elements of float32: what a message costs, and what a link carries.
+# Elements of float32: one measures the latency, the other the bandwidth.
 _SIZES = {"seconds": 1, "mebibyte_seconds": 2**18}
 
 
 def time_exchanges() -> list[dict[str, Any]]:
-    """Has each pair of processes swap arrays, one pair after the other; all together.
+    """Measures swaps of arrays between each pair of processes; call it on every process.
 
     The first devices of two processes send each other an array at the same time. It is the path
     of every reduction: over the network, the switch of a machine, or the loopback interface.
@@ -35,7 +35,7 @@ def time_exchanges() -> list[dict[str, Any]]:
         for process in range(count)
     ]
     own = np.zeros((count, len(_SIZES)))
-    # Every process goes through its pairs in the same order, so that none wait in a circle.
+    # Every process goes through the pairs in the same order, so that there is no deadlock.
     for pair in itertools.combinations(range(count), 2):
         if here in pair:
             swap, sharding = _swap(firsts[pair[0]], firsts[pair[1]])
@@ -59,7 +59,7 @@ def _seconds(swap: Callable[[jax.Array], jax.Array], sharding: Any, size: int) -
 
 
 def _swap(one: jax.Device, other: jax.Device) -> tuple[Callable[[jax.Array], jax.Array], Any]:
-    """A program that has two devices send each other their blocks, and how its argument lies."""
+    """A program in which two devices swap their blocks, and the sharding of its argument."""
     mesh = Mesh(np.array([one, other]), ("pair",))
     spec = PartitionSpec("pair")
     move = functools.partial(jax.lax.ppermute, axis_name="pair", perm=[(0, 1), (1, 0)])

@@ -1,4 +1,4 @@
-"""A run that gets more steps than it was begun with, also if it is finished."""
+"""Gives a run more steps than it was begun with, even if it is finished."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int
     """Writes the new number of steps into a run's configuration; its old result is deleted.
 
     Args:
-        directory: of the run.
-        recipe: of the run.
-        options: of the run, with the new number of steps.
+        directory: the directory of the run.
+        recipe: the recipe of the run.
+        options: the options of the run, with the new number of steps.
         before: the number of steps it was begun with.
 
     Returns:
         The directory.
 
     Raises:
-        RunError: these are fewer steps, or the run would have made other updates if it had been
-            begun with so many.
+        RunError: the new number of steps is smaller; or the optimizer depends on the number of
+            steps, so that the updates so far would have been different.
     """
     steps = steps_of(recipe, options)
     if steps < before:
@@ -32,7 +32,7 @@ def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int
         )
     _refuse_another_optimizer(recipe, options, before)
     config = read_config(directory)
-    # In this order: a run without a result is resumed, whatever its number of steps.
+    # In this order, because a run without a result can be resumed with any number of steps.
     (directory / RESULT).unlink(missing_ok=True)
     length = {"steps": steps, "epochs": None}
     write_config(directory, {**config, "options": {**config["options"], **length}})

@@ -1,4 +1,4 @@
-"""What a run may choose, apart from its recipe: where, how long, from which seed."""
+"""The options of a run, besides its recipe: devices, steps, seed and so on."""
 
 import math
 import re
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # As many bits as both NumPy's and JAX's generators take.
 LARGEST_SEED = 2**32 - 1
-# Options that decide what an update computes, beside how the model and the batch are divided.
+# Options that affect what an update computes, besides how the model and the batch are divided.
 OF_UPDATES = (
     "sync_every",
     "outer_lr",
@@ -37,7 +37,7 @@ OF_UPDATES = (
     "ema_decay",
     "compute_dtype",
 )
-# Options, what each of them is for, and which ones say more of that.
+# An option, what it is for, and the options that have an effect only with it.
 _FOR = (
     ("stages", "stages of a model", ("layout", "interleave", "remat")),
     ("sync_every", "local updates", ("outer_lr", "outer_momentum", "local_state")),
@@ -53,58 +53,61 @@ _FLAGS = {"global_batch": "batch-size", "remat": "no-remat", "simulated_devices"
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run may choose.
+    """The options of a run.
 
     Attributes:
-        devices: how many to use; all by default.
-        towers: how many towers, for the same bits on any number of devices; by default one per
+        devices: the number of devices to use; all by default.
+        towers: the number of towers, for the same bits on any number of devices; by default one per
             device, which is faster.
         steps: updates to make; by default the recipe's number.
-        epochs: passes over the training data to make instead, above 0; the last one is made whole.
+        epochs: passes over the training data to make instead of `steps`, above 0; steps are rounded
+            up.
         global_batch: rows of one step, over all towers that take part in it; by default the
             recipe's number.
         shard_update: split the optimizer's state, as for `multitower.train_step`.
-        shard_params: split the parameters too, as for `multitower.train_step`.
-        stages: into how many parts the model is cut, as for `multitower.train_step`.
-        layout: where they run, such as "2x4": 2 replicas of 4 devices.
+        shard_params: split the parameters, too, as for `multitower.train_step`.
+        stages: the number of parts to cut the model into, as for `multitower.train_step`.
+        layout: the layout of stages, such as "2x4": 2 replicas of 4 devices.
         interleave: whether neighbouring stages are on different devices, as for
             `multitower.train_step`; the bits are the same.
         remat: whether stages compute their forward part again in the backward pass.
-        steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one,
-            or with `sync_every` over several processes for up to 16, to the next meeting.
+        steps_per_call: updates to make in one call, as for `multitower.train_step`; None for one;
+            or, with `sync_every` over several processes, for up to 16, until the next meeting.
         sync_every: steps from one meeting of the towers to the next, for local updates, as for
             `multitower.train_step`; None for towers that meet in every step.
-        outer_lr: learning rate of the update where towers meet, 0 or more, by SGD; None for 0.7,
-            as for `multitower.train_step`.
+        outer_lr: learning rate of SGD for the update at a meeting of the towers, 0 or more; None
+            for 0.7, as for `multitower.train_step`.
         outer_momentum: Nesterov momentum of that update, 0 to less than 1; None for 0.9.
         local_state: `"keep"` or `"average"`, as for `multitower.train_step`.
         clip_norm: the global norm to clip gradients to, above 0; by default the recipe's.
         ema_decay: keep a moving average of the parameters, 0 to 1; by default the recipe's.
         on_nonfinite: `"stop"` or `"skip"`, as for `multitower.Trainer`.
         compute_dtype: `"bfloat16"` or `"float16"` for mixed precision, as for
-            `multitower.train_step`; None or `"float32"`, which is read as None, for none.
+            `multitower.train_step`; None or `"float32"`, which becomes None, for no casts.
         asynchronous: make updates in a fixed rotation, as for `multitower.train_step`.
-        max_staleness: likewise; one less than the number of groups.
-        rotation: likewise; the groups in the order of their turns, such as "0,1,0,2".
-        stale_scale: divide every update by (1 + its staleness) to the power of this, 0 or more;
-            None for 0.
+        max_staleness: as for `multitower.train_step`; one less than the number of groups.
+        rotation: the groups in the order of their turns, such as "0,1,0,2".
+        stale_scale: divide every update by (1 + its staleness) to the power of this number, 0 or
+            more; None for 0.
         momentum_correction: as for `multitower.train_step`.
         log: services to log to, separated by commas, as for `multitower.ExperimentLog`.
         profile: steps to profile, such as "10:13" for steps 10 to 13.
-        early_stopping: end the run when a score of its test phases no longer improves: its name,
-            perhaps the patience, and whether low is better, such as "accuracy:5" or "loss:5:min",
-            as for `multitower.EarlyStopping`.
-        min_delta: with `early_stopping`, how much better an improvement must be, 0 or more.
+        early_stopping: end the run when a score of its test phases no longer improves, as for
+            `multitower.EarlyStopping`: NAME, NAME:PATIENCE or NAME:PATIENCE:min, such as
+            "accuracy:5" or "loss:5:min".
+        min_delta: with `early_stopping`, an improvement must be larger than this, 0 or more.
         extra_metrics: metrics of the update, separated by commas, as for `multitower.train_step`.
-        seed: of the first parameters and of the order of the data, 0 to 2**32 - 1.
+        seed: the seed of the first parameters and of the order of the data, 0 to 2**32 - 1.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         keep_last: how many checkpoints to keep, 1 or more.
-        evaluate_every: steps from one test phase to the next; 0 for one at the end alone.
-        keep_best: name of the score whose best state is kept in `best`; None for none.
+        evaluate_every: steps from one test phase to the next; 0 for only one at the end.
+        keep_best: name of the score whose best state is kept in the directory `best`; None to keep
+            none.
         best: whether the highest (`"max"`) or the lowest (`"min"`) score is the best.
 
     Raises:
-        RunError: a value that makes no sense, or an option without the one that it is for.
+        RunError: a value is out of range or cannot be read, or an option is given without the one
+            that it is for.
         ArgumentError: an unknown service.
         DeviceError: `towers` is not a whole number above 0.
     """
@@ -165,7 +168,7 @@ class RunOptions:
         check_numbers(self.ema_decay, None, None)
         if self.compute_dtype not in (None, "float32", "bfloat16", "float16"):
             raise RunError(f"compute_dtype={self.compute_dtype}: say float32, bfloat16 or float16.")
-        if self.compute_dtype == "float32":  # casts nothing: the program is the one without
+        if self.compute_dtype == "float32":  # no casts: the same program as without it
             object.__setattr__(self, "compute_dtype", None)
         if self.keep_last < 1:
             raise RunError(f"keep_last={self.keep_last}: it must be 1 or more.")
@@ -181,7 +184,7 @@ class RunOptions:
             raise RunError(f"seed={self.seed} is out of range: use 0 to {LARGEST_SEED}.")
 
     def as_flags(self, names: Iterable[str]) -> dict[str, Any]:
-        """The flags that set some of these options, by name; those that are as by default are not.
+        """The flags that set these options, by flag; options with their default value are left out.
 
         Example:
             >>> from multitower.runs.options import RunOptions
@@ -196,7 +199,7 @@ class RunOptions:
         }
 
     def layout_pair(self) -> tuple[int, int] | None:
-        """The layout as two numbers."""
+        """The layout as a pair (replicas, devices of each); None if it is not given."""
         if self.layout is None:
             return None
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", self.layout)
@@ -208,7 +211,7 @@ class RunOptions:
         return int(found[1]), int(found[2])
 
     def rotation_order(self) -> tuple[int, ...] | None:
-        """The rotation as numbers of groups."""
+        """The rotation as numbers of groups; None if it is not given."""
         if self.rotation is None:
             return None
         if re.fullmatch(r"\d+(,\d+)*", words := self.rotation.replace(" ", "")) is None:
@@ -219,7 +222,7 @@ class RunOptions:
         return tuple(map(int, words.split(",")))
 
     def outer_optimizer(self) -> "optax.GradientTransformation | None":
-        """What makes the update where towers meet; None for the default."""
+        """The optimizer of the update at a meeting; None for the default."""
         if self.outer_lr is None and self.outer_momentum is None:
             return None
         import optax  # noqa: PLC0415 (slow, and not needed by a command that is refused)
@@ -229,12 +232,12 @@ class RunOptions:
         return optax.sgd(rate, momentum or None, nesterov=momentum > 0)
 
     def scale_of_stale(self) -> StaleScale | None:
-        """What an update is multiplied by, as a function of its staleness."""
+        """The factor of an update as a function of its staleness; None for no factor."""
         power = self.stale_scale
         return None if power is None else lambda staleness: (1.0 + staleness) ** -power
 
     def _check_together(self) -> None:
-        """Refuses options without the one that they are for."""
+        """Refuses options that have an effect only with another one, if that is missing."""
         for leader, what, names in _FOR:
             if getattr(self, leader):
                 continue
@@ -261,11 +264,11 @@ class RunOptions:
         return _listed(self.log)
 
     def metric_names(self) -> list[str]:
-        """The extra metrics."""
+        """The names of the extra metrics."""
         return _listed(self.extra_metrics)
 
     def stopping_rule(self) -> EarlyStopping | None:
-        """When to end the run early."""
+        """The rule to end the run early; None for no rule."""
         if self.early_stopping is None:
             return None
         found = re.fullmatch(r"([^:]+)(?::([1-9]\d*))?(?::(min|max))?", self.early_stopping)
@@ -286,7 +289,7 @@ class RunOptions:
         return replace(rule, patience=int(patience)) if patience else rule
 
     def profile_pair(self) -> tuple[int, int] | None:
-        """The first and the last step to profile."""
+        """The first and the last step to profile, counted from 1; None for no profile."""
         if self.profile is None:
             return None
         found = re.fullmatch(r"(\d+):(\d+)", self.profile)

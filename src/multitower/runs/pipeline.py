@@ -1,6 +1,7 @@
-"""The pipeline of a run with stages: which program runs where and when, and how long devices wait.
+"""The pipeline of a run with stages: where and when programs run, and how long devices wait.
 
-It is the order in which programs are started, with equal work in all stages or with measured times.
+It is computed from the order in which programs are started, with equal work in all stages or with
+measured times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,22 +21,22 @@ def describe_pipeline(
     remat: bool = True,
     times: Mapping[tuple[str, int], float] | None = None,
 ) -> dict[str, Any]:
-    """What `result.json` says of the stages of a run.
+    """The description of the stages of a run in `result.json`.
 
     Args:
         layout: stages and towers on devices.
         segments: the stages, cut where towers meet; None if no step was made.
-        remat: whether backward programs repeat the forward ones.
-        times: how many seconds each program takes, by (kind, segment); None for equal work in all
-            stages, of which each segment has its share by the operations in it.
+        remat: whether backward programs compute the forward part again.
+        times: the seconds that each program takes, by (kind, segment); None for equal work in all
+            stages, divided among the segments of a stage by their operations.
 
     Returns:
-        What `planned_pipeline` does; and if a step was made `rounds`, one more than towers meet in
-        it; `bubble`, the share of it in which the devices wait; `least_bubble`, the same by
-        (P - 1) / (M + P - 1), without the forward programs that backward ones repeat, or None for
-        towers that meet, where it does not hold; `timeline`, for each program of that replica its
-        device, stage, round, tower and kind, its start and its end in units of a stage's forward
-        program, or in seconds.
+        The values of `planned_pipeline`. If a step was made also `rounds`, one more than the number
+        of meetings in a step; `bubble`, the share of a step in which devices wait; `least_bubble`,
+        the same by the formula (P - 1) / (M + P - 1), without recomputation, or None if towers
+        meet, for which it does not hold; and `timeline`, for each program of the last replica its
+        device, stage, round, tower and kind, and its start and end in units of a stage's forward
+        program, or in seconds with `times`.
     """
     planned = _described(layout)
     if segments is None:
@@ -63,17 +64,17 @@ def describe_pipeline(
 def traced_pipeline(
     pipeline: Mapping[str, Any], layout: Layout, directory: Path
 ) -> dict[str, Any] | None:
-    """The same of the last step in a trace of JAX's profiler, as it ran on the devices.
+    """The pipeline of the last step in a trace of JAX's profiler, as it ran on the devices.
 
     Args:
         pipeline: as `describe_pipeline` returns it.
         layout: stages and towers on devices.
-        directory: of the trace.
+        directory: the directory of the trace.
 
     Returns:
-        `bubble` and `timeline`, in seconds from the start of the first program; of several
-        processes those of the last replica of this one, if as many towers pass through it as
-        through the last of all. None if the trace has not every program of whole steps.
+        `bubble` and `timeline`, in seconds from the start of the first program. With several
+        processes they are those of the last replica of this process, if it has as many towers as
+        the last of all. None if the trace lacks programs of a whole step.
     """
     from multitower.training.trace import read_executions  # noqa: PLC0415 (importing stays quick)
 
@@ -117,14 +118,14 @@ def _waiting(slots: Sequence[Sequence[Any]]) -> float:
     """The share of the time in which devices run none of these programs, in order of start."""
     busy, until = 0.0, dict[int, float]()
     for place, *_, start, end in slots:
-        # Should a device run two programs at a time, it is busy once.
+        # If a device runs two programs at the same time, the time counts once.
         busy += max(0.0, end - max(start, until.get(place, 0.0)))
         until[place] = max(end, until.get(place, 0.0))
     return 1 - busy / (len(until) * max(until.values()))
 
 
 def pipeline_in_words(pipeline: Mapping[str, Any]) -> str:
-    """How long devices wait, in a line.
+    """How long devices wait, in one line of text.
 
     Args:
         pipeline: as `describe_pipeline` or `planned_pipeline` returns it.
@@ -158,12 +159,12 @@ def pipeline_in_words(pipeline: Mapping[str, Any]) -> str:
 def planned_pipeline(options: RunOptions) -> dict[str, Any] | None:
     """The pipeline that a run will have; None without stages. Starts JAX.
 
-    How long devices wait is not in it: it depends on where towers meet, which is known when the
-    first step has been traced.
+    It does not say how long devices wait: this depends on where towers meet, which is known only
+    after the first step has been traced.
 
     Returns:
-        `stages`; `layout`, the replicas and the devices of each; `towers`, of the last replica,
-        which has the most.
+        `stages`; `layout`, the number of replicas and of devices of each; `towers`, the towers of
+        the last replica, which has the most.
 
     Raises:
         MultitowerError: the layout does not fit.

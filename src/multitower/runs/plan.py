@@ -1,4 +1,4 @@
-"""plan: what the steps of a recipe take in every layout, before any of them is made."""
+"""plan: memory and traffic of a recipe's steps in every layout, before any step is made."""
 
 import jax
 
@@ -16,14 +16,14 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
     Args:
         recipe: what to train.
         options: of the run; `devices` is the number on each machine, and they need not exist.
-        machines: how many there are.
-        memory: of one device, as for `multitower.plan`.
+        machines: the number of machines.
+        memory: memory of one device, as for `multitower.plan`.
 
     Returns:
         The plan.
 
     Raises:
-        MultitowerError: what `multitower.plan` raises.
+        MultitowerError: as for `multitower.plan`.
     """
     job = RecipeJob.of(recipe, RunOptions(global_batch=options.global_batch), None)
     num_examples = len(jax.tree.leaves(job.data.train)[0])

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page, in one file that needs no other and no network."""
+"""`report.html`: a run on one page, in a single file that needs no network."""
 
 import base64
 import io
@@ -31,19 +31,19 @@ def write_report(
     samples: Sequence[Sample] = (),
     texts: Sequence[TextSample] = (),
 ) -> Path:
-    """Writes `report.html`, whole or not at all: figures, curves, devices, settings, samples.
+    """Writes `report.html`, completely or not at all: figures, curves, devices, settings, samples.
 
-    The curves are those of `metrics.jsonl` in the same directory. A long one is drawn as means of
-    neighbouring points with a band from the smallest to the largest of them, so that the page
-    stays small and a spike stays visible.
+    The curves are those of `metrics.jsonl` in the same directory. A long curve is drawn as means of
+    neighbouring points with a band from the smallest to the largest of them, so that the page stays
+    small and spikes stay visible.
 
     Args:
         directory: of the run.
         config: as in `config.json`: `"recipe"`, `"settings"`, `"options"`.
         result: as in `result.json`.
         placement: for each device its name, such as `"cpu:0"`, and the numbers of its towers.
-        samples: test examples with what the model says about them; shown in this order.
-        texts: what a language model has written.
+        samples: test examples with the model's predictions; shown in this order.
+        texts: texts that a language model has written.
 
     Returns:
         The path of the file.
@@ -88,7 +88,7 @@ def _shown(number: int, sample: Sample) -> dict[str, Any]:
 
 
 def _source(number: int, image: np.ndarray[Any, Any]) -> str:
-    """An image as the address of a PNG that is written out there."""
+    """An image as a data URL with a PNG in it."""
     fits = image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] in (1, 3)
     if not fits or 0 in image.shape:
         raise RunError(

@@ -27,21 +27,22 @@ def sample(
     """Continues a text with the newest checkpoint of a run.
 
     Args:
-        recipe: of the run.
-        options: of the run; `devices` may be others.
-        directory: of the run.
-        prompt: what the text begins with.
+        recipe: the recipe of the run.
+        options: the options of the run; `devices` may differ.
+        directory: the directory of the run.
+        prompt: the beginning of the text.
         num_bytes: bytes to write.
-        temperature: 0 for the most probable byte each time; 1 draws as the model says.
-        seed: of the draws.
-        best: take the best state that the run has kept instead.
+        temperature: 0 takes the most probable byte each time; 1 draws from the model's
+            probabilities.
+        seed: the seed of the draws.
+        best: use the best state that the run has kept.
 
     Returns:
-        What follows the prompt.
+        The text after the prompt.
 
     Raises:
-        RunError: the recipe is no language model, the prompt is empty or too long for it, or a
-            number makes no sense.
+        RunError: the recipe is not a language model, the prompt is empty or too long for it, or a
+            number is out of range.
         CheckpointError: there is no checkpoint, or it cannot be read.
     """
     if recipe.generate is None:
@@ -55,7 +56,7 @@ def sample(
         raise RunError(f"temperature={temperature}: it must be 0 or more.")
     if not 0 <= seed <= LARGEST_SEED:
         raise RunError(f"seed={seed} is out of range: use 0 to {LARGEST_SEED}.")
-    # The weights are all that is needed: the text of the run need not be read, nor be there.
+    # Only the weights are needed: the text of the run is not read, and may be missing.
     rows = np.zeros(options.global_batch or recipe.global_batch)
     without_text = replace(recipe, data=lambda: DataSets(train=rows, test=rows))
     job = RecipeJob.of(without_text, options, directory, keep_best=False)

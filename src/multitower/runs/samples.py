@@ -1,4 +1,4 @@
-"""Samples: a few examples to look at, as the model sees them and as it answers."""
+"""Samples: a few examples for a report, as the model sees them, with its predictions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ class Sample(NamedTuple):
     Attributes:
         image: uint8, shape (height, width, 1 or 3).
         label: the right class.
-        predicted: the class that the model finds the most probable.
-        probability: that the model gives to it, 0 to 1.
+        predicted: the class with the highest probability by the model.
+        probability: the probability of `predicted`, 0 to 1.
     """
 
     image: np.ndarray[Any, Any]
@@ -41,8 +41,8 @@ class TextSample(NamedTuple):
     """A text that a model has written.
 
     Attributes:
-        prompt: what it was given.
-        text: what it wrote.
+        prompt: the text that it was given.
+        text: the text that it wrote.
     """
 
     prompt: str
@@ -56,10 +56,10 @@ def sample_inputs(
 
     Args:
         recipe: of the run.
-        make_batch: makes a batch of so many rows, as the training gets it.
+        make_batch: makes a training batch with a given number of rows.
 
     Returns:
-        uint8, shape (16, height, width, 1 or 3); None if the examples are no images.
+        uint8, shape (16, height, width, 1 or 3); None if the examples are not images.
     """
     batch, augment = make_batch(_NUM_INPUTS), recipe.augment
     if augment is not None:
@@ -78,14 +78,14 @@ def sample_predictions(recipe: Recipe, state: TrainState, test: Any) -> list[Sam
         test: the recipe's test set.
 
     Returns:
-        12 examples and up to 12 more among the first 256; none if they are no images, or the
-        recipe does not say how to predict.
+        The first 12 examples, and up to 12 wrong ones among the first 256; empty if they are not
+        images, or the recipe has no `predict`.
     """
     if recipe.predict is None or not _has_images(test) or "label" not in test:
         return []
     rows = jax.tree.map(lambda leaf: leaf[:_NUM_SCORED], test)
     extras = {"model_state": state.model_state} if takes(recipe.predict, "model_state") else {}
-    # On one device, from host copies: the state may be spread over all of them.
+    # On one device, from host copies: the state may be split over several.
     params, extras = jax.tree.map(whole_on_host, (_params_to_score(state), extras))
     logits = np.asarray(jax.jit(recipe.predict)(params, rows, **extras), np.float64)
     share = np.exp(logits - logits.max(-1, keepdims=True))
@@ -112,7 +112,7 @@ def sample_texts(recipe: Recipe, state: TrainState, test: Any) -> list[TextSampl
         test: the recipe's test set.
 
     Returns:
-        Two; none if the rows are no tokens, or the recipe does not say how to continue a text.
+        Two texts; empty if the rows are not tokens, or the recipe has no `generate`.
     """
     if recipe.generate is None or not isinstance(test, dict) or "tokens" not in test:
         return []

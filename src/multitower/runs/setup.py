@@ -1,4 +1,4 @@
-"""A recipe that is set up: its trainer, its data, its first state."""
+"""Sets a recipe up: its trainer, its data, its first state."""
 
 import functools
 from collections.abc import Callable, Generator, Iterator
@@ -28,7 +28,7 @@ from multitower.training.trainer import Trainer
 if TYPE_CHECKING:
     import optax
 
-# Without gradients so many batches fit where one did: fewer round trips.
+# Without gradients this many batches fit where one did: fewer host-device round trips.
 _TEST_BATCHES = 4
 
 
@@ -47,7 +47,7 @@ class RecipeJob:
     def of(
         cls, recipe: Recipe, options: RunOptions, directory: Path | None, keep_best: bool = True
     ) -> "RecipeJob":
-        """Sets a recipe up; `directory` is where its trainer saves, None for nowhere."""
+        """Sets a recipe up. Its trainer saves to `directory`; with None it saves nothing."""
         data = recipe.data()
         global_batch = options.global_batch or recipe.global_batch
         steps = steps_of(recipe, options, data)
@@ -84,12 +84,12 @@ class RecipeJob:
             early_stopping=options.stopping_rule(),
             profile=None if directory is None else options.profile_pair(),
             best="min" if options.best == "min" else "max",
-            hooks=[],  # those who run it say what is shown
+            hooks=[],  # the caller of `fit` sets what is shown
         )
         return cls(recipe, options, trainer, data, global_batch, steps)
 
     def steps_per_epoch(self) -> float:
-        """In how many steps every example is seen once."""
+        """The number of steps in which every example is seen once; it need not be whole."""
         return _steps_per_epoch(self.data, self.global_batch)
 
     def batches(self, first: int) -> Iterator[Any]:
@@ -103,7 +103,7 @@ class RecipeJob:
         )
 
     def calls(self, first: int, last: int) -> Generator[Call]:
-        """What the step is called with, for steps first + 1 to last, copied ahead of need.
+        """Yields the calls of steps `first` + 1 to `last`, with batches copied ahead of time.
 
         With `steps_per_call` a call ends at each meeting of local updates.
         """
@@ -122,9 +122,9 @@ class RecipeJob:
         return {"seed": self.options.seed, "distort": self.recipe.distort, "keyed": keyed}
 
     def first_state(self) -> dict[str, Any]:
-        """What a run begins with; of a model in parts the function that makes each array there."""
+        """The arguments of `TrainStep.init`; if the model is split, `params` may be a function."""
         recipe, key = self.recipe, jax.random.key(self.options.seed)
-        # No key that `init` gets by splitting is this one: no split has so many parts.
+        # `init` cannot get this key by splitting: no split has so many parts.
         rng = jax.random.fold_in(key, LARGEST_SEED) if takes(recipe.loss, "rng") else None
         model_state = None if recipe.model_state is None else recipe.model_state()
         params = functools.partial(recipe.init, key)
@@ -134,10 +134,10 @@ class RecipeJob:
         return {"params": params, "model_state": model_state, "rng": rng}
 
     def check_scores(self) -> None:
-        """Refuses a `keep_best` or `early_stopping` of no score, before anything is trained.
+        """Checks the names of scores in `keep_best` and `early_stopping`, before training.
 
         Raises:
-            RunError: there is no such score.
+            RunError: the recipe has no such score.
         """
         rule = self.options.stopping_rule()
         named = {
@@ -168,14 +168,14 @@ class RecipeJob:
         )
 
     def feeding(self) -> dict[str, Any]:
-        """Where batches go, as for `prefetch`; with stages to the devices of the first one."""
+        """Arguments of `prefetch` for batches; with stages they go to the first stage's devices."""
         step, options = self.trainer.step, self.options
         devices = options.devices if step.layout is None else list(step.placement.devices)
         rest = {"towers": options.towers, "global_batch": self.global_batch}
         return {"devices": devices, **rest}
 
     def placement(self) -> dict[str, list[int]]:
-        """The towers of each device; with stages, of each device of their replica."""
+        """The towers of each device, by its name; with stages, those of its replica."""
         layout, placement = self.trainer.step.layout, self.trainer.step.placement
         replicas = layout.all_replicas if layout else [(device,) for device in placement.devices]
         return {
@@ -185,7 +185,7 @@ class RecipeJob:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What a result says of the run that does not come out of it."""
+        """The part of a result that is known before the run: recipe, options, versions, host."""
         placement = self.trainer.step.placement
         about = self.recipe.about_data
         found = self.placement()
@@ -227,13 +227,13 @@ class RecipeJob:
 
 
 def _can_be_traced(make: Callable[[], Any]) -> bool:
-    """Whether a function can be traced: it does not look at the values of arrays.
+    """Whether a function can be traced, which means that it does not use values of arrays.
 
-    A mistake in it is raised where it is called.
+    An error in it is raised later, when it is called.
     """
     try:
         jax.eval_shape(make)
-    except Exception:  # what looks at values raises errors of many types
+    except Exception:  # many types of errors
         return False
     return True
 
@@ -243,7 +243,7 @@ def _steps_per_epoch(data: DataSets, global_batch: int) -> float:
 
 
 def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) -> int:
-    """How many updates a run makes; with `epochs` the size of the data decides, which is loaded."""
+    """The updates that a run makes; with `epochs` it loads the data, whose size it needs."""
     if options.epochs is None:
         return options.steps or recipe.steps
     global_batch = options.global_batch or recipe.global_batch
@@ -251,10 +251,10 @@ def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) 
 
 
 def steps_of_round(options: RunOptions, towers: int) -> int:
-    """After how many steps everything has happened once: a meeting, or all turns of a rotation.
+    """The steps of one round: up to a meeting, or all turns of a rotation; else 1.
 
     Raises:
-        ArgumentError: towers that do not divide into the groups of a rotation.
+        ArgumentError: the towers do not divide into the groups of a rotation.
     """
     if not options.asynchronous:
         return options.sync_every or 1
@@ -266,7 +266,7 @@ def steps_of_round(options: RunOptions, towers: int) -> int:
 def make_optimizer(
     recipe: Recipe, options: RunOptions, steps: int, data: DataSets
 ) -> "optax.GradientTransformation":
-    """The optimizer of a run, whose state keeps the learning rate and momentum where needed."""
+    """The optimizer of a run; its state holds the learning rate and momentum if needed."""
     global_batch = options.global_batch or recipe.global_batch
     return recipe.make_optimizer(
         steps,
@@ -277,5 +277,5 @@ def make_optimizer(
 
 
 def clip_norm_of(recipe: Recipe, options: RunOptions) -> float | None:
-    """The norm that a run clips gradients to: that of its options, or else the recipe's."""
+    """The norm to which a run clips gradients: that of its options, or else the recipe's."""
     return recipe.clip_norm if options.clip_norm is None else options.clip_norm

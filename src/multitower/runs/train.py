@@ -1,4 +1,4 @@
-"""One run of a recipe: train, score on the test set, and say what came out."""
+"""One run of a recipe: trains it, scores it on the test set, and returns the result."""
 
 import json
 import math
@@ -40,16 +40,16 @@ def run(
 
     Args:
         recipe: what to train.
-        options: where, how long, from which seed.
-        watch: called after every step, one step late, so that the devices are never kept waiting,
-            and after every test phase but the last.
+        options: the options of the run.
+        watch: called after every step, one step late, so that the devices never wait, and after
+            every test phase but the last.
         directory: where to keep checkpoints, `metrics.jsonl` and TensorBoard's `events`, and to
             write `result.json` and `report.html` at the end; None for none of them.
-        resume: go on from the newest checkpoint there, if there is one.
-        allow_previous: when that one is damaged, go on from the one before.
+        resume: continue from the newest checkpoint there, if there is one.
+        allow_previous: if it is damaged, continue from the one before.
 
     Returns:
-        What goes to `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps` made,
+        The content of `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps` made,
         `batch_size` (rows of one step over all towers); `test_loss`, `test_accuracy` and so on, the
         recipe's metrics over all test examples, None for one that is not finite; `fingerprint` of
         the whole training state; `towers`, `devices`, and `placement`, the towers of each device;
@@ -65,8 +65,9 @@ def run(
 
     Raises:
         NonFiniteError: the loss or a parameter is no longer finite.
-        Interrupted: SIGTERM or SIGINT came; the step was finished and, with a directory, saved.
-        MultitowerError: what `Trainer.fit` and `Trainer.evaluate` raise.
+        Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
+            directory, saved.
+        MultitowerError: as for `Trainer.fit` and `Trainer.evaluate`.
 
     Example:
         >>> from multitower.recipes.catalog import find_recipe
@@ -111,7 +112,7 @@ def run(
             evaluate_every=options.evaluate_every or (job.steps if options.keep_best else 0),
             **job.first_state(),
         )
-        made = int(state.step)  # fewer than asked for, if it was stopped early
+        made = int(state.step)  # fewer than `steps`, if early stopping ended the run
         if made not in tested:
             test(state)
     result: dict[str, Any] = {
@@ -126,13 +127,13 @@ def run(
         result["profile"] = options.profile
         layout = job.trainer.step.layout
         if layout is not None:
-            # One from before a resume may be of another layout.
+            # A trace from before a resume may be of another layout.
             is_new = newest_trace(directory / PROFILE) != traced_before
             found = traced_pipeline(result["pipeline"], layout, directory / PROFILE)
             result["pipeline"]["traced"] = found if is_new else None
     if directory is not None and write_report is not None:
         _write(directory, write_report, job, state, result)
-    of_first(0)  # nobody leaves, and is missed by the others, before all is written
+    of_first(0)  # all processes wait until everything is written
     return result
 
 
@@ -143,7 +144,7 @@ def _write(
     state: TrainState,
     result: dict[str, Any],
 ) -> None:
-    """Writes the result and the report of a run; called on every process."""
+    """Writes the result and the report of a run; call it on every process."""
     if is_first():
         write_result(directory, result)
     recipe = job.recipe
@@ -166,21 +167,21 @@ def _write(
 def score(
     recipe: Recipe, options: RunOptions, directory: Path, *, best: bool = False
 ) -> dict[str, Any]:
-    """Scores the newest checkpoint of a run on the recipe's test set, once more or elsewhere.
+    """Scores the newest checkpoint of a run on the recipe's test set.
 
     Args:
-        recipe: of the run.
-        options: of the run; `devices` may be others.
-        directory: of the run.
-        best: score the best state that the run has kept instead.
+        recipe: the recipe of the run.
+        options: the options of the run; `devices` may differ.
+        directory: the directory of the run.
+        best: score the best state that the run has kept.
 
     Returns:
         `recipe`, `step` (updates made), `test_loss` and so on, `fingerprint` of the state, and
-        `examples`, how many were counted.
+        `examples`, the number of test examples.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
-        MultitowerError: what `Trainer.evaluate` raises.
+        MultitowerError: as for `Trainer.evaluate`.
     """
     job = RecipeJob.of(recipe, options, directory, keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)
@@ -194,7 +195,7 @@ def score(
 
 
 def _for_json(value: float) -> float | None:
-    """A number that JSON has a word for."""
+    """A finite number, or None, since JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -206,8 +207,8 @@ def _find_write_report() -> Callable[..., Path]:
 
 @contextmanager
 def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generator[list[Hook]]:
-    """What writes down what the run reports."""
-    if directory is None or not is_first():  # of several processes one writes
+    """The hooks that write what the run reports."""
+    if directory is None or not is_first():  # with several processes only process 0 writes
         yield []
         return
     options = {**job.recipe.options, **asdict(job.options)}

@@ -1,4 +1,4 @@
-"""verified: what `verify --json` prints, and what `verify --against FILE` reads of it."""
+"""verified: the output of `verify --json`, which `verify --against FILE` reads."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from multitower.runs.options import OF_UPDATES, RunOptions, flag_of
 from multitower.steps.local.options import OUTER_LR, OUTER_MOMENTUM
 from multitower.steps.rotation.options import RotationOptions
 
-# What decides the bits, apart from the recipe and its settings.
+# The options that determine the bits, besides the recipe and its settings.
 OPTIONS = (
     "towers",
     "steps",
@@ -27,18 +27,18 @@ OPTIONS = (
     "remat",
     *OF_UPDATES,
 )
-_PATH = "data"  # a setting that may differ: the same files lie elsewhere
+_PATH = "data"  # a setting that may differ: the same files may be in another directory
 
 
 class Verified(NamedTuple):
     """The first run of a verification.
 
     Attributes:
-        run: what it is called, such as "2 x 1".
-        recipe: its name.
-        settings: of the recipe.
-        options: of the run, as words for `RunOptions`.
-        steps: its record.
+        run: the name of the run, such as "2 x 1".
+        recipe: the name of the recipe.
+        settings: the settings of the recipe, as text.
+        options: the options of the run, as for `RunOptions`.
+        steps: the record of its steps.
     """
 
     run: str
@@ -99,7 +99,7 @@ class Verified(NamedTuple):
 
 
 def _meant(options: RunOptions, recipe: Recipe) -> dict[str, Any]:
-    """What options mean, with the defaults of the recipe and of updates in place."""
+    """The values of options, with the defaults of the recipe and of updates filled in."""
     values = {name: getattr(options, name) for name in OPTIONS}
     defaults: dict[str, Any] = {
         "global_batch": recipe.global_batch,
@@ -130,13 +130,13 @@ def _held(name: str, value: Any) -> str:
 def verified_facts(
     found: Verification, recipe: str, settings: Mapping[str, str], options: RunOptions
 ) -> dict[str, Any]:
-    """What a verification has found, for JSON.
+    """The result of a verification as JSON values.
 
     Args:
-        found: that.
+        found: the result.
         recipe: the recipe's name.
-        settings: of the recipe.
-        options: of the runs.
+        settings: the settings of the recipe.
+        options: the options of the runs.
     """
     return {
         "recipe": recipe,
@@ -153,10 +153,10 @@ def verified_facts(
 
 
 def read_verified(path: Path) -> Verified:
-    """Reads the first run from a file with what `verify --json` has printed.
+    """Reads the first run from a file with the output of `verify --json`.
 
     Raises:
-        RunError: there is no such file, or it holds something else.
+        RunError: the file cannot be read, or holds something else.
     """
     try:
         return verified_from(path.read_text())
@@ -169,7 +169,7 @@ def read_verified(path: Path) -> Verified:
 
 
 def verified_from(text: str) -> Verified:
-    """The first run from what `verify --json` has printed."""
+    """The first run from the output of `verify --json`."""
     facts = json.loads(text)
     return Verified(
         str(facts["runs"][0]),

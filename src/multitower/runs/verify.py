@@ -29,14 +29,14 @@ def with_defaults(options: RunOptions, most_devices: int) -> RunOptions:
     """The options of runs to be compared.
 
     Args:
-        options: without `towers` there are 8, or as many as the most devices; without `steps` 5
-            are made, or as many as it takes until the towers have met once, or their rotation
-            has begun anew.
-        most_devices: of one run, over all its processes.
+        options: the given options. By default there are 8 towers, or `most_devices` if that is
+            more. By default 5 steps are made, or more, until the towers have met once or their
+            rotation has begun again.
+        most_devices: the largest number of devices of a run, over all its processes.
 
     Raises:
         DeviceError: fewer towers than devices.
-        ArgumentError: towers that do not divide into the groups of a rotation.
+        ArgumentError: the towers do not divide into the groups of a rotation.
     """
     towers = options.towers or max(_TOWERS, most_devices)
     if towers < most_devices:
@@ -58,17 +58,17 @@ def verify(
 
     Args:
         recipe: what to train.
-        options: of the runs, with defaults from `with_defaults`. Nothing is written anywhere.
-        devices: numbers of devices; one that comes twice checks that a run repeats itself. Where
-            several processes make one run, a single one, of each process.
-        watch: is told before every step what is being done, in words.
+        options: of the runs, with defaults from `with_defaults`. No files are written.
+        devices: numbers of devices; the same number twice checks that a run is reproducible. If
+            several processes make one run, a single number, of each process.
+        watch: called before every step with the current work in words.
 
     Returns:
-        The records of all runs, and where those that differ part from the first one.
+        The records of all runs, and the first difference of each from the first run.
 
     Raises:
         DeviceError: fewer towers than devices.
-        MultitowerError: what the recipe's steps raise.
+        MultitowerError: an error of the recipe's steps.
     """
     options = with_defaults(options, jax.process_count() * max(devices))
     return compare(devices, run_maker(recipe, options, watch))
@@ -77,10 +77,11 @@ def verify(
 def run_maker(
     recipe: Recipe, options: RunOptions, watch: Callable[[str], None] = lambda doing: None
 ) -> Callable[[int], Run]:
-    """What makes a recipe's first steps on a number of devices; arguments as for `verify`."""
+    """Makes a function that makes a recipe's first steps on a number of devices."""
 
     def run(count: int) -> Run:
-        # Over processes a trainer makes local updates in calls: here in calls of one, everywhere.
+        # With several processes a trainer makes local updates in calls of several steps; here each
+        # call is one step, in every layout.
         steps_per_call = None if options.sync_every is None else 1
         here = replace(options, devices=count, steps_per_call=steps_per_call)
         job = RecipeJob.of(recipe, here, None)
@@ -88,7 +89,7 @@ def run_maker(
         state = step.init(**job.first_state())
         batches = islice(job.batches(0), options.steps)
         of_all = devices_in_words(count)
-        # Fed as in training: over several processes, each one reads the rows of its own towers.
+        # Fed as in training: with several processes, each reads the rows of its own towers.
         with closing(prefetch(batches, **job.feeding())) as ahead:
             for number, batch in enumerate(ahead, start=1):
                 watch(f"step {number} of {options.steps} on {of_all}")
@@ -103,18 +104,18 @@ def run_maker(
 
 
 class Look(NamedTuple):
-    """What a process that makes a run once more is to write down.
+    """The value that a process must write when it repeats a run.
 
     Attributes:
         place: a leaf at one moment, and the process that has it.
-        file: where to.
+        file: the file to write to.
     """
 
     place: Found
     file: Path
 
     def to_text(self) -> str:
-        """As JSON, for a command line."""
+        """As JSON text, for an environment variable."""
         step, process, spot = self.place
         return json.dumps([step, process, *spot, str(self.file)])
 
@@ -125,14 +126,14 @@ class Look(NamedTuple):
         return cls(Found(step, process, Spot(stage, place, leaf)), Path(file))
 
     def write(self, recipe: Recipe, options: RunOptions, devices: int) -> None:
-        """Makes the run up to its step, and writes what it has there; call it on every process."""
+        """Repeats the run up to its step, and writes the value; call it on every process."""
         value = look(run_maker(recipe, options)(devices), self.place)
         if value is not None and jax.process_index() == self.place.process:
             about = json.dumps([value.dtype.name, value.shape])
             self.file.write_bytes(f"{about}\n".encode() + value.tobytes())
 
     def read(self) -> np.ndarray[Any, Any] | None:
-        """What has been written; None if there was nothing."""
+        """The value that was written; None if there was none."""
         if not self.file.exists():
             return None
         about, _, content = self.file.read_bytes().partition(b"\n")

@@ -1,4 +1,4 @@
-"""What more devices give: measured in turns, fitted, drawn, put in words.
+"""How a recipe scales with devices: measured in turns, fitted, drawn, and put in words.
 
 Read `measure.py` first.
 """

@@ -1,4 +1,4 @@
-"""The directory of a scaling measurement, and what it leaves there."""
+"""The directory of a scaling measurement, and the files in it."""
 
 import json
 import os
@@ -14,18 +14,18 @@ PAGE = "scale.html"
 
 
 def make_scaling_directory(path: Path, *, overwrite: bool = False, add: bool = False) -> Path:
-    """Makes the directory of a measurement, before it begins; a run may be there already.
+    """Makes the directory of a measurement, before it begins; it may be that of a run.
 
     Args:
-        path: where; it may exist.
-        overwrite: whether a measurement that is there already may be thrown away.
-        add: whether this one is added to it.
+        path: the directory; it may exist.
+        overwrite: whether an existing measurement may be deleted.
+        add: whether this measurement is added to an existing one.
 
     Returns:
         The path.
 
     Raises:
-        RunError: there is a measurement already, or the directory cannot be made.
+        RunError: the directory holds a measurement, or cannot be made or written.
 
     Example:
         >>> import tempfile
@@ -49,7 +49,7 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False, add: bool = F
         for name in () if add else (NUMBERS, PICTURE, PAGE):
             (path / name).unlink(missing_ok=True)
         probe = path / f".{NUMBERS}.{os.getpid()}"
-        probe.touch()  # a directory that cannot be written is an error now
+        probe.touch()  # so that a directory that is not writable is an error now
         probe.unlink(missing_ok=True)  # a process of another host may have the same number
     except OSError as error:
         raise RunError(
@@ -60,10 +60,10 @@ def make_scaling_directory(path: Path, *, overwrite: bool = False, add: bool = F
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
-    """What the `scale.json` of a directory holds; None if there is none.
+    """The measurement in the `scale.json` of a directory; None if there is no such file.
 
     Raises:
-        RunError: it is no measurement, or one of an earlier version.
+        RunError: the file holds no measurement, or one of an earlier version.
     """
     file = path / NUMBERS
     try:

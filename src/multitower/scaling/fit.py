@@ -1,8 +1,8 @@
-"""A model of the step time, to say what more devices would give; and how far off it is.
+"""A model of the step time, to predict it on more devices; and the error of its predictions.
 
-`step_s = compute_s / D + transfer_s * 2 (D - 1) / D + latency_s * L(D)`, on D devices: the work is
-shared; a ring all-reduce sends 2 (D - 1) / D times the gradients, whatever D is; and each of its
-steps has a latency, L(D) = D - 1 of them in a ring, log2 D in a tree. No coefficient is below zero.
+On D devices, `step_s = compute_s / D + transfer_s * 2 (D - 1) / D + latency_s * L(D)`. The work is
+shared. A ring all-reduce sends 2 (D - 1) / D times the gradients. Each of its L(D) steps has a
+latency: L(D) = D - 1 in a ring, log2 D in a tree. No coefficient is below zero.
 """
 
 import itertools
@@ -26,10 +26,11 @@ class Fit(NamedTuple):
     """The coefficients.
 
     Attributes:
-        compute_s: of one step on one device.
-        transfer_s: of sending all gradients once.
-        latency_s: of one step of the reduction.
-        rounds: how many of these there are: `"devices - 1"` or `"log2 devices"`, whichever fits.
+        compute_s: seconds of one step on one device.
+        transfer_s: seconds to send all gradients once.
+        latency_s: seconds of latency of one step of the reduction.
+        rounds: the number of steps of the reduction: `"devices - 1"` or `"log2 devices"`, whichever
+            fits better.
     """
 
     compute_s: float
@@ -38,18 +39,18 @@ class Fit(NamedTuple):
     rounds: str
 
     def step_s(self, count: int) -> float:
-        """The step time on so many devices."""
+        """The step time on `count` devices, in seconds."""
         return float(np.dot(self[:3], _terms(count, self.rounds)))
 
 
 class HeldOut(NamedTuple):
-    """A measured point that a fit to all others is asked for.
+    """A measured point, and its prediction by a fit to all other points.
 
     Attributes:
-        devices: how many.
-        measured_s: the step time.
-        predicted_s: what the fit says.
-        error: relative; 0.1 if the prediction is 10 percent too long.
+        devices: the number of devices.
+        measured_s: the measured step time, in seconds.
+        predicted_s: the predicted step time, in seconds.
+        error: the relative error; 0.1 if the prediction is 10 percent too long.
     """
 
     devices: int
@@ -62,7 +63,7 @@ def check_enough(counts: int) -> None:
     """Refuses to predict from too few points.
 
     Args:
-        counts: how many different numbers of devices are measured in strong scaling.
+        counts: how many different numbers of devices were measured in strong scaling.
 
     Raises:
         RunError: fewer than three.
@@ -82,7 +83,7 @@ def fit_step_times(measured: Mapping[int, float]) -> Fit:
         measured: the step time in seconds for each number of devices, one or more.
 
     Returns:
-        The coefficients. Where several explain the points equally well, the fewest.
+        The coefficients. If several fits are equally good, the one with the fewest above zero.
 
     Example:
         >>> from multitower.scaling.fit import fit_step_times
@@ -111,7 +112,7 @@ def held_out(measured: Mapping[int, float]) -> list[HeldOut]:
         measured: as for `fit_step_times`, three or more.
 
     Returns:
-        One for each point, by number of devices.
+        One for each point, in ascending order of devices.
 
     Raises:
         RunError: fewer than three points.
@@ -137,10 +138,10 @@ def _terms(count: int, rounds: str) -> list[float]:
 
 
 def _non_negative(rows: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
-    """The x >= 0 with the least |rows @ x - 1|^2, and that.
+    """The x >= 0 with the least |rows @ x - 1|^2, and this least value.
 
-    It solves the plain problem for some subset of the columns, the others being zero; with three
-    columns all subsets are quickly tried, small ones first.
+    It is the unconstrained solution for some subset of the columns, with zeros for the others. With
+    three columns all subsets can be tried, small ones first.
     """
     width = rows.shape[1]
     ones = np.ones(len(rows))

@@ -1,4 +1,4 @@
-"""The loss curve on every number of devices: a faster run of something else is no gain."""
+"""Compares loss curves between numbers of devices: a speed-up counts only for equal training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from multitower.hardware.devices import devices_in_words
 
 _RELATIVE = 1e-3
-_ABSOLUTE = 1e-6  # a loss this near to zero is all rounding
-# Rounding grows from step to step, in the end as large as the loss: only the first ones say much.
+_ABSOLUTE = 1e-6  # a smaller loss consists of rounding
+# Rounding errors grow from step to step up to the size of the loss: only the first steps are
+# compared.
 _FEW_STEPS = 10
 
 
 @dataclass(frozen=True)
 class LossCheck:
-    """What came out.
+    """The result of a comparison of loss curves.
 
     Attributes:
         same: whether all curves are the same; None if they were not compared.
         rule: what "the same" means; or why nothing was compared.
         steps: how many steps were compared.
-        largest_difference: relative, over all that was compared; None if nothing was.
-        differences: a sentence for each curve that differs, about its first step that does.
+        largest_difference: the largest relative difference; None if nothing was compared.
+        differences: a sentence for each curve that differs, about the first step at which it does.
     """
 
     same: bool | None
@@ -34,11 +35,11 @@ def compare_losses(curves: Mapping[int | str, Sequence[float]], *, exact: bool) 
     """Compares the losses of the same steps on several numbers of devices with those on the first.
 
     Args:
-        curves: for each number of devices, or layout of processes, the loss of every step.
+        curves: the loss of every step, by number of devices or layout of processes.
         exact: whether all bits must agree; otherwise the first 10 steps, to 0.1 percent.
 
     Returns:
-        Whether they agree, and where not.
+        Whether they agree, and where they differ.
 
     Example:
         >>> from multitower.scaling.losses import compare_losses

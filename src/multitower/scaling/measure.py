@@ -1,7 +1,7 @@
-"""scaling: what more devices give, everything else equal; and is the result still the same?
+"""scaling: the speed on more devices, everything else equal, and whether results are the same.
 
 The numbers of devices take turns in short blocks, in an order that rotates, because the speed of a
-machine drifts. What is compared are ratios within one round of turns.
+machine drifts. Speeds are compared as ratios within one round of turns.
 """
 
 import functools
@@ -39,13 +39,14 @@ class ScalingOptions:
     """How to measure.
 
     Attributes:
-        kinds: `"strong"`, the global batch is fixed, and `"weak"`, the tower batch is; by default
-            both, or strong alone with a fixed number of towers.
-        steps: measured steps of one turn; local and asynchronous updates make more, up to the next
-            whole number of rounds.
+        kinds: `"strong"` (the global batch is fixed) and `"weak"` (the tower batch is fixed); by
+            default both, or only strong with a fixed number of towers.
+        steps: measured steps of one turn; with local and asynchronous updates rounded up to whole
+            rounds.
         rounds: turns of each number of devices, after one that compiles.
-        predict: predict the step time on so many devices; None for none.
-        rows_per_device: in weak scaling; by default the share of the fewest devices in the batch.
+        predict: predict the step time on this number of devices; None for no prediction.
+        rows_per_device: rows per device in weak scaling; by default those of the smallest number of
+            devices.
 
     Raises:
         RunError: a number below 1.
@@ -64,7 +65,7 @@ class ScalingOptions:
                 raise RunError(f"{name}={value}: it must be 1 or more.")
 
     def kinds_on(self, devices: Sequence[int], towers: int | None) -> tuple[str, ...]:
-        """What is to be measured on these numbers of devices, over all processes.
+        """The kinds of scaling to measure on these numbers of devices, over all processes.
 
         Raises:
             DeviceError: fewer towers than devices.
@@ -97,29 +98,29 @@ def scale(
 
     Args:
         recipe: what to train.
-        options: of the runs; with `towers` the mode that gives the same bits is measured, and else
-            the fast one. `global_batch` is that of strong scaling, and of the fewest devices.
-        devices: how many, for each run; where several processes make one run, a single number, of
-            each process.
-        how: what is measured, and how often.
+        options: of the runs; with `towers` the steps with the same bits are measured, else the fast
+            ones. `global_batch` is that of strong scaling, and of the smallest number of devices.
+        devices: the number of devices of each run; if several processes make one run, a single
+            number, of each process.
+        how: what to measure, and how often; by default `ScalingOptions()`.
 
     Returns:
-        What goes to `scale.json`: `strong` and `weak`, lists with one entry per number of devices
+        The content of `scale.json`: `strong` and `weak`, lists with one entry per number of devices
         or None; `losses`, whether the loss curve is the same on all of them; `prediction` or None;
-        `simulated`, whether the devices share the cores of one machine, so that no speed-up can be
-        read off; and what was measured, with which software, on which machine. An entry has
+        `simulated`, whether the devices share the cores of one machine, so that they cannot show a
+        speed-up; and the recipe, the software and the machine. An entry has
         `devices` (of all processes), `processes`, `hosts`, `layout` ("2 x 4", or None in one
         process), `batch_size` (rows of a step), `losses`, `step_s` (median and quartiles over the
         rounds, and `turns`), `examples_per_s`; `speedup` of the examples per second against the
         fewest devices and `efficiency`, its share of the ideal (medians and quartiles of the ratios
         within a round); `recompilations` in measured turns; `memory`, `split` and `pipeline`, as
-        `PeakMemory`, `measure_split` and `measure_stages`. What is not known is None.
+        `PeakMemory`, `measure_split` and `measure_stages`. Unknown values are None.
 
     Raises:
         DeviceError: fewer towers than devices.
         RunError: weak scaling with a fixed number of towers, too few points for a prediction,
             several numbers of devices for several processes, or as `check_measurable`.
-        MultitowerError: what the recipe's steps raise.
+        MultitowerError: an error of the recipe's steps.
 
     Example:
         >>> from multitower.recipes.catalog import find_recipe
@@ -171,21 +172,21 @@ def scale(
 
 
 def check_measurable(recipe: Recipe, options: RunOptions, num_processes: int) -> None:
-    """Refuses updates that cannot be compared, or made; compiles nothing and starts no devices.
+    """Refuses runs that cannot be made or compared; compiles nothing and starts no devices.
 
     Args:
         recipe: what to train; its data are read.
         options: of the runs.
-        num_processes: of one run, the most.
+        num_processes: the largest number of processes of a run.
 
     Raises:
         RunError: local or asynchronous updates without `towers`, or asynchronous ones over several
             processes.
-        ArgumentError: options that exclude each other, or towers that do not divide into the
-            groups of a rotation.
+        ArgumentError: options exclude each other, or the towers do not divide into the groups of a
+            rotation.
     """
     _refuse_incomparable(options, num_processes)
-    RecipeJob.of(recipe, replace(options, devices=None), None, keep_best=False)  # asks the step
+    RecipeJob.of(recipe, replace(options, devices=None), None, keep_best=False)  # checks options
 
 
 def _refuse_incomparable(options: RunOptions, num_processes: int) -> None:
@@ -205,7 +206,7 @@ def _refuse_incomparable(options: RunOptions, num_processes: int) -> None:
 
 
 def _rows(kind: str, batch: int, count: int, fewest: int, how: ScalingOptions) -> int:
-    """Rows of a step: in weak scaling as many more as there are more devices."""
+    """The rows of a step; in weak scaling they grow with the number of devices."""
     if kind == STRONG or (count == fewest and how.rows_per_device is None):
         return batch
     return (how.rows_per_device or -(-batch // fewest)) * count
@@ -214,13 +215,13 @@ def _rows(kind: str, batch: int, count: int, fewest: int, how: ScalingOptions) -
 def _measure(
     recipe: Recipe, options: RunOptions, keys: Sequence[_Key], how: ScalingOptions
 ) -> dict[_Key, ScalingRun]:
-    """Lets all runs take turns."""
+    """Makes all runs, and lets them take turns."""
     # The optimizer's schedules end where the measurement does.
     total = TurnSteps.of(options, how.steps).total
     options = replace(options, steps=(how.rounds + 1) * total)
     runs: dict[_Key, ScalingRun] = {}
-    # The most devices first: each of them holds the least, so that more is seen of the next one's
-    # peak of memory.
+    # The largest number of devices first: each device then holds the least, so that the peak of
+    # the next run can be seen.
     for count, rows in reversed(keys):
         run = ScalingRun(recipe, replace(options, devices=count, global_batch=rows))
         run.warm_up(how.steps)
@@ -233,7 +234,7 @@ def _measure(
 
 
 def _entry(run: ScalingRun, key: _Key, split: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured of one run; what it is worth is seen beside the others."""
+    """The measured values of one run, without speed-up and efficiency, which need the others."""
     assert run.peak is not None
     times = quartiles(run.turns_s)
     hosts = lines_of_all(socket.gethostname())

@@ -1,4 +1,4 @@
-"""A measurement that is planned: of what, how, and where it is written."""
+"""The plan of a measurement: what to measure, how, and where to write it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ from multitower.scaling.summary import OPTIONS, STRONG, WEAK, check_same, joined
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """What is measured, and where it is written.
+    """What to measure, and where to write it.
 
     Attributes:
         recipe: what to train.
         options: of the runs.
-        how: what is measured, and how often.
-        run_dir: where it is written; None for a new directory.
-        force: whether a measurement that is there already may be thrown away.
-        add: whether this one is added to it.
+        how: what to measure, and how often.
+        run_dir: the directory to write to; None for a new one.
+        force: whether an existing measurement there may be deleted.
+        add: whether this measurement is added to an existing one.
     """
 
     recipe: Recipe
@@ -37,7 +37,7 @@ class ScalingPlan:
     add: bool
 
     def directory(self, kinds: Sequence[str]) -> str:
-        """Makes the directory, and refuses a measurement that does not fit to what is there."""
+        """Makes the directory; with `add` refuses a measurement unlike the existing one."""
         if self.run_dir is None:
             return str(fresh_run_directory(Path("runs"), f"{self.recipe.name}-scale"))
         directory = make_scaling_directory(self.run_dir, overwrite=self.force, add=self.add)
@@ -56,15 +56,15 @@ class ScalingPlan:
     def measure(
         self, counts: Sequence[int], begins: Callable[[], None]
     ) -> tuple[Path, dict[str, Any]]:
-        """Measures in this process, or with others; the first one has the result.
+        """Measures in this process, or together with others; process 0 has the result.
 
         Args:
-            counts: how many devices of this process, for each run.
-            begins: is called once the plan is known to be possible.
+            counts: the number of devices of this process, for each run.
+            begins: called once the plan is known to be possible.
         """
         how = replace(self.how, predict=None) if self.add else self.how
         all_counts = [jax.process_count() * count for count in counts]
-        # Mistakes are said before anything is made.
+        # Errors are raised before anything is written.
         check_measurable(self.recipe, self.options, jax.process_count())
         kinds = how.kinds_on(all_counts, self.options.towers)
         directory = Path(by_first(lambda: self.directory(kinds)))
@@ -74,7 +74,7 @@ class ScalingPlan:
         return directory, scale(self.recipe, self.options, counts, how)
 
     def with_earlier(self, directory: Path, found: dict[str, Any] | None) -> dict[str, Any]:
-        """What was measured, with `add` beside what the directory holds; None for that alone."""
+        """The measurement, with `add` joined to that of the directory, or that alone for None."""
         earlier = read_measurement(directory) if self.add or found is None else None
         if earlier is None or found is None:
             result = earlier or found
@@ -84,7 +84,7 @@ class ScalingPlan:
         return joined(earlier, found, reason, self.how.predict)
 
     def _rows_per_device(self, directory: Path) -> int:
-        """Of weak scaling so far; 0 if there is none, or in another process than the first."""
+        """Rows per device of the weak scaling so far; 0 if there is none, or not in process 0."""
         earlier = read_measurement(directory) if is_first() else None
         if earlier is None or not earlier[WEAK]:
             return 0

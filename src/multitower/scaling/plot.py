@@ -1,4 +1,4 @@
-"""The speed-up and the efficiency against the number of devices, as a picture."""
+"""Draws the speed-up and the efficiency against the number of devices."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from matplotlib.ticker import (
 
 from multitower.hardware.devices import devices_in_words
 
-# Colours that colour-blind people tell apart, and marks for those who see none.
+# Colours that colour-blind people can distinguish, and markers for those who see no colour.
 _STYLES = {
     "strong": {"color": "#1f5fc4", "marker": "o", "label": "strong (global batch fixed)"},
     "weak": {"color": "#b8500b", "marker": "s", "label": "weak (tower batch fixed)"},
@@ -25,13 +25,13 @@ _STYLES = {
 
 
 def plot_scaling(result: Mapping[str, Any]) -> bytes:
-    """Draws a scaling measurement; the bars are quartiles.
+    """Draws a scaling measurement; error bars are quartiles.
 
     Args:
-        result: of `multitower.scaling.measure.scale`.
+        result: from `multitower.scaling.measure.scale`.
 
     Returns:
-        A PNG file.
+        The content of a PNG file.
     """
     figure = Figure(figsize=(9.6, 4.4), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)  # no display, and no state outside of this function

@@ -1,4 +1,4 @@
-"""What a scaling measurement leaves behind: `scale.json`, `scale.png` and `scale.html`."""
+"""Writes the files of a scaling measurement: `scale.json`, `scale.png` and `scale.html`."""
 
 import base64
 import json
@@ -25,11 +25,11 @@ from multitower.scaling.words import (
 
 
 def write_scaling(directory: Path, result: Mapping[str, Any]) -> list[Path]:
-    """Writes the numbers, a picture and a page with both, each whole or not at all.
+    """Writes the numbers, a picture and a page with both; each file completely or not at all.
 
     Args:
-        directory: where.
-        result: of `multitower.scaling.measure.scale`; if it has a `"command"`, the page shows that.
+        directory: where to write them.
+        result: from `multitower.scaling.measure.scale`; if it has a `"command"`, the page shows it.
 
     Returns:
         The paths of the three files.
@@ -40,7 +40,7 @@ def write_scaling(directory: Path, result: Mapping[str, Any]) -> list[Path]:
     numbers = json.dumps(result, indent=2, allow_nan=False) + "\n"
     picture = plot_scaling(result)
     contents = {PICTURE: picture, PAGE: _page(result, picture), NUMBERS: numbers}
-    for name, content in contents.items():  # the numbers last: they say that all is there
+    for name, content in contents.items():  # the numbers last: then all are complete
         write_whole(directory / name, content)
     return [directory / name for name in (NUMBERS, PICTURE, PAGE)]
 

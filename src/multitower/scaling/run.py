@@ -1,4 +1,4 @@
-"""One number of devices in a scaling measurement: a training that goes on in turns."""
+"""One number of devices in a scaling measurement: a training run that is made in turns."""
 
 import math
 import time
@@ -22,11 +22,11 @@ from multitower.scaling.stage_times import measure_stages
 from multitower.scaling.step_split import PARTS, measure_split
 from multitower.training.fitting.settings import MOST_STEPS_PER_CALL, steps_per_call_of
 
-# The first steps of a turn are not counted: the pipeline of batches made ahead is filled, and what
-# the others have left in the caches goes.
+# The first steps of a turn are not counted: they fill the queue of batches, and replace the caches'
+# content of other runs.
 LEAD_STEPS = 3
-# The last step is not counted either: while a measured one runs, the next one is started, as in a
-# training, so that what the host does for a step is counted as often as there are measured steps.
+# The last step is not counted either: while a measured step runs, the next one is started, as in
+# training, so that the host's work is counted once for each measured step.
 TAIL_STEPS = 1
 
 
@@ -34,11 +34,11 @@ class TurnSteps(NamedTuple):
     """The steps of one turn.
 
     Attributes:
-        lead: made first, and not counted.
-        counted: whole rounds, so that every turn has as many meetings of its towers, or as many
-            updates of each group.
-        tail: made last, and not counted.
-        late: so many calls are started before the loss of the first one is read.
+        lead: steps that are made first, and not counted.
+        counted: counted steps, in whole rounds, so that every turn has the same number of meetings,
+            or of updates of each group.
+        tail: steps that are made last, and not counted.
+        late: how many calls are started before the loss of the first one is read.
     """
 
     lead: int
@@ -48,40 +48,40 @@ class TurnSteps(NamedTuple):
 
     @classmethod
     def of(cls, options: RunOptions, num_steps: int) -> "TurnSteps":
-        """Those of a run that is to count `num_steps`, or the next whole number of rounds."""
+        """The steps of a run that counts `num_steps` steps, rounded up to whole rounds."""
         each = steps_of_round(options, options.towers or 1)
         counted = -(-num_steps // each) * each
         if options.asynchronous:
             return cls(LEAD_STEPS + each - TAIL_STEPS, counted, each, each)
         if options.sync_every is None:
             return cls(LEAD_STEPS, counted, TAIL_STEPS, 1)
-        # Over processes a call makes several steps, and ends where towers meet. Every turn begins
-        # at a meeting, and what is counted begins and ends with calls, in every layout alike.
+        # With several processes a call makes several steps, and ends where towers meet. Every turn
+        # begins at a meeting, and counted steps begin and end with calls, in every layout.
         call = min(each, MOST_STEPS_PER_CALL)
         lead = -(-LEAD_STEPS // call) * call
         return cls(lead, counted, each - lead % each, 1)
 
     @property
     def total(self) -> int:
-        """All steps."""
+        """All steps of a turn."""
         return self.lead + self.counted + self.tail
 
 
 class ScalingRun:
-    """A training of a recipe that stands still while others have their turn.
+    """A training run of a recipe that pauses while others have their turn.
 
-    It goes on as `Trainer.fit` does: batches are made ahead by a thread, and the loss is read one
-    step late, or by the turns of a rotation, so that the devices always have work.
+    It trains as `Trainer.fit` does: a thread makes batches ahead, and the loss is read one step
+    late, or one rotation late, so that the devices always have work.
 
     Args:
         recipe: what to train.
         options: of the run, with the number of devices.
 
     Attributes:
-        losses: of all steps so far.
-        turns_s: the time of a step in each measured turn.
-        num_recompilations: programs that were compiled in measured turns.
-        peak: the memory that the first turn took.
+        losses: the losses of all steps so far.
+        turns_s: the mean time of a step in each measured turn, in seconds.
+        num_recompilations: how many programs were compiled in measured turns.
+        peak: the peak memory of the first turn.
     """
 
     def __init__(self, recipe: Recipe, options: RunOptions) -> None:
@@ -103,7 +103,7 @@ class ScalingRun:
         self.peak = self._memory.peak()
 
     def take_turn(self, num_steps: int) -> None:
-        """Makes a turn, and measures `num_steps` steps of it, or the next whole rounds."""
+        """Makes a turn, and measures `num_steps` steps of it, rounded up to whole rounds."""
         turn = TurnSteps.of(self._job.options, num_steps)
         with counted_compilations() as compiled:
             ends = self._train(turn, lambda: None)
@@ -112,9 +112,9 @@ class ScalingRun:
         self.turns_s.append(counted_s / turn.counted)
 
     def split(self, num_steps: int) -> dict[str, float | None]:
-        """Where the time of a step goes; the steps made for it leave no losses.
+        """The time of the parts of a step; losses of the steps made for it are not recorded.
 
-        Nothing is known where steps differ from each other: of local and asynchronous updates.
+        All times are None for local and asynchronous updates, whose steps differ from each other.
         """
         if self._job.options.sync_every is not None or self._job.options.asynchronous:
             return dict.fromkeys(PARTS)
@@ -128,7 +128,7 @@ class ScalingRun:
         return parts
 
     def stages(self, num_steps: int) -> dict[str, Any] | None:
-        """The programs of all stages; as `split`."""
+        """The times of the programs of all stages; losses are not recorded, as in `split`."""
         self._state, found = measure_stages(
             self._job.trainer.step,
             self._state,
@@ -143,7 +143,7 @@ class ScalingRun:
         return self._job.facts()
 
     def _train(self, turn: TurnSteps, look: Callable[[], None]) -> list[float]:
-        """Makes the steps of a turn; returns when each, or its call, was seen to be over."""
+        """Makes the steps of a turn; returns when the end of each, or of its call, was seen."""
         ends: list[float] = []
 
         def read(metrics: dict[str, jax.Array]) -> None:

@@ -1,8 +1,7 @@
-"""How long the programs of a model in stages take, and how long its devices would wait then.
+"""Measures the programs of a model in stages, and how long devices would wait with these times.
 
-From the host's view: the host waits for each program before it starts the next, so that every one
-runs alone. A time includes the host's call and the moves before it, and simulated devices get all
-cores.
+The host waits for each program before it starts the next, so that each runs by itself. A time
+includes the host's call and the moves before it, and simulated devices get all cores.
 """
 
 import statistics
@@ -38,11 +37,11 @@ def measure_stages(
     """Measures the programs of all stages.
 
     Args:
-        step: what makes the steps.
-        state: of the training; it is overwritten.
+        step: the training step.
+        state: the training state; it is overwritten.
         batches: host batches, at least `num_steps + 1` of them.
         where: `devices`, `towers` and `global_batch`, as for `multitower.shard`.
-        num_steps: how many steps the medians are taken over; one more goes before them.
+        num_steps: the number of steps of which medians are taken; one more is made before them.
 
     Returns:
         The state after these steps; and the pipeline, as `describe_pipeline` returns it for these
@@ -75,7 +74,7 @@ def measure_stages(
 
 
 class _Watch:
-    """When the programs of one step are over; its `tap` is called after each."""
+    """The times of the programs of one step; `tap` is called after each."""
 
     def __init__(self) -> None:
         self.times_s: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -109,7 +108,7 @@ def pipeline_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def pipelines(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The measured pipelines, and where: "2 devices", or "2 x 1" for processes of so many."""
+    """The measured pipelines, each with its layout: "2 devices", or "2 x 1" with processes."""
     entries = [one for one in result["strong"] or [] if one.get("pipeline")]
     return [
         (one.get("layout") or devices_in_words(one["devices"]), one["pipeline"]) for one in entries
@@ -117,9 +116,9 @@ def pipelines(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def waiting_in_words(result: Mapping[str, Any]) -> list[str]:
-    """Says how long devices wait for each other, by the measured times and by the formula.
+    """How long devices wait for each other, by the measured times and by the formula, in words.
 
-    Where towers meet, there is no formula.
+    If towers exchange values, there is no formula.
 
     Example:
         >>> from multitower.scaling.stage_times import waiting_in_words

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: input, host, tower programs, reduction, update.
+"""The time of the parts of a step: input, host, tower programs, reduction, update.
 
-To see this, the devices must be waited for between the stages, which makes a step longer. So it is
-measured apart from the step time, and its parts add up to more than that.
+To measure the parts, the host must wait for the devices between them, which makes a step longer. So
+they are measured separately from the step time, and add up to more than it.
 """
 
 import statistics
@@ -31,14 +31,14 @@ def measure_split(
     where: Mapping[str, Any],
     num_steps: int,
 ) -> tuple[TrainState, dict[str, float | None]]:
-    """Measures the parts of a step, with nothing going on beside it.
+    """Measures the parts of a step, one step at a time.
 
     Args:
-        step: what makes the steps.
-        state: of the training; it is overwritten.
+        step: the training step.
+        state: the training state; it is overwritten.
         batches: host batches, at least `2 * num_steps + 2` of them.
         where: `devices`, `towers` and `global_batch`, as for `multitower.shard`.
-        num_steps: how many steps the medians are taken over; one more goes before them.
+        num_steps: the number of steps of which medians are taken; one more is made before them.
 
     Returns:
         The state after these steps; and medians in seconds. `input_s`: a batch is made on the host
@@ -71,7 +71,7 @@ def measure_split(
 
 
 def _fed(batches: Iterator[Any], where: Mapping[str, Any]) -> Iterator[tuple[Any, float]]:
-    """Batches on the devices, and how long each took to get there."""
+    """Batches on the devices, and the seconds that it took to make and copy each."""
     while True:
         began = time.perf_counter()
         batch = shard(next(batches), **where)
@@ -86,10 +86,10 @@ def _wait(state: TrainState, metrics: dict[str, jax.Array]) -> None:
 
 
 class _Stages:
-    """When the stages of one step are over; its `tap` is called after each.
+    """The times at which the parts of one step end; `tap` is called after each.
 
     Args:
-        num_towers: of this process.
+        num_towers: towers of this process.
     """
 
     def __init__(self, num_towers: int) -> None:
@@ -98,25 +98,25 @@ class _Stages:
         self._towers_end = self._reduction_end = 0.0
 
     def tap(self, stage: str, place: int, sums: TowerSums) -> None:
-        """Waits for a stage when all of it has been started."""
+        """Waits for a part once all of it has been started."""
         if stage == EXCHANGE:
-            return  # a part of the towers' programs
+            return  # it belongs to the towers' programs
         if stage != TOWER:
             jax.block_until_ready(sums)  # host-device sync
             self._reduction_end = time.perf_counter()
             return
         self._started.append(sums)
         if len(self._started) == self._num_towers:
-            # All towers are under way on all devices: waiting any earlier would make the devices
+            # All towers have been started on all devices; waiting earlier would make the devices
             # wait for each other. Sums that an addition has overwritten belong to earlier towers
-            # of a device; those of its last one are still there.
+            # of a device; those of its last tower still exist.
             for one in self._started:
                 kept = [leaf for leaf in jax.tree.leaves(one) if not leaf.is_deleted()]
                 jax.block_until_ready(kept)  # host-device sync
             self._towers_end = time.perf_counter()
 
     def split(self, began: float, ended: float) -> dict[str, float]:
-        """How long each stage took."""
+        """The seconds of each part."""
         return {
             "tower_programs_s": self._towers_end - began,
             "reduction_s": self._reduction_end - self._towers_end,
@@ -125,5 +125,5 @@ class _Stages:
 
 
 def _median(name: str, taken: list[dict[str, float]]) -> float | None:
-    """Over all steps but the first one."""
+    """The median over all steps except the first; None if nothing was measured."""
     return statistics.median(one[name] for one in taken[1:]) if taken else None

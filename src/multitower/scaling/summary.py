@@ -1,7 +1,7 @@
-"""summary: what measured runs say beside each other: speed-ups, equal losses, a prediction.
+"""summary: compares measured runs: speed-ups, equal losses, a prediction.
 
 Runs of one measurement took turns, and their speed-ups are ratios within a round. Runs of different
-measurements, which `--add` puts into one file, have no rounds in common.
+measurements, which `--add` joins in one file, have no rounds in common.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ STRONG, WEAK = "strong", "weak"
 
 Entry = dict[str, Any]
 
-# Options of a run that are measured.
+# Options of a run that measurements record and compare.
 OPTIONS = (
     "towers",
     "shard_update",
@@ -30,7 +30,7 @@ OPTIONS = (
     "remat",
     *OF_UPDATES,
 )
-# What measurements must have in common to stand in one table.
+# Values that must be equal in measurements to be joined in one table.
 _SAME = (
     "recipe",
     "seed",
@@ -40,21 +40,21 @@ _SAME = (
     "rounds",
     "versions",
 )
-_PATH = "data"  # the same files may lie elsewhere
+_PATH = "data"  # the same files may be in another directory
 
 
 def with_summary(
     found: Mapping[str, Any], reason: str | None, predict: int | None
 ) -> dict[str, Any]:
-    """Adds to measured runs what they say beside each other.
+    """Adds speed-ups, the comparison of losses and the prediction to measured runs.
 
     Args:
-        found: what was measured, with one list of entries for each kind of scaling.
+        found: the measurement, with one list of entries for each kind of scaling.
         reason: why loss curves cannot be compared, or None.
-        predict: a number of devices, to predict the step time on; None for none.
+        predict: the number of devices for which to predict the step time; None for no prediction.
 
     Returns:
-        What goes to `scale.json`.
+        The content of `scale.json`.
     """
     tables = {kind: _ordered(found[kind]) for kind in (STRONG, WEAK) if found[kind]}
     measured = [entry for table in tables.values() for entry in table]
@@ -84,16 +84,16 @@ def with_summary(
 def joined(
     earlier: Mapping[str, Any], found: Mapping[str, Any], reason: str | None, predict: int | None
 ) -> dict[str, Any]:
-    """One measurement out of two, of the same training in other layouts.
+    """Joins two measurements of the same training in different layouts.
 
     Args:
-        earlier: what `scale.json` holds.
-        found: what was measured now; an entry in a layout that is there already takes its place.
+        earlier: the content of `scale.json`.
+        found: the new measurement; its entries replace earlier ones of the same layout.
         reason: as for `with_summary`.
-        predict: as for `with_summary`; nothing is predicted before there are enough points.
+        predict: as for `with_summary`; nothing is predicted until there are enough points.
 
     Raises:
-        RunError: it is not the same training, or the machines are not alike.
+        RunError: the training or the kind of device is different.
     """
     check_same(earlier, found)
     tables: dict[str, list[Entry] | None] = {}
@@ -113,7 +113,7 @@ def joined(
 
 
 def check_same(earlier: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Refuses measurements that do not belong into one table.
+    """Refuses measurements that cannot be joined in one table.
 
     Raises:
         RunError: they differ in more than the layout.
@@ -133,7 +133,7 @@ def check_same(earlier: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _check_rows(earlier: Sequence[Entry], found: Sequence[Entry]) -> None:
-    """Refuses weak scaling with other rows per device, as two jobs measure that start at once."""
+    """Refuses weak scaling with other rows per device, as of two jobs that began together."""
     before, now = (
         {-(-entry["batch_size"] // entry["devices"]) for entry in entries}
         for entries in (earlier, found)
@@ -159,7 +159,7 @@ def not_comparable(recipe: Recipe, options: RunOptions) -> str | None:
 
 
 def quartiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
-    """The median and the quartiles."""
+    """The median and the quartiles, by name."""
     low, middle, high = (float(one) for one in np.percentile(values, [25, 50, 75]))
     return {"median": middle, "lower_quartile": low, "upper_quartile": high}
 
@@ -175,13 +175,13 @@ def _layout(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _against(entry: Mapping[str, Any], base: Mapping[str, Any]) -> Entry:
-    """The speed-up of the examples per second against another run, and its share of the ideal."""
+    """The speed-up of examples per second over another run, and the efficiency."""
     rate, base_rate = (
         one["batch_size"] / np.array(one["step_s"]["turns"]) for one in (entry, base)
     )
     if entry["job"] == base["job"]:
         speedup = quartiles(rate / base_rate)
-    else:  # no turns in common: the spread of both
+    else:  # no turns in common: the spreads of both are combined
         own, other = quartiles(rate), quartiles(base_rate)
         speedup = {
             "median": own["median"] / other["median"],
@@ -206,7 +206,7 @@ def _check_losses(
 
 
 def _predict(strong: Sequence[Mapping[str, Any]], count: int | None) -> Entry | None:
-    """What the measured points say of another number of devices."""
+    """The predicted step time on another number of devices; None without one."""
     if count is None:
         return None
     measured = {entry["devices"]: entry["step_s"]["median"] for entry in strong}

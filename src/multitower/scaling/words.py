@@ -26,12 +26,12 @@ _PARTS = {
 
 
 class Table(NamedTuple):
-    """A table of words.
+    """A table of text.
 
     Attributes:
-        title: of the table.
-        heads: of its columns.
-        rows: its cells; the first one of a row is its heading.
+        title: the title of the table.
+        heads: the headings of the columns.
+        rows: the cells; the first one of a row is its heading.
     """
 
     title: str
@@ -40,10 +40,10 @@ class Table(NamedTuple):
 
 
 def speed_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Shows how fast a step is on every number of devices, for each kind of scaling.
+    """Shows the speed of a step on every number of devices, for each kind of scaling.
 
     Args:
-        result: of `multitower.scaling.measure.scale`.
+        result: from `multitower.scaling.measure.scale`.
 
     Returns:
         One table for each kind that was measured.
@@ -60,7 +60,7 @@ def speed_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def split_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Shows where the time of a step goes, in milliseconds; as `speed_tables`."""
+    """Shows the time of each part of a step, in milliseconds; a table for each kind of scaling."""
     heads = (_where_head(result), *_PARTS.values())
     return [
         Table(
@@ -77,7 +77,7 @@ def split_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def split_in_words(result: Mapping[str, Any]) -> str:
-    """Says what the parts of a step are.
+    """Explains the parts of a step.
 
     Example:
         >>> from multitower.scaling.words import split_in_words
@@ -102,7 +102,7 @@ def split_in_words(result: Mapping[str, Any]) -> str:
 
 
 def _updates(result: Mapping[str, Any]) -> str | None:
-    """What there is to say of local and asynchronous updates, whose steps have no such parts."""
+    """A sentence about local and asynchronous updates, whose parts are not measured; or None."""
     counted_steps = result.get("counted_steps")
     if (every := result.get("sync_every")) is not None:
         return (
@@ -118,7 +118,7 @@ def _updates(result: Mapping[str, Any]) -> str | None:
 
 
 def caution(result: Mapping[str, Any]) -> str | None:
-    """Says that simulated devices cannot show a speed-up; None for other devices.
+    """A caution that simulated devices cannot show a speed-up; None for other devices.
 
     Example:
         >>> from multitower.scaling.words import caution
@@ -150,7 +150,7 @@ def where_in_words(result: Mapping[str, Any]) -> str:
 
 
 def turns_in_words(result: Mapping[str, Any]) -> str | None:
-    """Says that layouts of processes took no turns; None where all runs did."""
+    """A caution if layouts of processes were not measured in turns; None if all runs took turns."""
     entries = [*(result["strong"] or []), *(result["weak"] or [])]
     if len({entry["job"] for entry in entries}) < 2:
         return None
@@ -177,7 +177,7 @@ def losses_in_words(result: Mapping[str, Any]) -> str:
 
 
 def prediction_in_words(result: Mapping[str, Any]) -> str | None:
-    """Says what the fit predicts, and how far off it was on points that it had not seen."""
+    """The prediction of the fit, and its error at points that were held out; or None."""
     prediction = result["prediction"]
     if prediction is None:
         return None
@@ -237,19 +237,19 @@ def _speed_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _spread(values: Mapping[str, float], form: str) -> str:
-    """Median and quartiles."""
+    """The median and the quartiles as text."""
     low, high = form.format(values["lower_quartile"]), form.format(values["upper_quartile"])
     return f"{form.format(values['median'])} ({low} to {high})"
 
 
 def _memory_head(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Arrays are not all: programs need memory, too."""
+    """The heading of the memory column: where only arrays are known, programs are not counted."""
     arrays = any(entry["memory"]["source"] == ARRAYS for entry in entries)
     return "peak of arrays" if arrays else "peak memory"
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    """Of the device that held the most."""
+    """The peak memory of the device that held the most, as text."""
     size = memory["peak_bytes"]
     if size is None:
         return ABSENT

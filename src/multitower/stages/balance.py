@@ -1,4 +1,4 @@
-"""Balance: a row of pieces of work cut into parts that are as equal as can be."""
+"""Balance: divides a sequence of pieces of work into parts that are as equal as possible."""
 
 import functools
 import itertools
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 def equal_groups(work: Sequence[int], num_groups: int) -> list[int]:
-    """Puts neighbours into groups so that the largest group has as little work as can be.
+    """Groups neighbouring pieces so that the largest group has as little work as possible.
 
     Args:
-        work: of each piece, in their order.
-        num_groups: how many; none is empty.
+        work: the work of each piece, in their order.
+        num_groups: the number of groups; none is empty.
 
     Returns:
-        For each piece its group.
+        The number of the group of each piece.
     """
     sums = [0, *itertools.accumulate(work)]
 
     @functools.cache
     def best(first: int, groups: int) -> tuple[int, tuple[int, ...]]:
-        """The largest group of pieces `first ...`, and where the groups begin."""
+        """The work of the largest group of the pieces from `first` on, and where groups begin."""
         if groups == 1:
             return sums[-1] - sums[first], (first,)
         found: list[tuple[int, tuple[int, ...]]] = []
@@ -33,16 +33,18 @@ def equal_groups(work: Sequence[int], num_groups: int) -> list[int]:
 
 
 def equal_positions(work: Sequence[int], across: Sequence[int], num_parts: int) -> list[int]:
-    """Chooses where to cut a row of steps: equal shares of the work, few bytes across.
+    """Chooses where to cut a sequence of steps: equal shares of the work, few bytes across.
 
     Args:
-        work: of each step.
-        across: for each position, the number of steps before it, the bytes that would cross there.
-        num_parts: how many; none is empty.
+        work: the work of each step.
+        across: the bytes that would cross a cut, for each position; a position is the number of
+            steps before it.
+        num_parts: the number of parts; none is empty.
 
     Returns:
-        The positions, in ascending order; for each share the one with the fewest bytes that is at
-        most a quarter of a share away from where the shares would be equal, or else the nearest.
+        The positions, in ascending order. Each is the one with the fewest bytes among those that
+        are at most a quarter of a share away from where the shares would be equal; or else the
+        nearest.
     """
     sums = [0, *itertools.accumulate(work)]
     share = sums[-1] / num_parts

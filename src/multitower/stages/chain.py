@@ -1,7 +1,7 @@
 """A chain: the program of one tower as stages, each with a forward and a backward program.
 
-What these two compute is in `passes`. A stage in which towers meet is there several times, once for
-each round: one part of it is called a segment here.
+What these two compute is in `passes`. If towers meet in a stage, it is cut there into several
+segments, one for each round; otherwise each stage is one segment.
 """
 
 import functools
@@ -28,17 +28,16 @@ class Chain:
     """A tower's program in stages.
 
     Attributes:
-        stages: the segments in their order: round by round, and in a round stage by stage. Without
-            meetings, each stage is one.
-        avals: shape and dtype of every number that is an input or is sent.
-        inputs: numbers of the program's arguments.
+        stages: the segments in their order: round by round, and in a round stage by stage.
+        avals: shape and dtype of every value that is an input or is sent, by number.
+        inputs: the numbers of the program's arguments.
         num_params: how many of these are parameters; they come first.
-        homes: for each parameter the stage where it lives: that of the first segment that uses it;
-            or SPLIT.
-        pieces: for each parameter that is split, its pieces by stage.
-        stage_of: for each segment its stage.
-        round_of: for each segment how many meetings come before it.
-        meetings: where values are added up over towers.
+        homes: the stage that keeps each parameter: that of the first segment that uses it; or
+            SPLIT.
+        pieces: the pieces by stage of each parameter that is split.
+        stage_of: the stage of each segment.
+        round_of: the round of each segment: the number of meetings before it.
+        meetings: the places where values are summed over towers.
     """
 
     stages: tuple[Stage, ...]
@@ -53,12 +52,12 @@ class Chain:
 
     @property
     def params(self) -> frozenset[int]:
-        """Numbers of the parameters, or of their pieces."""
+        """The numbers of the parameters, or of their pieces."""
         return frozenset(self.home_of)
 
     @functools.cached_property
     def home_of(self) -> dict[int, int]:
-        """For each number of a parameter, or of a piece of one, the segment where it lives."""
+        """The segment that keeps each parameter or piece, by its number."""
         numbers = self.inputs[: self.num_params]
         pieces = [piece.number for own in self.pieces.values() for piece in own.values()]
         last = len(self.stages) - 1
@@ -70,16 +69,16 @@ class Chain:
         return self.inputs[param] if own is None else own[stage].number
 
     def users(self, number: int) -> list[int]:
-        """The segments that have something as an input."""
+        """The segments that have the value of this number as an input."""
         return [s for s, stage in enumerate(self.stages) if number in stage.inputs]
 
     def made_by(self, number: int) -> int:
-        """The segment that sends something."""
+        """The segment that sends the value of this number."""
         return next(s for s, stage in enumerate(self.stages) if number in stage.sent)
 
     @functools.cached_property
     def segments(self) -> Segments:
-        """Which stage and which round they are of, and how much they have to do."""
+        """The stage, the round and the share of the work of each segment."""
         work = [sum(work_of(step.equation) for step in one.segment.steps) for one in self.stages]
         shares: list[float] = []
         for stage, own in zip(self.stage_of, work, strict=True):
@@ -89,18 +88,18 @@ class Chain:
         return Segments(self.stage_of, self.round_of, tuple(shares), sends)
 
     def num_answers(self, number: int) -> int:
-        """How many cotangents there are for what is sent."""
+        """How many cotangents come back for the value of this number, which is sent."""
         if number in self.meeting_after:
             return 1  # the total
         return sum(number in stage.differentiated for stage in self.stages)
 
     def answered_at(self, meeting: Meeting) -> tuple[int, ...]:
-        """What is sent there and has a cotangent."""
+        """The numbers of the values that are sent at this meeting and have a cotangent."""
         return tuple(x for x in meeting.sent if x in self.stages[meeting.after].answered)
 
     @functools.cached_property
     def meeting_after(self) -> dict[int, Meeting]:
-        """Of what is sent to be added up over towers, and of the totals, where that happens."""
+        """The meeting of each value that is summed over towers, and of each total, by number."""
         return {x: one for one in self.meetings for x in (*one.sent, *one.totals)}
 
 
@@ -114,14 +113,14 @@ def make_chain(
     """Cuts a tower's program.
 
     Args:
-        closed: of `jax.make_jaxpr`; parameters are its first arguments, and what is differentiated
-            is its first result.
+        closed: the jaxpr; parameters are its first arguments, and the value to differentiate is its
+            first result.
         num_params: how many parameters there are.
-        num_stages: how many stages.
-        may_split: says whether stacked parameters may be kept in these pieces, one a stage.
+        num_stages: how many stages there are.
+        may_split: returns whether stacked parameters may be kept in these pieces, one per stage.
 
     Raises:
-        ArgumentError: it cannot be cut into so many stages.
+        ArgumentError: the program cannot be cut into so many stages.
     """
     rounds = cut_program(closed, num_stages)
     rounds, pieces = _with_pieces(rounds, num_params, may_split)
@@ -147,7 +146,7 @@ def make_chain(
 def _with_pieces(
     rounds: Rounds, num_params: int, may_split: Callable[[Pieces], bool]
 ) -> tuple[Rounds, Pieces]:
-    """With stacked parameters in pieces, by stage, if they may be split and every stage has one."""
+    """The rounds with stacked parameters in pieces, if every stage uses one and `may_split`."""
     program, places, found = split_params(rounds.program, rounds.places, num_params)
     stages = [[rounds.stage_of[s] for s in own] for own in found.values()]
     if not found or any(len({*own}) < len(own) for own in stages):
@@ -163,7 +162,7 @@ def _with_pieces(
 def _make_stages(
     program: Program, segments: Sequence[Segment], active: set[int], meetings: Sequence[Meeting]
 ) -> list[Stage]:
-    """The stages, with what they send to each other, and what comes back."""
+    """The stages, with the numbers of what they send, and of what gets a cotangent."""
     num_stages, share = len(segments), program.outputs[0]
     sent_as = {total: x for one in meetings for x, total in zip(one.sent, one.totals, strict=True)}
     meets = {*sent_as.values()}
@@ -194,7 +193,7 @@ def _make_stages(
 
 
 def _active(program: Program, params: Sequence[int]) -> set[int]:
-    """Numbers through which the first result depends on a parameter."""
+    """The numbers of the values through which the first result depends on a parameter."""
     reached = set(params)
     for step in program.steps:
         if step.equation.primitive.name == "stop_gradient" or not reached.intersection(
@@ -210,7 +209,7 @@ def _active(program: Program, params: Sequence[int]) -> set[int]:
 
 
 def _needed(steps: Sequence[Any], ends: set[Any], reached: set[int]) -> set[int]:
-    """Which of `reached` some of these values depend on through each other."""
+    """The numbers in `reached` that the values `ends` depend on, through each other."""
     needed = reached.intersection(numbers_in(ends))
     for step in reversed(steps):
         if needed.intersection(step.outputs):
@@ -219,7 +218,7 @@ def _needed(steps: Sequence[Any], ends: set[Any], reached: set[int]) -> set[int]
 
 
 def _differentiated(segment: Segment, active: set[int], ends: set[Any]) -> list[int]:
-    """Numbers of the inputs through which some of a segment's values depend on parameters."""
+    """The inputs through which the segment's values in `ends` depend on parameters."""
     needed = _needed(segment.steps, ends & {*segment.outputs}, active)
     return [x for x in segment.inputs if x in needed]
 
@@ -227,7 +226,7 @@ def _differentiated(segment: Segment, active: set[int], ends: set[Any]) -> list[
 def _placed_results(
     program: Program, made_in: Mapping[int, int], num_stages: int
 ) -> list[dict[int, Any]]:
-    """For each stage the results that it makes; the last one has those that nobody makes."""
+    """The results that each stage makes; the last one also has those that no stage makes."""
     results: list[dict[int, Any]] = [{} for _ in range(num_stages)]
     for place, x in enumerate(program.outputs[1:]):
         stage = made_in.get(x, num_stages - 1) if isinstance(x, int) else num_stages - 1
@@ -238,7 +237,7 @@ def _placed_results(
 def _with_inputs(
     segment: Segment, results: Any, made_in: Mapping[int, int], program: Program
 ) -> Segment:
-    """The segment with results of the tower that it need not compute among what it has."""
+    """The segment with inputs and constants that are results of the tower without computation."""
     wanted = set(numbers_in(results)) - made_in.keys()
     consts = {x: program.consts[x] for x in sorted(wanted & program.consts.keys())}
     inputs = tuple(sorted({*segment.inputs, *(wanted - consts.keys())}))
@@ -246,7 +245,7 @@ def _with_inputs(
 
 
 def avals_of(program: Program, closed: Any, pieces: Pieces) -> dict[int, Any]:
-    """Shape and dtype of every number of a program that was read from `closed`."""
+    """Shape and dtype of every value of a program that was read from `closed`, by number."""
     avals = dict(zip(program.inputs, closed.in_avals, strict=True))
     for step in program.steps:
         pairs = zip(step.outputs, step.equation.outvars, strict=True)
@@ -260,7 +259,7 @@ def avals_of(program: Program, closed: Any, pieces: Pieces) -> dict[int, Any]:
 
 
 def shapes_of(avals: Mapping[int, Any], numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
-    """What programs of these numbers are compiled for."""
+    """The shapes of the values of these numbers, to compile programs for."""
     return [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
         for a in (avals[number] for number in numbers)

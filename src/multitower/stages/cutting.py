@@ -1,8 +1,8 @@
 """Cutting: which step of a traced program belongs to which stage.
 
-It depends on the program and the number of stages alone, never on devices. A step belongs to the
-latest stage that any of its inputs has reached. A step that nothing heavy or marked comes before
-floats: it belongs to the stage that first uses its result.
+It depends on the program and the number of stages only, not on devices. A step belongs to the
+latest stage of its inputs. A step that depends on no heavy step and no mark is floating: it goes to
+the first stage that uses its result.
 """
 
 import itertools
@@ -33,15 +33,15 @@ def cut_program(closed: Any, num_stages: int) -> Rounds:
     """Cuts a program into stages, and these where towers meet.
 
     Args:
-        closed: of `jax.make_jaxpr`.
-        num_stages: how many.
+        closed: the jaxpr.
+        num_stages: how many stages there are.
 
     Returns:
-        The program, with calls opened, scans split and cheap steps repeated where that is needed,
-        and for each of its steps the stage and the round.
+        The program, with calls inlined, scans split and cheap steps repeated where that is needed,
+        and the stage and the round of each of its steps.
 
     Raises:
-        ArgumentError: it cannot be cut into so many stages.
+        ArgumentError: the program cannot be cut into so many stages.
     """
     program = without_dead_steps(read_program(closed, is_mark, _refuse_mark))
     if num_stages > 1 and any(is_mark(step.equation) for step in program.steps):
@@ -58,7 +58,7 @@ def cut_program(closed: Any, num_stages: int) -> Rounds:
 
 
 def _levels_by_marks(program: Program) -> tuple[list[int], int]:
-    """For each step how many marks come before it, and one more than the most of these."""
+    """The level of each step, which is the number of marks before it; and the number of levels."""
     levels: dict[int, int] = {}
     places: list[int] = []
     for is_group, steps in _groups_of_marks(program):
@@ -120,7 +120,7 @@ def _opened(closed: Any, num_stages: int) -> Program:
 def _cut_by_work(
     program: Program, avals: Sequence[Any], num_stages: int
 ) -> tuple[Program, list[int]]:
-    """Equal shares of the work, in the order of the program, where few bytes have to cross."""
+    """Cuts into equal shares of the work, in program order, where few bytes have to cross."""
     program = without_dead_steps(split_scans(program, avals, num_stages))
     main = _after_heavy_steps(program)
     work = [work_of(program.steps[at].equation) for at in main]
@@ -135,7 +135,7 @@ def _cut_by_work(
 
 
 def _after_heavy_steps(program: Program) -> list[int]:
-    """The steps that are heavy or need a heavy one; all steps if none is heavy."""
+    """The numbers of the steps that are heavy or depend on a heavy one; all if none is heavy."""
     reached: set[int] = set()
     main: list[int] = []
     for at, step in enumerate(program.steps):
@@ -146,7 +146,7 @@ def _after_heavy_steps(program: Program) -> list[int]:
 
 
 def _bytes_across(program: Program, main: Sequence[int]) -> list[int]:
-    """For each place between two of these steps the bytes that would have to cross it."""
+    """The bytes that would have to cross each place between two of these steps."""
     made: dict[int, tuple[int, int]] = {}
     last_use: dict[int, int] = {}
     for position, at in enumerate(main):
@@ -200,7 +200,7 @@ def _settled(program: Program, places: Sequence[int], last: int) -> list[int]:
 def _with_repeated_steps(program: Program, places: Sequence[int]) -> tuple[Program, list[int]]:
     """The program with cheap steps on its inputs in every segment that uses them.
 
-    So a weight that is cast or transposed is sent as it is, or not at all.
+    So a weight that is cast or transposed is sent in its original form, or not at all.
     """
     free = {*program.inputs, *program.consts}
     makes: dict[int, tuple[Step, int]] = {}

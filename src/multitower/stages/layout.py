@@ -1,4 +1,4 @@
-"""Layout: which device runs which stage of which towers. It decides over time, never over bits."""
+"""Layout: which device runs which stage of which towers. It affects the speed, not the bits."""
 
 import functools
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ class Layout:
     """Stages and towers on devices.
 
     Attributes:
-        all_replicas: copies of the whole model, in all processes: for each its devices, which are
-            all of one process.
-        place_of: for each stage its device within a replica.
-        towers: which of all replicas runs which towers; its devices are those of the first stage.
+        all_replicas: the devices of each copy of the model, in all processes; the devices of a
+            replica belong to one process.
+        place_of: the number of the device within a replica, for each stage.
+        towers: which replica runs which towers; its devices are those of the first stage.
     """
 
     all_replicas: tuple[tuple[jax.Device, ...], ...]
@@ -28,12 +28,12 @@ class Layout:
 
     @functools.cached_property
     def replicas(self) -> tuple[tuple[jax.Device, ...], ...]:
-        """Those that this process runs, numbered from 0 in what follows: for each its devices."""
+        """The devices of each replica of this process; other methods number these from 0."""
         return tuple(self.all_replicas[r] for r in self.towers.local)
 
     @functools.cached_property
     def towers_on(self) -> tuple[tuple[int, ...], ...]:
-        """For each replica of this process its towers."""
+        """The towers of each replica of this process."""
         return tuple(self.towers.towers_on[r] for r in self.towers.local)
 
     @property
@@ -42,16 +42,16 @@ class Layout:
         return len(self.place_of)
 
     def device(self, replica: int, stage: int) -> jax.Device:
-        """Where a stage of a replica runs."""
+        """The device that runs a stage of a replica."""
         return self.replicas[replica][self.place_of[stage]]
 
     def devices_of(self, stage: int) -> list[jax.Device]:
-        """Where a stage runs, for each replica."""
+        """The device that runs a stage, for each replica of this process."""
         return [self.device(replica, stage) for replica in range(len(self.replicas))]
 
     @property
     def head(self) -> jax.Device:
-        """Where there is one of in a process: what is neither a parameter nor kept for one."""
+        """The last stage's device, for values that belong to no stage, such as the step count."""
         return self.device(0, self.num_stages - 1)
 
     def of_segments(self, stage_of: Sequence[int]) -> "Layout":
@@ -59,13 +59,13 @@ class Layout:
         return replace(self, place_of=tuple(self.place_of[stage] for stage in stage_of))
 
     def placement_of(self, stage: int) -> Placement:
-        """Where a stage of all replicas runs, in all processes, and for which towers."""
+        """The placement of towers on the devices of a stage, over all replicas and processes."""
         place = self.place_of[stage]
         return Placement(tuple(one[place] for one in self.all_replicas), self.towers.owners)
 
 
 def moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
-    """A value on another device; where it is there already, no call of JAX, which takes time."""
+    """A value on another device; without a call of JAX, which takes time, if it is there."""
     return value if source is target else jax.device_put(value, target)
 
 
@@ -104,13 +104,14 @@ def lay_out(
     """Puts stages and towers on devices.
 
     Args:
-        devices: to use; of several processes equally many of each, process by process.
-        num_towers: of all replicas; None for one in each.
-        num_stages: of the model.
+        devices: the devices to use; with several processes the same number of each, process by
+            process.
+        num_towers: the number of towers of all replicas; None for one in each.
+        num_stages: the number of stages.
         layout: (replicas of all processes, devices of each). By default a device for each stage,
-            or all devices of a process if there are fewer; and as many replicas as there is room
-            for.
-        interleave: stage s on device s mod P of its replica; or else neighbours share a device.
+            or all devices of a process if there are fewer; and as many replicas as fit.
+        interleave: stage s runs on device s mod P of its replica; else neighbouring stages share a
+            device.
 
     Raises:
         DeviceError: the layout needs more devices or towers than there are.
@@ -166,7 +167,7 @@ def _check_room(layout: tuple[int, int], processes: int, room: int) -> None:
 def _as_many_as_fit(
     room: int, processes: int, num_towers: int | None, num_stages: int
 ) -> tuple[int, int]:
-    """A device for each stage, and as many replicas as there is room for."""
+    """A device for each stage, and as many replicas as fit."""
     each, num_devices = min(num_stages, room), room * processes
     num_replicas = room // each * processes
     if num_towers is not None:

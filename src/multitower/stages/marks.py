@@ -1,4 +1,4 @@
-"""Marks: where a user says that the program may be cut."""
+"""Marks: places where the user allows the program to be cut."""
 
 from typing import Any
 
@@ -12,19 +12,19 @@ def cut(tree: Any) -> Any:
     """Marks a place where `train_step` and `make_parallel` with `stages=S` may cut the model.
 
     Everywhere else it is the identity: `mt.cut(h)` equals `h`. Each mark that the result depends
-    on ends a stage and begins the next one. With more marks than `stages - 1`, those that give the
-    stages equal work are used.
+    on ends a stage and begins the next one. If there are more than `stages - 1` marks, those are
+    used that give the stages equal work.
 
     Args:
-        tree: what passes from one part of the model to the next, such as the activations of a
-            block: an array, or a pytree of arrays. All arrays of one call are cut together.
+        tree: an array or a pytree of arrays that passes from one part of the model to the next,
+            such as the activations of a block. All arrays of one call are cut together.
 
     Returns:
         The same values.
 
     Raises:
-        ArgumentError: not here, but at the first batch with `stages=`: a mark is inside a loop, a
-            branch or a `custom_vjp`, or there are fewer than `stages - 1`.
+        ArgumentError: raised at the first batch with `stages=`, not by this call: a mark is inside
+            a loop, a branch or a `custom_vjp`, or there are fewer than `stages - 1` marks.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a user says of stages, and what stages do not go together with."""
+"""The options for a model in stages."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ class StageOptions(NamedTuple):
     """How a model is cut over devices.
 
     Attributes:
-        num_stages: into how many parts.
-        layout: (replicas, devices of each), or None.
+        num_stages: the number of stages.
+        layout: (replicas, devices of each), or None to choose it.
         interleave: whether neighbouring stages are on different devices.
         remat: whether backward programs compute their stage's forward part again.
     """
@@ -25,7 +25,7 @@ class StageOptions(NamedTuple):
     remat: bool = True
 
     def on(self, devices: DeviceSpec | None, towers: int | None) -> Layout:
-        """The stages on devices.
+        """Puts the stages on devices.
 
         Raises:
             DeviceError: fewer devices or towers than the layout needs, or a replica that is not
@@ -41,10 +41,10 @@ class StageOptions(NamedTuple):
 def stage_options(
     stages: Any, layout: Any, interleave: Any = False, remat: Any = True
 ) -> StageOptions | None:
-    """What a user says of stages; None for a model that is not cut.
+    """The options for stages; None for a model that is not cut.
 
     Raises:
-        ArgumentError: it makes no sense.
+        ArgumentError: a value is out of range or of the wrong kind, or `stages` is missing.
     """
     if stages is not None:
         check_layout(stages, layout)

@@ -1,11 +1,11 @@
-"""Order: which tower goes through which stage when: one forward, one backward."""
+"""Order: the schedule of a pipeline, one forward, one backward (1F1B)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 
 class Turn(NamedTuple):
-    """One program of one tower."""
+    """One program of one tower: its forward or backward pass in a stage, or in a segment."""
 
     kind: Literal["forward", "backward"]
     tower: int
@@ -16,10 +16,10 @@ class Segments(NamedTuple):
     """The stages of a step, cut where towers meet.
 
     Attributes:
-        stage_of: for each segment its stage.
-        round_of: for each segment how many meetings come before it, in ascending order.
-        work: for each segment its share of the work of its stage.
-        has_forward: for each segment whether it has a forward program: the others send nothing on.
+        stage_of: the stage of each segment.
+        round_of: the number of meetings before each segment, in ascending order.
+        work: the share of each segment in the work of its stage, 0 to 1.
+        has_forward: whether each segment has a forward program; segments that send nothing do not.
     """
 
     stage_of: tuple[int, ...]
@@ -29,11 +29,11 @@ class Segments(NamedTuple):
 
     @property
     def num_rounds(self) -> int:
-        """One more than there are meetings."""
+        """The number of rounds: one more than the number of meetings."""
         return 1 + self.round_of[-1]
 
     def name(self, segment: int) -> str:
-        """What a segment is called: such as "stage 1", or "stage 1, round 2"."""
+        """The name of a segment, such as "stage 1" or "stage 1, round 2"."""
         name = f"stage {self.stage_of[segment]}"
         return name if self.num_rounds == 1 else f"{name}, round {self.round_of[segment]}"
 
@@ -41,10 +41,11 @@ class Segments(NamedTuple):
         """How long programs take if all stages have equal work, by (kind, segment).
 
         The forward programs of a stage together take 1. A backward program takes twice the time of
-        the forward one, and that time again if it has to compute what the forward one does.
+        the forward one, and three times if it computes the forward part again.
 
         Args:
-            recomputed: whether it has to where there is a forward program.
+            recomputed: whether backward programs compute the forward part again. Those of segments
+                without a forward program always do.
         """
         times: dict[tuple[str, int], float] = {}
         for s, (work, has_forward) in enumerate(zip(self.work, self.has_forward, strict=True)):
@@ -55,16 +56,16 @@ class Segments(NamedTuple):
 
 
 def one_forward_one_backward(num_towers: int, place_of: Sequence[int]) -> list[list[Turn]]:
-    """The turns of one replica, in ticks: what is in one list can run at the same time.
+    """The turns of one replica, in ticks: turns in one list can run at the same time.
 
-    A stage works on its towers in ascending order, and holds the inputs of at most as many towers
-    as there are devices from its own on; where neighbours are on different devices, as there are
-    stages from it on. The last stage has no forward turn: its backward program begins with the
-    forward one.
+    A stage works on its towers in ascending order. It holds the inputs of at most as many towers as
+    there are devices from its own to the last; with interleaved stages, as there are stages from it
+    to the last. The last stage has no forward turn, since its backward program includes the forward
+    part.
 
     Args:
-        num_towers: of the replica.
-        place_of: for each stage its device within the replica.
+        num_towers: towers of the replica.
+        place_of: the number of the device within the replica, for each stage.
 
     Source: PipeDream-Flush (Narayanan et al. 2021), "1F1B".
     """
@@ -90,20 +91,21 @@ def one_forward_one_backward(num_towers: int, place_of: Sequence[int]) -> list[l
 def in_rounds(
     num_towers: int, place_of: Sequence[int], round_of: Sequence[int]
 ) -> list[list[Turn]]:
-    """The turns of one replica whose towers meet with others: between two lists, they do.
+    """The turns of one replica whose towers exchange values: they meet between two lists.
 
-    All towers go forward, round by round; in the last round one forward, one backward; and then
-    backward through the other rounds. So a device holds what all of its towers need for that.
+    All towers go forward, round by round. In the last round they go one forward, one backward; then
+    all go backward through the other rounds. So a device holds what all of its
+    towers need for that.
 
     Args:
-        num_towers: of the replica.
-        place_of: for each segment its device within the replica.
-        round_of: for each segment its round, in ascending order.
+        num_towers: towers of the replica.
+        place_of: the number of the device within the replica, for each segment.
+        round_of: the round of each segment, in ascending order.
     """
     before = forward_in_rounds(num_towers, round_of)[:-1]
     after: list[list[Turn]] = []
     for turns in before:
-        # Backward they pass in the same order of towers, the last segment first.
+        # Backward, towers pass in the same order, through the last segment first.
         first, last = turns[0].stage, turns[-1].stage
         back = [turn._replace(kind="backward", stage=first + last - turn.stage) for turn in turns]
         after.append(back)
@@ -114,11 +116,11 @@ def in_rounds(
 
 
 def forward_in_rounds(num_towers: int, round_of: Sequence[int]) -> list[list[Turn]]:
-    """The same without backward programs, a list for each round.
+    """The turns of one replica without backward programs, a list for each round.
 
     Args:
-        num_towers: of the replica.
-        round_of: for each segment its round, in ascending order.
+        num_towers: towers of the replica.
+        round_of: the round of each segment, in ascending order.
     """
     found: list[list[Turn]] = []
     for number in range(max(round_of) + 1):
@@ -138,8 +140,8 @@ class Slot(NamedTuple):
     """When a turn runs: from `start` to `end`, in units of a forward program, or in seconds.
 
     Attributes:
-        turn: what runs; its stage is a segment.
-        place: on which device of the replica.
+        turn: the program; its `stage` is a segment.
+        place: the number of the device within the replica.
         start: when it begins.
         end: when it ends.
     """
@@ -155,13 +157,13 @@ def timeline(
     place_of: Sequence[int],
     times: Mapping[tuple[str, int], float],
 ) -> list[Slot]:
-    """When each turn runs, if moves and sums take no time.
+    """Computes when each turn runs, if moves and sums take no time.
 
     Args:
         phases: the turns in the order in which they are started, as `in_rounds` returns them. Where
-            towers meet, one phase begins when all of the one before is over.
-        place_of: for each segment its device within the replica.
-        times: how long the programs take, by (kind, segment); there may be no forward program.
+            towers meet, a phase begins when the one before has ended.
+        place_of: the number of the device within the replica, for each segment.
+        times: the duration of programs, by (kind, segment); a forward program may be missing.
     """
     last = len(place_of) - 1
     free = [0.0] * (max(place_of) + 1)
@@ -182,18 +184,18 @@ def timeline(
 
 
 def bubble(slots: Sequence[Slot]) -> float:
-    """The share of the time in which the devices of a timeline wait."""
+    """The share of the time in which the devices of a timeline wait, 0 to 1."""
     num_devices = 1 + max(slot.place for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
     return 1 - busy / (num_devices * max(slot.end for slot in slots))
 
 
 def least_bubble(num_devices: int, num_towers: int) -> float:
-    """The same by the formula, for stages that repeat nothing: (P - 1) / (M + P - 1).
+    """The bubble by the formula for equal stages without recomputation: (P - 1) / (M + P - 1).
 
     Args:
-        num_devices: P, of the replica.
-        num_towers: M, that pass through it.
+        num_devices: P, the devices of the replica.
+        num_towers: M, the towers of the replica.
     """
     return (num_devices - 1) / (num_towers + num_devices - 1)
 
@@ -216,9 +218,10 @@ def _ready(
 
 
 def _rank(turn: Turn) -> tuple[int, int]:
-    """Forward first, as long as there is room, so that later stages do not wait.
+    """Ranks forward turns first, as long as there is room, so that later stages do not wait.
 
-    Backward first would be forward, forward, backward, backward: with 4 stages and 32 towers,
-    devices would wait for 40 % of the time instead of 13 %, if backward takes three times as long.
+    Backward first would lead to forward, forward, backward, backward. With 4 stages and 32 towers,
+    devices would then wait for 40 % of the time instead of 13 %, if backward programs take three
+    times as long as forward ones.
     """
     return (0, -turn.stage) if turn.kind == "forward" else (1, turn.stage)

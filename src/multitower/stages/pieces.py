@@ -1,6 +1,7 @@
-"""Stacked parameters of a scan that is split by its length: every stage has its own layers of them.
+"""Pieces: stacked parameters of a split scan, of which every stage keeps its own layers.
 
-A parameter that stages only take slices of, each stage its own, is as many parameters.
+If every stage takes its own slice of a parameter, and nothing else uses it, each slice is treated
+as a parameter.
 """
 
 from collections import defaultdict
@@ -11,29 +12,29 @@ from multitower.engines.segments import Program, Step, numbers_in
 
 
 class Piece(NamedTuple):
-    """Some rows of a parameter, `first:last` along axis 0, under a number of their own."""
+    """Rows `first:last` of a parameter along axis 0, with their own number in the program."""
 
     first: int
     last: int
     number: int
 
 
-# For each parameter that is split its pieces by stage.
+# By parameter, then by stage: the pieces of parameters that are split.
 Pieces = Mapping[int, Mapping[int, Piece]]
 
 
 def split_params(
     program: Program, places: Sequence[int], num_params: int
 ) -> tuple[Program, list[int], Pieces]:
-    """Splits the parameters of which every stage uses its own rows alone.
+    """Splits the parameters of which every stage uses only its own rows.
 
     Args:
-        program: parameters are its first inputs.
-        places: for each step its stage; where towers meet, its segment.
+        program: a program whose first inputs are the parameters.
+        places: the stage of each step; its segment, if towers meet.
         num_params: how many parameters there are.
 
     Returns:
-        The program without the slices, the places of its steps, and the pieces by these.
+        The program without the slices, the places of its steps, and the pieces by place.
     """
     uses: dict[int, list[tuple[Step, int]]] = defaultdict(list)
     for step, place in zip(program.steps, places, strict=True):
@@ -55,7 +56,7 @@ def split_params(
 
 
 def rows_of(pieces: Pieces) -> dict[int, dict[int, tuple[int, int]]]:
-    """For each parameter in pieces, by stage, its rows `first:last`."""
+    """The rows `first:last` of each piece, by parameter, then by stage."""
     return {
         i: {stage: (piece.first, piece.last) for stage, piece in sorted(own.items())}
         for i, own in pieces.items()
@@ -63,7 +64,7 @@ def rows_of(pieces: Pieces) -> dict[int, dict[int, tuple[int, int]]]:
 
 
 def _pieces(uses: Sequence[tuple[Step, int]]) -> dict[int, Piece]:
-    """The pieces by stage, if these uses are slices that together are the whole; else nothing."""
+    """The pieces by stage, if these uses are slices that together are the whole; else empty."""
     found: dict[int, Piece] = {}
     for step, place in uses:
         rows = _rows(step.equation)
@@ -78,7 +79,7 @@ def _pieces(uses: Sequence[tuple[Step, int]]) -> dict[int, Piece]:
 
 
 def _rows(equation: Any) -> tuple[int, int] | None:
-    """The rows that an equation takes of its input, if that is all that it does."""
+    """The rows `first:last` that an equation slices from its input; None for other equations."""
     if equation.primitive.name != "slice" or set(equation.params["strides"] or (1,)) != {1}:
         return None
     shape = equation.invars[0].aval.shape

@@ -1,7 +1,8 @@
-"""A pipeline: all towers of a step through all stages, on the devices of a layout.
+"""A pipeline: runs all towers of a step through all stages, on the devices of a layout.
 
-Single-device programs, and between them nothing but moves and additions in the order of the tree of
-`engines.reduction`: so the bits are the same on any layout. Nothing here waits for a device.
+It runs single-device programs. Between them there are only moves, and additions in the order of the
+tree of `engines.reduction`, so that the bits are the same on any layout. The host does not wait for
+a device.
 """
 
 import itertools
@@ -23,12 +24,12 @@ from multitower.towers.split import TowerRows
 
 
 class Totals(NamedTuple):
-    """What a pipeline leaves.
+    """The results of a pipeline, summed over all towers.
 
     Attributes:
-        gradients: for each replica of this process and stage the gradients of the parameters that
-            live there: by segment its own, then those of later segments in descending order.
-        results: for each segment those of the tower, all on the head's device.
+        gradients: for each replica of this process and each stage the gradients of its parameters:
+            those of its own segments, then those of later segments in descending order.
+        results: the tower results of each segment, all on the head's device.
     """
 
     gradients: list[list[list[Packed]]]
@@ -56,9 +57,10 @@ class Pipeline:
 
         Args:
             params: for each replica of this process the parameters by number, each on the device
-                of its home.
-            rest: the arguments of the program between parameters and rows, anywhere.
-            rows: the arguments after these; three numbers follow, of the tower.
+                of its stage.
+            rest: the arguments of the program between parameters and rows, on any device or the
+                host.
+            rows: the arguments after these. The last three arguments are the tower's numbers.
         """
         tap = current_tap()
         walks = [
@@ -71,7 +73,7 @@ class Pipeline:
         for phase, orders in enumerate(zip(*self._orders, strict=True)):
             if phase > last:
                 self._meet_back(walks, 2 * last - phase)
-            # Side by side over replicas, so that all of them have work from the start.
+            # Replicas take turns, so that all of them have work from the start.
             for turns in itertools.zip_longest(*orders):
                 for r, turn in enumerate(turns):
                     if turn is not None:
@@ -93,7 +95,7 @@ class Pipeline:
         return [programs[0].out_info[0].results for programs in self._programs.backward]
 
     def _meet(self, walks: Sequence[Walk], number: int) -> None:
-        """After a round: adds up what all towers have sent, and hands it to all of them."""
+        """After a round: sums the values that all towers have sent, and sends the totals to all."""
         for meeting in self._meetings(number):
             stacks = [walk.sent.pop(meeting.after) for walk in walks]
             add = self._programs.meet[meeting.after]
@@ -101,7 +103,7 @@ class Pipeline:
                 walk.arrive(meeting, total)
 
     def _meet_back(self, walks: Sequence[Walk], number: int) -> None:
-        """Before a round goes backward: likewise with the cotangents."""
+        """Before the backward pass of a round: the same for the cotangents of the totals."""
         for meeting in self._meetings(number):
             if not self.chain.answered_at(meeting):
                 continue
@@ -111,14 +113,14 @@ class Pipeline:
                 walk.arrive_back(meeting, total)
 
     def _meetings(self, number: int) -> list[Meeting]:
-        """Those at the end of a round."""
+        """The meetings at the end of a round."""
         return [one for one in self.chain.meetings if self.chain.round_of[one.after] == number]
 
     def _totals(self, stacks: list[list[list[StageSums]]]) -> Totals:
-        """Adds the replicas' partial sums along the rest of the tree, and hands them out.
+        """Adds the replicas' partial sums along the rest of the tree, and sends out the totals.
 
-        Programs that span processes start here, after all towers and in the order of stages: in
-        the same order in every process, so that none waits for one that waits for it.
+        Programs that span processes start here, after all towers, in the order of the stages. The
+        order is the same in every process, so that there is no deadlock.
         """
         segments = range(len(self.chain.stages))
         replicas = range(len(self.layout.replicas))
@@ -143,5 +145,5 @@ class Pipeline:
         return Totals(gradients, results)
 
     def _total(self, segment: int, stacks: list[list[Any]], add: Sequence[Executable]) -> list[Any]:
-        """The total of what towers have at a segment, for each replica."""
+        """The total over towers at a segment, for each replica."""
         return self._over_towers.total(self.chain.stage_of[segment], stacks, add)

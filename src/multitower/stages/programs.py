@@ -16,12 +16,12 @@ from multitower.stages.passes.residuals import Residuals, keep_residuals
 
 
 class StageSums(NamedTuple):
-    """What a stage returns for one tower, to be added up over towers; or a sum of several.
+    """What a stage returns for one tower, to be summed over towers; or a sum of several.
 
     Attributes:
-        own: gradients of the parameters that live here, by number.
-        away: gradients of those that live in an earlier stage, by that stage, then by number.
-        results: of the tower, by their place among its results.
+        own: gradients of the parameters that this stage keeps, by number.
+        away: gradients of those that an earlier stage keeps, by that stage, then by number.
+        results: results of the tower, by their place among all results.
     """
 
     own: Packed
@@ -29,7 +29,7 @@ class StageSums(NamedTuple):
     results: Packed
 
     def unpacked(self) -> dict[str, Any]:
-        """The same as trees."""
+        """The same values as unpacked trees."""
         away = {home: unpack(one) for home, one in self.away.items()}
         return {"gradients": unpack(self.own), "away": away, "results": unpack(self.results)}
 
@@ -38,18 +38,18 @@ class Programs:
     """Executables, by segment and then by replica.
 
     Args:
-        chain: of a tower's program.
+        chain: a tower's program in stages.
         layout: its segments on devices.
         remat: whether backward programs compute the forward ones again.
 
     Attributes:
-        residuals: for each stage what its forward program keeps; None if nothing.
-        forward: nothing for a stage that sends nothing.
-        backward: it returns `StageSums`, and cotangents by number.
-        add: the sum of two `StageSums`; nothing for one tower.
-        meet: of two lists of what towers send where they meet; nothing for one tower.
-        meet_back: likewise of the cotangents of the totals.
-        numbers: what towers are told of themselves.
+        residuals: for each segment what its forward program keeps; None if it keeps nothing.
+        forward: the forward programs; empty for a segment that sends nothing.
+        backward: the backward programs, which return `StageSums`, and cotangents by number.
+        add: the sums of two `StageSums`; empty for one tower.
+        meet: the sums of two lists of values that towers send at a meeting; empty for one tower.
+        meet_back: the same for the cotangents of the totals.
+        numbers: whole numbers on devices: the numbers and row counts of towers.
     """
 
     def __init__(self, chain: Chain, layout: Layout, *, remat: bool = True) -> None:
@@ -87,7 +87,7 @@ class Programs:
         kept = self.residuals[s]
         run = stage.forward if kept is None else kept.forward
 
-        def forward(values: Any) -> list[jax.Array]:  # profiles show its name
+        def forward(values: Any) -> list[jax.Array]:  # profiles show this name
             return run(values)
 
         devices = self._layout.devices_of(s)

@@ -14,15 +14,15 @@ from multitower.stages.work import is_heavy, work_of
 
 
 def split_scans(program: Program, avals: Sequence[Any], num_parts: int) -> Program:
-    """Splits each scan that would be in the way of equal shares of the work.
+    """Splits scans that are too long for equal shares of the work.
 
     Args:
-        program: any.
-        avals: of its inputs.
-        num_parts: how many shares.
+        program: any program.
+        avals: shapes and dtypes of its inputs.
+        num_parts: the number of shares.
 
     Returns:
-        The program with several scans in place of one, of lengths that end where a share does.
+        The program with several scans in place of each, which end where a share ends.
     """
     bounds = _bounds(program, num_parts)
     if not any(bounds.values()):
@@ -43,7 +43,7 @@ def split_scans(program: Program, avals: Sequence[Any], num_parts: int) -> Progr
 
 
 def _bounds(program: Program, num_parts: int) -> dict[int, list[int]]:
-    """For each scan that is long enough the turns before which a new share begins."""
+    """By number of a scan that is long enough: the iterations before which a new share begins."""
     heavy = [is_heavy(step.equation) for step in program.steps]
     work = [
         work_of(step.equation) if is_one else 0
@@ -63,7 +63,7 @@ def _bounds(program: Program, num_parts: int) -> dict[int, list[int]]:
 
 
 def _in_parts(equation: Any, given: Sequence[Any], bounds: Sequence[int]) -> list[Any]:
-    """The results of a scan, computed as several."""
+    """The results of a scan, computed as several scans, cut at `bounds`."""
     params = equation.params
     inner = params["jaxpr"]
     num_carried = num_same(equation.outvars, inner.jaxpr.outvars)

@@ -1,4 +1,4 @@
-"""The way of one replica's towers through the stages, in one step."""
+"""Runs the towers of one replica through the stages, in one step."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ class Walk:
     """What one replica holds while its towers pass.
 
     Args:
-        chain: of the tower's program.
-        programs: of the chain, compiled.
+        chain: the tower's program in stages.
+        programs: the compiled programs of the chain.
         layout: its segments on devices.
-        replica: which one.
+        replica: the number of the replica.
         additions: for each of its towers how many additions follow it.
-        tap: is shown what each program returns.
+        tap: a function that is called with the results of each program; or None.
 
     Attributes:
-        stacks: for each segment the sums of its towers that are not added up yet.
-        sent: likewise, for each segment after which towers meet, what they send there.
-        sent_back: likewise the cotangents of the totals there.
+        stacks: for each segment the sums of its towers that are not added yet.
+        sent: for each segment after which towers meet, the sums of the values that they send.
+        sent_back: for each of these segments, the sums of the cotangents of the totals.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Walk:
         self._tower_numbers = (number, num_rows, all_rows)
 
     def arrive(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
-        """Takes what has been added up over towers: all of them get the same."""
+        """Takes totals over towers: all towers get the same."""
         for number, total in zip(meeting.totals, totals, strict=True):
             for user in self._chain.users(number):
                 there = jax.device_put(total, self._devices[user])
@@ -81,14 +81,14 @@ class Walk:
                     self._arrived[tower, user][number] = there
 
     def arrive_back(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
-        """Takes the sums of the cotangents."""
+        """Takes the totals of the cotangents: all towers get the same."""
         there = jax.device_put(list(totals), self._devices[meeting.after])
         for number, total in zip(self._chain.answered_at(meeting), there, strict=True):
             for tower in self._additions:
                 self._answers[tower, meeting.after][number] = [total]
 
     def take(self, turn: Turn) -> None:
-        """Starts one program, and sends what it makes to where it will be needed."""
+        """Starts one program, and sends its results to the devices that need them."""
         if turn.kind == "forward":
             self._forward(turn.tower, turn.stage)
         else:
@@ -136,7 +136,7 @@ class Walk:
         self._put(self.stacks[s], sums, tower, self._programs.add[s])
 
     def _meet_back(self, number: int, one: jax.Array, tower: int, s: int) -> None:
-        """Takes a cotangent of a total; when the tower has all of a meeting, it sends them."""
+        """Takes a cotangent of a total; once a tower has all of a meeting, they are summed."""
         meeting = self._chain.meeting_after[number]
         waiting = self._back[tower, meeting.after]
         sent_as = meeting.sent[meeting.totals.index(number)]
@@ -149,7 +149,7 @@ class Walk:
             self._put(self.sent_back[meeting.after], own, tower, add)
 
     def _put(self, stack: list[Any], own: Any, tower: int, add: Sequence[Executable]) -> None:
-        """Takes what a tower has for a sum."""
+        """Adds the values of a tower to a stack of sums."""
         put(stack, own, self._additions[tower], add[self._replica] if add else None)
 
     def _values(self, tower: int, s: int) -> list[jax.Array]:
@@ -164,7 +164,7 @@ class Walk:
         """An argument of the program on a stage's device, copied there once in a step."""
         device = self._devices[s]
         if number in self._rows:
-            # They lie on the first device of the replica.
+            # Rows are on the first device of the replica.
             return moved(self._rows[number].pieces[tower], self._first, device)
         if number in self._tower_numbers:
             return self._programs.numbers.on(device, self._number(number, tower))
@@ -173,6 +173,6 @@ class Walk:
         return self._copies[number, device]
 
     def _number(self, number: int, tower: int) -> int:
-        """What a tower knows about itself."""
+        """The tower's number, or one of its row counts."""
         counts = next(iter(self._rows.values())).counts(tower)
         return counts[self._tower_numbers.index(number)]

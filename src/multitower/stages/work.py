@@ -1,11 +1,11 @@
-"""Work: how much an equation has to compute, from its shapes alone."""
+"""Work: how much an equation computes, from its shapes only."""
 
 import math
 from typing import Any
 
 from jax.extend import core
 
-# Equations that take next to no time: every stage that needs one computes it from its own inputs.
+# Equations that take almost no time: every stage that needs one computes it itself.
 _CHEAP = frozenset({
     "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "slice", "squeeze",
     "expand_dims", "iota", "stop_gradient", "copy",
@@ -18,7 +18,7 @@ def is_cheap(equation: Any) -> bool:
 
 
 def work_of(equation: Any) -> int:
-    """Floating-point operations of an equation: exact for products, one an element for the rest."""
+    """Floating-point operations of an equation: exact for products, else one per element."""
     name = equation.primitive.name
     inner = [work_of_program(one) for one in core.jaxprs_in_params(equation.params)]
     if name == "scan":
@@ -42,7 +42,7 @@ def is_product(equation: Any) -> bool:
 
 
 def is_heavy(equation: Any) -> bool:
-    """Whether there is a product of matrices or a convolution in an equation, however deep."""
+    """Whether an equation contains a product of matrices or a convolution, at any depth."""
     if is_product(equation):
         return True
     inner = core.jaxprs_in_params(equation.params)
@@ -50,7 +50,7 @@ def is_heavy(equation: Any) -> bool:
 
 
 def _terms(equation: Any) -> int:
-    """How many products are added up in every element of the result."""
+    """How many products are summed in every element of the result."""
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         shape = equation.invars[0].aval.shape

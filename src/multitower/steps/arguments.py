@@ -13,10 +13,10 @@ from multitower.towers.rows import Parts
 
 
 def check_numbers(ema_decay: Any, global_batch: Any, clip_norm: Any) -> None:
-    """Refuses numbers that make no sense.
+    """Checks `ema_decay=`, `global_batch=` and `clip_norm=`.
 
     Raises:
-        ArgumentError: one of them; it is named.
+        ArgumentError: a value is out of range; the message names it.
     """
     is_number = isinstance(ema_decay, int | float) and not isinstance(ema_decay, bool)
     if not (ema_decay is None or callable(ema_decay) or (is_number and 0 <= ema_decay <= 1)):
@@ -46,10 +46,10 @@ def check_shards(
     stages: Any,
     skip_nonfinite: bool,
 ) -> ShardOptions | None:
-    """What a user says of shards; None for a state that is not split, or split by towers.
+    """The options for a state that is split over devices; None if it is whole or split by towers.
 
     Raises:
-        ArgumentError: options exclude each other.
+        ArgumentError: two options exclude each other.
     """
     if shard_params and (towers is not None or stages is not None):
         given = f"towers={towers}" if stages is None else f"stages={stages}"
@@ -70,10 +70,11 @@ def check_shards(
 
 
 def refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
-    """Refuses a call inside another transformation.
+    """Refuses a call of a step inside another JAX transformation.
 
     Raises:
-        ArgumentError: it is inside jit, grad, vmap or scan, also if it closes over its arguments.
+        ArgumentError: the state or the batch has values that `jax.jit`, `jax.grad`, `jax.vmap` or
+            `jax.lax.scan` traces, whether they are arguments or closed over.
     """
     leaves = [*parts.rows, *parts.shared]
     if state.maker is not maker:

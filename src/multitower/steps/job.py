@@ -37,14 +37,14 @@ from multitower.towers.surroundings import inside_a_tower
 
 
 class Means(NamedTuple):
-    """What a tower returns to be averaged."""
+    """What a tower returns to be averaged over towers, weighted by rows."""
 
     metrics: Any
     model_state: Any
 
 
 class Sums(NamedTuple):
-    """What a tower returns to be added up."""
+    """What a tower returns to be summed over towers."""
 
     gradients: Any
     metrics: MetricSums
@@ -61,10 +61,11 @@ def make_job(
     *,
     cut: Callable[[Any], list[jax.Array]] | None = None,
 ) -> Job:
-    """One step's work; the state is Fields, the rest are the batch's shared leaves.
+    """Makes the job of one step.
 
-    `finish` returns the new Fields and the metrics. With `cut` the sums of the gradients end as
-    blocks, and `finish` leaves the parameters as they are.
+    In its `Shared`, `state` is the Fields and `rest` the leaves of the batch that are not rows.
+    `finish` returns the new Fields and the metrics. With `cut` each tower gets its block of the
+    summed gradients, and `finish` does not change the parameters.
     """
     one = TowerStep(step, split, tower_rows, num_towers)
 
@@ -97,7 +98,7 @@ def make_job(
 
 
 class TowerStep:
-    """What a tower does in one step, but for the differentiation."""
+    """What a tower does in one step, except for the differentiation."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class TowerStep:
         *,
         sort: Callable[..., Changed] = sort_changes,
     ) -> None:
-        """Makes it; `sort` says what the tower returns of the model state that it was given."""
+        """`sort` chooses what the tower returns of the model state that it was given."""
         self._step = step
         self._tower_rows = tower_rows
         self._num_towers = num_towers
@@ -118,7 +119,7 @@ class TowerStep:
     def objective(
         self, params: Any, shared: Shared, rows: list[Any], here: Tower
     ) -> tuple[Any, LossOutput]:
-        """What is differentiated, this tower's share of the loss; and all that the loss returns."""
+        """This tower's share of the loss, to be differentiated, and everything the loss returns."""
         output = self._forward(params, shared, rows, here)
         weights = shared.rest[-num_weights(output.loss) :]  # the last ones, if there are any
         share = share_of(output.loss, here, self._tower_rows, self._step.reduction, weights)
@@ -127,7 +128,7 @@ class TowerStep:
     def results(
         self, shared: Shared, rows: list[Any], here: Tower, found: tuple[Any, LossOutput]
     ) -> tuple[Means, Sums]:
-        """What is averaged and what is added up over towers, of what `objective` has found."""
+        """Sorts what `objective` returned into what is averaged and what is summed over towers."""
         share, output = found
         counted, averaged = sort_metrics(
             output,
@@ -142,7 +143,7 @@ class TowerStep:
         if self._step.diagnostics:
             mean = own_mean(output.loss, here, self._tower_rows, self._step.reduction)
             losses = _own_place(mean, here, self._num_towers)
-        # Rows as a float, for the company of the sums; exact up to 2**24 rows.
+        # As a float, to be packed together with the other sums; exact up to 2**24 rows.
         num_rows = here.num_rows.astype(float)
         sums = Sums((), counted, num_rows, changed.first, losses)
         return Means(averaged, changed.averaged), sums
@@ -154,9 +155,10 @@ class TowerStep:
 
 
 def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:
-    """What a loss that is a ratio must know first: its weights, over all towers.
+    """The job that sums the weights of a loss that is a ratio, which its gradients need.
 
-    The state is nothing, as it is not used up; the rest are the Fields and the shared leaves.
+    In its `Shared`, `state` is empty, since a job's state is overwritten; `rest` is the pair of the
+    Fields and the leaves of the batch that are not rows.
     """
     forward = _forward(step, split, tower_rows)
 
@@ -169,11 +171,12 @@ def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:
 
 
 class Looked(NamedTuple):
-    """What a look at a loss has found.
+    """What tracing a loss once has shown.
 
     Attributes:
-        averaged: the name of what it averages over its rows itself; None if all is per example.
-        meets: where towers meet in it; None if they do not.
+        averaged: names a result that the loss averages over rows itself, such as "a scalar loss";
+            None if all results have one entry per row.
+        meets: names the place where towers exchange values in it; None if they do not.
         num_weights: how many weights its gradients need.
     """
 
@@ -191,18 +194,18 @@ def look_at_loss(
     num_towers: int,
     is_by_device: bool,
 ) -> Looked:
-    """Looks at what a loss returns, once.
+    """Traces a loss, and warns of results that depend on the number of towers.
 
     Args:
-        step: the step.
-        parts: the batch.
+        step: what the step is made of.
+        parts: a batch, taken apart.
         fields: the state.
         tower_rows: rows of a full tower.
         num_towers: how many towers there are.
-        is_by_device: whether that is the number of devices, because nobody has said `towers`.
+        is_by_device: whether that is the number of devices, because `towers` was not given.
 
     Raises:
-        OutputError: the loss returned something that it must not.
+        OutputError: the loss returned a value of the wrong kind or shape.
     """
     forward = _forward(step, parts.split, tower_rows)
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
@@ -231,7 +234,7 @@ def look_at_loss(
 def _look(
     output: Any, run: Callable[[list[Any], Tower], LossOutput], rows: list[Any], here: Tower
 ) -> Looked:
-    """What the shapes of its results tell of a loss, and which metrics are made of no rows."""
+    """What the shapes of its results show of a loss, and which metrics do not depend on rows."""
     tower_rows = rows[0].shape[0]
     loss_of = lambda rows: run(rows, here).loss
     without = name_without_rows(output.loss, tower_rows, lambda rows: loss_of(rows).offset, rows)
@@ -252,7 +255,8 @@ def _look(
 
 
 def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tower) -> Any:
-    # Statistics of rows are known by means of them, also where tower 0's are kept.
+    # The look finds statistics of rows in the means over towers, so it takes these here, also where
+    # the step keeps those of tower 0.
     forward = _forward(replace(step, model_state_from="mean"), split, len(rows[0]))
     output = forward(shared.state.params, shared, rows, here)
     averaged = output.model_state.averaged
@@ -265,7 +269,7 @@ def _forward(
 ) -> Callable[..., LossOutput]:
     """The loss of one tower, as a function of (params, shared, rows, here).
 
-    Its model state is what this tower has `Changed`.
+    The model state in its output is what this tower has `Changed`.
     """
 
     def forward(params: Any, shared: Shared, rows: list[Any], here: Tower) -> LossOutput:
@@ -287,7 +291,7 @@ def _forward(
 
 
 def own_mean(loss: Any, here: Tower, tower_rows: int, reduction: Reduction) -> jax.Array:
-    """The mean loss of this tower's real rows; 0 without any."""
+    """The mean loss of this tower's real rows, shape (); 0 if it has none."""
     if is_ratio(loss):
         # What is added to a ratio, such as a penalty, counts whole in the mean of every tower.
         alone = here._replace(all_rows=jnp.maximum(here.num_rows, 1))
@@ -300,7 +304,7 @@ def own_mean(loss: Any, here: Tower, tower_rows: int, reduction: Reduction) -> j
 
 
 def _own_place(mean: jax.Array, here: Tower, num_towers: int) -> jax.Array:
-    """This tower's mean loss in its own place among zeros: the sum lays them side by side."""
+    """This tower's mean loss at its number, else zeros, shape (towers,): the sum has them all."""
     return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
 
 

@@ -1,4 +1,4 @@
-"""Many steps in one call: a loop on the devices around a fast step, so that the host waits once."""
+"""Many steps in one call: a loop on the devices, so that the host starts one program for all."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ from multitower.towers.split import copy_to, refuse_tower_rows
 
 
 class LoopOptions(NamedTuple):
-    """What a user says of many steps in one call.
+    """The options for many steps in one call.
 
     Attributes:
-        most: how many at most.
+        most: the most steps of one call.
     """
 
     most: int
@@ -34,15 +34,16 @@ class LoopOptions(NamedTuple):
 def check_loop(
     steps_per_call: Any, others: dict[str, Any], *, is_local: bool
 ) -> LoopOptions | None:
-    """What a user says of many steps in one call; None for one step a call.
+    """The options for many steps in one call; None for one step per call.
 
     Args:
-        steps_per_call: how many.
-        others: options that exclude it, by name; those that are set are true.
-        is_local: whether towers make updates of their own, which they do in any layout.
+        steps_per_call: the most steps of one call, 1 or more; None for one step per call.
+        others: options that exclude it, by name, each true if it is set.
+        is_local: whether towers make local updates; then `check_local` checks `others`, and
+            `towers` may be given.
 
     Raises:
-        ArgumentError: no such number, or options exclude each other.
+        ArgumentError: not a whole number above 0, or options exclude each other.
     """
     if steps_per_call is None:
         return None
@@ -67,7 +68,7 @@ def check_loop(
 
 
 def is_one_program(towers: int | None, placement: Placement) -> bool:
-    """Whether the steps of a call are one program; else each step has programs of its own."""
+    """Whether the steps of a call run as one program; else each step runs its own programs."""
     return towers is None and not placement.spans_processes
 
 
@@ -76,9 +77,10 @@ class Stack(NamedTuple):
 
     Attributes:
         largest: the one with the most rows, taken apart.
-        counts: for each batch its rows.
-        shared: the shared leaves, each as a list with one for each batch, or stacked.
-        rows: the split leaves, likewise.
+        counts: the number of rows of each batch.
+        shared: the leaves that are not rows; each is a list with one array per batch, or an array
+            with a first axis for the batches.
+        rows: the leaves that are rows, likewise.
     """
 
     largest: Parts
@@ -87,17 +89,17 @@ class Stack(NamedTuple):
     rows: list[Any]
 
     def each(self) -> Iterator[Parts]:
-        """The batches one by one."""
+        """Yields the batches one by one."""
         for number, num_rows in enumerate(self.counts):
             shared = [leaves[number] for leaves in self.shared]
             rows = [leaves[number] for leaves in self.rows]
             yield Parts(self.largest.split, shared, rows, num_rows)
 
     def refuse_short(self, size: int) -> None:
-        """Refuses batches with rows that would be filled up, where all must be real ones.
+        """Refuses batches that would have to be padded, where every row must be real.
 
         Raises:
-            BatchError: fewer than `size` rows.
+            BatchError: a batch has fewer than `size` rows.
         """
         counts = self.counts
         if min(counts) < size:
@@ -109,12 +111,15 @@ class Stack(NamedTuple):
 
 
 def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
-    """The batches of one call, stacked on the devices if they are alike and fill it.
+    """Stacks the batches of one call on the devices, if there are `most` of one shape.
 
     Args:
-        batches: on the host, in arrays that nobody writes into.
-        most: how many fill a call.
+        batches: on the host, in arrays that are not written to any more.
+        most: how many batches fill a call.
         placement: of the step.
+
+    Returns:
+        One batch whose arrays have a first axis for steps; else the list as it was given.
     """
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batches)):
         return batches
@@ -131,7 +136,7 @@ def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
 
 
 def rows_of_steps(placement: Placement) -> NamedSharding:
-    """Where rows go that have a first axis for steps."""
+    """The sharding of rows with a first axis for steps: axis 1 is split over the devices."""
     return NamedSharding(placement.mesh, PartitionSpec(None, AXIS))
 
 
@@ -143,7 +148,7 @@ def take_apart_each(batches: Any, most: int) -> Stack:
         most: how many there may be.
 
     Raises:
-        BatchError: none, too many, or batches of different kinds.
+        BatchError: no batch, more than `most`, or batches that differ in structure, dtype or shape.
         ArgumentError: leaves that are not numbers.
     """
     if not isinstance(batches, list):
@@ -195,7 +200,7 @@ def _take_stacked_apart(stacked: Any, most: int) -> Stack:
 
 
 def _first_of(stacked: Any) -> Any:
-    """The first of a stack of leaves, as far as taking apart looks at it: shape and dtype."""
+    """The first entry of a stacked leaf; of an array on a device only its shape and dtype."""
     if isinstance(stacked, jax.Array) and not is_key(stacked):  # slicing it would be a program
         return np.broadcast_to(np.zeros((), stacked.dtype), stacked.shape[1:])
     return stacked[0]
@@ -223,16 +228,16 @@ class StackFeeder:
         self._numbers: dict[int, jax.Array] = {}
 
     def number(self, value: int) -> jax.Array:
-        """A whole number on every device, copied there once."""
+        """A whole number as int32 on every device, copied there once."""
         if value not in self._numbers:
             self._numbers[value] = copy_to([np.int32(value)], [self._placement.shared])[0]
         return self._numbers[value]
 
     def feed(self, stack: Stack) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """What all towers share, the rows, and how many are real, each for all steps.
+        """The shared leaves, the rows, and the numbers of real rows, with a first axis for steps.
 
         Raises:
-            BatchError: rows that would be filled up, where all must be real ones.
+            BatchError: a batch would have to be padded, and every row must be real.
         """
         counts = stack.counts
         for leaves in stack.rows:
@@ -250,14 +255,14 @@ class StackFeeder:
         return placed[: len(rest)], placed[len(rest) : -1], placed[-1]
 
     def _filled(self, leaves: Any) -> Any:
-        """The rows of all batches, each filled up to as many."""
+        """The rows of all batches, each padded to the rows of a full batch."""
         if isinstance(leaves, list):
             return [pad_rows(leaf, self._size) for leaf in leaves]
         num_rows = leaves.shape[1]
         return leaves if num_rows == self._size else leaves[:, np.arange(self._size) % num_rows]
 
     def _stacked(self, leaves: Any) -> Any:
-        """One array with a place for each step; a shorter call has its last leaf there again."""
+        """One array with an entry for each of `most` steps; a shorter call repeats its last one."""
         if isinstance(leaves, list):
             on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
             leaves = jnp.stack(leaves) if on_device else np.stack(leaves)

@@ -21,7 +21,7 @@ from multitower.towers.rows import Tower
 
 
 class LossOutput(NamedTuple):
-    """A loss function's result, with nothing left out."""
+    """A loss function's result, with empty metrics and the given model state where it has none."""
 
     loss: Any
     metrics: Any
@@ -34,10 +34,10 @@ class LossFunction:
 
     Attributes:
         fn: `fn(params, batch)`, optionally with keyword-only `rng` and `model_state`.
-        takes_rng: it wants the tower's key.
-        takes_model_state: it wants the model state, and returns a new one.
-        model: how to make the module that it takes, if it takes an NNX or Equinox module in place
-            of parameters; without weights and state.
+        takes_rng: whether it takes the tower's key.
+        takes_model_state: whether it takes the model state, and returns a new one.
+        model: how to build the NNX or Equinox module that it takes in place of parameters, without
+            weights and state; None if it takes parameters.
         compute_dtype: what parameters and rows are cast to; None for no cast.
     """
 
@@ -61,7 +61,7 @@ class LossFunction:
             fn: the loss, or another function that is called like one.
             what: what it is, for messages.
             caller: what calls it, likewise.
-            by_name: what it may be given by name.
+            by_name: the keyword-only arguments that it may take.
 
         Raises:
             ArgumentError: `fn` is not a function, or not one of two positional arguments.
@@ -72,7 +72,7 @@ class LossFunction:
             )
         try:
             signature = inspect.signature(fn)
-        except (TypeError, ValueError):  # some builtins and C functions tell nothing
+        except (TypeError, ValueError):  # some builtins and C functions have no signature
             return cls(fn, takes_rng=False, takes_model_state=False)
         _check_arguments(fn, signature, what, caller, by_name)
         parameters = signature.parameters.values()
@@ -83,12 +83,13 @@ class LossFunction:
         """Refuses extras that are missing or not wanted.
 
         Args:
-            model_state: what was given.
-            rng: likewise.
-            call: what the user writes to give them, up to these arguments.
+            model_state: the model state that the user gave, or None.
+            rng: the key that the user gave, or None.
+            call: how the user's call begins, for the message.
 
         Raises:
-            ArgumentError: `rng` or `model_state` is missing, not wanted, or no typed key.
+            ArgumentError: `rng` or `model_state` is missing or not taken by the loss; or `rng` is
+                not a typed key.
         """
         given = {"rng": (rng, self.takes_rng), "model_state": (model_state, self.takes_model_state)}
         examples = {"rng": "jax.random.key(0)", "model_state": "{...}"}
@@ -117,11 +118,11 @@ class LossFunction:
         return replace(self, model=replace(model, weights=(), fixed=fixed, state=()))
 
     def in_tower(self, here: Tower) -> "LossFunction":
-        """The loss as one tower has it: of the keys that its module holds, it has its own."""
+        """The loss for one tower: PRNG keys that its module holds differ between towers."""
         return self if self.model is None else replace(self, model=self.model.in_tower(here))
 
     def has_model_of(self, other: "LossFunction") -> bool:
-        """Whether the modules of two losses differ in nothing but weights and state."""
+        """Whether the modules of two losses are the same, except for weights and state."""
         mine, others = self.model, other.model
         if mine is None or others is None:
             return mine is others
@@ -142,7 +143,7 @@ class LossFunction:
         """Calls the loss.
 
         Raises:
-            OutputError: it returned something else than it should.
+            OutputError: it returned a value of the wrong kind.
         """
         extras: dict[str, Any] = {}
         if self.takes_rng:
@@ -187,7 +188,7 @@ class LossFunction:
 
 
 def takes_model_state(fn: Callable[..., Any], what: str, caller: str) -> bool:
-    """Whether a function that is called as a loss is, but without `rng`, takes `model_state`.
+    """Whether a function of parameters and a batch also takes `model_state`.
 
     Args:
         fn: the function.
@@ -201,7 +202,7 @@ def takes_model_state(fn: Callable[..., Any], what: str, caller: str) -> bool:
 
 
 def _refuse_equal_names(metrics: Any) -> None:
-    """Refuses metrics of which one would hide another where they are shown.
+    """Refuses metrics that would have the same name in logs and tables.
 
     Raises:
         OutputError: two have the same name.
@@ -261,10 +262,10 @@ def _check_arguments(
 
 
 def _check_partial(fn: Callable[..., Any], names: list[str], what: str, caller: str) -> None:
-    """Refuses a `functools.partial` that binds by name what stands before the batch.
+    """Refuses a `functools.partial` that binds by name an argument before the batch.
 
     Raises:
-        ArgumentError: it does, so that nothing after it can be passed by position.
+        ArgumentError: it does, so that the batch cannot be passed by position.
     """
     if not isinstance(fn, functools.partial) or len(names) > 1:
         return

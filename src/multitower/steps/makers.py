@@ -1,4 +1,4 @@
-"""Makers: what one step knows of each of the models that it was given, and of its batches.
+"""Makers: what a step remembers of each model that it was given, and of the batches it ran.
 
 Models may take turns, as in an ensemble: a state is trained with the model that it was made of.
 """
@@ -23,13 +23,13 @@ from multitower.towers.rows import Parts, Split
 
 
 class Seen(NamedTuple):
-    """What a step knows of a kind of batch.
+    """What a step remembers of a kind of batch that it has run.
 
     Attributes:
         split: which of its leaves are rows.
-        shared: the numbers of those that are not.
-        rows: the numbers of those that are.
-        num_rows: how many rows there are.
+        shared: the numbers of the leaves that are not rows.
+        rows: the numbers of the leaves that are rows.
+        num_rows: rows of the batch, over all towers.
         runner: what runs it.
     """
 
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, parts: Parts, runner: Runner) -> "Seen":
-        """Of a batch that has been run; rows are on axis 0."""
+        """Makes it of a batch that has been run; rows are on axis 0."""
         numbers: tuple[list[int], list[int]] = ([], [])
         for number, kind in enumerate(parts.split.kinds):
             numbers[kind == 0].append(number)
@@ -75,16 +75,17 @@ def kind_of(leaves: Sequence[Any], treedef: Any) -> Any:
 
 @dataclass(eq=False)
 class Maker:
-    """A step with one of the models that it was given: who made a state.
+    """A step with one of the models that it was given; every state remembers its maker.
 
-    Models differ here in more than the values of weights and state: in shapes, integers, functions.
+    Two models have the same maker if they differ only in the values of weights and state. Other
+    shapes, integers or functions make another maker.
 
     Attributes:
-        parts: what the step is made of, with a loss that can put the model together.
-        kind: of the parameters, their structure, shapes and dtypes; None before there are any.
-        looked: what is known of the loss, by kinds of batches.
-        runners: likewise what runs them.
-        seen: likewise what has been run.
+        parts: what the step is made of, with a loss that can build the model.
+        kind: structure, shapes and dtypes of the parameters; None before `init` is called.
+        looked: what is known of the loss, for each kind of batch.
+        runners: what runs batches, for each kind.
+        seen: what is remembered of batches that have been run, for each kind.
     """
 
     parts: StepParts
@@ -95,10 +96,10 @@ class Maker:
 
 
 class Makers:
-    """The makers of one step: that of the newest model, and those whose states somebody has.
+    """The makers of one step: that of the newest model, and those that a living state refers to.
 
     Attributes:
-        newest: of the model that came last.
+        newest: the maker of the model that was given last.
     """
 
     def __init__(self, step: StepParts) -> None:
@@ -107,7 +108,7 @@ class Makers:
         self._all = weakref.WeakSet({self.newest})
 
     def see(self, model: Model | None, params: Any) -> Maker:
-        """Who makes the states of a model, or of plain parameters; it is the newest from now on."""
+        """The maker for a model, or for plain parameters; it becomes `newest`."""
         loss = self._step.loss if model is None else self._step.loss.of_model(model)
         leaves, treedef = jax.tree.flatten(params)
         kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
@@ -115,11 +116,11 @@ class Makers:
         return self.newest
 
     def of_state(self, state: TrainState) -> Maker:
-        """Who trains a state: with the model that it was made of, if a step knows that.
+        """The maker that trains a state: the one whose model the state was made of, if known.
 
         Raises:
-            StateError: nobody knows, and this step has several models that differ in more than
-                their weights.
+            StateError: the state does not say, and this step was given several models that differ
+                in more than their weights.
         """
         origin = state.origin
         if not isinstance(origin, Maker):
@@ -143,7 +144,7 @@ class Makers:
             )
 
     def _find(self, loss: LossFunction, kind: Any) -> Maker:
-        """Who makes the states of such a model: one that is there, or a new one."""
+        """The maker for such a model: one that exists, or a new one."""
         for maker in self._all:
             if maker.kind in (None, kind) and maker.parts.loss.has_model_of(loss):
                 maker.kind = kind

@@ -22,11 +22,12 @@ from multitower.towers.rows import Tower
 
 
 class MetricSums(NamedTuple):
-    """What a tower returns to be added up.
+    """What a tower returns of its metrics to be summed over towers.
 
     Attributes:
-        by_row: sums over rows of the metrics that have any.
-        apart: ratios in two parts; and a loss that is a sum, which has a share alone.
+        by_row: the metrics with one entry per row, summed over the tower's rows.
+        apart: ratios, as total and weight; with `reduction="sum"` the loss comes last, as a `share`
+            without either.
     """
 
     by_row: Leaves
@@ -42,14 +43,14 @@ def sort_metrics(
     reduction: Reduction,
     share: jax.Array,
 ) -> tuple[MetricSums, dict[int, jax.Array]]:
-    """Sorts what a loss returned, the loss itself among it.
+    """Sorts the loss and the metrics by how they are combined over towers.
 
     Args:
         output: what the loss returned.
-        output_of: the same for other rows.
+        output_of: returns the same for other rows.
         rows: the tower's rows.
         here: the tower.
-        reduction: what is made of the losses of rows.
+        reduction: how the losses of rows are combined, `"mean"` or `"sum"`.
         share: this tower's share of the loss.
 
     Returns:
@@ -81,7 +82,7 @@ def join_metrics(sums: MetricSums, averaged: dict[int, Any], num_rows: jax.Array
 
 
 def _taken(output: LossOutput, reduction: Reduction) -> tuple[Any, list[Any]]:
-    """Loss and metrics, with holes for what is put together in another way."""
+    """Loss and metrics with holes in place of ratios and of a summed loss; and the ratios."""
     loss = () if reduction == "sum" else output.loss
     plain, ratios = take_ratios({"loss": loss, **output.metrics})
     if reduction == "sum":

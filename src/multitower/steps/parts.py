@@ -19,7 +19,7 @@ class ShardOptions(NamedTuple):
     """What is split over the devices beside the optimizer's state and the moving average.
 
     Attributes:
-        params: the parameters too.
+        params: whether the parameters are split, too.
     """
 
     params: bool

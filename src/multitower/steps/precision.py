@@ -1,11 +1,12 @@
-"""Mixed precision: what of a step is narrow, what stays as wide as it is, and the loss scale.
+"""Mixed precision: what is computed in 16 bits, what stays in float32, and the loss scale.
 
 Parameters and rows are cast on their way into the loss, so matrix products run in the narrow dtype.
 Gradients come back through the cast, so they are as wide as the parameters.
 
 In float16 small gradients become zero, so the loss is multiplied by a scale before it is
-differentiated, and the mean gradient is divided by it. The scale is a power of two, which changes
-no digit. Where it makes gradients overflow, the step is skipped and the scale is halved.
+differentiated, and the mean gradient is divided by it. The scale is a power of two, so that
+multiplying by it is exact. Where it makes gradients overflow, the step is skipped and the scale is
+halved.
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training".
 """
@@ -21,17 +22,18 @@ from multitower.errors import ArgumentError
 
 FIRST_SCALE = 2.0**15
 SMALLEST_SCALE = 1.0
-# Far beyond any that is of use: gradients that are all zero would let it grow out of float32.
+# Larger than any useful scale. Without a limit, gradients that are all zero would let the scale
+# grow out of the range of float32.
 LARGEST_SCALE = 2.0**64
 # Steps in a row with finite gradients, after which the scale is doubled.
 GROWTH_PERIOD = 2000
 
 
 def check_compute_dtype(dtype: Any) -> Any:
-    """A narrow dtype as NumPy knows it; None if nothing is cast.
+    """Checks `compute_dtype=`, and returns it as a NumPy dtype; None if nothing is cast.
 
     Raises:
-        ArgumentError: not one that a loss can be computed in.
+        ArgumentError: not bfloat16, float16 or float32.
     """
     if dtype is None:
         return None
@@ -47,11 +49,11 @@ def check_compute_dtype(dtype: Any) -> Any:
 
 
 def check_loss_scale(dtype: Any, others: Mapping[str, Any]) -> None:
-    """Refuses float16 where a step is not skipped by all parameters together.
+    """Refuses float16 with options for which a step cannot be skipped for all parameters at once.
 
     Args:
         dtype: from `check_compute_dtype`.
-        others: options that exclude float16, by name; those that are set are true.
+        others: options that exclude float16, by name, each true if it is set.
 
     Raises:
         ArgumentError: one of them is set.
@@ -68,12 +70,15 @@ def check_loss_scale(dtype: Any, others: Mapping[str, Any]) -> None:
 
 
 def narrow(params: Any, dtype: Any) -> Any:
-    """Parameters as the loss gets them."""
+    """Parameters as the loss gets them: float32 and float64 leaves are cast to `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if _is_wide(leaf) else leaf, params)
 
 
 def narrow_rows(batch: Any, dtype: Any) -> Any:
-    """A batch as the loss gets it: one number for each row, as targets and weights are, stays."""
+    """A batch as the loss gets it: float32 and float64 leaves with 2 dimensions or more are cast.
+
+    Leaves with one number per row, such as targets and weights, keep their dtype.
+    """
     several = lambda leaf: _is_wide(leaf) and leaf.ndim > 1
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if several(leaf) else leaf, batch)
 
@@ -81,7 +86,7 @@ def narrow_rows(batch: Any, dtype: Any) -> Any:
 def as_given(new: Any, given: Any) -> Any:
     """A new model state with the dtypes of the one that the loss was given."""
     if jax.tree.structure(new) != jax.tree.structure(given):
-        return new  # it is told elsewhere
+        return new  # another check reports it
     is_float = lambda leaf: jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
     return jax.tree.map(
         lambda n, g: jnp.asarray(n, g.dtype) if is_float(n) and is_float(g) else n, new, given
@@ -89,10 +94,10 @@ def as_given(new: Any, given: Any) -> Any:
 
 
 def fitting_scale(dtype: Any, given: Any) -> Any:
-    """The loss scale of a state: the one that it has, if its step needs one; else a first one.
+    """The loss scale for a state: the one that it has, or a first one; None without float16.
 
     Args:
-        dtype: that the loss is computed in.
+        dtype: the dtype that the loss is computed in.
         given: the scale that the state has, or None.
 
     Returns:
@@ -105,26 +110,28 @@ def fitting_scale(dtype: Any, given: Any) -> Any:
 
 
 def scaled(loss: jax.Array, loss_scale: Any) -> jax.Array:
-    """What is differentiated in place of a loss."""
+    """The loss times the scale, to be differentiated in its place."""
     if loss_scale is None:
         return loss
     return loss * loss_scale["scale"].astype(loss.dtype)
 
 
 def unscaled(tree: Any, loss_scale: Any) -> Any:
-    """Gradients or losses as they are without the scale."""
+    """Gradients or losses divided by the scale."""
     if loss_scale is None:
         return tree
     factor = 1 / loss_scale["scale"]
-    with jax.numpy_dtype_promotion("standard"):  # those of narrower parameters are narrower
+    with jax.numpy_dtype_promotion("standard"):  # gradients of 16-bit parameters have 16 bits
         return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), tree)
 
 
 def next_scale(loss_scale: Any, is_finite: jax.Array) -> Any:
-    """The scale of the next step: half of it where gradients are not finite, else now and then two.
+    """The scale of the next step: halved after gradients that are not finite, or doubled.
+
+    It is doubled after `GROWTH_PERIOD` steps in a row with finite gradients.
 
     Args:
-        loss_scale: of this step.
+        loss_scale: the scale of this step, as from `fitting_scale`.
         is_finite: whether all of the mean gradient is finite, bool, shape ().
     """
     scale, good_steps = loss_scale["scale"], loss_scale["good_steps"] + 1

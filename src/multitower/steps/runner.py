@@ -1,4 +1,4 @@
-"""One training step in either way: one program over all devices, or the same bits."""
+"""Runs one training step: as one program over all devices, or with the same bits on any number."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Weights:
-    """The weights of a ratio over all towers, on every device, for the same bits."""
+    """Sums the weights of a ratio over all towers, on every device, in same-bits steps."""
 
     def __init__(
         self, step: StepParts, split: Split, tower_rows: int, placement: Placement
@@ -34,7 +34,7 @@ class Weights:
         self._engine = SameBits(make_weights_job(step, split, tower_rows), placement)
 
     def after(self, rest: Sequence[Any], fields: Sequence[Fields], rows: Any) -> list[Any]:
-        """What every tower gets whole, with the weights at its end, once per local device."""
+        """The shared leaves of the batch followed by the weights, once per local device."""
         replicas = [Shared((), pair) for pair in zip(fields, rest, strict=True)]
         found = self._engine.run(replicas, rows).results
         return [[*leaves, *weights] for leaves, weights in zip(rest, found, strict=True)]
@@ -77,7 +77,7 @@ class SameBitsRunner:
 def fast_step(
     step: StepParts, split: Split, tower_rows: int, placement: Placement, *, has_weights: bool
 ) -> Callable[..., tuple[Fields, Metrics]]:
-    """One step as a function to trace: of the state, what all towers get, rows, and their count."""
+    """One step as a function to trace: of the state, shared leaves, rows, and their number."""
     before = make_weights_job(step, split, tower_rows) if has_weights else None
     job = make_job(step, split, tower_rows, placement.num_towers)
 
@@ -91,7 +91,7 @@ def fast_step(
 
 
 class FastRunner:
-    """Steps as one program over all devices, equal to one device up to rounding."""
+    """Steps as one program over all devices; results equal those of one device up to rounding."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class FastRunner:
 
     @property
     def program(self) -> Any:
-        """The jitted step: of the state, the shared leaves, the rows and how many are real."""
+        """The jitted step: of the state, shared leaves, rows, and the number of real rows."""
         return self._run
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
@@ -127,7 +127,7 @@ class Feeder:
         self._counts: dict[int, jax.Array] = {}
 
     def feed(self, parts: Parts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """What all towers share, the rows, and how many of these are real."""
+        """The shared leaves, the rows, and the number of real rows (int32), all on the devices."""
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]
         shared = self._placement.shared
@@ -135,14 +135,14 @@ class Feeder:
         return rest, rows, self._count(parts.num_rows)
 
     def _whole(self, leaf: Any) -> jax.Array:
-        """The rows filled up and split over the devices."""
+        """The rows, padded to those of a full batch, split over the devices."""
         leaf = pad_rows(leaf, self._size)
         if isinstance(leaf, jax.Array) and leaf.sharding == self._placement.split:
             return leaf
         return copy_to([leaf], [self._placement.split])[0]
 
     def _count(self, num_rows: int) -> jax.Array:
-        """A number of rows on every device, copied there once."""
+        """A number of rows as int32 on every device, copied there once."""
         if num_rows not in self._counts:
             self._counts[num_rows] = copy_to([np.int32(num_rows)], [self._placement.shared])[0]
         return self._counts[num_rows]
@@ -162,7 +162,7 @@ def take_changes(
 
 
 def as_shown(copies: Sequence[Any], placement: Placement) -> Fields:
-    """What a user sees of the state, of which every local device has a copy."""
+    """The state that a user sees, from the copy of each local device."""
     return as_global([shown(copy) for copy in copies], placement)
 
 
@@ -174,25 +174,25 @@ def on_all_devices(fields: Any, placement: Placement) -> Any:
 
 
 def own_copy(leaf: Any) -> jax.Array:
-    """A copy of a leaf that nobody else has."""
+    """A new copy of a leaf, which a step may overwrite."""
     if is_key(leaf):
         data = jnp.array(jax.random.key_data(leaf), copy=True)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if _is_simple(leaf):
-        # Compiles nothing, as `jnp.array` would. Now: JAX copies later, and the array may lie in
-        # NumPy's memory, which the user may have changed by then.
+        # `jnp.array` would compile a program. Wait for the copy: JAX copies later, and the array
+        # may lie in NumPy's memory, which the user may have changed by then.
         return jax.device_put(leaf, may_alias=False).block_until_ready()
     if isinstance(leaf, np.ndarray | np.generic):
-        # Now, likewise.
+        # `np.array` copies at once, for the same reason.
         return jax.device_put(np.array(leaf, jnp.result_type(leaf)), may_alias=False)
     # An explicit dtype makes it a strong type: a weak one would compile again at step two.
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
 
 
 def _is_simple(leaf: Any) -> bool:
-    """Whether a leaf is an array of this process with a dtype that stays, outside of programs."""
+    """Whether a leaf is a concrete array of this process, of a strong type that a copy keeps."""
     if not isinstance(leaf, jax.Array) or is_traced(leaf) or leaf.weak_type:
         return False
-    # Made with jax.enable_x64, and used without: it becomes float32.
+    # An array made with jax.enable_x64 and used without it becomes float32.
     stays = leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype)
     return stays and leaf.is_fully_addressable

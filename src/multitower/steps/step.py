@@ -1,4 +1,4 @@
-"""TrainStep: what `train_step` makes. Compiles a step for each kind of batch, and runs it."""
+"""TrainStep: what `train_step` returns. Compiles a step for each kind of batch, and runs it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -89,22 +89,24 @@ class TrainStep:
             params: a pytree of float arrays, or a Flax NNX or Equinox module, which the loss then
                 takes as its first argument. `state.params` holds the module's weights, and
                 `step.model(state)` returns the module. The other Variables of an NNX module, which
-                the loss may change in place, are in `state.model_state`. Or a function without
-                arguments that returns one of these: with `stages` and `shard_params` it is traced,
-                and each array is made where it will live: with `stages` on the device of its
-                stage, with `shard_params` by each device its own part. The guide "Models larger
-                than a device" names the exceptions.
-            model_state: a pytree of arrays, which the loss takes as `model_state`.
-            rng: a typed PRNG key, shape (), from which the loss's `rng` is made.
+                the loss may change in place, are in `state.model_state`. You may also pass a
+                function without arguments that returns one of these. With `stages` or
+                `shard_params` it is traced, so that no device holds the whole model: each array is
+                made on the device of its stage, or each device makes its own part of it. The guide
+                "Models larger than a device" lists the exceptions.
+            model_state: a pytree of arrays; required if the loss takes `model_state`.
+            rng: a typed PRNG key, shape (), from which the loss's `rng` is made; required if the
+                loss takes `rng`.
 
         Returns:
-            A `TrainState` on all devices, with `step` 0.
+            A `TrainState` with `step` 0.
 
         Raises:
-            GradientError: a parameter that is no float; the message names its path.
+            GradientError: a parameter is not a float; the message names its path.
             ArgumentError: `params` is a `TrainState`, or has shapes without values; `rng` or
-                `model_state` is missing, not wanted, or no typed key; or the learning rate is
-                wanted in the metrics, and the optimizer does not tell it.
+                `model_state` is missing or not taken by the loss; `rng` is not a typed key; or the
+                learning rate is wanted as a metric, and the optimizer's state does not hold it.
+            DeviceError: the devices do not exist.
             ConfigurationError: `jax.set_mesh` is active.
         """
         refuse_a_mesh()
@@ -127,14 +129,14 @@ class TrainStep:
         return way.first(maker.parts, self._with_scale(fields), maker)
 
     def expect(self, global_batch: int | None) -> None:
-        """Says how many rows a full batch has, where the first batch to come may be a smaller one.
+        """Sets the number of rows of a full batch, for a run that may begin with a smaller batch.
 
-        It is for training loops that learn it after they have made the step, such as `Trainer`,
-        which reads it from a checkpoint. Your own program passes `train_step(global_batch=...)`. A
-        step that is made so, or has run a batch, knows it already.
+        In your own program, pass `train_step(global_batch=...)` instead. This method is for
+        training loops that learn the number after the step is made: `Trainer` reads it from a
+        checkpoint. It has no effect if the step was made with `global_batch`, or has run a batch.
 
         Args:
-            global_batch: rows over all towers; None if nobody knows.
+            global_batch: rows over all towers; None if unknown.
         """
         self._global_batch = self._global_batch or global_batch
 
@@ -142,7 +144,7 @@ class TrainStep:
         """Returns the parameters or the module with the values of a state.
 
         Args:
-            state: a state that `init` or this step has made. For a moving average give
+            state: a state from `init` or from this step. For the moving average pass
                 `state.replace(params=state.ema_params)`.
 
         Returns:
@@ -151,7 +153,7 @@ class TrainStep:
             overwrites the state.
 
         Raises:
-            StateError: it is not a state, or one of which nobody knows the model.
+            StateError: it is not a state; or it does not say which of several models it belongs to.
         """
         check_is_state(state, "step.model(state)")
         maker = state.origin if isinstance(state.origin, Maker) else self._makers.of_state(state)
@@ -159,31 +161,33 @@ class TrainStep:
 
     @property
     def untrained(self) -> Any:
-        """Arrays of the newest module that are in no state: integers, flags and keys."""
+        """Arrays of the newest module that the state does not hold: integers, flags and keys."""
         model = self._makers.newest.parts.loss.model
         return () if model is None else model.fixed
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Makes one update.
+        """Makes one update; with `steps_per_call`, one for each batch.
 
         Args:
             state: from `init` or from the previous step; it is overwritten.
             batch: a pytree of arrays with rows on axis 0, on the host or from `shard`/`prefetch`.
-                With `steps_per_call` a list of them, or one with a first axis for the steps. With
-                `updates="asynchronous"` the rows of one update.
+                With `steps_per_call`, a list of such batches, or one batch whose arrays have a
+                first axis for the steps and rows on axis 1. With `updates="asynchronous"`, the rows
+                of one group's update.
 
         Returns:
-            The new state, and the metrics: `"loss"` and those of the loss function, each a mean
-            over all real rows, float32, on the first device. The call does not wait for the
-            devices.
+            The new state, and a dict of metrics: `"loss"` and the metrics of the loss function,
+            means over all real rows (with `reduction="sum"` the loss is a sum), float32 or wider,
+            on the first device. With `steps_per_call` they have a first axis for the steps. The
+            call does not wait for the devices.
 
         Raises:
-            StateError: it is not a state, or it has been overwritten; another step made it, with
-                or without a moving average that this one lacks or keeps; nobody knows of which of
-                several models it is; at the first call, processes have different variables.
-            BatchError: no rows, different row counts, or more rows than a full batch; at the first
-                call, processes pass different shapes or have different numbers of towers, or of
-                batches in the call.
+            StateError: it is not a state, or a step has overwritten it. It comes from another step,
+                and only one of the two keeps a moving average. It does not say which of several
+                models it belongs to. At the first call, processes have different variables.
+            BatchError: no rows, arrays with different numbers of rows, or more rows than a full
+                batch. At the first call, processes pass different shapes, or have different numbers
+                of towers or of batches per call.
             ArgumentError: the batch has leaves that are not numbers.
             OutputError: the loss returned a value of the wrong kind or shape.
             ConfigurationError: `jax.set_mesh` is active; or `jax.disable_jit`, with `towers`.
@@ -225,7 +229,7 @@ class TrainStep:
         result = runner.run(state, work, maker)
         given.spend()
         self._has_run = True
-        self._global_batch = global_batch  # only now: a batch that failed is no measure
+        self._global_batch = global_batch  # only now: a batch that failed must not set it
         if kind is not None and kind[1] is not None:
             maker.seen[kind] = Seen.of(parts, runner)
         return result
@@ -233,20 +237,20 @@ class TrainStep:
     def _run_again(
         self, seen: Seen, state: TrainState, leaves: list[Any], batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Makes an update with a batch of a kind that has been run, as quickly as Python can."""
+        """Makes an update with a batch of a kind that has been run: the fast path."""
         given = state
         if changes := state.changes():
             state = self._find_way().with_changes(state, changes, state.maker)
         try:
             result = seen.runner.run(state, seen.parts(leaves), state.maker)
         except RuntimeError:
-            take_apart(batch, 0, name="batch")  # says in our words what JAX says of an array
+            take_apart(batch, 0, name="batch")  # our own error, for a deleted array
             raise
         given.spend()
         return result
 
     def _find_way(self) -> Whole:
-        """How this step keeps its states, found when it is first needed: it starts JAX."""
+        """The way in which this step keeps its states, found on first use, since it starts JAX."""
         if self._way is None:
             self._way = find_way(self._division, self._devices, self._towers)
         return self._way
@@ -262,15 +266,15 @@ class TrainStep:
         return model.weights, model.state if model.how.changes_in_place else model_state
 
     def _with_scale(self, fields: Fields) -> Fields:
-        """The fields with the loss scale that this step needs."""
+        """The fields with the loss scale that this step needs, or without one."""
         dtype = self._step.loss.compute_dtype
         return fields._replace(loss_scale=fitting_scale(dtype, fields.loss_scale))
 
     def _check_average(self, fields: Fields) -> None:
-        """Refuses a state from elsewhere whose moving average this step would lose, or lack.
+        """Refuses a state of another step if only one of the two keeps a moving average.
 
         Raises:
-            StateError: it has one, or none.
+            StateError: the state has an average and this step keeps none, or the reverse.
         """
         keeps, given = self._step.ema_decay is not None, fields.ema_params is not None
         if given and not keeps:
@@ -285,14 +289,14 @@ class TrainStep:
             )
 
     def _full_batch(self, parts: Parts) -> int:
-        """Rows of a full batch, if this is one."""
+        """The rows of a full batch, if this batch is full."""
         first = parts.rows[0]
         if isinstance(first, TowerRows):
             return first.tower_rows * first.placement.num_towers
         return parts.num_rows
 
     def _runner(self, maker: Maker, state: TrainState, parts: Parts, global_batch: int) -> Runner:
-        """What runs this batch: the same for every batch that fits the full one."""
+        """The runner for this batch: the same for every batch of up to the rows of a full one."""
         way = self._find_way()
         num_towers = way.num_towers
         tower_rows = -(-global_batch // num_towers)
@@ -318,7 +322,7 @@ class TrainStep:
         return maker.runners[key]
 
     def _look(self, maker: Maker, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
-        """What there is to know of the loss before a program is made of it."""
+        """What tracing the loss shows before it is compiled; remembered for each kind of batch."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in maker.looked:
             way = self._find_way()

@@ -1,4 +1,4 @@
-"""Parameters that a function makes: each array alone, on the device where it will live."""
+"""Parameters that a function makes: each array by itself, on the device where it will live."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from multitower.towers.split import copy_to
 
 
 class Unmade(jax.ShapeDtypeStruct):
-    """One result of a function that has not been called, but traced.
+    """One result of a function that has been traced, not called.
 
     Attributes:
-        program: what the function computes.
-        number: of this result in the program, or a literal.
+        program: the traced function.
+        number: the number of this result in the program, or a literal.
     """
 
     __slots__ = ("number", "program")
@@ -33,12 +33,12 @@ class Unmade(jax.ShapeDtypeStruct):
         self.number = number
 
     def given(self) -> Any:
-        """The array itself if the function makes none: it closes over it, or has read a file."""
+        """The array, if the function closes over it or read it while it was traced; else self."""
         is_given = isinstance(self.number, int) and self.number in self.program.consts
         return _as_array(self.program.consts[self.number]) if is_given else self
 
     def made(self, device: jax.Device) -> jax.Array:
-        """Makes it on a device, and nothing else: the steps of the function that it needs.
+        """Makes this result alone on a device, by the operations of the function that it needs.
 
         They run one after the other, as in a call on that device, so the bits are the same.
         """
@@ -50,14 +50,14 @@ class Unmade(jax.ShapeDtypeStruct):
 
 
 def take_params(params: Any, *, in_parts: bool) -> Any:
-    """What `init` was given: parameters, or a `Model`.
+    """Takes what `init` was given: returns parameters, or a `Model` for a module.
 
     Args:
         params: a pytree, a module, or a function without arguments that returns one of these.
-        in_parts: whether the weights that a function returns shall be `Unmade`.
+        in_parts: whether a function is traced, so that its weights are `Unmade`, or called.
 
     Raises:
-        ArgumentError: a function that takes arguments.
+        ArgumentError: `params` is a function that takes arguments.
     """
     if not is_model(params) and _is_function(params):
         if in_parts:
@@ -67,10 +67,10 @@ def take_params(params: Any, *, in_parts: bool) -> Any:
 
 
 def refuse_shapes(params: Any) -> None:
-    """Refuses shapes where arrays are wanted.
+    """Refuses parameters with shapes in place of arrays.
 
     Raises:
-        ArgumentError: a leaf is a `jax.ShapeDtypeStruct`, and not what a function will make.
+        ArgumentError: a leaf is a `jax.ShapeDtypeStruct` and not `Unmade`.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, Unmade):
@@ -83,13 +83,13 @@ def refuse_shapes(params: Any) -> None:
 def made_in_parts(
     leaves: Sequence[Unmade], shardings: Sequence[Any], placement: Placement
 ) -> list[jax.Array]:
-    """Makes arrays that span devices, each device its own parts of them.
+    """Makes arrays that span devices; each device makes its own parts of them.
 
     Args:
         leaves: results of one function, at least one.
-        shardings: where each of them will be.
-        placement: one tower on every device. Large arrays that the function uses are split over
-            these, too, and are no constants of the program: it would have them whole.
+        shardings: the sharding of each of them.
+        placement: the devices, with one tower on each. Large arrays that the function uses are
+            split over them, too: as constants of the program they would be whole on each.
     """
     segment = slice_of(leaves[0].program, [leaf.number for leaf in leaves])
     used = [_as_array(value) for value in segment.consts.values()]
@@ -103,7 +103,7 @@ def _unmade(make: Callable[[], Any]) -> Any:
     """The results of a function as `Unmade`; of a module only the weights."""
     traced = lambda: take_params(make, in_parts=False)
     closed, shapes = jax.make_jaxpr(traced, return_shape=True)()
-    # Calls of one result are taken as they are, such as those that draw random numbers.
+    # Calls with one result stay calls, such as those that draw random numbers.
     program = open_calls(closed, lambda one: is_call(one) and len(one.outvars) > 1)
     leaves, treedef = jax.tree.flatten(shapes)
     found = treedef.unflatten(
@@ -118,7 +118,7 @@ def _unmade(make: Callable[[], Any]) -> Any:
 
 
 def _as_array(value: Any) -> Any:
-    """A constant of a traced program, where JAX may have put an array of its own kind."""
+    """A constant of a traced program as a JAX or NumPy array; JAX may hold it in another type."""
     return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
@@ -127,7 +127,7 @@ def _is_function(value: Any) -> bool:
         return False
     try:
         arguments = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):  # some builtins tell nothing
+    except (TypeError, ValueError):  # some builtins have no signature
         return False
     wanted = [
         one.name

@@ -1,4 +1,4 @@
-"""A way to keep a training state on devices: it makes states, and what runs a batch on them."""
+"""A way to keep a training state on devices: it makes states, and runners of batches."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """What makes steps with batches of one kind."""
+    """Makes steps with batches of one kind."""
 
     def run(self, state: TrainState, parts: Any, maker: object, /) -> tuple[TrainState, Metrics]:
         """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
@@ -43,7 +43,7 @@ class Batches(NamedTuple):
         first: one of them.
         tower_rows: rows of a full tower.
         has_weights: whether the loss is a ratio, whose weights must be known first.
-        must_be_full: whether every row of every tower must be a real one.
+        must_be_full: whether every tower must have `tower_rows` real rows.
     """
 
     first: Parts
@@ -53,11 +53,11 @@ class Batches(NamedTuple):
 
 
 class Whole:
-    """Every device has the whole state.
+    """Every device has the whole state; also the base of the other ways.
 
     Attributes:
-        placement: which device runs which towers; of stages, the device of the first one.
-        layout: of stages, which device runs which of them.
+        placement: which device runs which towers; with stages, the device of the first stage.
+        layout: with stages, which device runs which of them; else None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Whole:
 
     # Whether a function's parameters are made in parts, each on its device.
     makes_in_parts = False
-    # Which towers make which update, where they take turns.
+    # Which towers make which update, in asynchronous updates.
     turns: "Turns | None" = None
     # The stages as the newest runner has cut them.
     segments: "Segments | None" = None
@@ -85,16 +85,16 @@ class Whole:
         return 0
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """A first state, of fields without the optimizer's state and the average."""
+        """A first state, from fields without optimizer state and average, which are made here."""
         ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
         opt_state = step.optimizer.init(fields.params)
         return self.adopt(step, fields._replace(opt_state=opt_state, ema_params=ema), maker)
 
     def accepted(self, fields: Fields) -> Fields:
-        """The fields of a state from elsewhere, if this way can go on with them.
+        """The fields of a state of another step, if this way can go on with them.
 
         Raises:
-            StateError: towers have something of their own, and here they have not.
+            StateError: `fields.local` is set, and this way keeps nothing per tower.
         """
         if fields.local is not None:
             raise StateError(
@@ -106,21 +106,21 @@ class Whole:
         return fields
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """A state with the values of one from elsewhere, which is never overwritten."""
+        """A state with the values of one of another step, which is never overwritten."""
         return TrainState(on_all_devices(fields, self.placement), maker)
 
     def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
-        """The state with what somebody has written into it; other leaves are not copied."""
+        """The state with what a user has written into it; other leaves are not copied."""
         return take_changes(state, changes, self.placement, maker)
 
     def look(self, state: TrainState, look: Callable[[Fields], Looked]) -> Looked:
-        """Looks at a loss with this state, before a program is made of it."""
+        """Calls `look` with fields of this state, to trace a loss before it is compiled."""
         return look(state.shared())
 
     def check(self, meets: str | None) -> None:
-        """Refuses a loss in which towers meet, named by where they do, if they cannot here."""
+        """Refuses a loss in which towers exchange values, at `meets`, if this way cannot run it."""
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
-        """What runs batches like these."""
+        """Makes the runner of batches like these."""
         batch, tower_rows, has_weights, _ = batches
         return self._runner(step, batch.split, tower_rows, self.placement, has_weights=has_weights)

@@ -1,4 +1,4 @@
-"""Ways to keep a training state on devices, beside the whole of it on every one."""
+"""Ways to keep a training state on devices, other than a whole copy on each."""
 
 import weakref
 from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class InBlocks(Whole):
-    """Every tower keeps a block of the optimizer's state and of the average."""
+    """Every tower keeps a block of the optimizer's state and of the average; same bits."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement, same_bits=True)
@@ -68,7 +68,7 @@ class InBlocks(Whole):
     def _fitted(
         self, step: StepParts, fields: Fields, maker: object
     ) -> "tuple[Fields, ShardedState]":
-        """The fields that are whole on every device, and what knows the blocks of the others."""
+        """The fields that are whole on every device, and the `ShardedState` for the others."""
         rest = fields._replace(opt_state=None, ema_params=None)
         whole = on_all_devices(rest, self.placement)
         sharded = self._sharded.get(maker)
@@ -92,13 +92,13 @@ class InStages(Whole):
         super().__init__(self._layout.towers, same_bits=True, layout=self._layout)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """As in `Whole`; it is made on its devices when it is known what lives where."""
+        """As in `Whole`; arrays are put on devices at the first step, which cuts the model."""
         from multitower.steps.staged.first import First  # noqa: PLC0415 (importing stays quick)
 
         return First.state(step, fields, maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """As in `Whole`; likewise."""
+        """As in `Whole`; the first step puts the arrays on devices."""
         return TrainState(fields, maker)
 
     def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
@@ -126,7 +126,7 @@ class InStages(Whole):
 
 
 class InShards(Whole):
-    """Every device keeps a part of each large array; fast steps."""
+    """Every device keeps a part of each large array; equal to one device up to rounding."""
 
     makes_in_parts = True
 
@@ -157,7 +157,7 @@ class InShards(Whole):
 
 
 class InLoops(Whole):
-    """As in `Whole`; fast steps, several in one call."""
+    """As in `Whole`, with several steps in one call; equal to one device up to rounding."""
 
     def __init__(self, options: LoopOptions, placement: Placement) -> None:
         super().__init__(placement, same_bits=False)
@@ -184,11 +184,11 @@ class InRotation(Whole):
 
     @property
     def num_towers(self) -> int:
-        """As in `Whole`: those of a group."""
+        """As in `Whole`: the towers of one group."""
         return self._turns.num_towers
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """As in `Whole`; refuses an optimizer whose momentum is to be lowered and not known."""
+        """As in `Whole`; refuses an optimizer whose momentum must be lowered and cannot be read."""
         if self._options.momentum_correction:
             from multitower.steps.rotation.stale import momenta_in  # noqa: PLC0415 (importing stays quick)
 
@@ -196,7 +196,7 @@ class InRotation(Whole):
         return super().first(step, fields, maker)
 
     def accepted(self, fields: Fields) -> Fields:
-        """As in `Whole`; `adopt` looks at the versions."""
+        """As in `Whole`, but takes `local`; `adopt` checks the versions in it."""
         return fields
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
@@ -208,7 +208,7 @@ class InRotation(Whole):
         return self._apart(with_changes(state.fields(), changes), maker)
 
     def check(self, meets: str | None) -> None:
-        """Refuses every such loss."""
+        """Refuses every loss in which towers exchange values."""
         if meets:
             raise refuse_meeting_in_rotation(meets)
 
@@ -234,17 +234,17 @@ def most_a_call(division: Division) -> int | None:
 
 
 def find_way(division: Division, devices: DeviceSpec | None, towers: int | None) -> Whole:
-    """The way that a user has chosen, on these devices.
+    """The way that the options of `train_step` choose.
 
     Args:
-        division: True for blocks of towers; stages; shards; loops; local updates; a rotation; or
-            False.
+        division: the options of the way; True for blocks of towers; False for the whole state on
+            every device.
         devices: as for `train_step`.
-        towers: likewise.
+        towers: as for `train_step`.
 
     Raises:
         ArgumentError: the towers do not divide into the groups of a rotation.
-        DeviceError: the devices are not there, or are too few.
+        DeviceError: the devices do not exist, or there are too few.
     """
     if isinstance(division, StageOptions):
         assert towers is not None

@@ -1,4 +1,4 @@
-"""The loop around the step: checkpoints, the test phase, hooks, signals, scores.
+"""The training loop: checkpoints, test phases, hooks, signals, evaluation, prediction.
 
 Read `trainer.py` first, then `fitting/loop.py`, which reads top to bottom.
 """

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live line on a terminal, plain lines elsewhere."""
+"""Shows a run while it trains: a live line on a terminal, plain lines elsewhere."""
 
 import contextlib
 import sys
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_EVERY = 100
-REFRESH_PER_S = 5  # drawing takes time from the CPU devices
+REFRESH_PER_S = 5  # drawing takes time from CPU devices
 
 
 class Display(NamedTuple):
-    """Where a run is shown.
+    """Functions that show a run.
 
     Attributes:
-        show: a hook.
-        say: shows one more line.
+        show: a hook, called after every step.
+        say: shows one line of text.
     """
 
     show: Hook
@@ -34,10 +34,10 @@ def shown_on_stderr(num_steps: int) -> Generator[Display]:
     """Shows the progress of a run on stderr.
 
     Args:
-        num_steps: updates that the run makes.
+        num_steps: updates that the run makes in all.
 
     Yields:
-        What shows it: a live line on a terminal, if `rich` is installed, else plain lines.
+        The `Display`: a live line on a terminal, if `rich` is installed, else plain lines.
     """
     console = _terminal()
     if console is None:
@@ -61,14 +61,14 @@ def _terminal() -> "Console | None":
 
 @contextlib.contextmanager
 def live_line(num_steps: int, console: "Console") -> Generator[Display]:
-    """Draws a bar that moves with the run, and test phases as lines above it.
+    """Draws a progress bar for the run, and test phases as lines above it.
 
     Args:
-        num_steps: updates that the run makes.
-        console: of a terminal.
+        num_steps: updates that the run makes in all.
+        console: the console of a terminal.
 
     Yields:
-        What shows it.
+        The `Display`.
     """
     from rich.live import Live  # noqa: PLC0415 (slow, and optional)
     from rich.text import Text  # noqa: PLC0415 (likewise)
@@ -78,14 +78,14 @@ def live_line(num_steps: int, console: "Console") -> Generator[Display]:
 
     def show(now: Progress) -> None:
         if now.phase == "test":
-            console.print(Text(line_in_words(now)))  # above the line; no number is cut in two
+            console.print(Text(line_in_words(now)))  # above the bar, not wrapped
         else:
             line.show(now)
 
     with Live(
         line,
         console=console,
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file is not drawn above the line
+        redirect_stdout=sys.stdout.isatty(),  # output to a file is not drawn above the bar
         refresh_per_second=REFRESH_PER_S,
     ) as live:
         try:
@@ -103,7 +103,7 @@ def shown_rows(data: Any, is_wanted: bool) -> Generator[Callable[[int], None] | 
         is_wanted: whether to show it.
 
     Yields:
-        What is to be called with that number; None if nothing is shown.
+        A function to call with the number of rows done; None if nothing is shown.
     """
     console = _terminal() if is_wanted else None
     if console is None:
@@ -115,11 +115,11 @@ def shown_rows(data: Any, is_wanted: bool) -> Generator[Callable[[int], None] | 
 
 
 def plain_lines(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Hook:
-    """Makes a hook that says a line every 100 steps, after the last one, and after test phases.
+    """Makes a hook that shows a line every 100 steps, after the last step, and after test phases.
 
     Args:
         say: shows a line.
-        clock: tells the time in seconds.
+        clock: returns the time in seconds.
     """
     began: tuple[int, float] | None = None
 

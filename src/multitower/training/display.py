@@ -1,4 +1,4 @@
-"""The line that a terminal shows while a command works: it moves, and fits into any width.
+"""The animated line that a terminal shows while a command works; it fits into any width.
 
 `rich.live.Live(RunLine(100))` draws it; rich itself, which is optional, is not imported here.
 """
@@ -14,16 +14,16 @@ _FRAMES, _ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _FRAMES_PER_S = 10
 _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 _GAP = "  "
-# Whole numbers, and small ones; other metrics have four digits.
+# Formats of whole numbers and of very small ones; other metrics have four decimals.
 _FORMATS = {"staleness": ".0f", "skipped": ".0f", "loss_scale": ".0f", "learning_rate": ".3g"}
 
 
 class WorkLine:
-    """What is being done, and for how long.
+    """A line with the current work and its seconds so far.
 
     Args:
-        doing: what is done, in words; it may be changed at any time.
-        clock: gives the seconds.
+        doing: the work in words; it may be changed at any time.
+        clock: returns the time in seconds.
 
     Example:
         >>> from multitower.training.display import WorkLine
@@ -49,13 +49,13 @@ class WorkLine:
 
 
 class RunLine:
-    """A run: bar, steps, metrics, speed and remaining time, as many of them as fit.
+    """The line of a run: bar, steps, metrics, speed and remaining time, as many of them as fit.
 
     Before the first step it says that the run compiles; after Ctrl-C, that it stops.
 
     Args:
-        num_steps: of the run; 0 if nobody knows before the first step.
-        clock: gives the seconds.
+        num_steps: steps of the run; 0 if they are not known before the first step.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, num_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class RunLine:
         self._has_ended = False
 
     def show(self, now: Progress) -> None:
-        """Takes note of a step."""
+        """Shows a step or a test phase from now on."""
         at = self._clock()
         self._first = self._first or (at, now.step)
         self._last = at, now
@@ -76,7 +76,7 @@ class RunLine:
             self._num_steps = now.num_steps
 
     def end(self) -> bool:
-        """The line stands still from now on; returns whether it shows a step."""
+        """Stops the animation; returns whether the line shows a step."""
         self._has_ended = True
         return self._last is not None
 
@@ -90,7 +90,7 @@ class RunLine:
         moving = [] if self._has_ended else [_frame(seconds, ascii_only)]
         steps = f"{now.step}/{self._num_steps}" if self._num_steps else str(now.step)
         numbers = numbers_in_words(now)
-        # In the order in which they are shown, each with its rank: what has a low one is kept.
+        # In the order in which they are shown, each with its rank: low ranks are kept first.
         parts = [
             *((one, 0) for one in moving),
             *(("", 4) for _ in range(self._num_steps > 0)),  # the bar
@@ -114,7 +114,7 @@ class RunLine:
         yield text
 
     def _state(self) -> list[str]:
-        """What is going on, where it is not training."""
+        """The current work in words, if it is not training."""
         if self._has_ended or self._last is None:
             return []
         if self._last[1].step == self._num_steps:
@@ -122,7 +122,7 @@ class RunLine:
         return ["stopping ..."] if is_stopping() else []
 
     def _left(self) -> list[str]:
-        """The remaining time, as the steps so far were made."""
+        """The remaining time, estimated from the mean time of the steps so far."""
         assert self._last is not None
         assert self._first is not None
         (at, now), (began, first) = self._last, self._first
@@ -169,7 +169,7 @@ def line_in_words(now: Progress) -> str:
 
 
 def _one_line(line: "WorkLine | RunLine", console: Any, options: Any) -> Any:
-    """What rich draws, in one line of the terminal."""
+    """The text that rich draws, in one line of the terminal."""
     words = line.text(options.max_width, ascii_only=options.ascii_only)
     text = console.render_str(words, markup=False, emoji=False, highlight=False)
     text.no_wrap, text.overflow = True, "crop"
@@ -177,7 +177,7 @@ def _one_line(line: "WorkLine | RunLine", console: Any, options: Any) -> Any:
 
 
 def _that_fit(parts: Sequence[tuple[str, int]], width: int) -> list[str]:
-    """Those parts that fit, the lowest ranks first, in their own order."""
+    """The parts that fit into `width`, chosen by rank, low ranks first; in their given order."""
     kept: list[int] = []
     for place in sorted(range(len(parts)), key=lambda place: parts[place][1]):
         tried = sorted([*kept, place])
@@ -187,7 +187,7 @@ def _that_fit(parts: Sequence[tuple[str, int]], width: int) -> list[str]:
 
 
 def _joined(parts: Sequence[str]) -> str:
-    """One line; an empty part is a bar that is not drawn yet."""
+    """The parts in one line; an empty part leaves room for the shortest bar."""
     return _GAP.join(part or " " * _SHORTEST_BAR for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, through tensorboardX, whose thread would lose what a disk says."""
+"""TensorBoard's event files, by tensorboardX, whose thread would lose errors of the disk."""
 
 import os
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any
 
 from multitower.errors import RunError
 
-# tensorboardX lets others open files whose names begin so.
+# tensorboardX lets a registered factory open files whose names begin with this prefix.
 _PREFIX = "multitower"
 
 
 class EventFile:
-    """A file that keeps its first error, instead of raising it in a thread, and then at the end."""
+    """A file that keeps its first error, to be raised by `check`, not in a thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -21,37 +21,37 @@ class EventFile:
         self._try(self._open)
 
     def check(self) -> None:
-        """Raises what it has kept.
+        """Raises the first error, if there was one.
 
         Raises:
-            RunError: it could not be written.
+            RunError: the file could not be written.
         """
         if self.error is not None:
             reason = self.error.strerror or self.error
             raise RunError(f"{self.path} cannot be written: {reason}.") from self.error
 
     def write(self, content: bytes) -> None:
-        """Writes all of it."""
+        """Writes all of `content`."""
         self._try(self._write, content)
 
     def flush(self) -> None:
-        """Waits until it is on disk."""
+        """Waits until everything is on disk."""
         self._try(lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
-        """Closes it, once."""
+        """Closes the file, if it is open."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             self._try(os.close, descriptor)
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: what could not be written is not tried again when the file is freed.
+        # Without a buffer: a failed write is not tried again when the file object is freed.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o644)
 
     def _write(self, content: bytes) -> None:
-        while content:  # a disk may take a part of it
+        while content:  # a write may be partial
             content = content[os.write(self._descriptor, content) :]
 
     def _try(self, act: Callable[..., Any], *arguments: Any) -> None:
@@ -63,13 +63,13 @@ class EventFile:
 
 
 class _Files:
-    """What tensorboardX asks for files."""
+    """The factory from which tensorboardX gets its files."""
 
     def __init__(self) -> None:
         self.newest: EventFile | None = None
 
     def directory_check(self, path: str) -> None:
-        """The file makes it."""
+        """Nothing: `EventFile` creates the directory."""
 
     def open(self, path: str) -> EventFile:
         self.newest = EventFile(Path(path.partition(":")[2]))
@@ -83,8 +83,9 @@ def open_writer(directory: Path, first_step: int) -> tuple[Any, EventFile]:
     """Opens an event file.
 
     Args:
-        directory: of the file.
-        first_step: points of this step and later ones, which a run makes again, are hidden.
+        directory: the directory of the file.
+        first_step: TensorBoard hides older points of this step and later ones, which a resumed run
+            makes again.
 
     Returns:
         The writer, and its file.

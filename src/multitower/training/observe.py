@@ -1,4 +1,4 @@
-"""Observers: hooks that write down what a run reports, for TensorBoard and for programs."""
+"""Observers: hooks that write what a run reports, for TensorBoard and for other programs."""
 
 import importlib
 import json
@@ -20,18 +20,18 @@ from multitower.training.progress import Progress
 if TYPE_CHECKING:
     from multitower.training.event_writer import EventFile
 
-_OWN = frozenset({"phase", "step", "examples_per_s"})  # what a line of MetricsFile has
+_OWN = frozenset({"phase", "step", "examples_per_s"})  # keys of every line of MetricsFile
 _LARGEST = np.float32(9e19)  # the last bin of a histogram of tensorboardX
 
 
 class MetricsFile:
     """A hook that writes one JSON object per line: phase, step and metrics.
 
-    A resumed run appends; lines of steps that are made again are dropped first, so that every
-    step of a phase has one line.
+    A resumed run appends to the file. It first removes the lines of steps that it makes again, so
+    that every step of a phase has one line.
 
     Args:
-        path: of the file, usually `RUN_DIR/metrics.jsonl`.
+        path: the path of the file, usually `RUN_DIR/metrics.jsonl`.
 
     Raises:
         RunError: the file cannot be written.
@@ -53,10 +53,11 @@ class MetricsFile:
         self._file: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        """Writes one line; of several processes, only the first one does.
+        """Writes one line; with several processes, only process 0 writes.
 
         Raises:
-            RunError: it cannot be written; or a metric has the name of what every line has.
+            RunError: the file cannot be written; or a metric is called `phase`, `step` or
+                `examples_per_s`.
         """
         if not is_first():
             return
@@ -67,7 +68,7 @@ class MetricsFile:
             )
         if self._file is None:
             self._file = self._open(progress)
-        # JSON has no word for a NaN or an infinity: null stands for both.
+        # JSON has no NaN and no infinity: null stands for both.
         numbers = {k: v if math.isfinite(v) else None for k, v in progress.metrics.items()}
         line: dict[str, Any] = {"phase": progress.phase, "step": progress.step, **numbers}
         if progress.examples_per_s is not None:
@@ -92,7 +93,7 @@ class MetricsFile:
 
     def _open(self, first: Progress) -> Any:
         def is_made_again(line: dict[str, Any]) -> bool:
-            # A test phase comes after the step of its number, which is not made again with it.
+            # A test phase follows the training step of the same number, which is not made again.
             if first.phase == "test" and line["phase"] == "train":
                 return line["step"] > first.step
             return line["step"] >= first.step
@@ -101,8 +102,8 @@ class MetricsFile:
         try:
             kept = [line for line in _whole_lines(self._path) if not is_made_again(line)]
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(self._path)  # a kill or a full disk leaves the lines that there were
-            # Line by line, so that a killed run leaves whole lines.
+            partial.replace(self._path)  # atomic: a kill or a full disk leaves the old file
+            # Line-buffered, so that a killed run leaves whole lines.
             return self._path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
             with suppress(OSError):
@@ -127,8 +128,8 @@ class EventFiles:
     Weights that are split over several processes are left out.
 
     Args:
-        directory: usually `RUN_DIR/events`; the phases get a directory each inside.
-        texts: what to show as text, name to Markdown, such as the configuration.
+        directory: usually `RUN_DIR/events`; each phase gets a directory inside.
+        texts: texts to show, such as the configuration: Markdown by name.
 
     Raises:
         RunError: tensorboardX is not installed.
@@ -158,10 +159,10 @@ class EventFiles:
         self._writers: dict[str, tuple[Any, EventFile]] = {}
 
     def __call__(self, progress: Progress) -> None:
-        """Writes one point for every metric, and what belongs to the phase; in process 0 alone.
+        """Writes a point for every metric, and weights in the phase "test"; only in process 0.
 
         Raises:
-            RunError: what was to be written before could not be.
+            RunError: an earlier point could not be written.
         """
         if not is_first():
             return
@@ -176,11 +177,11 @@ class EventFiles:
             for path, leaf in jax.tree_util.tree_flatten_with_path(progress.state.params)[0]:
                 whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
                 if not (whole or leaf.is_fully_replicated):
-                    continue  # parts are with other processes, which take no part in this
+                    continue  # other processes hold parts of it and do not run this
                 values = np.asarray(leaf, np.float32)  # host-device sync
                 values = np.clip(values[~np.isnan(values)], -_LARGEST, _LARGEST)
                 if not values.size:
-                    continue  # tensorboardX refuses a histogram of nothing, and larger numbers
+                    continue  # tensorboardX refuses empty histograms and larger numbers
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 writer.add_histogram(f"params/{name}", values, progress.step)
 
@@ -188,7 +189,7 @@ class EventFiles:
         """Shows images in the train phase.
 
         Args:
-            name: the tag.
+            name: the tag in TensorBoard.
             images: uint8 or float in [0, 1], shape (rows, height, width, channels).
             step: updates made.
         """
@@ -243,7 +244,7 @@ class EventFiles:
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that a program can read; a killed process may leave half of one."""
+    """The lines that are valid JSON; a killed process may leave half a line."""
     lines: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Profiles: JAX's trace of some steps of a run, and what is in the devices' memory after them."""
+"""Profiles: JAX's trace of some steps of a run, and a profile of device memory after them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +15,13 @@ MEMORY = "memory.prof"
 class Profile:
     """Traces the calls that make the steps `first` to `last`.
 
-    A trace begins when the devices have done all earlier steps, and ends when they have done the
-    last one, so that it holds whole steps. Of several processes process 0 writes.
+    A trace begins when the devices have finished all earlier steps, and ends when they have
+    finished the last one, so that it holds whole steps. With several processes only process 0
+    writes one.
 
     Args:
         directory: for the trace, and for `memory.prof`.
-        steps: numbers of the first and the last step; None to trace nothing.
+        steps: numbers of the first and the last step, counted from 1; None to trace nothing.
     """
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
@@ -32,7 +33,7 @@ class Profile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()  # of a run that stops early
+        self._stop()  # for a run that stops early
 
     def before(self, number: int, count: int, state: Any) -> None:
         """Starts a trace if it is due.
@@ -40,7 +41,7 @@ class Profile:
         Args:
             number: steps made so far.
             count: steps that the next call makes.
-            state: what they are made on.
+            state: the state before this call.
         """
         if self._steps is None or self._is_tracing:
             return
@@ -51,7 +52,7 @@ class Profile:
             self._is_tracing = True
 
     def after(self, number: int, results: Sequence[Any]) -> None:
-        """Ends the trace if it is due; `results` are what the call returned."""
+        """Ends the trace if it is due; `results` are the results of the call, to wait for."""
         if self._is_tracing and self._steps is not None and number >= self._steps[1]:
             jax.block_until_ready(jax.tree.leaves(results))  # host-device sync: once in a run
             self._stop()
@@ -64,11 +65,11 @@ class Profile:
 
 
 def check_profile(profile: tuple[int, int], steps: int | None = None) -> None:
-    """Refuses steps that a run does not make.
+    """Refuses a range of steps that a run does not make.
 
     Args:
-        profile: numbers of the first and the last step.
-        steps: of the run, if they are known.
+        profile: numbers of the first and the last step, counted from 1.
+        steps: the steps of the run; None if they are not known yet.
 
     Raises:
         RunError: the range is empty, or the run does not make these steps.

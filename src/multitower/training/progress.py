@@ -1,4 +1,4 @@
-"""Progress: what a run reports after every step, read late, and judged."""
+"""Progress: what a run reports after every step; metrics are read late and checked."""
 
 import math
 import time
@@ -19,20 +19,20 @@ from multitower.towers.lazy_rows import LazyRows
 
 @dataclass(frozen=True)
 class Progress:
-    """What a hook is called with after a step or an evaluation.
+    """The argument of hooks, after a step or an evaluation.
 
     Attributes:
         phase: `"train"` after a step, `"test"` after an evaluation.
         step: updates made so far.
-        num_steps: updates to make.
-        metrics: of that step, or of the whole evaluation: means over all examples. One in a dict of
-            its own, such as `{"errors": {"top1": ...}}`, is called `errors/top1`.
-        examples_per_s: mean since the first step of this process, without test phases; None at
-            the first step, which compiles.
+        num_steps: updates that the run makes in all.
+        metrics: metrics of that step, or of the whole evaluation: means over all examples, by name.
+            A metric in a nested dict, such as `{"errors": {"top1": ...}}`, is called `errors/top1`.
+        examples_per_s: examples per second, a mean since the first step of this process, without
+            test phases; None at the first step, which compiles.
         tower_losses: the mean loss of each tower's rows, in the order of towers.
         state: the state that was evaluated, in the phase `"test"`; None in the phase `"train"`.
-        epoch: passes over the data made so far, such as 2.5; None where the steps of an epoch are
-            not known (see `steps_per_epoch` of `Trainer.fit`).
+        epoch: passes over the data made so far, such as 2.5; None if the steps of an epoch are not
+            known (see `steps_per_epoch` of `Trainer.fit`).
     """
 
     phase: Literal["train", "test"]
@@ -49,9 +49,10 @@ Hook = Callable[[Progress], None]
 
 
 def flush_hooks(hooks: Sequence[Hook]) -> None:
-    """Has hooks write their buffered lines to disk.
+    """Calls `flush` of the hooks that have it, so that they write buffered lines to disk.
 
-    A run that resumes from a checkpoint does not report the earlier steps again.
+    It is called before a save, because a run that resumes from a checkpoint does not report the
+    earlier steps again.
     """
     for hook in hooks:
         flush: Callable[[], None] | None = getattr(hook, "flush", None)
@@ -60,7 +61,7 @@ def flush_hooks(hooks: Sequence[Hook]) -> None:
 
 
 class MetricsReader:
-    """Brings metrics to the host, some steps late, and judges them."""
+    """Copies metrics to the host, some calls late, checks them, and calls the hooks."""
 
     def __init__(
         self,
@@ -84,29 +85,30 @@ class MetricsReader:
         self._examples = 0
 
     def wait(self, number: int, metrics: Any, num_rows: Sequence[int]) -> None:
-        """Notes the metrics of a call that has been started.
+        """Queues the metrics of a call that has been started.
 
         Args:
-            number: of its last step.
-            metrics: of its steps; with a first axis for them if they have one.
-            num_rows: the rows of each of them.
+            number: the number of the last step of the call.
+            metrics: the metrics as the step returned them, with `steps_per_call` with a first axis
+                for steps.
+            num_rows: the rows of each step of the call.
         """
         self._waiting.append((number, metrics, num_rows))
 
     def read_late(self) -> None:
-        """Reads what was noted so many calls ago.
+        """Reads the metrics of all calls but the newest `calls_late` ones.
 
         Raises:
-            NonFiniteError: something is not finite, and the run is to stop then.
+            NonFiniteError: a loss or parameter is not finite, and `on_nonfinite` is `"stop"`.
         """
         while len(self._waiting) > self._calls_late:
             self._read_call(*self._waiting.popleft())
 
     def read_waiting(self) -> None:
-        """Reads all that was noted.
+        """Reads the metrics of all calls.
 
         Raises:
-            NonFiniteError: something is not finite, and the run is to stop then.
+            NonFiniteError: a loss or parameter is not finite, and `on_nonfinite` is `"stop"`.
         """
         while self._waiting:
             self._read_call(*self._waiting.popleft())
@@ -120,7 +122,7 @@ class MetricsReader:
             self._read(last - len(num_rows) + 1 + place, jax.tree.map(at, values), rate)
 
     def _read(self, number: int, values: dict[str, Any], rate: float | None) -> None:
-        """Judges one step, and tells of it.
+        """Checks the metrics of one step, and calls the hooks.
 
         Raises:
             OutputError: a metric is complex.
@@ -154,7 +156,7 @@ class MetricsReader:
     def _rate(self, num_rows: int) -> float | None:
         now = time.perf_counter()
         if self._began is None:
-            self._began = now  # the first step compiles: it does not count
+            self._began = now  # the first step does not count, since it compiles
             return None
         self._examples += num_rows
         return self._examples / (now - self._began)
@@ -179,7 +181,7 @@ class MetricsReader:
 
 
 def epoch_of(step: int, steps_per_epoch: Any) -> float | None:
-    """The passes over the data that have been made; None if the size of one is not known."""
+    """The passes over the data after `step` updates; None if the steps of one are not known."""
     return None if steps_per_epoch is None else float(step / steps_per_epoch)
 
 

@@ -29,7 +29,7 @@ _WAY_OUT = (
     "Resuming would give the results of neither run. Use the saved settings, choose another "
     "run_dir, or pass allow_changes=True."
 )
-# How many numbers of an optimizer's update are kept, to name the learning rate that differs.
+# How many constants of an optimizer's update are kept, to name a learning rate that differs.
 _MANY = 40
 
 
@@ -40,10 +40,10 @@ def describe_run(
 
     Args:
         optimizer: an optax optimizer.
-        params: its parameters, or their shapes and dtypes.
-        settings: options that determine the results; a function of the step count is described by
-            its program, another optimizer by that of its update.
-        untrained: arrays of the model that are in no checkpoint, from `TrainStep.untrained`.
+        params: the parameters, or their shapes and dtypes.
+        settings: options that determine the results. A function of the step count is described by
+            its traced program, an optimizer by the program of its update.
+        untrained: arrays of the model that checkpoints do not hold, from `TrainStep.untrained`.
 
     Returns:
         The settings, and a description of the optimizer's update.
@@ -62,7 +62,7 @@ def describe_run(
 
     found = {name: described(value) for name, value in settings.items()}
     found[_OPTIMIZER] = update_of(optimizer)
-    # Where optax.inject_hyperparams keeps the learning rate, it is no number of the update.
+    # With optax.inject_hyperparams the learning rate is in the state, not a constant of the update.
     found["first optimizer state"] = _program(jax.make_jaxpr(optimizer.init)(shapes))
     found["onednn"] = uses_onednn()
     found |= describe_arrays(untrained)
@@ -81,7 +81,7 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
         RunError: a setting differs; the message names it.
     """
     check_same_arrays(saved, now, where)
-    # Another version of JAX or optax may write the same update in another way.
+    # Other versions of JAX or optax may trace the same update to another program.
     is_comparable = saved.get("versions") == now["versions"]
     for name, value in now.items():
         if name == "versions" or name not in saved or saved[name] == value:
@@ -97,16 +97,16 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
 
 
 def describe_arrays(untrained: Any) -> dict[str, Any]:
-    """What there is to know of arrays that are in no checkpoint; part of `describe_run`."""
+    """The fingerprint of arrays that checkpoints do not hold; part of `describe_run`."""
     return {_UNTRAINED: fingerprint(untrained)}
 
 
 def check_same_arrays(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
-    """Refuses a model that has other untrained arrays than that of a checkpoint.
+    """Refuses a model whose untrained arrays differ from those of a checkpoint's model.
 
     Args:
         saved: settings saved with the checkpoint; empty if there are none.
-        now: of this model, from `describe_arrays`.
+        now: the description of this model, from `describe_arrays`.
         where: the directory of the checkpoints, for the message.
 
     Raises:
@@ -128,7 +128,7 @@ class BatchRows:
         saved: settings saved with the checkpoint; empty for a new run, or if changes are allowed.
 
     Attributes:
-        wanted: rows of a full batch of the checkpoint's run; None if nobody knows.
+        wanted: rows of a full batch of the checkpoint's run; None if unknown.
     """
 
     def __init__(self, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ class BatchRows:
         self._most = 0
 
     def see(self, num_rows: int) -> None:
-        """Notes the rows of a batch. One smaller batch may end an epoch; two are another size.
+        """Notes the rows of a batch. One smaller batch may end an epoch; a second one is an error.
 
         Raises:
             RunError: the checkpoint's run has batches of another size.
@@ -176,7 +176,7 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 def _program(program: Any) -> dict[str, Any]:
-    """A program's checksum and the numbers in it."""
+    """The checksum of a program, and the constants in it by size."""
     # The text shows addresses of functions, which differ from process to process.
     text = re.sub(r"0x[0-9a-f]+", "", str(program))
     checksum = hashlib.sha256(text.encode())
@@ -187,7 +187,7 @@ def _program(program: Any) -> dict[str, Any]:
 
 
 def _arrays(program: Any) -> Iterator[Any]:
-    """The arrays that a program holds, and those of the programs inside it."""
+    """The constant arrays of a program, and of the programs inside it."""
     yield from getattr(program, "consts", ())
     for equation in program.eqns:
         literals = [atom.val for atom in equation.invars if isinstance(atom, core.Literal)]
@@ -199,7 +199,7 @@ def _arrays(program: Any) -> Iterator[Any]:
 
 
 def _numbers(program: Any) -> list[float]:
-    """The numbers in a program, and in the programs inside it."""
+    """The scalar constants of a program, and of the programs inside it."""
     jaxpr = getattr(program, "jaxpr", program)
     values = [small_constant(value) for value in getattr(program, "consts", ())]
     found = [float(value) for value in values if value is not None and value.ndim == 0]

@@ -16,9 +16,9 @@ class Execution(NamedTuple):
     """One execution of a program on a device.
 
     Attributes:
-        module: what XLA calls the program, such as "jit_backward".
+        module: the name of the program in XLA, such as "jit_backward".
         start: when its first operation began, in seconds.
-        end: when its last operation was over.
+        end: when its last operation ended, in seconds.
     """
 
     module: str
@@ -36,15 +36,15 @@ def read_executions(directory: Path) -> dict[int, list[Execution]]:
     """The executions in the newest trace of a directory, for each local device in order of start.
 
     Every operation in a trace names its program. On CPU devices it also names the device and the
-    execution. A GPU has a process of its own in the trace, in which streams are threads; there an
-    execution ends where another program follows, or where one of its operations comes again. So on
-    GPUs each turn of a loop in a program counts as an execution.
+    execution. A GPU is a process in the trace, and its streams are threads. There an execution ends
+    when another program follows, or when one of its operations is repeated. So on GPUs each
+    iteration of a loop in a program counts as an execution.
 
     Args:
-        directory: that `Profile` has written to.
+        directory: a directory that `Profile` has written to.
 
     Returns:
-        Nothing if there is no trace, or if it cannot be read.
+        The executions by number of the device; empty if there is no trace, or it cannot be read.
     """
     path = newest_trace(directory)
     if path is None:
@@ -66,7 +66,7 @@ def read_executions(directory: Path) -> dict[int, list[Execution]]:
 
 
 def _operations(events: Iterable[Mapping[str, Any]]) -> Iterable[tuple[int, Any, Any]]:
-    """All operations of programs, with their device and what tells its executions apart."""
+    """All operations of programs, each with its device and a key of its execution."""
     named = [one for one in events if one.get("ph") == "M"]
     gpus = {
         one["pid"]: int(found[1])

@@ -42,41 +42,45 @@ class Trainer:
     Args:
         loss_fn: as for `multitower.train_step`.
         optimizer: an optax optimizer; its schedules count updates.
-        run_dir: keep checkpoints in `run_dir/checkpoints`; None for none.
+        run_dir: directory of the run; checkpoints are kept in `run_dir/checkpoints`. None, the
+            default, keeps nothing on disk.
         devices: as for `multitower.devices`.
         towers: the number of towers. With it, a run has the same bits on any number of devices,
-            also if it is stopped and resumed on another number.
-        global_batch: rows of a full batch.
+            even if it is stopped and resumed on another number.
+        global_batch: rows of a full batch, over all towers; by default those of the first batch.
         ema_decay: as for `multitower.train_step`.
         model_state_from: as for `multitower.train_step`.
         checkpoint_every: steps from one checkpoint to the next; the last step is always saved.
         keep_last: how many checkpoints to keep.
-        keep_best: name of a score. The state with the best score so far is kept in `run_dir/best`,
-            beside the checkpoints. None to keep none.
+        keep_best: name of a score of `Trainer.evaluate`. The state with the best score so far is
+            also kept in `run_dir/best`. None, the default, keeps no best state.
         best: `"max"` if a higher score is better, `"min"` if a lower one is.
-        on_nonfinite: `"stop"` ends the run and keeps the last good checkpoint; `"skip"` makes no
-            update in that step and continues, on all towers together.
-        check_replicas_every: compare the devices' variables every so many steps, after the first
-            step and before every save; 0 for never.
+        on_nonfinite: what to do if the loss or a parameter is not finite. `"stop"` ends the run
+            with an error and keeps the last good checkpoint; `"skip"` makes no update in that step,
+            on all towers together, and continues.
+        check_replicas_every: check that all devices hold the same variables every so many steps,
+            after the first step and before every save; 0 for never.
         clip_norm: as for `multitower.train_step`: the global norm to clip gradients to.
         compute_dtype: as for `multitower.train_step`: `jnp.bfloat16` or `jnp.float16` for mixed
             precision. Float16 steps whose gradients overflow are skipped, also with `"stop"`.
         reduction: as for `multitower.train_step`: `"sum"` for summed losses.
         shard_update: as for `multitower.train_step`: split the optimizer state over the devices.
-        shard_params: as for `multitower.train_step`: split the parameters too.
+        shard_params: as for `multitower.train_step`: split the parameters, too.
         stages: as for `multitower.train_step`: cut the model into parts on different devices.
         layout: as for `multitower.train_step`: (replicas of the model, devices of each).
         interleave: as for `multitower.train_step`: place neighbouring stages on different devices.
-        remat: as for `multitower.train_step`: with `stages`, `False` computes nothing twice.
+        remat: as for `multitower.train_step`: with `stages`, `False` keeps intermediate values
+            instead of computing them again in the backward pass.
         steps_per_call: as for `multitower.train_step`: make up to this many updates in one call.
-            Calls end where a checkpoint, a test phase or a comparison of devices is due; a signal
-            stops the run after a call, over several processes after that or the next one. There,
-            with `sync_every`, the default is `sync_every`, but 16 at most, so that processes
-            exchange nothing within a call; hooks then hear of all steps of a call together.
-            Batches of a call that are not used up lie on the devices beside those of the next one.
-            1 makes one update in each call.
+            A call ends early where a checkpoint, a test phase or a check of the devices is due. A
+            signal stops the run after a call, with several processes after this or the next call.
+            Batches are copied to the devices ahead, for more than one call. The default is one
+            update per call.
+            With `sync_every` and several processes the default is `sync_every`, but at most 16, so
+            that processes exchange nothing within a call; hooks are then called for all steps of a
+            call together.
         sync_every: as for `multitower.train_step`: local updates, with a meeting of the towers
-            after every so many steps. What is scored are the parameters of the last meeting.
+            after every so many steps. `evaluate` scores the parameters of the last meeting.
         outer_optimizer: as for `multitower.train_step`: makes the update at a meeting.
         local_state: as for `multitower.train_step`: `"keep"` or `"average"`.
         updates: as for `multitower.train_step`: `"asynchronous"` for updates in a fixed rotation.
@@ -89,17 +93,18 @@ class Trainer:
             longer improves. None for never.
         profile: numbers of the first and the last step of a trace, for example (10, 13). JAX's
             profiler writes it to `run_dir/profile`, with the memory in use after these steps.
-        hooks: functions, or one, that are called with a `Progress` after every step and evaluation;
-            if one has a method `flush`, it is called before a checkpoint is saved. By default,
-            `fit` shows its progress on stderr, in process 0; `hooks=[]` shows nothing.
+        hooks: a list of functions, or one function, called with a `Progress` after every step and
+            evaluation. If a hook has a method `flush`, it is called before a checkpoint is saved.
+            By default, `fit` shows its progress on stderr, in process 0; `hooks=[]` shows nothing.
 
     Attributes:
         hooks: the list of hooks.
         stopped: why the last `fit` ended early, in words; None if it did not.
 
     Raises:
-        ArgumentError: an option has a wrong value.
-        CheckpointError: `run_dir` cannot be written.
+        ArgumentError: an option has a wrong value, or two options exclude each other.
+        DeviceError: as for `multitower.train_step`.
+        RunError: `profile` is an empty range of steps.
 
     Example:
         >>> import itertools, jax.numpy as jnp, numpy as np, optax
@@ -251,22 +256,24 @@ class Trainer:
         evaluate: Callable[[TrainState], Any] | None = None,
         evaluate_every: int = 0,
     ) -> TrainState:
-        """Trains until so many updates have been made, from the start or from a checkpoint.
+        """Trains until `steps` updates have been made, from the start or from a checkpoint.
 
         Args:
             params: the initial parameters, or a function without arguments that returns them (see
-                `TrainStep.init`); on a resume their values are not used. An Equinox module must
-                then have the integers, flags and keys that it had when the run began.
-            batches: `batches(first)` returns an iterator of the batches of step first, first + 1,
-                ... A batch must depend on its number alone, so that a resume gets the same ones.
-            steps: updates in all, over the first run and all resumes. More than a finished run has
-                made extend it, with `resume=True`.
+                `TrainStep.init`). A resume uses their shapes and dtypes, not their values; but an
+                Equinox module must have the integers, flags and keys that it had when the run
+                began.
+            batches: `batches(first)` returns an iterator over the batches of steps first,
+                first + 1, ..., counted from 0. A batch must depend on its number only, so that a
+                resume gets the same batches.
+            steps: updates in all, over the first run and all resumes. To extend a finished run,
+                pass more steps and `resume=True`.
             epochs: passes over the data in all, instead of `steps`: the run makes
                 `ceil(epochs * steps_per_epoch)` updates.
-            steps_per_epoch: for `epochs`, and for `Progress.epoch`: the examples divided by the
-                rows of a batch, which need not be whole. By default what `batches`, or the iterator
-                that it returns, has as attribute `steps_per_epoch`, like those of
-                `multitower.make_batches`.
+            steps_per_epoch: for `epochs` and for `Progress.epoch`: the number of examples divided
+                by the rows of a batch; it need not be whole. By default it is the attribute
+                `steps_per_epoch` of `batches` or of the iterator that it returns, as
+                `multitower.make_batches` has it.
             model_state: as for `TrainStep.init`.
             rng: as for `TrainStep.init`.
             resume: continue from the newest checkpoint, if there is one.
@@ -274,26 +281,27 @@ class Trainer:
             allow_changes: continue although towers, batch size, optimizer or another option that
                 determines the results differs from that of the checkpoint.
             about: JSON values to keep with every checkpoint, such as the configuration.
-            evaluate: a test phase, called with the state; usually it calls `Trainer.evaluate`.
-            evaluate_every: steps from one test phase to the next; 0 for none. A run that goes on
-                from the step of a test phase begins with it: it may not have been made. A finished
-                run does not make its last one again.
+            evaluate: the test phase, a function that is called with the state; usually it calls
+                `Trainer.evaluate`.
+            evaluate_every: steps from one test phase to the next; 0 for none. A run that is resumed
+                at the step of a test phase begins with this phase, which may not have been made
+                before. A finished run does not repeat its last one.
 
         Returns:
-            The state after the last step, also if the run ended early; `restore(best=True)` reads
-            the best one. `trainer.stopped` says why it ended early.
+            The state after the last step, also if the run ended early. `restore(best=True)` reads
+            the best state. `trainer.stopped` is the reason if the run ended early.
 
         Raises:
             ArgumentError: not exactly one of `steps` and `epochs` is given, or an epoch's size is
-                not known; `batches` is no function of a step; `resume` without a `run_dir`;
-                `early_stopping` without a test phase.
+                not known; `batches` is not a function of one argument; `resume` without a
+                `run_dir`; `early_stopping` without a test phase.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
-            Interrupted: SIGTERM or SIGINT came; the step was finished and saved, or the test phase
-                after the last step was.
+            Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
+                `run_dir`, saved.
             CheckpointError: a checkpoint cannot be written or read.
             RunError: there are checkpoints or a best state and `resume` is false, or the
                 checkpoints are of a run with other settings; another run uses `run_dir`; or the
-                batches ran out.
+                iterator of batches ended before `steps`.
         """
         from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)
             Resume,
@@ -322,7 +330,7 @@ class Trainer:
 
             check_profile(self._profile, steps)
         if self.step.placement.spans_processes:
-            hosts_of_all()  # so that the last line of a process names the host of a missing one
+            hosts_of_all()  # a process that fails later can then name the host of a missing one
         self.stopped = None
         how = Resume(steps, resume, allow_previous, allow_changes)
         call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every)
@@ -340,7 +348,7 @@ class Trainer:
         """Reads the newest checkpoint, or the best one, without training.
 
         Args:
-            params: as for `fit`; the values of weights are not used.
+            params: as for `fit`; only shapes and dtypes of weights are used.
             model_state: as for `fit`.
             rng: as for `fit`.
             best: read the state that `keep_best` kept.
@@ -371,17 +379,17 @@ class Trainer:
             return state
 
     def model(self, state: TrainState, *, ema: bool | None = None) -> Any:
-        """Returns what `evaluate` scores: the moving average or the parameters, or their module.
+        """Returns the model that `evaluate` scores, with the moving average or the parameters.
 
         Args:
-            state: of `fit` or `restore` of this trainer.
+            state: from `fit` or `restore` of this trainer.
             ema: True for the moving average, False for the parameters; by default the moving
                 average, if there is one.
 
         Returns:
-            The average or the parameters. For an NNX or Equinox module the module with these
-            weights, in training mode: call `model.eval()`, or `eqx.nn.inference_mode(model)`,
-            before you call it yourself. `evaluate` and `predict` do so.
+            The average or the parameters; or the NNX or Equinox module with these weights, in
+            training mode. Call `model.eval()` or `eqx.nn.inference_mode(model)` before you use it
+            for predictions. `evaluate` and `predict` do so.
 
         Raises:
             ArgumentError: `ema=True`, and there is no moving average.
@@ -411,21 +419,22 @@ class Trainer:
         *,
         global_batch: int,
     ) -> dict[str, Any]:
-        """Scores a data set with the moving average of the parameters, or the parameters.
+        """Scores a data set with the moving average of the parameters, or else the parameters.
 
         Args:
             metrics: `metrics(params, batch)` returns a dict with one number per row for each name,
-                or `mt.ratio` of such; it may take keyword-only `model_state`. Where the loss gets a
-                module it gets one too, in evaluation mode (see `multitower.evaluate`).
-            state: what to score.
-            dataset: a pytree of NumPy arrays with one example per row, or an iterator of such
-                batches (see `multitower.evaluate`).
+                or an `mt.ratio` of such numbers. It may take keyword-only `model_state`. If the
+                loss takes a module, so does `metrics`, in evaluation mode (see
+                `multitower.evaluate`).
+            state: from `fit` or `restore`, or what `fit` passes to its test phase.
+            dataset: a pytree of NumPy arrays with one example per row on axis 0, or an iterator of
+                such batches (see `multitower.evaluate`).
             global_batch: rows to score at a time.
 
         Returns:
-            For each name the mean over all examples, each counted once. Hooks are called with the
-            numbers among these means, without the arrays, and with `keep_best` the state is kept
-            if it is the best so far. To score other data than those that decide, use
+            For each name the mean over all examples, each counted once. Hooks are called with those
+            of these means that are numbers, not with arrays. With `keep_best` the state is saved if
+            it is the best so far. To score data that must not decide this, call
             `multitower.evaluate(metrics, trainer.model(state), ...)`.
 
         Raises:
@@ -460,15 +469,16 @@ class Trainer:
     def predict(
         self, fn: Callable[..., Any], state: TrainState, data: Any, *, global_batch: int
     ) -> Any:
-        """Returns the outputs for every row, of the moving average or of the parameters.
+        """Returns the outputs for every row, with the moving average or else the parameters.
 
-        By default, a terminal shows how far it is; `hooks=[]` shows nothing.
+        By default, progress is shown on a terminal; `hooks=[]` shows nothing.
 
         Args:
-            fn: `fn(params, batch)` returns a pytree of arrays with one entry per row. Where the
-                loss gets a module it gets one too, in evaluation mode.
-            state: of `fit` or `restore` of this trainer.
-            data: a pytree of arrays with one example per row, or an iterator of such batches.
+            fn: `fn(params, batch)` returns a pytree of arrays with one entry per row on axis 0. If
+                the loss takes a module, so does `fn`, in evaluation mode.
+            state: from `fit` or `restore` of this trainer.
+            data: a pytree of arrays with one example per row on axis 0, or an iterator of such
+                batches.
             global_batch: rows to compute at a time.
 
         Returns:
@@ -518,7 +528,7 @@ class Trainer:
     def _while_it_runs(
         self, patience: Patience | None, steps_per_epoch: Any, steps: tuple[int, int]
     ) -> Generator[None]:
-        """Has test phases counted, and shows the progress unless the user has hooks."""
+        """Counts test phases while the run lasts, and shows progress unless the user gave hooks."""
         self._patience, self._steps_per_epoch = patience, steps_per_epoch
         try:
             if not self._is_shown or not is_first():
@@ -540,11 +550,11 @@ class Trainer:
             yield None
             return
         run_dir = self._directory.parent
-        with suppress(OSError):  # Checkpoints says what is wrong with it
+        with suppress(OSError):  # Checkpoints raises a better error
             run_dir.mkdir(parents=True, exist_ok=True)
         held = held_for_all if self.step.placement.spans_processes else held_run_directory
         with (
-            held(run_dir, nested=True),  # the command line may hold it already
+            held(run_dir, nested=True),  # the command line may hold this lock already
             Checkpoints(self._directory, keep_last=self._keep_last) as checkpoints,
         ):
             yield checkpoints
@@ -562,7 +572,7 @@ class Trainer:
 
 
 def _scored(state: TrainState) -> TrainState:
-    """A state with what is scored as its parameters; what towers keep apart is not joined."""
+    """The state with the average, if it has one, in place of its parameters."""
     average = state.ema_params
     if average is None:
         return state

@@ -23,13 +23,14 @@ def check_parallel(
     - results with one entry per row: the towers' results, concatenated, must equal the batch's;
     - other results: the mean over towers must equal the batch's value;
     - `mt.ratio`: the towers' totals and weights must add up to the batch's;
-    - gradients of the loss, if the first argument is shared like parameters: likewise.
+    - gradients of the loss, if the first argument is shared like parameters: the mean over towers
+      must equal the batch's gradient.
 
-    Results that depend on random numbers are judged by the program alone.
+    Results that depend on random numbers are judged from the program only.
 
     Args:
         fn: a loss, a metric or a model, as for `value_and_grad`, `train_step` or `make_parallel`.
-        *example_args: real inputs with two or more rows, best as many as in a real batch.
+        *example_args: real inputs with two or more rows; ideally as many as in a real batch.
         in_axes: as for `value_and_grad`. By default the first of several arguments is shared, like
             the parameters of a loss, and the others are split along axis 0.
         towers: the number of towers to split the rows into; by default one for each device, and at
@@ -38,8 +39,8 @@ def check_parallel(
             their `"sum"`.
         **extras: keyword arguments of `fn`, such as `rng` and `model_state`. They are shared, but
             each tower gets a different typed PRNG key. A loss that takes `rng` gets a fixed key if
-            you pass none. Bind keyword arguments that `fn` itself calls `in_axes`, `towers` or
-            `reduction` with `functools.partial`.
+            you pass none. If `fn` itself has a keyword argument named `in_axes`, `towers` or
+            `reduction`, bind it with `functools.partial`.
 
     Returns:
         A `ParallelCheck`: print it, or use it as a bool.
@@ -47,7 +48,7 @@ def check_parallel(
     Raises:
         ArgumentError: an argument can be neither split nor shared; or the loss takes
             `model_state`, and you passed none.
-        BatchError: fewer than two rows, or different row counts.
+        BatchError: fewer than two rows, or arguments with different numbers of rows.
         DeviceError: `towers` is not a whole number above 0.
 
     Example:

@@ -23,7 +23,8 @@ from multitower.checks.problems import (
 from multitower.checks.row_flow import Reading
 from multitower.functions.ratio import RatioSums, join_ratio
 
-# Of the largest value; sums in another order differ by far less. The second is for 16-bit floats.
+# Tolerances relative to the largest value, far above the rounding of sums in another order. The
+# second is for 16-bit floats.
 _TOLERANCE, _COARSE = 1e-4, 2e-2
 
 
@@ -31,12 +32,12 @@ class Compared(NamedTuple):
     """What is known of a result before its values are compared.
 
     Attributes:
-        name: what it is called.
+        name: the name of the result.
         flow: what the program does with rows on the way to it.
-        read: the whole program; None if it could not be read.
-        is_summed: whether it is a loss whose towers are added up.
-        num_rows: of the whole batch.
-        num_towers: that it is cut into.
+        read: the reading of the whole program; None if it could not be read.
+        is_summed: whether it is a loss that is summed over towers.
+        num_rows: rows of the whole batch.
+        num_towers: the number of towers that the batch is cut into.
     """
 
     name: str
@@ -47,13 +48,13 @@ class Compared(NamedTuple):
     num_towers: int
 
     def problems(self, whole: Any, cut: Sequence[Any], *, in_order: bool) -> list[Problem]:
-        """What the values say.
+        """The problems that the values show.
 
         Args:
             whole: the result on the whole batch.
             cut: the results of all towers.
-            in_order: whether the towers have the rows one after another; if not, their own results
-                of rows cannot be joined.
+            in_order: whether the towers have consecutive rows; if not, results with one entry per
+                row are not concatenated.
         """
         if isinstance(whole, RatioSums):
             total = jax.tree.map(lambda *parts: sum(parts), *cut)
@@ -72,7 +73,7 @@ class Compared(NamedTuple):
         return [] if _is_close(joined, whole) else [self.mixed(MIXED)]
 
     def mixed(self, text: str) -> Problem:
-        """The problem that rows meet, in these words if nothing more is known of it."""
+        """The problem of rows that influence each other; `text` is used if no more is known."""
         if text == MIXED and self.read and not self.flow.mixed:
             place = self.flow.counted or self.flow.origin
             return Problem("row count", self.name, place, COUNTED)
@@ -96,7 +97,10 @@ class Compared(NamedTuple):
 
 
 def numbers_of(value: Any) -> Any:
-    """A result as numbers on the host; of a ratio its value."""
+    """A result on the host: 16-bit floats as float32, others as float64 or complex128.
+
+    A ratio is divided.
+    """
     array = np.asarray(join_ratio(value) if isinstance(value, RatioSums) else value)
     if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4:
         return array.astype(np.float32)
@@ -105,6 +109,6 @@ def numbers_of(value: Any) -> Any:
 
 def _is_close(found: Any, wanted: Any) -> bool:
     largest = np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted))
-    is_coarse = wanted.dtype == np.float32  # as `numbers_of` leaves 16-bit floats
+    is_coarse = wanted.dtype == np.float32  # `numbers_of` returns it for 16-bit floats
     tolerance = (_COARSE if is_coarse else _TOLERANCE) * (largest + 1e-12)
     return bool(np.allclose(found, wanted, rtol=0, atol=tolerance, equal_nan=True))

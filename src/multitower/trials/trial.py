@@ -1,4 +1,4 @@
-"""A function and example arguments, run on the rows of a tower as a real call would run it."""
+"""A function and example arguments, run on the rows of a tower as in a real call."""
 
 import functools
 import inspect
@@ -28,7 +28,7 @@ from multitower.towers.placement import AXIS
 from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, take_apart
 from multitower.trials.comparison import numbers_of
 
-# The rows of towers, and which towers these are.
+# For each tower its rows, and the tower.
 Towers = list[tuple[list[Any], Tower]]
 
 
@@ -36,10 +36,10 @@ class Found(NamedTuple):
     """What a function returned on some rows.
 
     Attributes:
-        names: what its results are called, such as `output[0]['loss']`.
+        names: the names of its results, such as `output[0]['loss']`.
         leaves: the results: arrays, and ratios as they are inside a tower.
         has_loss: whether the first of them is a loss: a float or a ratio, alone or before others.
-        states: what the next call gets: changes of modules, model states.
+        states: the state for the next call: changes of modules, model states.
     """
 
     names: list[str]
@@ -54,11 +54,11 @@ class Trial:
 
     Attributes:
         fun: the function, or an `OpenFunction`.
-        arguments: what the user calls its arguments.
+        arguments: the names of its arguments in the user's program.
         tree: `(args, kwargs, rows, models, arrays)` of the call.
         axes: their row axes, a prefix of the tree.
         parts: the tree, taken apart.
-        reduction: what is made of the losses of rows.
+        reduction: how the losses of rows are combined, `"mean"` or `"sum"`.
     """
 
     fun: Any
@@ -72,14 +72,14 @@ class Trial:
     def of(
         cls, fn: Any, args: tuple[Any, ...], extras: dict[str, Any], in_axes: Any, reduction: Any
     ) -> "Trial":
-        """Takes a call apart, as `check_parallel` was given it."""
+        """Takes the arguments of `check_parallel` apart."""
         names = tuple(in_axes) if isinstance(in_axes, Mapping) else ()
         opened, closed = open_function(as_function(fn, names), names, values=True)
         call = take_call(args, _with_what_is_wanted(fn, extras), closed)
         of_args: Any = None if names else tuple(in_axes) if isinstance(in_axes, list) else in_axes
         if of_args is None:
             of_args = 0 if len(args) == 1 and not names else (None, *(0 for _ in args[1:]))
-        # Numbers and arrays are shared among the keyword arguments, keys are those of towers.
+        # Of the keyword arguments, numbers and arrays are shared; keys differ between towers.
         of_kwargs = {
             name: jax.tree.map(lambda leaf: 0 if is_key(leaf) and not leaf.ndim else None, value)
             if name != "model_state"
@@ -95,7 +95,7 @@ class Trial:
         return cls(opened, arguments, tree, axes, parts, reduction)
 
     def sharing(self, leaf: int) -> "Trial":
-        """The same, with one more leaf whole in every tower."""
+        """The same call, with one more leaf whole in every tower."""
         axes = axes_of_leaves(self.axes, self.tree, "in_axes")
         axes[leaf] = None
         own_axes = jax.tree.unflatten(jax.tree.structure(self.tree), axes)
@@ -103,7 +103,7 @@ class Trial:
         return Trial(self.fun, self.arguments, self.tree, own_axes, parts, self.reduction)
 
     def towers(self, tower_rows: int, *, strided: bool) -> Towers:
-        """The rows of full towers, one after another or every so many; and which tower it is."""
+        """The rows of full towers: consecutive, or `strided` every n-th row; and each tower."""
         count = self.parts.num_rows // tower_rows
         num_rows = count * tower_rows
         places = np.arange(num_rows).reshape(count, -1)
@@ -115,13 +115,13 @@ class Trial:
         ]
 
     def whole(self, num_rows: int) -> tuple[list[Any], Tower]:
-        """The first rows, as those of one tower that has them all."""
+        """The first `num_rows` rows, as the rows of a single tower."""
         here = Tower(jnp.int32(0), jnp.int32(num_rows), jnp.int32(num_rows))
         return self._rows(np.arange(num_rows)), here
 
     def _rows(self, places: Any) -> list[Any]:
         def some(leaf: Any) -> jax.Array:
-            if isinstance(leaf, np.ndarray):  # in NumPy there is nothing to compile
+            if isinstance(leaf, np.ndarray):  # indexing in NumPy compiles nothing
                 return jnp.asarray(leaf[places])
             return jnp.asarray(leaf)[places]
 
@@ -129,17 +129,17 @@ class Trial:
 
     @functools.cached_property
     def meets(self) -> bool:
-        """Whether towers meet in it, or it asks for the tower's number."""
+        """Whether the function exchanges values between towers, or uses the tower's number."""
         rows, here = self.whole(self.parts.num_rows)
         run = lambda rows: [self._run(rows, here).leaves]
         try:
             program = jax.make_jaxpr(run, axis_env=axis_of(1))(rows)
-        except Exception:  # it looks at values: it runs, and cannot be traced
+        except Exception:  # it uses values of arrays: it can be run, not traced
             return False
         return first_collective(program, needs_axis) is not None
 
     def run(self, towers: Towers) -> list[Found]:
-        """What the function finds in every tower; of ratios what is added up over towers."""
+        """The results of the function in every tower; for ratios the sums over its rows."""
         if not self.meets:
             return [self._run(*tower) for tower in towers]
         known: list[Found] = []
@@ -158,7 +158,7 @@ class Trial:
 
     def _call(self, rows: list[Any], here: Tower, shared: Sequence[Any] | None = None) -> Found:
         shared = self.parts.shared if shared is None else shared
-        # NumPy arrays cannot be indexed by what is traced; in a real call they are on a device.
+        # Tracers cannot index NumPy arrays; in a real call these arrays are on a device.
         shared = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in shared]
         split = self.parts.split
         call = Call(*split.rebuild(shared, rows, here))
@@ -181,10 +181,10 @@ class Trial:
         return Found(names, leaves, has_loss and _may_be_loss(leaves[0], rows), [*states, state])
 
     def reading(self, times: int = 1) -> "tuple[Reading, Results] | None":
-        """What the program does with rows; None if it takes some numbers of rows only.
+        """What the program does with rows; None if it accepts only some numbers of rows.
 
         Args:
-            times: what these numbers may be multiples of.
+            times: trace with numbers of rows that are multiples of this.
         """
 
         def by_kind(rows: list[Any], here: Tower) -> dict[str, Any]:
@@ -201,10 +201,11 @@ class Trial:
         return read and (read[0], Results.of(*read))
 
     def gradients(self, ways: Sequence[Towers]) -> list[dict[str, tuple[Any, Any]]]:
-        """The gradient of the loss over all towers of each way to cut, and its parts' sizes, added.
+        """The gradient of the loss over all towers, for each way to cut the batch.
 
         Returns:
-            For each float of the first argument, by name, where that is shared.
+            For each way, by name of each float of the first argument, if that is shared: the
+            gradient, and the sum over towers of its absolute values.
         """
         numbers = self._weights()
         wanted = {number: jnp.asarray(self.parts.shared[number]) for number in numbers}
@@ -239,7 +240,7 @@ class Trial:
         return [sum(one) for one in zip(*own, strict=True)]
 
     def is_coarse(self, rows: list[Any], here: Tower) -> bool:
-        """Whether the program has floats of 16 bits."""
+        """Whether the program computes with 16-bit floats."""
         run = lambda rows: [self._run(rows, here).leaves]
         program = jax.make_jaxpr(run, axis_env=axis_of(1))(rows)
         return "f16[" in str(program)
@@ -262,7 +263,7 @@ class Trial:
 
 
 def _together(towers: Towers) -> tuple[list[Any], Tower]:
-    """All towers in one, along a new axis 0."""
+    """All towers stacked along a new axis 0."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *towers)
 
 
@@ -271,14 +272,14 @@ def _apart(tree: Any, num_towers: int) -> list[Any]:
 
 
 def _with_what_is_wanted(fn: Callable[..., Any], extras: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments, with a key for a loss that asks `train_step` for one.
+    """The keyword arguments, with a fixed key for a loss that requires `rng`.
 
     Raises:
-        ArgumentError: it asks for its model state.
+        ArgumentError: the loss requires `model_state`, and it is missing.
     """
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+    except (TypeError, ValueError):  # some builtins and C functions have no signature
         return extras
     needed = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     if "model_state" in needed - extras.keys():

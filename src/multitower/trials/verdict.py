@@ -1,4 +1,4 @@
-"""Why a function is not safe to run data parallel, found by trying all rows and single towers."""
+"""Finds why a function is not safe to run data parallel, by trying all rows and single towers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,10 +27,11 @@ from multitower.trials.comparison import Compared, numbers_of
 from multitower.trials.trial import Found, Trial
 
 _Read = tuple[Reading, Results] | None
-# What goes wrong where an argument is cut that every tower needs whole.
+# Problems that arise if an argument is cut that every tower needs whole.
 _BY_A_TABLE: tuple[Kind, ...] = ("mixed rows", "row count", "gradient", "sum")
-# Of the sum of the towers' gradients without their signs, since these may cancel each other; the
-# second is for 16-bit floats. The third is of the loss: rounding where all gradients are zero.
+# Tolerances of gradients, relative to the sum of the towers' absolute gradients, since gradients
+# may cancel each other; the second is for 16-bit floats. The third is relative to the loss: it
+# covers rounding if all gradients are zero.
 _TOLERANCE, _COARSE, _OF_LOSS = 1e-3, 2e-2, 1e-6
 
 
@@ -38,7 +39,7 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     """Tries a function on all rows and on those of every tower; see `check_parallel`."""
     num_rows = trial.parts.num_rows
     wanted = max(towers or len(devices()), 2)
-    # Full towers alone can be compared: the size of a tower that makes the most suitable number.
+    # Only full towers can be compared: the size of a tower for which their number is best.
     sizes = [
         min(max(size, 1), num_rows // 2) for size in (num_rows // wanted, -(-num_rows // wanted))
     ]
@@ -50,16 +51,16 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
 
 
 def _values(trial: Trial, tower_rows: int, read: _Read) -> list[Problem]:
-    """Compares the whole with its towers, on the real inputs."""
+    """Compares results on the whole batch with those of its towers, on the real inputs."""
     num_rows = trial.parts.num_rows // tower_rows * tower_rows
     (whole,), (again,) = (trial.run([trial.whole(num_rows)]) for _ in range(2))
-    # Two ways to cut: one alone may agree by chance. Where towers meet, the order of all rows may
-    # have a meaning: rows that belong together may be neighbours.
+    # Two ways to cut, since one may agree by chance. If towers exchange values, the order of rows
+    # may have a meaning, such as neighbours that belong together, and is kept.
     both = (False, False) if trial.meets else (False, True)
     ways = [trial.towers(tower_rows, strided=strided) for strided in both]
     try:
         cut, strided = (trial.run(way) for way in ways)
-    except Exception as error:  # whatever the user's function raises on other shapes
+    except Exception as error:  # any error of the user's function on other shapes
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         message = ROW_COUNT.format(whole=num_rows, half=tower_rows, error=text[:200])
         return [Problem("row count", "the function", None, message)]
@@ -70,7 +71,7 @@ def _values(trial: Trial, tower_rows: int, read: _Read) -> list[Problem]:
         of = Compared(name, flow, read, is_summed, num_rows, num_rows // tower_rows)
         value, repeated, *parts = (one.leaves[number] for one in (whole, again, *cut, *strided))
         if is_key(value):
-            continue  # other ones in every tower
+            continue  # random numbers differ in every tower
         if flow.mixed and flow.is_drawn:
             problems.append(of.mixed(MIXED))
         elif not _is_same(value, repeated):
@@ -90,7 +91,7 @@ def _gradients(
     here = trial.whole(num_rows)
     try:
         wanted, *found = trial.gradients([[here], *ways])
-    except Exception:  # a loss that is not for differentiation, such as one with a while loop
+    except Exception:  # a loss that cannot be differentiated, such as one with a while loop
         return []
     sizes = [_largest(sizes) for cut in found for _, sizes in cut.values()]
     relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
@@ -106,7 +107,7 @@ def _gradients(
 
 
 def _largest(value: Any) -> float:
-    """The largest size of the finite numbers of a result."""
+    """The largest absolute value of the finite numbers of a result."""
     numbers = np.abs(numbers_of(value))
     return float(np.max(numbers, initial=0.0, where=np.isfinite(numbers)))
 
@@ -114,7 +115,7 @@ def _largest(value: Any) -> float:
 def _blame_tables(
     trial: Trial, tower_rows: int, read: _Read, problems: list[Problem]
 ) -> list[Problem]:
-    """Names an argument that was cut by mistake, in place of what has come of it."""
+    """Names an argument that was cut by mistake, in place of the problems that it caused."""
     kinds, split = trial.parts.split.kinds, trial.parts.split
     cut = [number for number, kind in enumerate(kinds) if isinstance(kind, int)]
     tables = read[0].tables if read else {}
@@ -133,7 +134,7 @@ def _blame_tables(
 
 
 def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: _Read) -> bool:
-    """Whether all is right if every tower gets the whole of a leaf, and still works on its rows."""
+    """Whether there is no problem if every tower gets this leaf whole, and still uses its rows."""
     trial = trial.sharing(leaf)
     shared = trial.reading()
     if shared is None:
@@ -145,12 +146,12 @@ def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: _R
         return False
     try:
         return not _values(trial, tower_rows, shared)
-    except Exception:  # the whole of it does not go with other arguments' rows
+    except Exception:  # the whole leaf does not fit the rows of other arguments
         return False
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
-    """Each result once, and BatchNorm once for all that it has gone into."""
+    """Keeps one problem per result, and one for BatchNorm over all results that depend on it."""
     seen: dict[Any, Problem] = {}
     for one in problems:
         is_batch_norm = one.message.startswith(STATISTICS[:40])
@@ -159,7 +160,7 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _flows(read: _Read) -> list[Flow]:
-    """Of the results, in their order."""
+    """The flows of the results, in their order."""
     leaves = read[1].leaves if read else []
     return [one.flow for kind in ("loss", "aux") for one in leaves if one.kind == kind]
 

@@ -11,12 +11,12 @@ from multitower.runs.options import RunOptions
 
 
 class Config(NamedTuple):
-    """What a run is configured with.
+    """The configuration of a run.
 
     Attributes:
-        recipe: its name or file; None if the file does not say.
-        settings: the word for each option of the recipe that is set.
-        options: the value of each of `RunOptions` that is set.
+        recipe: the name or file of the recipe; None if it is not in the file.
+        settings: the options of the recipe that are set, as text, by name.
+        options: the options of `RunOptions` that are set, by name.
     """
 
     recipe: str | None
@@ -42,7 +42,7 @@ def read_config_file(path: Path) -> Config:
         The configuration.
 
     Raises:
-        RunError: the file cannot be read, or says something that there is not.
+        RunError: the file cannot be read, or has an unknown entry.
     """
     try:
         text = path.read_text(encoding="utf-8")

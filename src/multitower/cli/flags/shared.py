@@ -18,14 +18,14 @@ def flag(metavar: str, text: str, default: str) -> Any:
 
 
 def switch(text: str) -> Any:
-    """Help for a flag that is there or not; goes beside `tyro.conf.FlagCreatePairsOff`."""
+    """Help for a flag without a value, to be used with `tyro.conf.FlagCreatePairsOff`."""
     return tyro.conf.arg(help=text, help_behavior_hint="")
 
 
 def typed(**flags: Any) -> dict[str, Any]:
-    """The flags that were typed: those that were not are None, or False where they are switches.
+    """The flags that were typed; others are None, or False for switches.
 
-    A flag that is typed counts also where it says the default.
+    A flag that was typed with the default value counts, too.
 
     Example:
         >>> from multitower.cli.flags.shared import typed
@@ -50,7 +50,7 @@ def _number(words: list[str]) -> float:
 
 
 def one_of(*choices: str) -> Any:
-    """What takes one of some words; tyro itself would offer None as one of them."""
+    """Reads one of these words; tyro itself would also offer None."""
 
     def read(words: list[str]) -> str:
         if words[0] not in choices:

@@ -32,16 +32,16 @@ def start_counts(
     """Starts JAX with as many devices as the largest of some numbers.
 
     Args:
-        devices: what `--devices` says.
-        simulate: what `--simulate` says.
-        together: other processes of the run; the number is then a single one, of each process.
+        devices: the value of `--devices`.
+        simulate: the value of `--simulate`.
+        together: other processes of the run; then a single number is allowed, of each process.
 
     Returns:
-        The numbers; and which devices there are, in words.
+        The numbers; and the devices in words.
 
     Raises:
         RunError: not a list of numbers; or several numbers, where several processes make one run.
-        DeviceError: fewer devices are there than asked for.
+        DeviceError: there are fewer devices than requested.
         ConfigurationError: JAX has started with another number of simulated devices.
     """
     if together.settings():

@@ -1,4 +1,4 @@
-"""Starting JAX for a command: on accelerators, on simulated devices, or on what there is."""
+"""Starts JAX for a command, on accelerators or simulated devices."""
 
 import os
 from typing import Any
@@ -25,18 +25,18 @@ def start_devices(
     """Starts JAX.
 
     Args:
-        devices: use the first so many of those that are there; None for all.
-        simulate: use so many simulated CPU devices instead; None for none.
-        towers: of the run, if it says: more simulated devices than towers would stay idle.
-        by_default: simulate so many where nothing is said and there are no accelerators.
-        together: which other processes to join first; the numbers above are of each process.
+        devices: use this many of the existing devices, the first ones; None for all.
+        simulate: use this many simulated CPU devices instead; None for none.
+        towers: the towers of the run, or None: more simulated devices would stay idle.
+        by_default: simulate this many devices if neither is given and there are no accelerators.
+        together: other processes to join first; the numbers above are then of each process.
 
     Returns:
         Which devices the command runs on, in words.
 
     Raises:
-        ConfigurationError: `simulate` is no number of devices, or JAX has started with another.
-        DeviceError: fewer devices are there than asked for, or JAX cannot start.
+        ConfigurationError: `simulate` is not a number of devices, or JAX has started with another.
+        DeviceError: there are fewer devices than requested, or JAX cannot start.
     """
     settings = together.settings() if together else {}
     if not settings:
@@ -80,21 +80,20 @@ def _start(devices: int | None, simulate: int | None, towers: int | None, by_def
 
 
 def _simulate_if_only_cpus(count: int, towers: int | None) -> int | None:
-    """Has JAX make that many CPU devices; returns how many, or None if they are fixed already.
+    """Makes JAX simulate CPU devices; returns how many, or None if the number is fixed already.
 
-    Whether there are accelerators is known only when JAX has started, and then the number of CPU
-    devices is fixed. So it is set in any case: JAX prefers accelerators, and where it finds some,
-    CPU devices take no part.
+    Whether there are accelerators is known only after JAX has started, and then the number of CPU
+    devices is fixed. So it is set in any case: if JAX finds accelerators, it uses these.
     """
     flagged = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     config: Any = jax.config  # its options are not in its type
     if flagged or config.jax_num_cpu_devices > 0:
-        return None  # the user has said how many
+        return None  # the user has set the number
     count = min(count, towers or count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        return None  # JAX runs already: this is no process of ours
+        return None  # JAX has started already: another program calls this
     return count
 
 

@@ -41,7 +41,7 @@ def read_layouts(text: str) -> list[Layout]:
     """The layouts that `--layouts` names.
 
     Raises:
-        RunError: it names none.
+        RunError: there is none, or a word is not a layout.
 
     Example:
         >>> from multitower.cli.starting.layouts import read_layouts
@@ -74,14 +74,14 @@ def check_layouts(layouts: Sequence[Layout], towers: int | None) -> None:
 
 
 def refuse_with_layouts(together: Together, **others: object) -> None:
-    """Refuses flags that say in another way where to run.
+    """Refuses flags that choose processes or devices in another way.
 
     Args:
         together: the processes that the command line names.
-        **others: other flags by name, None or False if they are not there.
+        **others: other flags by name; None or False if not given.
 
     Raises:
-        RunError: one of them is there.
+        RunError: one of them is given.
     """
     given = [f"--{name.replace('_', '-')}" for name, value in others.items() if value]
     if together.settings():
@@ -102,16 +102,16 @@ def run_in_layout(
     """Runs a command as the processes of a layout, and waits for them.
 
     Args:
-        layout: of simulated processes and devices.
-        words: of the command, after `multitower`; with `--json`.
-        environment: variables for its processes, beside those of this one.
+        layout: the numbers of simulated processes and devices.
+        words: the words of the command after `multitower`, with `--json`.
+        environment: environment variables for its processes, added to those of this one.
 
     Returns:
-        What process 0 has printed. The exit code was 0, or 1 for a difference.
+        The output of process 0. Its exit code was 0, or 1 for a difference.
 
     Raises:
-        RunError: a process has failed; what it said was shown, and the others are ended.
-        KeyboardInterrupt: they were stopped with Ctrl-C.
+        RunError: a process failed; its messages were shown, and the others are ended.
+        KeyboardInterrupt: the processes were stopped with Ctrl-C.
     """
     with tempfile.TemporaryFile("w+") as out:
         words = [*words, "--simulate", str(layout.devices)]
@@ -134,10 +134,10 @@ def started_words(
     """The words of a command that other processes run.
 
     Args:
-        command: its name.
-        recipe: its recipe.
-        settings: of the recipe.
-        **flags: its flags, with or without dashes; None and False for those that are not there.
+        command: the name of the command.
+        recipe: the name of its recipe.
+        settings: the settings of the recipe.
+        **flags: the flags, with or without dashes; None and False for those that are not given.
 
     Example:
         >>> from multitower.cli.starting.layouts import started_words

@@ -1,7 +1,7 @@
 """`--simulate-processes N`: the same command as N processes of this machine, for trying things out.
 
-They talk over the loopback interface. What process 0 writes is passed on; of the others only what
-they write to stderr.
+They communicate over the loopback interface. The output of process 0 is passed on; of the others
+only what they write to stderr.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from multitower.errors import RunError
 
 _FLAG = "--simulate-processes"
 _POLL_S = 0.1
-# How long the others go on when one has ended with such a code: they have the same to say, or
-# finish their step. After any other end they only wait for it, and would say what follows from it.
+# Seconds that other processes get when one has ended with such a code: they report the same error,
+# or finish their step. After any other end they only wait for it, and report follow-up errors.
 _GRACE_S = {2: 2.0, 128 + signal.SIGINT: 30.0, 128 + signal.SIGTERM: 30.0}
 
 
@@ -29,10 +29,11 @@ def split_off_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
     """Takes `--simulate-processes N` out of the words of a command.
 
     Returns:
-        N, or None if it is not there; and the words of one of the N processes but for its number.
+        N, or None if it is not given; and the words for each of the N processes, without its
+        number.
 
     Raises:
-        RunError: N is no number of processes.
+        RunError: N is not a whole number above 0.
     """
     rest = list(words)
     at = next((i for i, word in enumerate(rest) if word.split("=")[0] == _FLAG), None)
@@ -57,14 +58,14 @@ def run_local_processes(
     """Runs a command as several processes and waits for all of them.
 
     Args:
-        count: how many.
-        words: of the command, after `multitower`.
+        count: the number of processes.
+        words: the words of the command after `multitower`.
         stdout: the file that process 0 writes to; None for this process's standard output.
-        environment: variables for them, beside those of this process.
+        environment: environment variables for them, added to those of this process.
 
     Returns:
-        0, or the exit code of the first one that fails (128 + n where signal n ended it); the
-        others are then ended too.
+        0, or the exit code of the first process that fails (128 + n if signal n ended it); the
+        others are then ended, too.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -108,7 +109,7 @@ def run_local_processes(
 
 
 def _wait(running: Sequence[subprocess.Popen[str]]) -> int | None:
-    """Waits for all, or for the first that fails and a little longer; returns its number."""
+    """Waits for all, or for the first that fails and its grace time; returns its number."""
     while True:
         codes = [process.poll() for process in running]
         failed = next((number for number, code in enumerate(codes) if code), None)
@@ -132,7 +133,7 @@ def _pass_on(stream: IO[str] | None) -> None:
 
 @contextlib.contextmanager
 def _passed_on_signals(running: Sequence[subprocess.Popen[str]]) -> Generator[None]:
-    """They go to all processes, but for Ctrl-C: the terminal has sent it to them already."""
+    """Passes signals on to all processes, except Ctrl-C, which the terminal sends to them."""
 
     def pass_on(number: int, _: object) -> None:
         for process in running:
@@ -151,7 +152,7 @@ def _passed_on_signals(running: Sequence[subprocess.Popen[str]]) -> Generator[No
 
 
 def _in_foreground() -> bool:
-    """Whether a terminal's Ctrl-C reaches this process, and those that it has started."""
+    """Whether a terminal sends Ctrl-C to this process and to those that it has started."""
     try:
         return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp() if sys.__stdin__ else False
     except (OSError, ValueError):

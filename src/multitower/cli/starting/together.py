@@ -53,7 +53,7 @@ TOGETHER = tyro.conf.arg(name="multi-process")  # the heading in --help
 
 
 def keep_stdout_clean() -> None:
-    """Sends what libraries write to standard output themselves to standard error.
+    """Redirects what libraries write directly to standard output to standard error.
 
     Gloo, which connects CPU devices of several processes, reports its connections there. Only
     Python's own output is left, for a progress bar or for programs that read it.
@@ -68,7 +68,7 @@ def keep_stdout_clean() -> None:
 
 
 def hosts_in_words() -> str:
-    """Which processes are on which hosts, so that a number in a message says where to look."""
+    """Which processes are on which hosts, in words, to find the host of a process in a message."""
     hosts = hosts_of_all()
     at: dict[str, list[str]] = {}
     for process, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""Charts: matplotlib places what is drawn, the style sheet gives it its looks."""
+"""Charts: matplotlib computes the shapes, and the style sheet their colours and widths."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from multitower.runs.report_page.page import render
 from multitower.runs.report_page.scales import Scale, for_metric, for_steps
 from multitower.runs.report_page.wording import counted, is_share, name, score
 
-# Up to so many points of a phase are also shown as dots; more would be a band of their own.
+# Up to this many points of a phase are also drawn as dots; more would look like a band.
 _MOST_DOTS = 60
 _GAP = float("nan")
 _WHOLE = 4000  # the width of a chart in whole numbers, for the strips that the pointer finds
@@ -59,7 +59,7 @@ def draw_charts(curves: Curves) -> Markup:
 
 
 def _chart(metric: str, phases: Mapping[str, Curve], across: Scale) -> dict[str, Any]:
-    """What the template fills in."""
+    """The values for the template."""
     drawn = [s for curve in phases.values() for s in curve.stretches if s.drawable]
     low, high = min((s.low for s in drawn), default=0.0), max((s.high for s in drawn), default=1.0)
     up = for_metric(metric, low, high, percent=is_share(metric) and 0 <= low <= high <= 1)
@@ -146,7 +146,7 @@ def _draw_curve(axes: Axes, kind: str, curve: Curve) -> None:
 
 
 def _shapes(svg: bytes) -> Iterator[Markup]:
-    """What was named when it was drawn: its place alone, with the name as its class."""
+    """The shapes that were named when they were drawn: coordinates only, with the name as class."""
     for group in ElementTree.fromstring(svg).iterfind(".//{*}g"):
         kind = group.get("id", "")
         if re.search(r"_\d+$", kind):
@@ -175,7 +175,7 @@ def _inset(layout: _Layout) -> str:
 def _strips(
     metric: str, phases: Mapping[str, Curve], across: Scale
 ) -> Iterator[tuple[int, int, str]]:
-    """What the pointer finds: one upright strip per point, with its numbers as a tooltip."""
+    """One vertical strip per point, which shows the numbers of the point as a tooltip."""
     stretches = max((curve.stretches for curve in phases.values()), key=len)
     begin = 0.0
     for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
@@ -209,7 +209,7 @@ def _legend(metric: str, phase: str, curve: Curve) -> dict[str, Any]:
 
 
 def _in_words(metric: str, phases: Mapping[str, Curve], across: Scale) -> str:
-    """The chart for those who do not see it."""
+    """The chart in words, for readers who cannot see it."""
     parts = [f"{name(metric)} over {counted(round(across.high), 'step')}."]
     for phase, curve in phases.items():
         drawn = [s for s in curve.stretches if s.drawable]

@@ -1,4 +1,4 @@
-"""The curves of a run: `metrics.jsonl` read back, and thinned so that no spike is lost."""
+"""The curves of a run: reads `metrics.jsonl`, and thins curves without losing spikes."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from multitower.errors import RunError
 
-# About as many as a chart has room for; a page with a handful of charts stays small.
+# About as many as a chart has room for, so that a page with several charts stays small.
 _MOST_STRETCHES = 240
 # No float32 is near it; sums and differences of such numbers are still finite.
 _LARGEST = 1e300
@@ -21,7 +21,7 @@ class Stretch(NamedTuple):
     Attributes:
         first: step of the first point.
         last: step of the last point.
-        mean: of the finite values; NaN if there is none.
+        mean: the mean of the finite values; NaN if there is none.
         low: the smallest finite value, or NaN.
         high: the largest finite value, or NaN.
         num_lost: how many values were not finite.
@@ -67,10 +67,11 @@ def read_curves(path: Path) -> Curves:
     """Reads what `multitower.MetricsFile` wrote.
 
     Args:
-        path: of the file; one that is not there counts as empty.
+        path: of the file; a missing file counts as empty.
 
     Returns:
-        Metric to phase to curve, the loss first and the speed last.
+        A curve for each metric and phase: metric to phase to curve, the loss first and the speed
+        last.
 
     Raises:
         RunError: the file cannot be read.
@@ -108,7 +109,7 @@ def thin(points: Sequence[_Point], most: int = _MOST_STRETCHES) -> Curve:
 
     Args:
         points: step and value, in the order of steps; None for a value that was not finite.
-        most: how many stretches there may be.
+        most: the largest number of stretches.
 
     Returns:
         The curve.

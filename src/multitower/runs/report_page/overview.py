@@ -1,4 +1,4 @@
-"""What a result says of a run, in words: its headline figures, its devices, its settings."""
+"""The result of a run in words: main figures, devices, settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from multitower.runs.report_page.wording import ABSENT, counted, duration, name, number, score
 
 _NOUNS = {"cpu": "CPU device", "gpu": "GPU", "tpu": "TPU"}
-# Options that a run fills in where nothing was asked for, and their names in its result.
+# Options whose defaults a run fills in, and their names in its result.
 _FILLED_IN = {
     "devices": "devices",
     "towers": "towers",
@@ -19,14 +19,14 @@ _FILLED_IN = {
 
 
 def describe(result: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page says above the curves and below them.
+    """The text of the page above and below the curves.
 
     Args:
-        result: of the run, as in `result.json`.
+        result: the result of the run, as in `result.json`.
         config: as in `config.json`.
 
     Returns:
-        What the template names.
+        The values for the template, by name.
 
     Example:
         >>> from multitower.runs.report_page.overview import describe
@@ -67,7 +67,7 @@ def describe(result: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def place_in_words(result: Mapping[str, Any]) -> str:
-    """What ran where, in a line.
+    """The steps, towers and devices of a run, in one line of text.
 
     Example:
         >>> from multitower.runs.report_page.overview import place_in_words
@@ -90,7 +90,7 @@ def place_in_words(result: Mapping[str, Any]) -> str:
 
 
 def profile_in_words(directory: Path | str, steps: str) -> str:
-    """How to open the profile of a run.
+    """Explains how to open the profile of a run.
 
     Example:
         >>> from multitower.runs.report_page.overview import profile_in_words
@@ -105,7 +105,7 @@ def profile_in_words(directory: Path | str, steps: str) -> str:
 
 
 def _caution(result: Mapping[str, Any]) -> str | None:
-    """Says that simulated devices cannot show a speed-up: they share the cores of one machine."""
+    """A caution that simulated devices share the cores of one machine; None for other devices."""
     host: Mapping[str, Any] = result.get("host") or {}
     if host.get("platform") != "cpu":
         return None

@@ -1,4 +1,4 @@
-"""The page of a report: templates filled in, to one file that needs no other and no network."""
+"""The page of a report: fills templates in, to a single file that needs no network."""
 
 import re
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ def render(template: str, beside: Path | None = None, **values: Any) -> Markup:
     """Fills a template in. Text is escaped; what a template makes is HTML.
 
     Args:
-        template: its name.
-        beside: a file in whose directory it lies, if that is not this one.
-        **values: what the template names.
+        template: the file name of the template.
+        beside: a file in the same directory, if the template is not in that of this module.
+        **values: the values for the template, by name.
 
     Returns:
         HTML.

@@ -10,13 +10,13 @@ _MOST = 400  # programs; more would be too narrow to see
 
 
 def draw_pipeline(pipeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What the page shows of a pipeline.
+    """The values with which the page shows a pipeline.
 
     Args:
         pipeline: as in `result.json`; None for a run without stages.
 
     Returns:
-        What the template names; None if there is nothing to show.
+        The values for the template, by name; None if there is nothing to show.
 
     Example:
         >>> from multitower.runs.report_page.pipeline import draw_pipeline
@@ -35,7 +35,7 @@ def draw_pipeline(pipeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _picture(slots: list[list[Any]], rounds: int) -> Markup:
-    """An SVG; a tooltip says what each box is."""
+    """An SVG in which a tooltip explains each box."""
     num_devices = 1 + max(place for place, *_ in slots)
     unit = (_WIDTH - _LEFT) / max(slot[-1] for slot in slots)
     height = num_devices * (_ROW + _GAP)

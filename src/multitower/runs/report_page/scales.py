@@ -1,4 +1,4 @@
-"""Axes: how far one goes, and which round numbers are written beside it."""
+"""Axes: their range, and the round numbers written beside them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 _TICKS = 5
-# From this ratio of the largest to the smallest loss on, a linear axis shows a line at the bottom.
+# From this ratio of the largest to the smallest loss, a linear axis would show a flat line.
 _LARGE_RATIO = 20
 # Up to this ratio a logarithmic axis has marks between its powers of ten.
 _SMALL_RATIO = 1e3
@@ -70,7 +70,7 @@ def logarithmic(low: float, high: float) -> Scale:
         ['0.02', '0.05', '0.1', '0.2', '0.5', '1', '2', '5']
     """
     parts = (1, 2, 5) if high / low <= _SMALL_RATIO else (1,)
-    with np.errstate(over="ignore"):  # marks far beyond the ends, where there are no floats
+    with np.errstate(over="ignore"):  # marks far beyond the ends overflow
         found = LogLocator(subs=parts, numticks=7).tick_values(low, high)
     marks = [float(mark) for mark in found if 0 < mark < np.inf]
     low = max((mark for mark in marks if mark <= low), default=low)

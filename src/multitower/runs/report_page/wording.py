@@ -1,4 +1,4 @@
-"""Numbers, names and values as a reader wants them."""
+"""Numbers, names and values as text for readers."""
 
 import json
 import math
@@ -9,10 +9,10 @@ ABSENT = "\N{EN DASH}"
 
 
 def number(value: float | None) -> str:
-    """A number with four significant digits; whole ones keep all of theirs.
+    """A number with four significant digits; whole numbers keep all digits.
 
     Args:
-        value: None for a number that is not there, or had no word in JSON.
+        value: None for a number that is missing, or that was not finite (null in JSON).
 
     Returns:
         The text; a dash for None.
@@ -111,7 +111,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def ends(numbers: Sequence[int], most: int = 64) -> Sequence[int | str]:
-    """Numbers in a row; of too many the first and the last.
+    """The numbers; if there are more than `most`, only the first and the last.
 
     Example:
         >>> from multitower.runs.report_page.wording import ends

@@ -1,4 +1,4 @@
 """A function cut over devices without gradients, for `make_parallel`: read `forward.py` first.
 
-Only `functions.in_stages` enters.
+Only `functions.in_stages` imports from here.
 """

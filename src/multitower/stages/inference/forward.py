@@ -1,7 +1,7 @@
-"""Forward alone: the program of one tower in stages, and all towers through them.
+"""Forward only: cuts the program of one tower into stages, and runs all towers through them.
 
-Single-device programs, and between them nothing but moves, and sums where towers meet: so the bits
-are the same on any layout. Nothing here waits for a device.
+It runs single-device programs. Between them there are only moves, and sums where towers meet, so
+that the bits are the same on any layout. The host does not wait for a device.
 """
 
 import itertools
@@ -28,19 +28,19 @@ from multitower.towers.split import TowerRows
 
 
 class ForwardChain(NamedTuple):
-    """A tower's program in stages, each cut where towers meet: in segments.
+    """A tower's program in stages, each cut into segments where towers meet.
 
     Attributes:
-        segments: in their order; the outputs of each are what others need of it.
-        stage_of: for each segment its stage.
-        round_of: for each segment how many meetings come before it, in ascending order.
-        meetings: where towers meet.
-        avals: shape and dtype of every number.
-        inputs: numbers of the program's arguments.
+        segments: the segments in their order; the outputs of each are the values that others need.
+        stage_of: the stage of each segment.
+        round_of: the number of meetings before each segment, in ascending order.
+        meetings: the places where values are summed over towers.
+        avals: shape and dtype of every value, by number.
+        inputs: the numbers of the program's arguments.
         num_params: how many of these are whole in every tower; they come first.
-        pieces: for each of these that segments only take some rows of, these by segment.
-        results: for each result of the tower its segment, and its place among the segment's
-            outputs.
+        pieces: by segment, the rows of an argument of which each segment takes only some rows.
+        results: for each result of the tower its segment, and its place among the outputs of that
+            segment.
     """
 
     segments: tuple[Segment, ...]
@@ -58,13 +58,13 @@ def make_forward_chain(closed: Any, num_params: int, num_stages: int) -> Forward
     """Cuts a tower's program.
 
     Args:
-        closed: of `jax.make_jaxpr`; what is whole in every tower comes first. Where towers meet it
+        closed: the jaxpr; arguments that are whole in every tower come first. Where towers meet it
             has the marks of `without_collectives`.
-        num_params: how many arguments that are.
-        num_stages: how many stages.
+        num_params: how many of its arguments are whole in every tower.
+        num_stages: how many stages there are.
 
     Raises:
-        ArgumentError: it cannot be cut into so many stages.
+        ArgumentError: the program cannot be cut into so many stages.
     """
     found = cut_program(closed, num_stages)
     program, places, pieces = split_params(found.program, found.places, num_params)
@@ -91,7 +91,7 @@ def make_forward_chain(closed: Any, num_params: int, num_stages: int) -> Forward
 
 
 def _handing_on(segment: Segment, x: Any, program: Program) -> Segment:
-    """A segment that has one result more, which nobody computes."""
+    """The segment with one more result: an input or a constant, which it returns unchanged."""
     inputs, consts = segment.inputs, dict(segment.consts)
     if isinstance(x, int) and x in program.consts:
         consts[x] = program.consts[x]
@@ -104,9 +104,9 @@ class Forward:
     """Runs a chain on a layout; compiles its programs once.
 
     Args:
-        chain: of a program whose last three arguments are what a tower knows of itself.
+        chain: of a program whose last three arguments are a tower's number and its row counts.
         layout: stages on devices.
-        placed: what lies on devices already.
+        placed: arrays that are on devices already.
     """
 
     def __init__(self, chain: ForwardChain, layout: Layout, placed: Placed) -> None:
@@ -144,18 +144,18 @@ class Forward:
         """Runs all towers.
 
         Args:
-            params: the first arguments of the program, anywhere.
+            params: the first arguments of the program, on any device or the host.
             rows: the arguments after these.
 
         Returns:
-            For each tower of this process its results, on the device of its last stage.
+            The results of each tower of this process, by number, on the device of its last stage.
         """
         towers_on = self.layout.towers_on
         additions = self._over_towers.additions
         walks = [_Walk(self, r, params, rows, additions[r]) for r in range(len(towers_on))]
         orders = [forward_in_rounds(len(towers), self.chain.round_of) for towers in towers_on]
         for number, own in enumerate(zip(*orders, strict=True)):
-            # Side by side over replicas, so that all of them have work from the start.
+            # Replicas take turns, so that all of them have work from the start.
             for turns in itertools.zip_longest(*own):
                 for r, turn in enumerate(turns):
                     if turn is not None:
@@ -165,7 +165,7 @@ class Forward:
         return {tower: results for walk in walks for tower, results in walk.results.items()}
 
     def _meet(self, walks: Sequence["_Walk"], number: int) -> None:
-        """After a round: adds up what all towers have sent, and hands it to all of them."""
+        """After a round: sums the values that towers have sent, and sends the totals to all."""
         for one in self.chain.meetings:
             if self.chain.round_of[one.after] == number:
                 stacks = [walk.sent.pop(one.after) for walk in walks]
@@ -179,8 +179,8 @@ class _Walk:
     """What one replica holds while its towers pass.
 
     Attributes:
-        results: of the towers.
-        sent: for each segment after which towers meet the sums of what they send there.
+        results: the results of its towers, by number.
+        sent: the sums of the values that towers send, for each segment after which they meet.
     """
 
     def __init__(
@@ -196,10 +196,10 @@ class _Walk:
         self._forward = forward
         self._replica = replica
         self._additions = additions
-        # The rows are on the first one, and on the last one the results are wanted.
+        # The rows are on the first device; the results go to the last one.
         self._ends = [layout.device(replica, s) for s in (0, layout.num_stages - 1)]
         self._devices = [forward.segments.device(replica, s) for s in segments]
-        # A NumPy array may change, so nobody remembers its copies for longer than a call.
+        # A NumPy array may change, so its copies are kept during one call only.
         self._copies: dict[Any, jax.Array] = {}
         self._whole = [self._params(s, params) for s in segments]
         self._rows = dict(zip(chain.inputs[chain.num_params : -3], rows, strict=True))
@@ -209,7 +209,7 @@ class _Walk:
         self.sent: dict[int, list[list[jax.Array]]] = defaultdict(list)
 
     def take(self, tower: int, s: int) -> None:
-        """Starts one program, and sends what it makes to where it will be needed."""
+        """Starts one program, and sends its results to the devices that need them."""
         chain = self._forward.chain
         known = {**self._whole[s], **self._arrived.pop((tower, s), {})}
         values = [
@@ -231,7 +231,7 @@ class _Walk:
                 self.results[tower][place] = moved(made[n], self._devices[s], self._ends[1])
 
     def arrive(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
-        """Takes what has been added up over towers: all of them get the same."""
+        """Takes totals over towers: all towers get the same."""
         for x, total in zip(meeting.totals, totals, strict=True):
             for user in self._forward.users[x]:
                 there = jax.device_put(total, self._devices[user])
@@ -239,7 +239,7 @@ class _Walk:
                     self._arrived[tower, user][x] = there
 
     def _params(self, s: int, params: Sequence[Any]) -> dict[int, jax.Array]:
-        """What a segment needs of them, on its device."""
+        """The parameters that a segment needs, on its device."""
         chain = self._forward.chain
         needed = {*chain.segments[s].inputs}
         found: dict[int, jax.Array] = {}
@@ -252,14 +252,14 @@ class _Walk:
         return found
 
     def _copy(self, i: int, leaf: Any, s: int, rows: tuple[int, int] | None) -> jax.Array:
-        """A parameter, or rows of it, on the device of a segment; one for all its segments."""
+        """A parameter, or rows of it, on the device of a segment; copied once for each device."""
         key = (i, self._devices[s], rows)
         if key not in self._copies:
             self._copies[key] = self._forward.placed.on(leaf, self._devices[s], rows)
         return self._copies[key]
 
     def _own(self, x: int, tower: int, s: int) -> jax.Array:
-        """A tower's rows, or what it knows of itself, on the device of a segment."""
+        """A tower's rows, or its number or row counts, on the device of a segment."""
         if x in self._rows:
             return moved(self._rows[x].pieces[tower], self._ends[0], self._devices[s])
         count = self._counts[tower][self._forward.chain.inputs[-3:].index(x)]

@@ -1,4 +1,4 @@
-"""Copies of a caller's arrays on devices, made once and kept for as long as the caller's live."""
+"""Copies of a caller's arrays on devices, made once and kept while the originals exist."""
 
 import weakref
 from typing import Any
@@ -8,15 +8,15 @@ from jax.sharding import SingleDeviceSharding
 
 from multitower.towers.split import copy_to, on_one_device
 
-# A device; and the rows, first and last, if a stage needs some alone.
+# A device, and the rows `first:last` if a stage needs only some.
 Place = tuple[jax.Device, tuple[int, int] | None]
 
 
 class Placed:
-    """Arrays on devices, by the identity of what they are copies of.
+    """Arrays on devices, by the identity of the originals.
 
-    A `jax.Array` never changes, so its copy is the same for good. A NumPy array may, and a number
-    is no array: these are copied at every call.
+    A `jax.Array` never changes, so its copy stays valid. NumPy arrays may change, so they are
+    copied at every call, and so are numbers.
     """
 
     def __init__(self) -> None:

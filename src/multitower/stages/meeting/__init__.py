@@ -1,4 +1,4 @@
-"""Towers that meet in a model that is cut over devices: where, and what passes between them.
+"""Towers that exchange values in a model in stages: where they meet, and what they send.
 
-Read `sums.py` first, then `rounds.py`. Everything in `stages` may enter, and steps.
+Read `sums.py` first, then `rounds.py`. Any module of `stages` and `steps` may import from here.
 """

@@ -1,8 +1,8 @@
 """Rounds: stages in which towers meet are cut there, into programs of one tower each.
 
-A step's round is the number of meetings before it. All towers make a round, they meet, and the next
-round begins. What no meeting needs is done as late as possible, in the last round, where one tower
-after the other goes forward and backward.
+A step's round is the number of meetings before it. All towers run a round, they meet, and the next
+round begins. Steps that no meeting needs are run as late as possible, in the last round, in which
+one tower after the other goes forward and backward.
 """
 
 import itertools
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from multitower.engines.segments import Program, Step, numbers_in
 from multitower.stages.meeting.sums import is_meeting
 
-# The place of a step that none takes: the towers meet there.
+# The place of a step that no segment runs: the towers meet there.
 NOWHERE = -1
 
 
 class Meeting(NamedTuple):
-    """Values that are added up over towers at a time, on the devices of one stage.
+    """Values that are summed over towers together, on the devices of one stage.
 
     Attributes:
-        after: the segment that sends them.
-        sent: their numbers.
+        after: the segment that sends the values.
+        sent: the numbers of the values.
         totals: the numbers of their totals.
     """
 
@@ -34,10 +34,11 @@ class Rounds(NamedTuple):
     """A program whose steps have a stage and a round; both together are a segment.
 
     Attributes:
-        program: with three steps for each meeting: a copy of what is sent, the sum, a copy of it.
-        places: for each step its segment; NOWHERE for a sum.
-        stage_of: for each segment its stage.
-        round_of: for each segment its round.
+        program: the program, with three steps for each meeting: a copy of the value, the sum, and a
+            copy of the sum.
+        places: the segment of each step; NOWHERE for a sum.
+        stage_of: the stage of each segment.
+        round_of: the round of each segment.
     """
 
     program: Program
@@ -58,9 +59,9 @@ def cut_into_rounds(program: Program, stages: Sequence[int], num_stages: int) ->
     """Cuts stages where towers meet.
 
     Args:
-        program: of one tower.
-        stages: for each of its steps the stage.
-        num_stages: how many there are; without meetings, each is a segment.
+        program: the program of one tower.
+        stages: the stage of each of its steps.
+        num_stages: how many stages there are; without meetings, each is a segment.
     """
     if not any(is_meeting(step.equation) for step in program.steps):
         each = tuple(range(num_stages))
@@ -79,7 +80,7 @@ def cut_into_rounds(program: Program, stages: Sequence[int], num_stages: int) ->
 
 
 def find_meetings(program: Program, places: Sequence[int]) -> tuple[Meeting, ...]:
-    """Where towers meet in a program in rounds: those after the same segment are one."""
+    """The meetings of a program in rounds; all sums after the same segment are one meeting."""
     made_in: dict[int, int] = {}
     found: dict[int, list[Step]] = {}
     for step, place in zip(program.steps, places, strict=True):
@@ -93,7 +94,7 @@ def find_meetings(program: Program, places: Sequence[int]) -> tuple[Meeting, ...
 
 
 def _apart(program: Program, stages: Sequence[int]) -> tuple[list[_Placed], int]:
-    """The steps, with three for each meeting; and the number of the last round."""
+    """The steps, with three for each sum over towers; and the number of the last round."""
     known = [*program.inputs, *program.consts, *(x for s in program.steps for x in s.outputs)]
     fresh = itertools.count(1 + max(known))
     round_of: dict[int, int] = {}
@@ -113,7 +114,7 @@ def _apart(program: Program, stages: Sequence[int]) -> tuple[list[_Placed], int]
 
 
 def _as_late_as_possible(placed: Sequence[_Placed], last: int) -> list[int]:
-    """For each step the first round that needs it; NOWHERE for a sum."""
+    """The first round that needs each step; NOWHERE for a sum."""
     needed: dict[int, int] = {}
     rounds: list[int] = []
     for step, _, fixed in reversed(placed):

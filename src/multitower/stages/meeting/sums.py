@@ -1,8 +1,8 @@
 """Collectives between towers, each as a sum over towers and functions of one tower.
 
-What a tower sends is added up as it is, or lies in the tower's own place among zeros, so that the
-sum is all values side by side. Either has a derivative that is a sum over towers, too: each adds
-what the total means to it.
+A tower's values are summed directly, or put at the tower's own place among zeros, so that the sum
+has the values of all towers side by side. The derivative of either is a sum over towers, too, of
+their cotangents of the total.
 """
 
 from collections.abc import Mapping
@@ -42,19 +42,20 @@ def without_collectives(
     *,
     rules: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """A tower's program with marks, the identity, where values are added up over towers.
+    """A tower's program with marks, which are the identity, where values are summed over towers.
 
     Args:
-        closed: of `jax.make_jaxpr`, traced where the axis of towers exists.
+        closed: the jaxpr, traced where the axis of towers exists.
         number: the position of the tower's own number among its arguments.
         num_towers: how many towers there are.
-        rules: as for `read_program`; none if the program will be differentiated.
+        rules: as for `read_program`; empty if the program will be differentiated.
 
     Returns:
-        The program itself if it neither has a collective nor asks for the tower's number.
+        The new program; or `closed` itself if it has no collective and does not use the tower's
+        number.
 
     Raises:
-        OutputError: a collective that towers do not have, or that is where they cannot meet.
+        OutputError: a collective that towers do not support, or at a place where they cannot meet.
     """
     program = read_program(closed, needs_axis, refuse_inside, rules=rules)
     if not any(needs_axis(step.equation) for step in program.steps):
@@ -86,7 +87,7 @@ def _added(equation: Any, value: jax.Array, number: Any, num_towers: int) -> jax
     """The value of a collective, with a mark in place of the sum over towers."""
     given = sent(equation, value)
     dtype = given.dtype
-    # As `engines.packing` does it: 16-bit floats are added up in float32.
+    # As in `engines.packing`, 16-bit floats are summed in float32.
     if dtype == jnp.bool_:
         given = given.astype(jnp.int32)
     elif jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
@@ -95,7 +96,7 @@ def _added(equation: Any, value: jax.Array, number: Any, num_towers: int) -> jax
         given = given[None]  # so that it has an axis
     else:
         own = jnp.arange(num_towers) == number
-        # -0.0 leaves every number as it is, 0.0 too; 0.0 would not leave -0.0.
+        # Adding -0.0 changes no number, not even 0.0 or -0.0; adding 0.0 would change -0.0.
         zero = -jnp.zeros((), given.dtype)
         given = jnp.where(own.reshape(num_towers, *[1] * given.ndim), given[None], zero)
     total = with_one_nan(checkpoint_name(given, _NAME))

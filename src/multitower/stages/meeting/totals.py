@@ -1,4 +1,4 @@
-"""Totals over towers at the devices of a stage, added up in the order of the fixed tree."""
+"""Totals over towers on the devices of a stage, summed in the order of the fixed tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from multitower.stages.layout import Layout
 
 
 class StageTotals:
-    """Adds up what towers have at a stage: in each replica first, then between replicas.
+    """Sums values of towers at a stage: in each replica first, then between replicas.
 
     Attributes:
-        additions: for each replica of this process and each of its towers, how many sums of two
-            follow when it has come.
+        additions: for each replica of this process, by tower, how many additions of two sums can be
+            made once this tower has arrived.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -32,23 +32,23 @@ class StageTotals:
         self._is_connected = False
 
     def connected(self) -> None:
-        """Says that the processes have met at all stages."""
+        """Notes that the processes have been connected at all stages."""
         self._is_connected = True
 
     def total(self, stage: int, stacks: list[list[Any]], add: Sequence[Executable]) -> list[Any]:
         """The total, for each replica; it may be on another replica's device.
 
         Args:
-            stage: where that is.
-            stacks: for each replica the partial sums, as `reduction.put` has left them.
-            add: of `compile_add`.
+            stage: the stage.
+            stacks: the partial sums of each replica, from `reduction.put`.
+            add: the executables from `compile_add`.
         """
         if self._across:
             return self._total_across(stage, stacks)
         device = lambda r: self._layout.device(r, stage)
 
         def added(left: tuple[int, Any], right: tuple[int, Any]) -> tuple[int, Any]:
-            # The right one moves to the left one.
+            # The right sum moves to the device of the left one.
             replica, sums = left
             return replica, add[replica](sums, jax.device_put(right[1], device(replica)))
 
@@ -56,7 +56,7 @@ class StageTotals:
         return [reduction.evaluate(self._plan.rest, leaf, added)[1]] * len(stacks)
 
     def _total_across(self, stage: int, stacks: list[list[Any]]) -> list[Any]:
-        """The same over all processes, for each replica of this one."""
+        """The total over all processes, for each replica of this one."""
         treedef = jax.tree.structure(stacks[0][0])
         if not treedef.num_leaves:
             return [stack[0] for stack in stacks]
@@ -72,7 +72,7 @@ class StageTotals:
 def compile_add(
     equal: EqualPrograms, sums: Any, devices: Sequence[jax.Device], num_towers: int
 ) -> list[Executable]:
-    """The sum of two trees of these shapes on each device; nothing for one tower."""
+    """Compiles the sum of two trees of these shapes for each device; empty for one tower."""
     if num_towers == 1:
         return []
     return equal.compile_for_each(reduction.add_sums, (sums, sums), devices, donate=(0,))

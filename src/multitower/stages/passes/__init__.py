@@ -1,4 +1,4 @@
 """One stage, forward and backward: what its programs compute; read `stage.py` first.
 
-Everything in `stages` may enter, and planning.
+Any module of `stages` and `planning` may import from here.
 """

@@ -1,7 +1,7 @@
-"""Residuals: what a stage's forward program keeps for its backward one, to compute nothing twice.
+"""Residuals: values that a stage's forward program keeps for its backward one (`remat=False`).
 
-They are those of `jax.vjp`. What depends on parameters alone is the same for every tower: it is
-computed again, or is a parameter, and is not kept for each of them.
+They are those of `jax.vjp`. Values that depend on parameters only are the same for every tower:
+they are parameters, or are computed again, and are not kept for each tower.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class Residuals:
     """A stage as a forward program that keeps residuals, and a backward one that takes them.
 
     Attributes:
-        stage: of a chain.
-        forward: the forward program: what is sent, then what else is kept.
-        shapes: of what the backward program takes.
-        from_inputs: which of the stage's inputs it takes.
-        from_made: which results of the forward program it takes.
-        again: what is computed again, from those of the inputs that are parameters.
-        pattern: shapes of the ends, the structures of pull and results, and for each of their
-            leaves its number in `forward`, or a literal.
+        stage: a stage of a chain.
+        forward: the forward program; it returns what is sent, then what else is kept.
+        shapes: the shapes of the values that the backward program takes.
+        from_inputs: the places of the stage's inputs that the backward program takes.
+        from_made: the places of the results of `forward` that it takes.
+        again: the program of values that are computed again, from parameters.
+        pattern: the shapes of `Linearized.ends`; the structure of `pull` and `results`; and for
+            each of their leaves its number in `forward`, or a literal.
     """
 
     stage: Stage
@@ -39,13 +39,13 @@ class Residuals:
     pattern: tuple[Sequence[Any], Any, Sequence[Any]]
 
     def take(self, values: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        """What is held until the backward program runs, of inputs and what `forward` returned."""
+        """The values to hold until the backward program runs, from inputs and `forward` results."""
         return [*(values[i] for i in self.from_inputs), *(made[i] for i in self.from_made)]
 
     def backward(
         self, held: Sequence[Any], cotangents: Sequence[Sequence[Any]], params: frozenset[int]
     ) -> Backward:
-        """As `Stage.backward`, from what is held."""
+        """As `Stage.backward`, from the values that are held."""
         known = dict(zip(self._numbers, held, strict=True))
         computed = self.again([known[number] for number in self.again.inputs])
         known.update(zip(self.again.outputs, computed, strict=True))
@@ -58,13 +58,13 @@ class Residuals:
 
     @property
     def names(self) -> list[int | None]:
-        """The numbers that the chain has for what is held; None for what `forward` makes."""
+        """The numbers of the held values in the chain; None for results of `forward`."""
         made = [None] * len(self.from_made)
         return [*(self.stage.inputs[i] for i in self.from_inputs), *made]
 
     @property
     def _numbers(self) -> list[int]:
-        """The numbers of what is held."""
+        """The numbers of the held values in `forward`."""
         made, inputs = self.forward.outputs, self.forward.inputs
         return [*(inputs[i] for i in self.from_inputs), *(made[i] for i in self.from_made)]
 
@@ -73,9 +73,9 @@ def keep_residuals(stage: Stage, shapes: Sequence[Any], params: frozenset[int]) 
     """Splits the differentiation of a stage into two programs.
 
     Args:
-        stage: of a chain.
-        shapes: of its inputs.
-        params: numbers of the parameters.
+        stage: a stage of a chain.
+        shapes: the shapes of its inputs.
+        params: the numbers of the parameters.
     """
     structures: list[Any] = []
 
@@ -96,7 +96,7 @@ def keep_residuals(stage: Stage, shapes: Sequence[Any], params: frozenset[int]) 
     again = slice_of(program, [x for x in wanted if needs[x] <= alike])
     own = [x for x in wanted if not needs[x] <= alike]
     outputs = [*sent, *(x for x in own if x not in places and x not in sent)]
-    # A program takes all inputs of its stage, also those that nothing needs.
+    # A program takes all inputs of its stage, also those that are not used.
     forward = slice_of(program, outputs)
     forward = Segment(forward.steps, tuple(program.inputs), forward.outputs, forward.consts)
     from_inputs = [places[x] for x in (*again.inputs, *(x for x in own if x in places))]

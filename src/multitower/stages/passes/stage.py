@@ -1,9 +1,9 @@
-"""A stage: what it computes, and how that is differentiated.
+"""A stage: what it computes, and its derivative.
 
 A stage's forward program computes what later stages need. Its backward program takes the same
 inputs and the cotangents of what was sent, computes the rest again, and returns the gradients of
 its parameters, the cotangents of its other inputs, and those results of the tower that it makes.
-With `residuals` it takes what the forward program has kept instead.
+With `residuals` it takes the values that the forward program has kept instead.
 """
 
 import functools
@@ -19,13 +19,13 @@ from multitower.engines.segments import Segment
 
 
 class Linearized(NamedTuple):
-    """A stage at some inputs, ready to be differentiated.
+    """A stage linearized at some inputs.
 
     Attributes:
-        ends: what has a cotangent.
-        pull: of `jax.vjp`: from the cotangents of `ends` to those of the inputs.
-        results: of the tower, by their place among its results.
-        sent: what later stages need.
+        ends: the outputs that have a cotangent.
+        pull: the function from `jax.vjp`: from cotangents of `ends` to those of the inputs.
+        results: results of the tower that this stage makes, by their place among all results.
+        sent: the values that later stages need.
     """
 
     ends: Sequence[Any]
@@ -38,9 +38,9 @@ class Backward(NamedTuple):
     """What a stage's backward program returns.
 
     Attributes:
-        gradients: of the parameters, by number.
-        cotangents: of the other inputs, by number.
-        results: of the tower, by their place among its results.
+        gradients: the gradients of the parameters, by number.
+        cotangents: the cotangents of the other inputs, by number.
+        results: results of the tower that this stage makes, by their place among all results.
     """
 
     gradients: dict[int, Any]
@@ -53,12 +53,13 @@ class Stage:
     """One stage of a tower's program.
 
     Attributes:
-        segment: what it computes.
-        sent: numbers of what later stages need of it.
-        results: for each result of the tower that it makes its number, or the value itself.
-        differentiated: numbers of its inputs that have a gradient here.
-        answered: numbers of what it sends that later stages return a cotangent for.
-        share: the number of what is differentiated, if it is made here.
+        segment: the operations of the stage.
+        sent: the numbers of the values that later stages need.
+        results: by place among the tower's results, the number of each result that this stage
+            makes, or its literal value.
+        differentiated: the numbers of the inputs that get a gradient or cotangent here.
+        answered: the numbers of the sent values for which later stages return a cotangent.
+        share: the number of the value to differentiate, if this stage makes it; else None.
     """
 
     segment: Segment
@@ -70,11 +71,11 @@ class Stage:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Numbers of what it needs."""
+        """The numbers of its inputs."""
         return self.segment.inputs
 
     def forward(self, values: Sequence[Any]) -> list[Any]:
-        """What is sent, from the values of `inputs`."""
+        """The values of `sent`, from those of `inputs`."""
         known = self._compute(dict(zip(self.inputs, values, strict=True)))
         return [known[number] for number in self.sent]
 
@@ -84,14 +85,15 @@ class Stage:
         """The backward program.
 
         Args:
-            values: of `inputs`.
-            cotangents: for each of `answered` those that later stages returned, the last first.
-            params: numbers of the parameters.
+            values: the values of `inputs`.
+            cotangents: for each of `answered` the cotangents that later stages returned, those of
+                the last stage first.
+            params: the numbers of the parameters.
         """
         return self.pull(self.linearized(values), cotangents, params)
 
     def linearized(self, values: Sequence[Any]) -> Linearized:
-        """What the backward program is made of, from the values of `inputs`."""
+        """Linearizes the stage at the values of `inputs`."""
         given = dict(zip(self.inputs, values, strict=True))
 
         def outputs(inputs: list[Any]) -> tuple[list[Any], Any]:
@@ -110,8 +112,8 @@ class Stage:
     def pull(
         self, found: Linearized, cotangents: Sequence[Sequence[Any]], params: frozenset[int]
     ) -> Backward:
-        """The rest of the backward program; cotangents and params as for `backward`."""
-        # In the order of the stages, the last first; the same wherever they run.
+        """Pulls cotangents back through a linearized stage; arguments as for `backward`."""
+        # Summed in the order of the stages, the last first, whatever the layout.
         seeds = [functools.reduce(operator.add, each) for each in cotangents]
         if self.share is not None:
             seeds.append(jnp.ones(found.ends[-1].shape, found.ends[-1].dtype))

@@ -1,8 +1,8 @@
 """A training state of which every tower keeps a block: the optimizer's state, the moving average.
 
 Parameters are whole on every device, since every tower computes with them; what only the update
-needs is kept once. Seen from outside it is the state that it would be without blocks: a checkpoint
-of one can be resumed with the other.
+needs is kept once. From outside, the state looks the same as without blocks: a checkpoint of either
+can be resumed with the other.
 """
 
 import math
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """What one tower keeps, on its device: its block of both trees."""
+    """What one tower keeps, on its device: its block of the optimizer's state and of the average.
+
+    A block of a leaf has shape (n,), n = ceil(elements / towers); leaves that are the same for all
+    elements, such as a count, are whole.
+    """
 
     opt_state: Any
     ema_params: Any
@@ -37,8 +41,8 @@ class Parts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        replicas: what every local device holds whole; no optimizer state, no moving average.
-        blocks: for each local tower.
+        replicas: what each local device holds whole: everything but optimizer state and average.
+        blocks: the block of each local tower, by the number of the tower.
     """
 
     replicas: list[Fields]
@@ -72,7 +76,7 @@ class ShardedState:
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
     def fits(self, params: Any) -> bool:
-        """Whether these parameters are cut as those that this was made for."""
+        """Whether blocks of these parameters are the same as of those that this was made for."""
         return self.layout == BlockLayout.of(params, self._placement.num_towers)
 
     def first(self, fields: Fields, *, with_average: bool) -> Parts:
@@ -128,7 +132,7 @@ class ShardedState:
         return block
 
     def state(self, parts: Parts, maker: object) -> TrainState:
-        """What a user sees of these parts."""
+        """The training state that a user gets for these parts."""
         return TrainState.of_parts(
             parts, self._join, maker, join_shared=self._join_shared, apart=Block._fields
         )
@@ -139,7 +143,7 @@ class ShardedState:
     def _join(self, parts: Parts) -> Fields:
         """The whole state, from all processes together; blocks are joined on the host.
 
-        There is room for them, where there may be none on a device.
+        A device may not have enough memory for all of them.
         """
         fields = self._join_shared(parts)
         towers = [parts.blocks[tower] for tower in sorted(parts.blocks)]
@@ -167,7 +171,7 @@ class ShardedState:
         else:
             flat = np.concatenate([np.asarray(block) for block in blocks])  # host-device sync
         whole = flat[: math.prod(shape.shape)].reshape(shape.shape)
-        whole.flags.writeable = False  # nobody would read what is written into it
+        whole.flags.writeable = False  # what a user wrote into it would be lost
         return whole
 
     def _parts(self, fields: Fields, blocks: dict[int, Block]) -> Parts:

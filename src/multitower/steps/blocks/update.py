@@ -94,7 +94,8 @@ class ShardedRunner:
         """Updates the blocks of all local towers.
 
         Returns:
-            Their new rows, what they keep, and what the first one tells: the same as all others.
+            The new rows of each tower, its new block, and the metrics of the update, which are the
+            same for all towers.
         """
         new_rows: dict[int, list[jax.Array]] = {}
         new_blocks: dict[int, Block] = {}
@@ -140,7 +141,7 @@ class ShardedRunner:
         )
 
     def _squares_of_all(self, finished: Finished) -> list[Any]:
-        """The sums of squares of all towers' blocks, once per local device; None without need."""
+        """The sums of squares of all towers' blocks, once per local device; None if not needed."""
         if self._step.clip_norm is None and NORM not in self._step.extra_metrics:
             return [None] * len(self._devices)
         found: dict[int, list[jax.Array]] = {}

@@ -1,7 +1,7 @@
-"""Several steps in one call: what their metrics are made of is added up over towers at its end.
+"""Several steps in one call: the sums that metrics are made of are added over towers at its end.
 
-A call that ends where towers meet exchanges nothing before it does. The programs of a step are
-those of a call with one, so that the bits are the same; around them is only what moves data.
+A call that ends where towers meet exchanges nothing before its end. Each step runs the programs of
+a call with one step, so that the bits are the same; the programs around them only move data.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ class _Laid(NamedTuple):
 
     Attributes:
         stack: the tree, with a first axis for the steps.
-        place: of the next step, int32, shape (); on the device, which the host need not tell it.
+        place: the index of the next step, int32, shape (), kept on the device so that the host need
+            not send it.
     """
 
     stack: Any
@@ -105,18 +106,18 @@ class LocalCallRunner:
         return _Programs(begin, put, add, take, begin_told, put_told)
 
     def _begun(self, tree: Any) -> _Laid:
-        """The first step, and room for the others."""
+        """A stack with the first step in it, and zeros for the others."""
         room = lambda leaf: jnp.zeros((self._most, *leaf.shape), leaf.dtype).at[0].set(leaf)
         return _Laid(jax.tree.map(room, tree), jnp.int32(1))
 
 
 def _put(laid: _Laid, tree: Any) -> _Laid:
-    """One step more."""
+    """The stack with one step more."""
     put = lambda all_of, leaf: lax.dynamic_update_index_in_dim(all_of, leaf, laid.place, 0)
     return _Laid(jax.tree.map(put, laid.stack, tree), laid.place + 1)
 
 
 def _taken(total: Packed, place: Any) -> tuple[Packed, Any]:
-    """The totals of one step, and the place of the next one."""
+    """The totals of the step at `place`, and the place of the next one."""
     take = lambda leaf: lax.dynamic_index_in_dim(leaf, place, 0, keepdims=False)
     return jax.tree.map(take, total), place + 1

@@ -34,7 +34,7 @@ from multitower.towers.rows import Split, Tower
 
 
 class Met(NamedTuple):
-    """What a meeting tells, on every device.
+    """What a meeting reports, on every device.
 
     Attributes:
         good: whether an update was made, bool, shape ().
@@ -46,12 +46,12 @@ class Met(NamedTuple):
 
 
 class LocalSums(NamedTuple):
-    """What a tower returns of a step to be added up, a few numbers.
+    """What a tower returns of a step to be summed over towers: a few numbers.
 
     Attributes:
-        counted: what metrics are made of.
-        skipped: 1.0 if the tower made no update because something was not finite.
-        bad: for each parameter 1.0 if it is not finite after the update.
+        counted: the sums that metrics are made of.
+        skipped: 1.0 if the tower made no update because something was not finite, shape ().
+        bad: for each parameter 1.0 if it is not finite after the update, shape (leaves,).
     """
 
     counted: Sums
@@ -60,7 +60,7 @@ class LocalSums(NamedTuple):
 
 
 class LocalJob:
-    """One step of every tower; a `Job`, but that the state is what a tower has of its own."""
+    """One step of every tower; like a `Job`, but the state is what a tower has of its own."""
 
     def __init__(self, step: StepParts, split: Split, tower_rows: int, num_towers: int) -> None:
         self._inner = replace(step, ema_decay=None)
@@ -68,7 +68,7 @@ class LocalJob:
         self._num_towers = num_towers
 
     def tower(self, shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
-        """One update of a tower: `rows` are its own state after it, and the number of steps."""
+        """One update of a tower: `rows` of the result are its new `Own` and the number of steps."""
         own: Own = shared.state
         count, rng, rest = shared.rest
         fields = Fields(count, own.params, own.opt_state, None, own.model_state, rng)
@@ -82,7 +82,7 @@ class LocalJob:
         given = (self._inner, fields, gradients, {"loss": loss}, model_state)
         new, told = update_if_good(*given, tower_losses=())
         has_rows = here.num_rows > 0
-        choose = lambda n, o: n if n is o else jnp.where(has_rows, n, o)  # the key stays as it is
+        choose = lambda n, o: n if n is o else jnp.where(has_rows, n, o)  # the key does not change
         new = jax.tree.map(choose, new, fields)
         means, counted = self._one.results(shared, rows, here, (loss, output))
         skipped = told.get("skipped", jnp.float32(0)) * has_rows.astype(jnp.float32)
@@ -95,7 +95,7 @@ class LocalJob:
         )
 
     def apart(self, params: Any) -> Met:
-        """What there is to tell of a step in which towers do not meet: nothing is wrong."""
+        """The report of a step in which towers do not meet: all good and finite, on the host."""
         count = len(jax.tree.leaves(params)) if self._inner.diagnostics else 0
         return Met(np.True_, np.ones(count, bool))
 
@@ -116,11 +116,11 @@ class _OwnStep(TowerStep):
     def objective(
         self, params: Any, shared: Shared, rows: list[Any], here: Tower
     ) -> tuple[Any, LossOutput]:
-        """What is differentiated, and all that the loss returns."""
+        """This tower's own mean loss, to be differentiated, and everything the loss returns."""
         output = self._forward(params, shared, rows, here)
         if self._step.reduction == "mean":
             return own_mean(output.loss, here, self._tower_rows, "mean"), output
-        # The sum over the rows of all towers, as far as this one knows it.
+        # An estimate of the sum over the rows of all towers, from the rows of this one.
         share = share_of(output.loss, here, self._tower_rows, "sum", ())
         times = here.all_rows / jnp.maximum(here.num_rows, 1)
         return share * times.astype(share.dtype), output
@@ -137,13 +137,13 @@ class _OwnStep(TowerStep):
 
 
 class Moved(NamedTuple):
-    """What a tower brings to a meeting, each times its number of rows.
+    """What a tower brings to a meeting; floats are multiplied by its number of rows.
 
     Attributes:
         params: the parameters of the last meeting minus its own.
         model_state: leaves by number.
-        opt_state: likewise; none if towers keep theirs.
-        num_rows: real rows that it was given, a float.
+        opt_state: leaves by number; empty if each tower keeps its optimizer's state.
+        num_rows: real rows that it was given since the last meeting, a float, shape ().
     """
 
     params: Any
@@ -153,7 +153,7 @@ class Moved(NamedTuple):
 
 
 class MeetingJob:
-    """What a tower brings to a meeting, what is made of the sums, and how a tower goes on."""
+    """What a tower brings to a meeting, the update from the sums, and how a tower goes on."""
 
     def __init__(self, step: StepParts, options: LocalOptions) -> None:
         self._outer = replace(step, optimizer=options.outer_optimizer, clip_norm=None)
@@ -172,10 +172,10 @@ class MeetingJob:
         return TowerSums(pack(Moved(deltas, *states, weight)), [])
 
     def meet(self, fields: Fields, totals: Packed) -> tuple[Fields, Changed, Met]:
-        """The update on every device.
+        """The outer update, which every device makes from the same totals.
 
         Returns:
-            The state after it, the mean of the inner optimizers' states, and what it tells.
+            The state after it, the mean of the inner optimizers' states, and the report.
         """
         sums: Moved = jax.tree.map(with_one_nan, unpack(totals))
         share = 1 / sums.num_rows
@@ -183,7 +183,7 @@ class MeetingJob:
         as_before = lambda total, before: mean(total).astype(before.dtype)
         gradients = jax.tree.map(as_before, sums.params, fields.params)
         model_state = _joined(fields.model_state, sums.model_state, mean)
-        # Functions of the number of updates count meetings.
+        # Functions of the number of updates, such as `ema_decay`, count meetings.
         before = fields._replace(step=fields.step // self._options.sync_every - 1)
         given = (self._outer, before, gradients, {"loss": jnp.float32(0)}, model_state)
         new, told = update_if_good(*given, tower_losses=())
@@ -193,19 +193,19 @@ class MeetingJob:
         return new._replace(step=fields.step), Changed(averaged, sums.opt_state.first), met
 
     def go_on(self, own: Own, params: Any, model_state: Any, averaged: Changed) -> Own:
-        """What a tower has after a meeting: copies that nobody else has."""
+        """What a tower has after a meeting, as copies of its own."""
         opt_state = _joined(own.opt_state, averaged, lambda mean: mean)
         return Own(params, opt_state, model_state, jnp.zeros_like(own.num_rows))
 
 
 def _own_changes(given: Sequence[Any], new: Sequence[Any], *_: Any) -> Changed:
-    """What the tower itself keeps of a new model state: all that has changed, as it is."""
+    """What the tower itself keeps of a new model state: all leaves that changed, not weighted."""
     pairs = enumerate(zip(given, new, strict=True))
     return Changed({}, {number: leaf for number, (old, leaf) in pairs if leaf is not old})
 
 
 def _weighed(tree: Any, here: Tower, source: str) -> Changed:
-    """Leaves by number: floats times the tower's rows, at least in float32; others of tower 0."""
+    """Leaves by number: floats times the tower's rows, float32 or wider; others from tower 0."""
     leaves = [
         wide(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
         for leaf in jax.tree.leaves(tree)
@@ -214,7 +214,7 @@ def _weighed(tree: Any, here: Tower, source: str) -> Changed:
 
 
 def _joined(old: Any, sums: Changed, mean: Any) -> Any:
-    """A tree with new leaves of the dtypes that it had."""
+    """The old tree with new leaves, made by `mean` from sums, in the dtypes of the old ones."""
     leaves = jax.tree.leaves(old)
     averaged = {n: mean(total).astype(leaves[n].dtype) for n, total in sums.averaged.items()}
     first = {

@@ -1,10 +1,10 @@
 """Local updates in one program: from one meeting to the next, a tower's updates are one loop.
 
-One tower on every device. A call's batches are cut where towers meet; each piece is one program:
+There is one tower on every device. A call is divided where towers meet; each part is one program:
 
     repeat: the tower's update (no device waits for another)
-    add up what metrics are made of, over devices
-    if the piece ends with a meeting: add up what towers moved, and make the outer update
+    add up the sums that metrics are made of, over devices
+    if the part ends with a meeting: add up what towers moved, and make the outer update
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class LoopParts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        fields: all of it; `local` has a first axis for towers, which is split over the devices.
+        fields: the whole state; `local` has a first axis for towers, split over the devices.
         step: the number of steps made, on the host, which decides when to meet.
     """
 
@@ -44,12 +44,12 @@ class LoopParts(NamedTuple):
     step: int
 
     def state(self, maker: object) -> TrainState:
-        """What a user sees of these parts."""
+        """The training state that a user gets for these parts."""
         return TrainState.of_parts(self, lambda parts: parts.fields, maker)
 
 
 class LocalLoopRunner:
-    """Many local updates in one program; compiled once with a meeting at its end, once without."""
+    """Many local updates in one program, compiled twice: with a meeting at its end, and without."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LocalLoopRunner:
         return LoopParts(fields, step).state(maker), found[0]
 
     def _program(self, meets: bool) -> Callable[..., tuple[Fields, Metrics]]:
-        """The jitted program of some steps, the last of which ends with a meeting or not."""
+        """The jitted program of some steps; with `meets` a meeting follows the last of them."""
 
         def on_device(fields: Fields, batches: Any, bounds: Any) -> tuple[Fields, Metrics]:
             own: Own = jax.tree.map(lambda leaf: leaf[0], fields.local)
@@ -119,7 +119,7 @@ class LocalLoopRunner:
         return jax.jit(mapped, donate_argnums=0)
 
     def _loop(self, own: Own, fields: Fields, batches: Any, bounds: Any) -> tuple[Own, Any, Any]:
-        """Updates of this device's tower: what it has then, the steps made, and all sums."""
+        """Updates of this device's tower: its `Own` after them, the step count, and all sums."""
         index = lax.axis_index(AXIS)
 
         def one(number: Any, own: Own, count: Any) -> TowerResult:

@@ -36,7 +36,7 @@ class Meeting:
         self._compiled: dict[Any, _Programs] = {}
 
     def prepare(self, parts: Parts) -> _Programs:
-        """Compiles for states like this one, so that errors come at the first step."""
+        """Compiles for states like this one; the first step calls it, so that errors come early."""
         given = (parts.replicas[0], next(iter(parts.towers.values())))
         key = signature(given)
         if key not in self._compiled:
@@ -44,9 +44,9 @@ class Meeting:
         return self._compiled[key]
 
     def run(self, parts: Parts) -> tuple[Parts, Met]:
-        """The state after a meeting, and what it tells, on the first local device.
+        """The state after a meeting, and its report on the first local device.
 
-        The state is overwritten, and its towers are taken out.
+        The given state is overwritten, and its `towers` are emptied.
         """
         programs = self.prepare(parts)
         stacks = self.totals.stacks()
@@ -62,7 +62,7 @@ class Meeting:
         towers: dict[int, Own] = {}
         for turn in self.totals.turns:
             fields, averaged, _ = results[turn.i]
-            own = parts.towers.pop(turn.tower)  # else all old parameters would wait for the end
+            own = parts.towers.pop(turn.tower)  # frees old parameters now
             given = (own, fields.params, fields.model_state, averaged)
             towers[turn.tower] = programs.go_on[turn.i](*given)
             del own, given

@@ -1,4 +1,4 @@
-"""What a user says of local updates, and what they do not go together with."""
+"""The options for local updates, and the options that exclude them."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -12,7 +12,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's
 
 
 def refuse_meeting(meets: str) -> ArgumentError:
-    """The error for towers that exchange values, named by where they do so first."""
+    """The error for a loss in which towers exchange values; `meets` names the first place."""
     return ArgumentError(
         f"the loss exchanges values between towers ({meets}), and with sync_every= towers exchange "
         "nothing between two meetings. Leave sync_every= out, or the exchange."
@@ -23,7 +23,7 @@ class LocalOptions(NamedTuple):
     """How towers make updates of their own.
 
     Attributes:
-        sync_every: towers meet after every step whose number is a multiple of this.
+        sync_every: towers meet after every step whose number, from 1, is a multiple of this.
         outer_optimizer: makes the update at a meeting.
         averages_state: whether floats of the inner optimizers' states are averaged there.
         most: steps that a call makes at most; None if a call is one step.
@@ -48,16 +48,16 @@ def default_outer_optimizer() -> "optax.GradientTransformation":
 def check_local(
     sync_every: Any, outer_optimizer: Any, local_state: Any, others: dict[str, Any]
 ) -> LocalOptions | None:
-    """What a user says of local updates; None for towers that meet in every step.
+    """The options for local updates; None if towers meet in every step.
 
     Args:
-        sync_every: steps from one meeting to the next.
+        sync_every: steps from one meeting to the next, 1 or more; None for no local updates.
         outer_optimizer: an optax optimizer, or None.
         local_state: `"keep"` or `"average"`.
-        others: options that exclude it, by name; those that are set are true.
+        others: options that exclude it, by name, each true if it is set.
 
     Raises:
-        ArgumentError: it makes no sense, or options exclude each other.
+        ArgumentError: a value is out of range or of the wrong kind, or options exclude each other.
     """
     if local_state not in get_args(LocalState):
         raise ArgumentError(f"local_state={local_state!r}: say 'keep' or 'average'.")
@@ -91,7 +91,7 @@ def check_local(
 
 
 def _without_loss(outer: "optax.GradientTransformation") -> "optax.GradientTransformation":
-    """The optimizer as one that is told of gradients alone: at a meeting nobody has a loss."""
+    """The optimizer, called without the extra argument `value`: a meeting has no loss."""
     import optax  # noqa: PLC0415 (importing stays quick)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:

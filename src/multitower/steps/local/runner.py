@@ -1,8 +1,9 @@
 """Steps in which every tower updates its own parameters: the same bits on any number of devices.
 
-Between two meetings no program spans devices of one process. The few numbers that metrics are made
-of are copied to the first device and added there along the tree; with several processes they take
-the way of the reduction, at the end of every call. `calls.py` has calls of several steps.
+Between two meetings no program spans the devices of a process. The few numbers that metrics are
+made of are copied to the first device and added there in the fixed order of the tree. With several
+processes they go through the reduction, at the end of every call. `calls.py` has calls of several
+steps.
 """
 
 from collections.abc import Sequence
@@ -32,9 +33,9 @@ from multitower.towers.split import TowerRows, ready_or_cut
 
 
 class Programs(NamedTuple):
-    """Executables, and what a step without a meeting tells of meetings.
+    """Executables, and the report (`Met`) of a step without a meeting.
 
-    `tower` is one per local device, `finish` for the first one, `add` where metrics are added up.
+    `tower` has one per local device; `finish` runs on the first; `add` where sums are added.
     """
 
     tower: list[jax.stages.Compiled]
@@ -44,13 +45,13 @@ class Programs(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A step that has been made, as far as its metrics need it.
+    """What the metrics of a step are made from, after its updates.
 
     Attributes:
-        programs: of the step.
-        sums: what each local tower returned to be added up, on its device.
-        num_rows: of the batch.
-        met: what the meeting after it told.
+        programs: the executables of the step.
+        sums: what each local tower returned to be summed, by its number, on its device.
+        num_rows: rows of the batch, over all towers.
+        met: the report of the meeting after it.
     """
 
     programs: Programs
@@ -63,9 +64,9 @@ class LocalRunner:
     """Steps of towers on their own, and their meetings.
 
     Attributes:
-        devices: the local ones.
-        turns: of the local towers.
-        totals: adds up what metrics are made of.
+        devices: the local devices, in the order of the placement.
+        turns: the local towers, in the order in which they run.
+        totals: adds up the sums that metrics are made of.
     """
 
     def __init__(
@@ -139,11 +140,11 @@ class LocalRunner:
         return made.programs.finish(made.met, total, self._scale(made.num_rows))
 
     def state_of(self, parts: Parts, maker: object) -> TrainState:
-        """What a user sees of these parts."""
+        """The training state that a user gets for these parts."""
         return as_state(parts, self._placement, maker)
 
     def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
-        """Who a tower is, on its device; copied there once."""
+        """The number and row counts of a tower, on its device; copied there once."""
         key = rows[0].counts(turn.tower)
         if key not in self._numbers:
             counts = Tower(*(np.int32(count) for count in key))
@@ -151,7 +152,7 @@ class LocalRunner:
         return self._numbers[key]
 
     def _scale(self, num_rows: int) -> jax.Array:
-        """What turns sums into means, on the first local device."""
+        """The factor that turns sums into means, shape (), on the first local device."""
         scale = np.dtype(scale_shape().dtype).type(self._tower_rows / num_rows)
         key = (num_rows, scale.dtype)
         if key not in self._numbers:

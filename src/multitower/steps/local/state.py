@@ -1,7 +1,7 @@
 """A training state of which every tower has its own: parameters, optimizer state, model state.
 
-What the towers had when they last met is whole on every device. Seen from outside, what they have
-of their own are arrays with a first axis for towers, on the host, where there is room for them.
+What the towers had when they last met is whole on every device. A user sees what they have of their
+own as arrays with a first axis for towers, on the host: a device may lack the memory for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ class Own(NamedTuple):
     Attributes:
         params: its parameters.
         opt_state: the inner optimizer's state.
-        model_state: what its loss has returned.
-        num_rows: real rows that it was given since the last meeting, int32.
+        model_state: what its loss returned last.
+        num_rows: real rows that it was given since the last meeting, int32, shape ().
     """
 
     params: Any
@@ -43,8 +43,8 @@ class Parts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        replicas: what is the same for all towers, once per local device; no `local`.
-        towers: what each local tower has of its own, on its device.
+        replicas: what is the same for all towers, once per local device; `local` is None.
+        towers: what each local tower has of its own, by its number, on its device.
         step: the number of steps made, on the host, which decides when to meet.
     """
 
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
 
 def begin(fields: Fields, own: Own, placement: Placement) -> Parts:
-    """The parts of a state in which all towers have the same; nothing given is overwritten."""
+    """The parts of a state in which every tower has `own`; the arguments are not overwritten."""
     on_host = jax.tree.map(on_the_host, own)
     return _parts(fields, lambda tower: on_host, placement)
 
@@ -63,7 +63,7 @@ def take_apart(fields: Fields, placement: Placement) -> Parts:
     """The parts of a state that is whole, such as one from a checkpoint.
 
     Raises:
-        StateError: it is one of another number of towers.
+        StateError: it was made with another number of towers.
     """
     check_towers(fields, placement)
     on_host = jax.tree.map(on_the_host, fields.local)
@@ -74,7 +74,7 @@ def check_towers(fields: Fields, placement: Placement) -> None:
     """Refuses a state of another number of towers.
 
     Raises:
-        StateError: it is one.
+        StateError: its `local` holds another number of towers than `placement`.
     """
     (num_towers,) = fields.local.num_rows.shape
     if num_towers != placement.num_towers:
@@ -88,7 +88,7 @@ def check_towers(fields: Fields, placement: Placement) -> None:
 def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
     """The parts with what a user has written into the state.
 
-    New parameters and a new model state are those of every tower too.
+    Every tower gets new parameters and a new model state, too.
     """
     whole = {name: leaves for name, leaves in changes.items() if name != "local"}
     copies = replicate(whole, placement)
@@ -106,7 +106,7 @@ def take_changes(parts: Parts, changes: Changes, placement: Placement) -> Parts:
 
 
 def as_state(parts: Parts, placement: Placement, maker: object) -> TrainState:
-    """What a user sees of these parts."""
+    """The training state that a user gets for these parts."""
 
     def join_shared(parts: Parts) -> Fields:
         return as_global(parts.replicas, placement)
@@ -127,7 +127,7 @@ def _parts(fields: Fields, own_of: Callable[[int], Own], placement: Placement) -
 
 
 def on_the_host(leaf: Any) -> Any:
-    """A leaf on the host, with the dtype that it has on a device; a key stays one."""
+    """A leaf on the host, with the dtype that it has on a device; a typed key stays a JAX array."""
     if is_key(leaf):
         return leaf
     leaf = whole_on_host(leaf)
@@ -135,19 +135,19 @@ def on_the_host(leaf: Any) -> Any:
 
 
 def _on_device(tree: Any, device: jax.Device) -> Any:
-    """Copies on a device that nobody else has: a step overwrites them."""
+    """New copies on a device: a step overwrites them."""
     leaves, treedef = jax.tree.flatten(tree)
     fresh = [own_copy(leaf) if is_key(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(treedef, copy_to(fresh, [device] * len(fresh)))
 
 
 def _of_tower(tree: Any, tower: int) -> Any:
-    """One tower's leaves, of those with a first axis for towers."""
+    """One tower's leaves, from leaves with a first axis for towers."""
     return jax.tree.map(lambda leaf: leaf[tower], tree)
 
 
 def _with_leaves(tree: Any, by_number: dict[int, Any]) -> Any:
-    """A tower's tree with other leaves, on its device."""
+    """A tower's tree with some leaves replaced, by number, on its device."""
     leaves, treedef = jax.tree.flatten(tree)
     for number, leaf in by_number.items():
         (home,) = leaves[number].devices()
@@ -156,7 +156,7 @@ def _with_leaves(tree: Any, by_number: dict[int, Any]) -> Any:
 
 
 def _side_by_side(own: Sequence[jax.Array], placement: Placement) -> Any:
-    """A leaf of all towers along a first axis, from those of this process's towers."""
+    """A leaf of all towers, stacked along a new first axis, from this process's towers."""
     if is_key(own[0]):
         data = _side_by_side([jax.random.key_data(leaf) for leaf in own], placement)
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(own[0]))
@@ -165,5 +165,5 @@ def _side_by_side(own: Sequence[jax.Array], placement: Placement) -> Any:
         whole = whole_on_host(gather_rows(rows, placement, placement.num_towers))
     else:
         whole = np.stack([np.asarray(leaf) for leaf in own])  # host-device sync
-    whole.flags.writeable = False  # nobody would read what is written into it
+    whole.flags.writeable = False  # what a user wrote into it would be lost
     return whole

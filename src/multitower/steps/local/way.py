@@ -1,4 +1,4 @@
-"""A way to keep a training state: every tower has its own between two meetings."""
+"""A way to keep a training state: every tower has its own, and they meet now and then."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class InLocal(Whole):
         return self._begin(fields._replace(opt_state=opt_state, ema_params=ema), maker)
 
     def accepted(self, fields: Fields) -> Fields:
-        """As in `Whole`; what towers have of their own is taken."""
+        """As in `Whole`, but takes states with `local`, too."""
         if fields.local is not None and not isinstance(fields.local, Own):
             raise StateError(
                 "the state holds what towers keep of their own in another way than with "
@@ -60,7 +60,7 @@ class InLocal(Whole):
         return fields
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """As in `Whole`; in a state of synchronous steps all towers have the same."""
+        """As in `Whole`; from a state of synchronous steps, all towers begin with the same."""
         if fields.local is not None:
             return self._go_on(fields, maker)
         wanted = jax.tree.structure(jax.eval_shape(step.optimizer.init, fields.params))
@@ -78,7 +78,7 @@ class InLocal(Whole):
         return as_state(parts, self.placement, maker)
 
     def check(self, meets: str | None) -> None:
-        """Refuses every such loss."""
+        """Refuses every loss in which towers exchange values."""
         if meets:
             raise refuse_meeting(meets)
 
@@ -96,17 +96,17 @@ class InLocal(Whole):
         return LocalCallRunner(one, self._options.most, least)
 
     def _go_on(self, fields: Fields, maker: object) -> TrainState:
-        """The state of towers that have something of their own already."""
+        """The state of towers that go on with what `fields.local` holds for each."""
         return as_state(take_apart(fields, self.placement), self.placement, maker)
 
     def _begin(self, fields: Fields, maker: object) -> TrainState:
-        """The state of towers that have the same, from one with the inner optimizer's state."""
+        """A state in which all towers begin with the same; `opt_state` is the inner optimizer's."""
         own = Own(fields.params, fields.opt_state, fields.model_state, np.int32(0))
         outer = self._options.outer_optimizer.init(fields.params)
         return self._begin_with(fields._replace(opt_state=outer), own, maker)
 
     def _begin_with(self, fields: Fields, own: Own, maker: object) -> TrainState:
-        """The same, from what each tower has."""
+        """A state in which each tower begins with `own`; `fields` holds the rest."""
         return as_state(begin(fields, own, self.placement), self.placement, maker)
 
 
@@ -114,7 +114,7 @@ class InLocalLoops(InLocal):
     """As in `InLocal`; one tower on every device, and many steps in one program."""
 
     def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
-        """As in `Whole`; new parameters and a new model state are those of every tower too."""
+        """As in `Whole`; every tower gets new parameters and a new model state, too."""
         fields = state.fields()
         for name in ("params", "model_state"):
             leaves, treedef = jax.tree.flatten(getattr(fields.local, name))

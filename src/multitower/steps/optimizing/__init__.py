@@ -1,4 +1,4 @@
 """One update from the mean gradient: clipping, the optimizer, the average; read `update.py` first.
 
-Any module of `steps` enters, and those above that look at an optimizer.
+Any module of `steps` may import from here, and so may higher layers that inspect an optimizer.
 """

@@ -17,7 +17,7 @@ from multitower.towers.leaves import wide_dtype
 
 
 def leaf_squares(gradients: Any) -> jax.Array:
-    """For each leaf the sum of the squares of its elements, float32 or wider, shape (leaves,)."""
+    """The sum of squares of the elements of each leaf, float32 or wider, shape (leaves,)."""
     leaves = jax.tree.leaves(gradients)
     parts = [part for leaf in leaves for part in _real_parts(leaf)]
     dtype = wide_dtype(*(part.dtype for part in parts))
@@ -29,12 +29,12 @@ def leaf_squares(gradients: Any) -> jax.Array:
 
 
 def add_towers(squares: jax.Array) -> jax.Array:
-    """The sum over towers of shape (towers, leaves), in the order in which all sums are made."""
+    """Sums shape (towers, leaves) over towers, in the same fixed order as all sums over towers."""
     return evaluate(sum_tree(0, len(squares)), lambda tower: squares[tower], lambda a, b: a + b)
 
 
 def global_norm(squares: jax.Array) -> jax.Array:
-    """The root of the sum of squares of shape (leaves,), added in the order of the leaves."""
+    """The global norm, shape (), from squares of shape (leaves,), added in the order of leaves."""
     if not len(squares):
         return jnp.zeros((), squares.dtype)
     total = functools.reduce(operator.add, [squares[leaf] for leaf in range(len(squares))])
@@ -42,14 +42,15 @@ def global_norm(squares: jax.Array) -> jax.Array:
 
 
 def clipped(gradients: Any, squares: jax.Array, limit: float) -> Any:
-    """Gradients of a global norm of at most `limit`.
+    """Gradients scaled by one factor so that their global norm is at most `limit`.
 
     Args:
         gradients: any tree of floats.
-        squares: of the whole leaves, shape (leaves,).
-        limit: above 0.
+        squares: the sums of squares of the whole leaves, shape (leaves,).
+        limit: the largest norm, above 0.
     """
-    # A norm that is not finite makes what is not finite NaN, and the step is seen to be bad.
+    # If the norm is infinite or NaN, leaves that are not finite become NaN, so that
+    # `skip_nonfinite` finds them.
     factor = jnp.minimum(1, limit / global_norm(squares))
     with jax.numpy_dtype_promotion("standard"):  # gradients may be narrower, and complex
         return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)

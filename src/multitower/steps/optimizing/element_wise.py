@@ -1,4 +1,4 @@
-"""Does an optimizer work element by element? Its programs for whole leaves and blocks tell."""
+"""Proves from an optimizer's traced programs that it works element by element."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -33,13 +33,14 @@ def refuse_mixing(
         optimizer: an optax optimizer.
         params: the parameters, or their shapes and dtypes.
         block: shapes and dtypes of a tower's block of them.
-        is_cut: for each leaf of the optimizer's state whether it is kept in blocks.
-        of_params: likewise of the parameters; None if all of them are.
+        is_cut: for each leaf of the optimizer's state, whether it is kept in blocks.
+        of_params: for each leaf of the parameters, whether it is; None if all are.
 
     Raises:
-        ArgumentError: elements are mixed, or that cannot be told; the leaf and why are named.
+        ArgumentError: elements are mixed, or this cannot be proved; the message names the leaf and
+            the reason.
     """
-    # Shapes alone: where an array lies would be part of the program.
+    # Only shapes: the device of an array would become part of the program.
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
@@ -64,9 +65,9 @@ def is_element_wise(
     Args:
         optimizer: an optax optimizer.
         params: the parameters, or their shapes and dtypes.
-        pieces: in what parts they will be kept: trees of shapes and dtypes like `params`, in which
-            some leaves are smaller. The other leaves may be treated in any way. By default all
-            leaves are cut in halves, laid flat.
+        pieces: the parts in which they will be kept: trees of shapes and dtypes like `params`, in
+            which some leaves are smaller. Leaves of the same size may be treated in any way. By
+            default every leaf is flattened and cut in halves.
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state, treedef = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
@@ -92,7 +93,7 @@ def _compare(
     elements: Sequence[bool],
     cut: Sequence[bool],
 ) -> None:
-    """Reads a function's programs for whole leaves and for blocks, and compares them."""
+    """Traces a function for whole leaves and for blocks, and refuses it if the programs differ."""
     numbering: Numbering = {}
     wholes, names = _read(fn, arguments[0], elements, numbering)
     try:

@@ -15,10 +15,10 @@ RATE = "learning_rate"
 
 
 def check_extra_metrics(names: Any, sync_every: Any) -> tuple[str, ...]:
-    """The names of the metrics that a user wants.
+    """Checks `extra_metrics=`, and returns the names as a tuple.
 
     Raises:
-        ArgumentError: there is no such metric, or they have no meaning with local updates.
+        ArgumentError: an unknown name, or local updates, for which these metrics have no meaning.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or set(names) - {NORM, RATE}:
         raise ArgumentError(
@@ -34,7 +34,7 @@ def check_extra_metrics(names: Any, sync_every: Any) -> tuple[str, ...]:
 
 
 def check_learning_rate(step: StepParts, params: Any) -> None:
-    """Refuses an optimizer whose learning rate is wanted and not known.
+    """Refuses an optimizer whose learning rate is wanted as a metric and cannot be read.
 
     Raises:
         ArgumentError: its state does not hold it, or holds several.
@@ -44,12 +44,13 @@ def check_learning_rate(step: StepParts, params: Any) -> None:
 
 
 def extra_metrics(step: StepParts, opt_state: Any, squares: Any) -> dict[str, jax.Array]:
-    """The metrics of an update that a user wants, float32, shape ().
+    """The `extra_metrics` of an update, float32, shape ().
 
     Args:
-        step: what to do.
-        opt_state: after the update.
-        squares: of the mean gradient by leaf; None if its norm is not wanted.
+        step: what the step is made of.
+        opt_state: the optimizer's state after the update.
+        squares: sums of squares of the mean gradient, shape (leaves,); None if its norm is not
+            wanted.
     """
     found: dict[str, jax.Array] = {}
     if NORM in step.extra_metrics and squares is not None:
@@ -60,10 +61,10 @@ def extra_metrics(step: StepParts, opt_state: Any, squares: Any) -> dict[str, ja
 
 
 def refuse_taken_names(step: StepParts, metrics: Mapping[str, Any]) -> None:
-    """Refuses metrics of a loss that have a name of these.
+    """Refuses metrics of the loss that have the name of an extra metric.
 
     Raises:
-        OutputError: one has.
+        OutputError: a metric of the loss is named like an extra metric.
     """
     for name in step.extra_metrics:
         if name in metrics:

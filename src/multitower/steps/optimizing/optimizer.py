@@ -1,4 +1,4 @@
-"""An optimizer's update, with what it looks at beside the gradients."""
+"""Calls an optimizer's update, with the loss for optimizers that take it."""
 
 import inspect
 import re
@@ -21,16 +21,16 @@ def call_update(
 
     Args:
         optimizer: an optax optimizer.
-        gradients: as its update takes them.
-        opt_state: likewise.
-        params: likewise.
-        loss: for optimizers that take `value`; others are not given it, nor `grad`.
+        gradients: the mean gradient, a tree like `params`.
+        opt_state: the optimizer's state.
+        params: the parameters.
+        loss: passed as `value`, with the gradients as `grad`, to optimizers that take them.
 
     Returns:
         Updates of the parameters, and the new state.
 
     Raises:
-        ArgumentError: the optimizer needs something else of a step, such as the loss as a function.
+        ArgumentError: the optimizer needs more than this, such as the loss as a function.
     """
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
@@ -54,8 +54,8 @@ def call_update(
         ) from error
 
 
-# What optax's optimizers say that a step did not give them: L-BFGS, Sophia, SAM, and all that name
-# an argument of their own.
+# Arguments that optax's optimizers report as missing: those of L-BFGS, Sophia and SAM, and of
+# others with an argument of their own.
 _FUNCTIONS = {
     "value_fn": "the loss as a function of the parameters, value_fn",
     "obj_fn": "the loss as a function of the parameters, obj_fn",
@@ -64,7 +64,7 @@ _FUNCTIONS = {
 
 
 def _needed(message: str) -> str | None:
-    """What an optimizer lacks, by the message of its error; None if that is no matter of a step."""
+    """The argument that an optimizer lacks, read from its error; None for any other error."""
     for name, words in _FUNCTIONS.items():
         if re.search(rf"\b{name}\b", message):
             return words

@@ -15,7 +15,7 @@ from multitower.steps.state.fields import Fields
 
 
 def finite_leaves(params: Any) -> jax.Array:
-    """For each leaf whether all of it is finite, bool, shape (leaves,)."""
+    """Whether all elements of each leaf are finite, bool, shape (leaves,)."""
     found = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]
     return jnp.stack(found) if found else jnp.ones(0, bool)
 
@@ -34,12 +34,16 @@ def update_if_good(
     With a loss scale, no update is made from gradients that are not finite.
 
     Args:
-        step: what to do.
-        fields: the state before.
+        step: what the step is made of.
+        fields: the state before the update.
         gradients: means over all rows, times the loss scale.
-        metrics: likewise; what the step adds is written into them.
-        model_state: what the state gets.
-        tower_losses: the mean loss of each tower.
+        metrics: means over all rows; the metrics that the step adds are written into this dict.
+        model_state: the model state after the update.
+        tower_losses: the mean loss of each tower, float32, shape (towers,); used with
+            `diagnostics` only.
+
+    Returns:
+        The state after it, and all metrics.
     """
     refuse_taken_names(step, metrics)
     gradients = unscaled(gradients, fields.loss_scale)
@@ -56,13 +60,13 @@ def update_if_good(
         good &= no_overflow
         new = new._replace(loss_scale=next_scale(fields.loss_scale, no_overflow))
         metrics["loss_scale"] = fields.loss_scale["scale"]
-        # Where a smaller scale can mend it, the parameters have no fault.
+        # Where a smaller scale can help, the step does not report the parameters as not finite.
         finite |= ~no_overflow & (fields.loss_scale["scale"] > SMALLEST_SCALE)
     if step.skip_nonfinite or fields.loss_scale is not None:
         metrics["skipped"] = 1 - good.astype(jnp.float32)
-        choose = lambda n, o: n if n is o else jnp.where(good, n, o)  # the key stays as it is
+        choose = lambda n, o: n if n is o else jnp.where(good, n, o)  # the key does not change
         kept = jax.tree.map(choose, new, fields)
-        # The batch is used up; the update is not made.
+        # The step still counts, as the batch has been used.
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
     if step.diagnostics:
         metrics.update(tower_losses=tower_losses, finite_params=finite)
@@ -81,12 +85,13 @@ def update(
     """Makes one update of the parameters and their moving average.
 
     Args:
-        step: what to do.
-        fields: the state before.
+        step: what the step is made of.
+        fields: the state before the update.
         gradients: means over all rows.
-        loss: likewise, for optimizers that look at it.
-        model_state: what the state gets.
-        squares: of the gradients, by leaf, where `gradients` are a block of them.
+        loss: the mean over all rows, shape (), for optimizers that take it.
+        model_state: the model state after the update.
+        squares: sums of squares of the whole gradients, shape (leaves,); None to compute them from
+            `gradients`, which must then not be blocks.
     """
     import optax  # noqa: PLC0415 (see call_update)
 
@@ -112,7 +117,10 @@ def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
 
 
 def check_same_types(old: Fields, new: Fields) -> Fields:
-    """An update that changes a dtype would compile again at the next step, or lose bits."""
+    """Refuses an update that changes the structure, a shape or a dtype of the state.
+
+    The next step would be compiled again, or lose bits.
+    """
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise OutputError(
             "the update changes the structure of the training state: the optimizer's update, or "

@@ -1,4 +1,4 @@
-"""What a user says of asynchronous updates, and what they do not go together with."""
+"""The options for asynchronous updates, and the options that exclude them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,13 +11,13 @@ StaleScale = Callable[[Any], Any]
 
 
 class RotationOptions(NamedTuple):
-    """Who makes which update.
+    """Which group of towers makes which update.
 
     Attributes:
         max_staleness: one less than the number of groups; None for a group for every tower.
-        rotation: the groups in the order of their turns; None for one after the other.
-        stale_scale: what to multiply an update by, as a function of its staleness; None for 1.
-        momentum_correction: whether the optimizer's momentum is lowered by that of staleness.
+        rotation: the numbers of groups in the order of their turns; None for 0, 1, 2, ...
+        stale_scale: the factor of an update, as a function of its staleness; None for 1.
+        momentum_correction: whether the optimizer's momentum is lowered for stale gradients.
     """
 
     max_staleness: int | None
@@ -29,7 +29,8 @@ class RotationOptions(NamedTuple):
         """How many groups this many towers make.
 
         Raises:
-            ArgumentError: towers that do not divide into groups, or a rotation of other groups.
+            ArgumentError: the towers do not divide into groups of one size, or the rotation does
+                not name every group.
         """
         groups = num_towers if self.max_staleness is None else self.max_staleness + 1
         if num_towers % groups:
@@ -51,17 +52,18 @@ class RotationOptions(NamedTuple):
 def check_rotation(
     updates: Any, given: dict[str, Any], towers: int | None, others: dict[str, Any]
 ) -> RotationOptions | None:
-    """What a user says of asynchronous updates; None for synchronous ones.
+    """The options for asynchronous updates; None for synchronous ones.
 
     Args:
         updates: `"synchronous"` or `"asynchronous"`.
         given: `max_staleness`, `rotation`, `stale_scale` and `momentum_correction`, as for
-            `train_step`; None or False for what is not said.
-        towers: likewise.
-        others: options that exclude asynchronous updates, by name; those that are set are true.
+            `train_step`; None or False for what is not given.
+        towers: as for `train_step`.
+        others: options that exclude asynchronous updates, by name, each true if it is set.
 
     Raises:
-        ArgumentError: it makes no sense, or options exclude each other; or several processes.
+        ArgumentError: a value is out of range or of the wrong kind, options exclude each other, or
+            several processes make one run.
     """
     if updates not in ("synchronous", "asynchronous"):
         raise ArgumentError(f"updates={updates!r}: say 'synchronous' or 'asynchronous'.")
@@ -105,7 +107,7 @@ def check_rotation(
 
 
 def refuse_meeting(meets: str) -> ArgumentError:
-    """The error for towers that exchange values, named by where they do so first."""
+    """The error for a loss in which towers exchange values; `meets` names the first place."""
     return ArgumentError(
         f"the loss exchanges values between towers ({meets}), and with updates='asynchronous' a "
         "tower does not wait for others. Leave updates= out, or the exchange."

@@ -1,11 +1,12 @@
-"""Asynchronous steps: one group of towers makes an update with the version that it has.
+"""Asynchronous steps: one group of towers makes an update, with its version of the parameters.
 
 1. each tower of the group: loss and gradients of its rows, on the version of its last update;
 2. the group's sums are added along the tree (`sums`) and move to the home device;
 3. *finish program*, on the home device alone: one update of the newest parameters;
 4. the new parameters move to the devices of the group, and nowhere else.
 
-The host starts these and waits for nothing. The next group's towers depend on none of them.
+The host starts these programs without waiting for them. The next group's towers do not depend on
+them.
 """
 
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class RotationRunner:
         scale = np.float64(rows[0].tower_rows / rows[0].num_rows)  # turns sums into means
         # Parameters are not donated: on the home device a version is the same array.
         used = (parts.home.opt_state, parts.home.ema_params)
-        # The model state goes with the group: what an update does not change stays the group's.
+        # The model state is the group's, including the leaves that this update does not change.
         model_state = jax.device_put(version.copies[0].model_state, self._turns.home)
         kept = parts.home._replace(opt_state=None, ema_params=None, model_state=model_state)
         given = (kept, used, total, jax.device_put(scale, self._turns.home), staleness)
@@ -89,8 +90,8 @@ class RotationRunner:
         rows: list[TowerRows],
         place: Placement,
     ) -> list[Shared]:
-        """What the towers get whole, for each device of the group."""
-        # From the host: to ask the home device would be to wait for the update before this one.
+        """State and shared leaves for the towers, once for each device of the group."""
+        # From the host: reading it from the home device would wait for the update before this one.
         counts = copy_to([np.int32(count)] * len(place.devices), place.devices)
         fields = [copy._replace(step=n) for copy, n in zip(version.copies, counts, strict=True)]
         rest = replicate(batch.shared, place) if batch.shared else [[]] * len(fields)
@@ -115,7 +116,11 @@ def make_finish(
     num_towers: int,
     options: RotationOptions | None = None,
 ) -> Callable[..., tuple[Fields, Metrics]]:
-    """The finish program of an update: of the state in two halves, totals, scale, staleness."""
+    """Makes the finish program of an update.
+
+    It takes the fields that are kept, the pair (optimizer state, average), which is overwritten,
+    the totals over the group, the factor that turns them into means, and the staleness.
+    """
 
     def finish(
         kept: Fields, used: tuple[Any, Any], totals: Any, scale: Any, staleness: Any

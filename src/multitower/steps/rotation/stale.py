@@ -18,19 +18,19 @@ from multitower.steps.rotation.options import RotationOptions
 if TYPE_CHECKING:
     import optax
 
-# What optax calls it: that of SGD first, since some optimizers with it have a `b1` as well.
+# Optax's names of momentum. `momentum` first: some optimizers that have it also have a `b1`.
 _NAMES = ("momentum", "b1")
 
 
 def for_stale_gradients(
     optimizer: "optax.GradientTransformation", options: RotationOptions, staleness: Any
 ) -> "optax.GradientTransformation":
-    """An optimizer that makes its update by the rules of a user.
+    """The optimizer with the rules for stale gradients applied to its updates.
 
     Args:
         optimizer: an optax optimizer.
-        options: which rules there are.
-        staleness: of the gradient, int32, shape ().
+        options: the rules: `stale_scale` and `momentum_correction`.
+        staleness: updates made since the parameters of the gradient, int32, shape ().
     """
     import optax  # noqa: PLC0415 (importing stays quick)
 
@@ -60,7 +60,7 @@ def momenta_in(opt_state: Any) -> list[Any]:
     """The momenta that `optax.inject_hyperparams` keeps in an optimizer's state.
 
     Raises:
-        ArgumentError: there is none, or a schedule decides.
+        ArgumentError: the state holds no momentum, or a schedule sets it.
     """
     found: list[Any] = []
     for node in _holders(opt_state):
@@ -82,7 +82,7 @@ def momenta_in(opt_state: Any) -> list[Any]:
 
 
 def _lowered(momentum: Any, staleness: Any) -> Any:
-    """What is left of a momentum beside that of the staleness."""
+    """A momentum less the implicit momentum of the staleness, at least 0."""
     return jnp.maximum(momentum - staleness / (1 + staleness), 0).astype(momentum.dtype)
 
 
@@ -103,7 +103,7 @@ def _name_in(node: Any) -> str | None:
 
 
 def _with_momenta(tree: Any, momenta: Iterator[Any]) -> Any:
-    """A state with other momenta, in the order of `momenta_in`."""
+    """The optimizer's state with these momenta, in the order of `momenta_in`."""
 
     def changed(node: Any) -> Any:
         if not _holds(node):

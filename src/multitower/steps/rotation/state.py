@@ -1,7 +1,7 @@
 """A training state of which every group of towers has a version of its own.
 
 The newest parameters, the optimizer's state and the average are on one device, the home. A version
-is on the devices of its group's towers. Seen from outside, `local` has all versions side by side.
+is on the devices of its group's towers. A user sees all versions in `local`, stacked along axis 0.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ class Version(NamedTuple):
     """The parameters that a group of towers computes its next gradient with.
 
     Attributes:
-        made: after how many updates they were made; the host knows it without asking a device.
-        copies: for each device of the group the parameters, the model state and the run's key.
+        made: the number of updates that made them, kept on the host to avoid a host-device sync.
+        copies: parameters, model state and the run's key, once for each device of the group.
     """
 
     made: int
@@ -38,9 +38,9 @@ class Parts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        num_updates: made so far, on the host, which must know whose turn it is.
+        num_updates: updates made so far, on the host, which must know whose turn it is.
         home: the state without the versions, on the home device.
-        versions: for each group.
+        versions: the version of each group.
     """
 
     num_updates: int
@@ -48,13 +48,13 @@ class Parts(NamedTuple):
     versions: list[Version]
 
     def state(self, maker: object) -> TrainState:
-        """What a user sees of these parts."""
+        """The training state that a user gets for these parts."""
         return TrainState.of_parts(
             self, Parts.fields, maker, join_shared=lambda own: own.home, apart=("local",)
         )
 
     def fields(self) -> Fields:
-        """The whole state, with the versions on the host: there may be no room on a device."""
+        """The whole state, with the versions on the host: a device may lack the memory for them."""
         each = [(one.copies[0].params, one.copies[0].model_state) for one in self.versions]
         params, model_state = jax.tree.map(lambda *leaves: _stacked(leaves), *each)
         made = np.array([one.made for one in self.versions], np.int32)
@@ -77,8 +77,8 @@ class Parts(NamedTuple):
 def take_apart(fields: Fields, turns: Turns) -> Parts:
     """The parts of a state that is whole; the originals are never overwritten.
 
-    Without versions, as after `init`, all groups begin with the newest parameters. Of the keys in
-    the model state each has then those of the first of its towers.
+    Without versions, as after `init`, all groups begin with the newest parameters. PRNG keys in the
+    model state of a group are then those of its first tower.
 
     Raises:
         StateError: the versions are of other groups.
@@ -106,7 +106,7 @@ def check_versions(fields: Fields, turns: Turns) -> None:
     """Refuses versions that are not those of these groups.
 
     Raises:
-        StateError: there are others.
+        StateError: `fields.local` holds other groups, or something else.
     """
     if fields.local is None:
         return
@@ -126,7 +126,7 @@ def check_versions(fields: Fields, turns: Turns) -> None:
 
 
 def _seen(pair: tuple[Any, Any], rng: Any) -> Fields:
-    """What a tower sees of a state: not the optimizer's state, nor the average."""
+    """What a tower gets of a state: everything but the optimizer's state and the average."""
     params, model_state = pair
     return Fields((), params, None, None, model_state, rng)
 
@@ -136,5 +136,5 @@ def _stacked(leaves: Any) -> Any:
         data = np.stack([np.asarray(jax.random.key_data(leaf)) for leaf in leaves])
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaves[0]))
     whole = np.stack([np.asarray(leaf) for leaf in leaves])  # host-device sync
-    whole.flags.writeable = False  # nobody would read what is written into it
+    whole.flags.writeable = False  # what a user wrote into it would be lost
     return whole

@@ -1,7 +1,7 @@
 """What the towers of one group return, added up along the fixed tree on the group's devices.
 
-Moves from device to device and additions in the tree's order: nothing here waits, and nobody else
-takes part.
+Arrays move from device to device and are added in the order of the tree. The host does not wait,
+and other devices take no part.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows
 
-# An executable for every device.
+# One executable per device.
 Programs = dict[jax.Device, jax.stages.Compiled]
 
 
@@ -35,15 +35,15 @@ class GroupSums:
         self._numbers = WholeNumbers()
 
     def run(self, place: Placement, shared: Sequence[Shared], rows: Sequence[TowerRows]) -> Packed:
-        """The total over a group.
+        """Runs the towers of a group, and adds up what they return.
 
         Args:
             place: the group.
-            shared: what its towers get whole, once for each of its devices.
-            rows: the split arrays.
+            shared: state and shared leaves for its towers, once for each of its devices.
+            rows: the split arrays, cut for the towers of the group.
 
         Returns:
-            Means and sums, on the device of the group's first tower.
+            The totals of means and sums, packed, on the device of the group's first tower.
         """
         towers, adds = self._programs(shared[0], [leaf.piece for leaf in rows])
 

@@ -1,4 +1,4 @@
-"""Turns: which towers make which update, and where. The rotation decides, never the clock.
+"""Turns: which towers make which update, and where. It depends on the rotation, not on timing.
 
 The towers are divided into groups, neighbours together. Update k belongs to group
 `rotation[k mod len(rotation)]`; the towers of that group are synchronous among themselves.
@@ -23,8 +23,8 @@ class Turns:
     """Groups of towers, and the order of their turns.
 
     Attributes:
-        groups: for each group its towers, numbered from 0, on their devices.
-        rotation: the numbers of groups in the order of their turns, over and over.
+        groups: the placement of each group, in which its towers are numbered from 0.
+        rotation: the numbers of groups in the order of their turns, repeated for ever.
         home: the device that has the newest parameters and makes the updates.
     """
 
@@ -55,8 +55,8 @@ class Turns:
         """Copies batches ahead of need, each to the devices of the group whose turn it is.
 
         Args:
-            batches: of the updates first, first + 1, ...
-            first: updates made before them.
+            batches: the batches of updates `first`, `first` + 1, ...
+            first: the number of updates made before them.
             global_batch: as for `multitower.prefetch`.
         """
         counts = itertools.count(first)
@@ -67,12 +67,12 @@ class Turns:
         return ahead(batches, 2, put, global_batch)
 
     def group_at(self, count: int) -> int:
-        """Whose turn it is after `count` updates."""
+        """The number of the group whose turn it is after `count` updates."""
         return self.rotation[count % len(self.rotation)]
 
 
 def _part(placement: Placement, first: int, last: int) -> Placement:
-    """Some of the towers, on their own devices alone."""
+    """The placement of towers `first` to `last - 1`, with their own devices only."""
     owners = placement.owners[first:last]
     used = sorted(set(owners))
     devices = tuple(placement.devices[d] for d in used)

@@ -1,8 +1,8 @@
 """The job of one fast step on shards: gradients in parts, and an update of global arrays.
 
-A tower gathers what it needs of the parameters, and each device is left with its part of the sum of
-the gradients. The update runs on arrays that span the devices, so that any optimizer works: XLA
-puts in what a norm over all elements needs.
+A tower gathers the parameters that it needs, and each device ends up with its part of the summed
+gradients. The update runs on arrays that span the devices, so that any optimizer works: XLA inserts
+the communication that a norm over all elements needs.
 """
 
 import functools
@@ -23,7 +23,7 @@ from multitower.steps.state.fields import Fields
 from multitower.towers.leaf_shards import shardings_of, spec_of, split_axis
 from multitower.towers.rows import Split, Tower
 
-# For each parameter along which dimension it is split, if it is.
+# For each parameter, the dimension along which it is split; None if it is whole.
 Axes = list[int | None]
 
 
@@ -31,8 +31,8 @@ class ShardsJob:
     """One step's work on arrays that span the devices; traced by `jax.jit`.
 
     Args:
-        step: what to do.
-        split: how the batch goes to the towers.
+        step: what the step is made of.
+        split: which leaves of the batch are rows.
         tower_rows: rows of a full tower.
         shards: what is split over the devices.
         has_weights: whether the loss is a ratio, whose weights must be known first.
@@ -64,7 +64,7 @@ class ShardsJob:
         new, metrics = update_if_good(
             self._step, own, gradients, metrics, model_state, tower_losses=sums.tower_losses
         )
-        # Here, and not before the new parameters are made, they are put together again.
+        # Parameters are gathered here, after the update, not before it.
         params = jax.lax.with_sharding_constraint(new.params, there)
         return new._replace(params=params), metrics
 
@@ -96,7 +96,7 @@ class ShardsJob:
         return means, sums, treedef.unflatten(by_number[n] for n in range(len(leaves)))
 
     def _tower(self, axes: Axes, shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
-        """What one tower finds; its blocks are its device's parts of the gradients, by number."""
+        """One tower's results; `blocks` are its device's parts of the gradients, by leaf number."""
 
         def objective(params: Any) -> Any:
             return self._one.objective(params, shared, rows, here)
@@ -106,14 +106,14 @@ class ShardsJob:
         by_number = dict(enumerate(jax.tree.leaves(gradients)))
         blocks = {number: leaf for number, leaf in by_number.items() if axes[number] is not None}
         whole = {number: leaf for number, leaf in by_number.items() if axes[number] is None}
-        # The rest looks at shapes alone, and the shapes that the loss knows are the whole ones.
+        # `results` uses the shapes of the parameters only, and needs those of the whole leaves.
         stand_ins = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), whole_shapes(params))
         shared = shared._replace(state=shared.state._replace(params=stand_ins))
         means, sums = self._one.results(shared, rows, here, found)
         return TowerResult(means=means, sums=sums._replace(gradients=whole), blocks=blocks)
 
     def _with_shards(self, params: Any, axes: Axes) -> Any:
-        """The parameters with shards for those that are split, or whose gradients are."""
+        """The parameters, with a `Shard` for each that is split or whose gradient is."""
 
         def shard(leaf: jax.Array, axis: int) -> Shard:
             if self._shards.options.params:

@@ -39,7 +39,7 @@ class ShardsRunner:
         return TrainState(fields, maker), metrics
 
     def program(self, fields: Fields) -> Any:
-        """The compiled step for states like this one; it leaves every leaf where it was."""
+        """The jitted step for states like this one; it keeps the sharding of every leaf."""
         leaves, treedef = jax.tree.flatten(fields)
         key = (treedef, *(leaf.shape for leaf in leaves))
         if key not in self._programs:

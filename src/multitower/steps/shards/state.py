@@ -26,26 +26,26 @@ class StateShards:
     """Puts states on devices.
 
     Attributes:
-        options: what is split.
-        placement: one tower on every device.
+        options: whether parameters are split, too.
+        placement: the devices, with one tower on each.
     """
 
     options: ShardOptions
     placement: Placement
 
     def shardings(self, fields: Fields) -> Fields:
-        """Where every leaf of a state is."""
+        """The sharding of every leaf of a state."""
         whole = jax.tree.map(lambda _: self.placement.shared, fields)
         split = shardings_of(fields, self.placement)
         params = split.params if self.options.params else whole.params
         return whole._replace(params=params, opt_state=split.opt_state, ema_params=split.ema_params)
 
     def first(self, step: StepParts, fields: Fields) -> Fields:
-        """A first state. Its `opt_state` and `ema_params` are made here, in parts from the start.
+        """A first state. Its `opt_state` and `ema_params` are made here, split from the start.
 
         Args:
-            step: with the optimizer.
-            fields: the rest, anywhere; never overwritten.
+            step: what the step is made of, with the optimizer.
+            fields: the other fields, on any device or the host; never overwritten.
         """
         placed = self.place(fields)
 
@@ -61,7 +61,7 @@ class StateShards:
     def place(self, fields: Fields) -> Fields:
         """Copies of a state's leaves, on their devices; the originals are never overwritten.
 
-        Parameters that a function makes are made there.
+        Parameters that are `Unmade` are made on their devices.
         """
         there = self.shardings(fields)
         leaves, treedef = jax.tree.flatten(fields.params)
@@ -73,7 +73,7 @@ class StateShards:
         return jax.tree.map(_copy, fields, there)
 
     def _made(self, leaves: list[Unmade], shardings: list[Any]) -> list[jax.Array]:
-        """What a function makes; arrays that it only returns are placed as if they were passed."""
+        """The results of a function; arrays that it only passes through are copied there."""
         given = [leaf.given() for leaf in leaves]
         unmade = [n for n, leaf in enumerate(given) if isinstance(leaf, Unmade)]
         own = [leaves[n] for n in unmade], [shardings[n] for n in unmade]
@@ -94,12 +94,12 @@ class StateShards:
 
 
 def _copy(leaf: Any, sharding: Any) -> jax.Array:
-    """A copy that nobody else has. A leaf on the host goes to no device whole."""
+    """A new copy. A leaf on the host is never whole on a device, unless it is replicated."""
     if isinstance(leaf, jax.Array) or sharding.is_fully_replicated:
         leaf = own_copy(leaf)
     return copy_to([leaf], [sharding])[0]
 
 
 def _strong(leaf: Any) -> Any:
-    """A copy of a strong type: a weak one would compile again at step two."""
+    """A copy of a strong type: with a weak one, step two would compile again."""
     return leaf if is_key(leaf) else jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -1,4 +1,4 @@
-"""A first state of a model in stages: nothing is made before it is known where it will live."""
+"""A first state of a model in stages: arrays are made when it is known where they will live."""
 
 from typing import Any, NamedTuple
 
@@ -24,9 +24,9 @@ class First(NamedTuple):
     """A first state, before its parameters are on their devices.
 
     Attributes:
-        step: with the optimizer.
-        fields: without the optimizer's state and the average; parameters are in the host's memory,
-            or `Unmade`.
+        step: what the step is made of, with the optimizer.
+        fields: the state without optimizer state and average. Parameters are in the host's
+            memory, or `Unmade`.
     """
 
     step: StepParts
@@ -34,7 +34,7 @@ class First(NamedTuple):
 
     @classmethod
     def state(cls, step: StepParts, fields: Fields, maker: object) -> TrainState:
-        """A training state of this kind; the user's arrays are copied, in the host's memory."""
+        """A training state of this kind; the user's arrays are copied to the host's memory."""
         first = cls(step, jax.tree.map(_on_host, fields))
         apart = ["opt_state", "ema_params"]
         seen = first.fields
@@ -46,7 +46,7 @@ class First(NamedTuple):
         )
 
     def whole(self) -> Fields:
-        """All of it in the host's memory, for somebody who looks; keys stay."""
+        """The whole state in the host's memory, for a user who reads it; keys are not moved."""
         host = _host()
         with jax.default_device(host):
             params = jax.tree.map(lambda leaf: _made(leaf, host), self.fields.params)
@@ -55,7 +55,7 @@ class First(NamedTuple):
         return jax.tree.map(_on_host, fields)
 
     def shapes(self) -> Fields:
-        """Shapes and dtypes of all of it."""
+        """Shapes and dtypes of the whole state."""
         fields = shapes_of(self.fields)
         opt_state, ema = jax.eval_shape(self.begin, fields.params)
         return fields._replace(opt_state=opt_state, ema_params=ema)
@@ -79,12 +79,12 @@ class First(NamedTuple):
         return _made(jax.tree.leaves(self.fields.params)[i], device)
 
     def begin(self, params: Any) -> tuple[Any, Any]:
-        """What the optimizer's state and the average are at first."""
+        """The first optimizer state and moving average."""
         ema = jax.tree.map(wide, params) if self.step.ema_decay is not None else None
         return self.step.optimizer.init(params), ema
 
     def _params(self, homes: Homes, layout: Layout) -> list[list[dict[int, Any]]]:
-        """For each replica and stage its parameters by number; one is made after the other."""
+        """The parameters by number, for each replica and stage; made one by one."""
         replicas = range(len(layout.replicas))
         found: list[list[dict[int, Any]]] = [
             [{} for _ in range(layout.num_stages)] for _ in replicas
@@ -96,7 +96,7 @@ class First(NamedTuple):
                 for r in replicas[1:]:
                     found[r][home][i] = jax.device_put(own, layout.device(r, home))
                 continue
-            # Each stage keeps some of the stacked layers; all of them are in the host's memory.
+            # Each stage keeps some of the stacked layers, cut on the host from all of them.
             whole = leaf.made(_host()) if isinstance(leaf, Unmade) else leaf
             for stage, (first, last) in homes.rows[i].items():
                 for r in replicas:
@@ -105,10 +105,10 @@ class First(NamedTuple):
 
 
 class _Beginning:
-    """Programs that compute from parameters what `First.begin` does, leaf by leaf.
+    """Programs that compute the leaves of `First.begin` that a stage keeps.
 
     Args:
-        first: the state.
+        first: the first state.
         homes: where its leaves will live.
         layout: stages on devices.
     """
@@ -126,7 +126,7 @@ class _Beginning:
         Args:
             r: the replica.
             stage: the stage.
-            own: its parameters by number.
+            own: the stage's parameters by number.
         """
         if stage not in self._compiled:
             self._compiled[stage] = self._compile(stage, own)
@@ -138,12 +138,12 @@ class _Beginning:
     def _compile(self, stage: int, own: dict[int, Any]) -> tuple[list[int], list[Any]]:
         """The numbers of the parameters that are needed, and the programs of all replicas."""
         params, treedef = jax.tree.flatten(shapes_of(self._first.fields.params))
-        for i, leaf in own.items():  # perhaps a piece
+        for i, leaf in own.items():  # a piece, if the leaf is split
             params[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         make = jax.make_jaxpr(self._first.begin, return_shape=True)
         closed, shapes = make(treedef.unflatten(params))
         program = open_calls(closed, is_call)
-        first = len(jax.tree.leaves(shapes[0]))  # of the average
+        first = len(jax.tree.leaves(shapes[0]))  # the first leaf of the average
         of_state = self._homes.opt_state_of(stage)
         of_ema = [i for i in sorted(own) if first + i < len(program.outputs)]
         places = [*of_state, *(first + i for i in of_ema)]
@@ -167,7 +167,7 @@ class _Beginning:
 
 
 def _made(leaf: Any, device: jax.Device) -> jax.Array:
-    """A leaf on a device: a copy that nobody else has."""
+    """A new array on a device: a leaf made there, or a copy of one."""
     return leaf.made(device) if isinstance(leaf, Unmade) else copied(leaf, device)
 
 
@@ -176,12 +176,12 @@ def _on_host(leaf: Any) -> Any:
         return leaf
     leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
     copy = np.array(leaf, dtype=device_dtype(leaf))
-    copy.flags.writeable = False  # nobody would read what is written into it
+    copy.flags.writeable = False  # what a user wrote into it would be lost
     return copy
 
 
 def _strong(leaf: Any, dtype: Any) -> Any:
-    """A copy of a strong type that nobody else has."""
+    """A new copy of a strong type."""
     return own_copy(leaf) if is_key(leaf) else jnp.array(leaf, dtype=dtype, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""One tower of a step as a program of leaves, and what is made of its results."""
+"""One tower of a step as a program of leaves, and the metrics from its results."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,16 +25,16 @@ class StagedJob:
     """Traces one tower of a step, cuts it, and puts the results together again.
 
     Args:
-        step: what to do.
-        split: how the batch goes to the towers.
+        step: what the step is made of.
+        split: which leaves of the batch are rows.
         tower_rows: rows of a full tower.
         num_towers: how many towers there are.
-        num_stages: how many stages.
+        num_stages: how many stages there are.
         given: (fields, the batch's shared leaves, one tower's rows), arrays or shapes.
 
     Attributes:
         chain: the program in stages.
-        meets: where towers meet for the first time; None if they do not.
+        meets: names the first place where towers exchange values; None if they do not.
 
     Raises:
         ArgumentError: the loss cannot be cut into so many stages.
@@ -67,7 +67,7 @@ class StagedJob:
         self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
 
     def _tower(self, *leaves: Any) -> tuple[Any, Any]:
-        """A tower's share of the loss, and what is averaged and added up."""
+        """A tower's share of the loss, and the pair of what is averaged and what is summed."""
         first, last = self._ends
         params = jax.tree.unflatten(self._params, leaves[:first])
         (count, model_state, rng), shared = jax.tree.unflatten(self._rest, leaves[first:last])
@@ -94,5 +94,5 @@ class StagedJob:
 
 
 def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """What a tower gets beside parameters and rows."""
+    """The arguments of a tower besides parameters and rows: state fields, and shared leaves."""
     return (fields.step, fields.model_state, fields.rng), list(shared)

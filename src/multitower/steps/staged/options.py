@@ -1,4 +1,4 @@
-"""What stages do not go together with in a training step."""
+"""The options for stages in a training step, and the options that exclude them."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ def check_stages(
     towers: int | None,
     shard_update: bool,
 ) -> StageOptions | None:
-    """What a user says of stages; None for a model that is not cut.
+    """The options for stages; None for a model that is not cut.
 
     Raises:
-        ArgumentError: it makes no sense, or options exclude each other.
+        ArgumentError: a value is out of range or of the wrong kind, or options exclude each other.
     """
     options = stage_options(stages, layout, interleave, remat)
     if options is None:

@@ -1,4 +1,4 @@
-"""Steps of a model that is cut over devices: the same bits on any of them."""
+"""Steps of a model that is cut over devices: the same bits on any number of them."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from multitower.towers.split import on_one_device, ready_or_cut
 
 
 class StagedRunner:
-    """Steps in stages; made for batches of one shape.
+    """Steps of a model in stages, for batches of one shape.
 
     Attributes:
         segments: the stages, cut where towers meet.
@@ -102,7 +102,7 @@ class StagedRunner:
         return TrainState.of_parts(new, Parts.fields, maker), {**metrics, **more}
 
     def _parts(self, state: TrainState) -> Parts:
-        """The state in the parts of these stages; another runner may have cut elsewhere."""
+        """The state in parts for these stages; another runner may have cut the model elsewhere."""
         parts = state.parts()
         if isinstance(parts, First):
             parts = parts.on_devices(self._homes, self._layout)
@@ -113,12 +113,12 @@ class StagedRunner:
         return parts
 
     def _rest(self, head: Head, batch: BatchParts) -> list[Any]:
-        """The arguments of a tower's program between parameters and rows."""
+        """The arguments of a tower's program that stand between parameters and rows."""
         fields = Fields(head.step, (), (), (), head.model_state, head.rng)
         return jax.tree.leaves(rest_of(fields, _of_this_process(batch)))
 
     def _params(self, parts: Parts) -> list[dict[int, Any]]:
-        """For each replica here its parameters by the numbers of the tower's program."""
+        """The parameters of each replica here, by their numbers in the tower's program."""
         number = self._job.chain.number
         return [
             {

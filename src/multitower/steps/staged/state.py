@@ -16,7 +16,7 @@ from multitower.towers.split import on_one_device
 
 
 class Block(NamedTuple):
-    """What a stage keeps: leaves by their number in the whole tree."""
+    """What a stage keeps: leaves, or pieces of leaves, by their number in the whole tree."""
 
     params: dict[int, Any]
     opt_state: dict[int, Any]
@@ -24,12 +24,12 @@ class Block(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What there is one of: it belongs to no stage, and lives with the last one.
+    """The part of a state that belongs to no stage. It is on the device of the last stage.
 
     Attributes:
-        step: number of updates.
+        step: number of updates, int32, shape ().
         model_state: as in `Fields`.
-        rng: likewise.
+        rng: as in `Fields`.
         opt_state: leaves of the optimizer's state that belong to no parameter, by number.
     """
 
@@ -40,7 +40,7 @@ class Head(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """The structures that leaves are numbered by."""
+    """The structures of the trees whose leaves are numbered."""
 
     params: Any
     opt_state: Any
@@ -48,7 +48,7 @@ class Trees(NamedTuple):
 
     @classmethod
     def of(cls, fields: Fields) -> "Trees":
-        """Of a state."""
+        """Makes it of a state."""
         trees = (fields.params, fields.opt_state, fields.ema_params)
         return cls(*(jax.tree.structure(tree) for tree in trees))
 
@@ -57,10 +57,10 @@ class Parts(NamedTuple):
     """A state in parts.
 
     Attributes:
-        blocks: for each replica of this process and stage.
-        head: the rest.
+        blocks: one for each replica of this process and, in it, each stage.
+        head: what belongs to no stage.
         homes: which leaf is in which block.
-        trees: what the leaves make up.
+        trees: the structures of the trees of these leaves.
         spans_processes: whether other processes have replicas, too.
     """
 
@@ -75,7 +75,7 @@ class Parts(NamedTuple):
         return [self._replace(blocks=[own]).fields() for own in self.blocks]
 
     def by_stage(self) -> list[list[dict[str, Any]]]:
-        """For each stage what each replica keeps, by its path in the state."""
+        """What each replica keeps of each stage, by its path in the state."""
         paths = {
             name: jax.tree_util.tree_flatten_with_path(
                 jax.tree.unflatten(treedef, range(treedef.num_leaves))
@@ -91,11 +91,11 @@ class Parts(NamedTuple):
             }
 
         found = [[named(block) for block in copies] for copies in zip(*self.blocks, strict=True)]
-        # What belongs to no stage is there once, like a stage that all replicas have.
+        # What belongs to no stage is kept once: listed as a stage that is the same in all replicas.
         return [*found, [named(Block({}, self.head.opt_state, {}))] * len(self.blocks)]
 
     def fields(self) -> Fields:
-        """The state as it looks from outside, each leaf where it lives; pieces on the host."""
+        """The state that a user sees: leaves on their devices; split ones joined on the host."""
         own = Block(*(self._joined(n) for n in range(3)))
         leaves = (own.params, {**own.opt_state, **self.head.opt_state}, own.ema_params)
         params, opt_state, ema = (
@@ -105,7 +105,7 @@ class Parts(NamedTuple):
         return Fields(self.head.step, params, opt_state, ema, self.head.model_state, self.head.rng)
 
     def _joined(self, attribute: int) -> dict[int, Any]:
-        """The leaves of all blocks, with pieces laid side by side."""
+        """The leaves of all blocks, with pieces concatenated along axis 0."""
         found: dict[int, list[Any]] = {}
         for block in self.blocks[0]:
             for i, leaf in block[attribute].items():
@@ -120,7 +120,7 @@ class Parts(NamedTuple):
 def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
     """The parts of a state that is whole; the originals are never overwritten.
 
-    If processes have parts of arrays each, call it on every process.
+    If arrays are split over processes, call it on every process.
     """
     fields = jax.tree.map(_of_this_process, fields)
     params, opt_state, ema = (
@@ -153,21 +153,21 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
 
 
 def on_cpu(fields: Fields) -> Fields:
-    """The same as arrays of JAX, in the host's memory, for tracing: a model may index its own."""
+    """The fields as JAX arrays in the host's memory: a traced loss may index them with tracers."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, fields)
 
 
 def _of_this_process(leaf: Any) -> Any:
-    """A leaf without devices of other processes."""
+    """A leaf as an array on devices of this process, or on the host."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     return on_one_device(leaf) if leaf.is_fully_replicated else whole_on_host(leaf)
 
 
 def copied(leaf: Any, device: jax.Device) -> jax.Array:
-    """A copy of a leaf that nobody else has, on a device."""
-    with jax.default_device(device):  # what is on the host goes there alone
+    """A new copy of a leaf on a device."""
+    with jax.default_device(device):  # a leaf on the host goes to this device only
         return jax.device_put(own_copy(leaf), device)
 
 

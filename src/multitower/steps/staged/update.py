@@ -1,8 +1,9 @@
 """The update of everything, cut into one program for each stage.
 
-The whole update is traced once. A stage's program is those of its equations that the stage's own
-leaves need, so it computes what the whole update would. That is possible for optimizers that treat
-every parameter alone; what is the same for all, such as a count, is kept once.
+The whole update is traced once. A stage's program consists of the equations that the new values of
+the stage's own leaves depend on, so it computes what the whole update would. That is possible for
+optimizers that treat every parameter alone. State that is the same for all parameters, such as a
+count, is kept once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,19 +35,19 @@ if TYPE_CHECKING:
 SHARED = -1
 
 
-# For each leaf that is kept in pieces, by stage, the rows `first:last`.
+# By number of the leaf, then by stage: the rows `first:last` of a leaf that is kept in pieces.
 Rows = Mapping[int, Mapping[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the leaves of a state live.
+    """The stage that keeps each leaf of a state.
 
     Attributes:
         params: for each leaf of the parameters its stage, or SPLIT; likewise of the average.
         opt_state: for each leaf of the optimizer's state its stage, or SHARED, or SPLIT.
-        rows: of the leaves of the parameters that are split.
-        rows_of_state: of the leaves of the optimizer's state that are split.
+        rows: the pieces of the parameters that are SPLIT.
+        rows_of_state: the pieces of the leaves of the optimizer's state that are SPLIT.
     """
 
     params: tuple[int, ...]
@@ -55,11 +56,11 @@ class Homes:
     rows_of_state: Rows
 
     def params_of(self, stage: int) -> list[int]:
-        """Numbers of the leaves of the parameters of which a stage has all or a piece."""
+        """The numbers of the parameters of which a stage keeps all or a piece."""
         return _of_stage(self.params, self.rows, stage)
 
     def opt_state_of(self, stage: int) -> list[int]:
-        """Likewise of the optimizer's state; or of those that are SHARED."""
+        """The same for the optimizer's state; with `stage=SHARED` the leaves that are SHARED."""
         return _of_stage(self.opt_state, self.rows_of_state, stage)
 
 
@@ -71,7 +72,7 @@ ParamHomes = tuple[Sequence[int], Rows]
 
 
 class _Traced(NamedTuple):
-    """An update as a program; the numbers of its inputs and outputs, each tree's for itself."""
+    """An update as a program, and the numbers of its inputs and outputs, one list per tree."""
 
     program: Program
     inputs: list[list[Any]]
@@ -99,13 +100,13 @@ class WholeUpdate:
     """The update of all parameters, as a program of leaves.
 
     Args:
-        step: what to do.
+        step: what the step is made of.
         fields: the state, arrays or shapes.
-        homes: for each leaf of the parameters its stage, and the rows of those that are split.
-        loss: its shape and dtype.
+        homes: the stage of each parameter, or SPLIT, and the pieces of those that are split.
+        loss: the shape and dtype of the loss.
 
     Raises:
-        ArgumentError: the optimizer lets parameters of several stages meet.
+        ArgumentError: the optimizer computes an update from parameters of several stages.
     """
 
     def __init__(self, step: StepParts, fields: Fields, homes: ParamHomes, loss: Any) -> None:
@@ -117,7 +118,7 @@ class WholeUpdate:
         self._whole = _trace(step, shapes, loss)
         self._is_array = [leaf.ndim > 0 for leaf in jax.tree.leaves(shapes.opt_state)]
         params, rows = homes
-        # What is split in one way is taken for a stage of its own.
+        # Leaves that are split in the same way count as a stage of their own, numbered -3, -4, ...
         self._ways = list({tuple(own.items()): own for own in rows.values()}.values())
         apart = [
             -3 - self._ways.index(rows[i]) if home == SPLIT else home
@@ -135,7 +136,8 @@ class WholeUpdate:
     def of_stage(self, stage: int) -> Segment:
         """The update of a stage's leaves, or of those that are SHARED.
 
-        Its outputs are those of its parameters, of its optimizer state, of its moving average.
+        Its outputs are the new parameters, optimizer state and moving average of the stage, in this
+        order.
         """
         program, _, (params, opt_state, ema) = self._traced(stage)
         of_params = self.homes.params_of(stage)
@@ -144,12 +146,13 @@ class WholeUpdate:
         return slice_of(program, [*wanted, *(ema[i] for i in of_params if ema)])
 
     def named(self, stage: int, own: tuple[Any, Any, Any], rest: tuple[Any, Any]) -> dict[int, Any]:
-        """Values by the numbers that the segment of `of_stage` takes them by.
+        """Values by the numbers that the segment of `of_stage` knows them by.
 
         Args:
             stage: the stage, or SHARED.
             own: its leaves by number: parameters, gradients, and (optimizer state, average).
-            rest: shared leaves of the optimizer's state by number; then loss, step, squares.
+            rest: the SHARED leaves of the optimizer's state by number; and a dict with `"loss"`,
+                `"step"` and, for clipping, `"squares"`.
         """
         params, gradients, (opt_state, ema) = own
         shared, scalars = rest
@@ -166,7 +169,7 @@ class WholeUpdate:
         return self._of_pieces.get(stage, self._whole)
 
     def _shapes_in(self, stage: int, shapes: Fields) -> Fields:
-        """The shapes of a state that has a stage's pieces of what is split."""
+        """The shapes of a state in which split leaves are a stage's pieces of them."""
         return shapes._replace(
             params=_pieces_in(stage, shapes.params, self.homes.rows),
             opt_state=_pieces_in(stage, shapes.opt_state, self.homes.rows_of_state),
@@ -174,9 +177,10 @@ class WholeUpdate:
         )
 
     def _split_state(self, step: StepParts, shapes: Fields, apart: Sequence[int]) -> dict[int, int]:
-        """The leaves of the optimizer's state with rows of what is split, and how that is split.
+        """The leaves of the optimizer's state that are split like parameters, and their way.
 
-        For parameters with fewer rows, the optimizer makes these leaves with fewer rows too.
+        They are found by calling `init` for a piece of the parameters: these leaves then have fewer
+        rows, too.
         """
         found: dict[int, int] = {}
         state = jax.tree.leaves(shapes.opt_state)
@@ -228,7 +232,7 @@ class WholeUpdate:
     ) -> dict[int, int]:
         """Arrays of the state that no update changes, and the stage that alone uses each.
 
-        Such as the first weights, when parameters are pulled back to them.
+        An example are the first weights, for an optimizer that pulls parameters back to them.
         """
         program, (_, _, opt_state, _, _), (_, new_state, _) = self._whole
         found: dict[int, int] = {}
@@ -263,12 +267,12 @@ class WholeUpdate:
 
 
 def may_be_split(optimizer: "optax.GradientTransformation", params: Any, rows: Rows) -> bool:
-    """Whether an optimizer is proved to give the same for pieces of stacked parameters.
+    """Whether an optimizer is proved to update pieces of stacked parameters as it does the whole.
 
     Args:
         optimizer: an optax optimizer.
-        params: arrays or shapes.
-        rows: of those that would be split.
+        params: the parameters, arrays or shapes.
+        rows: the pieces of those that would be split.
     """
     from multitower.steps.optimizing.element_wise import is_element_wise  # noqa: PLC0415 (importing stays quick)
 
@@ -281,7 +285,7 @@ def may_be_split(optimizer: "optax.GradientTransformation", params: Any, rows: R
 
 
 def _pieces_in(stage: int, tree: Any, rows: Rows) -> Any:
-    """The shapes of a tree's leaves, of those that are split the shapes of a stage's pieces."""
+    """The shapes of a tree's leaves, with those of a stage's pieces for leaves that are split."""
     leaves, treedef = jax.tree.flatten(shapes_of(tree))
     for i, own in rows.items():
         if stage in own and leaves:
@@ -290,7 +294,7 @@ def _pieces_in(stage: int, tree: Any, rows: Rows) -> Any:
 
 
 def _piece(leaf: Any, rows: tuple[int, int]) -> tuple[int, ...]:
-    """The shape of some rows of a leaf."""
+    """The shape of rows `first:last` of a leaf."""
     return (rows[1] - rows[0], *leaf.shape[1:])
 
 
@@ -300,6 +304,6 @@ def squares_dtype(params: Any) -> Any:
 
 
 def _split(numbers: Sequence[Any], trees: Sequence[Any]) -> list[list[Any]]:
-    """The numbers of the leaves of each of some trees."""
+    """Splits the numbers of leaves into one list per tree."""
     left = iter(numbers)
     return [[next(left) for _ in jax.tree.leaves(tree)] for tree in trees]

@@ -1,4 +1,4 @@
-"""The update programs of all stages, compiled; and what all stages decide together."""
+"""The compiled update programs of all stages, and the decisions that all stages make together."""
 
 import functools
 import operator
@@ -26,10 +26,10 @@ class Updates:
     """Updates every stage's leaves on its devices.
 
     Args:
-        step: what to do.
-        whole: the update, to be cut.
+        step: what the step is made of.
+        whole: the update of all parameters, from which each stage takes its part.
         layout: stages on devices.
-        chain: which says what gradients are called by.
+        chain: the model in stages; it numbers the gradients.
     """
 
     def __init__(self, step: StepParts, whole: WholeUpdate, layout: Layout, chain: Chain) -> None:
@@ -53,7 +53,7 @@ class Updates:
     def run(
         self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]], loss: jax.Array
     ) -> tuple[list[list[Block]], dict[int, Any], dict[str, Any]]:
-        """Makes one update; unless it may have to be taken back, it overwrites the blocks.
+        """Makes one update. Without `skip_nonfinite` it overwrites the blocks.
 
         Returns:
             The new blocks, the new leaves of the optimizer's state that are shared, and metrics.
@@ -71,7 +71,7 @@ class Updates:
             for s in self._stages:
                 there = jax.device_put(rest, self._layout.device(r, s))
                 given = (parts.blocks[r][s], gradients[r][s], there)
-                # What may have to be taken back is not overwritten.
+                # With `skip_nonfinite` the old block may be needed again.
                 donate = () if self._step.skip_nonfinite else (0,)
                 program = functools.partial(self._update, s)
                 new[r][s], found = self._call(("update", s), program, given, (r, s), donate)
@@ -84,7 +84,7 @@ class Updates:
         return new, shared, {**metrics, **self._told(parts, new, shared, squares)}
 
     def kept(self, good: jax.Array, new: Any, old: Any) -> Any:
-        """What is on the head's device: the new values after a good step, else the old ones."""
+        """The new values if the step is good, else the old ones; both on the head's device."""
         if not jax.tree.leaves(new):
             return new
         key = ("kept", jax.tree.structure(new))
@@ -92,7 +92,7 @@ class Updates:
         return self._call(key, _keep, (good, new, old), (0, last))
 
     def _told(self, parts: Parts, new: Any, shared: dict[int, Any], squares: Any) -> dict[str, Any]:
-        """The metrics of the update that a user wants; on the head's device."""
+        """The extra metrics of the update, on the head's device."""
         if not self._step.extra_metrics:
             return {}
         tree = parts.trees.opt_state
@@ -112,7 +112,7 @@ class Updates:
         return self._call("told", program, (state, squares), where)
 
     def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
-        """The update program of a stage; and which of its parameters are finite."""
+        """The update program of a stage: its new block, and which of its parameters are finite."""
         shared, scalars = rest
         own = self._whole.homes.opt_state_of(stage)
         segment = self._whole.of_stage(stage)
@@ -129,7 +129,7 @@ class Updates:
     def _gradients(
         self, stage: int, params: Mapping[int, Any], packs: Sequence[Packed]
     ) -> dict[int, Any]:
-        """The totals: a stage's own, then those of later stages, in descending order."""
+        """Gradients by number: the stage's own, plus those of later stages, last stage first."""
         all_of = [unpack(packed) for packed in packs]
         found: dict[int, Any] = {}
         for i, param in params.items():
@@ -140,14 +140,14 @@ class Updates:
         return found
 
     def _ordered(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Squares of all leaves, in the order of the leaves."""
+        """The scalars, with squares of all leaves in the order of the leaves."""
         found = dict(scalars)
         if "squares" in found:
             found["squares"] = self._by_leaf(found["squares"], operator.add)
         return found
 
     def _by_leaf(self, found: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:
-        """One number for each leaf in their order, from those of all stages; pieces are joined."""
+        """One number per leaf, in order, from those of all stages; those of pieces are joined."""
         all_of = jnp.concatenate(found)
         result = all_of[np.array([places[0] for places in self._places], int)]
         for n in range(1, max(map(len, self._places), default=0)):
@@ -157,7 +157,7 @@ class Updates:
         return result
 
     def _squares(self, parts: Parts, gradients: Sequence[Sequence[list[Packed]]]) -> list[Any]:
-        """The sums of squares of every stage's gradients, which are the same in every replica."""
+        """The sums of squares of every stage's gradients, from replica 0: all have the same."""
 
         def program(stage: int, params: dict[int, Any], packs: list[Packed]) -> jax.Array:
             return leaf_squares(list(self._gradients(stage, params, packs).values()))
@@ -189,7 +189,7 @@ class Updates:
     def _checked(
         self, parts: Parts, new: Any, shared: Any, finite: list[Any], loss: jax.Array
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Looks whether all is finite, and takes the update back if it must."""
+        """Checks whether all is finite; if not, `skip_nonfinite` brings back the old state."""
         last = self._layout.num_stages - 1
         given = jax.device_put((finite, loss), self._layout.head)
         all_of, good, skipped = self._call("decide", self._decide, given, (0, last))

@@ -1,4 +1,4 @@
-"""The weights of a loss that is a ratio: they must be known before the stages begin."""
+"""The weights of a loss that is a ratio, which are summed before the stages begin."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,13 +24,13 @@ class StagedWeights:
     """Adds up the weights of all towers, without the model.
 
     Args:
-        step: what to do.
-        split: how the batch goes to the towers.
+        step: what the step is made of.
+        split: which leaves of the batch are rows.
         layout: stages on devices.
         given: (fields, the batch's shared leaves, one tower's rows), arrays or shapes.
 
     Attributes:
-        shapes: of the weights.
+        shapes: shapes and dtypes of the weights.
 
     Raises:
         ArgumentError: a weight is computed from parameters.
@@ -65,7 +65,7 @@ class StagedWeights:
                 "stages= it must be known before the first stage begins. Compute it from the "
                 "batch, or leave stages= out."
             )
-        # Which of the arguments after the parameters it takes.
+        # Which of the arguments after the parameters the segment takes.
         places = [program.inputs.index(x) - num_params for x in segment.inputs]
 
         def alone(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
@@ -79,8 +79,8 @@ class StagedWeights:
         """The weights of all towers, on the first device of this process.
 
         Args:
-            rest: the arguments of a tower's program between parameters and rows.
-            rows: those after them.
+            rest: the arguments of a tower's program that stand between parameters and rows.
+            rows: the split arrays.
         """
         replicas = [Shared((), jax.device_put(list(rest), device)) for device in self._devices]
         return self._engine.run(replicas, rows).results[0]

@@ -1,4 +1,4 @@
-"""What a training step keeps: parameters, optimizer state, averages; how users see and change it.
+"""The training state: parameters, optimizer state, averages; how users read and change it.
 
 Read `train_state.py` first.
 """

@@ -1,8 +1,8 @@
 """Bundles: the many small leaves of a state in one vector for each dtype, between programs.
 
 Every array that enters or leaves a program costs the host microseconds, on every device. So between
-the programs of a step small leaves travel together, and programs take them apart and lay them
-together again: they only move data there, so no bit changes.
+the programs of a step small leaves are packed into vectors. Programs unpack them and pack them
+again, which only moves data, so no bit changes.
 """
 
 import itertools
@@ -18,21 +18,21 @@ from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import slices
 from multitower.towers.rows import Tower
 
-SMALL = 1024  # elements; copying larger leaves costs a CPU more than handling them saves
-FEWEST = 8  # leaves of one dtype that are worth a vector
+SMALL = 1024  # elements; copying a larger leaf costs a CPU more time than packing it saves
+FEWEST = 8  # leaves of one dtype from which a vector pays off
 
 _Vectors = list[jax.Array]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which leaves of a tree travel together; decided by shapes and dtypes alone, and hashable.
+    """Which leaves of a tree are packed together. It depends on shapes and dtypes, and is hashable.
 
     Attributes:
-        treedef: of the tree.
-        shapes: of all leaves.
-        together: for each vector the numbers of its leaves.
-        alone: the numbers of all others.
+        treedef: the structure of the tree.
+        shapes: the shapes of all leaves.
+        together: the numbers of the leaves in each vector.
+        alone: the numbers of all other leaves.
     """
 
     treedef: Any
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def of(cls, tree: Any) -> "Layout":
-        """Of a tree of arrays or their shapes."""
+        """The layout of a tree of arrays or `jax.ShapeDtypeStruct`."""
         leaves, treedef = jax.tree.flatten(tree)
         by_dtype: dict[Any, list[int]] = {}
         for number, leaf in enumerate(leaves):
@@ -57,7 +57,7 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bundle:
-    """A tree whose small leaves lie in vectors."""
+    """A tree whose small leaves are packed in vectors."""
 
     vectors: _Vectors
     alone: list[Any]
@@ -65,7 +65,7 @@ class Bundle:
 
 
 def bundled_job(job: Job) -> Job:
-    """The same job with a state that may be a bundle; it leaves the next one in the same layout."""
+    """The same job for a state that may be a bundle; the new state has the same layout."""
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         return job.tower(shared._replace(state=opened(shared.state)), rows, here)
@@ -78,21 +78,22 @@ def bundled_job(job: Job) -> Job:
 
 
 def bundled(copies: Sequence[Any]) -> list[Any]:
-    """Copies of one tree, each on a device, with small leaves together; as they are, if few are.
+    """Bundles copies of one tree, each on its device; unchanged if few of its leaves are small.
 
-    Arrays are not overwritten. All copies share one layout: programs compare it at every call.
+    Arrays are not overwritten. All copies share one layout object, since it is compared at every
+    call of a program.
     """
     layout = Layout.of(copies[0])
     return [_laid(copy, layout, _joined) for copy in copies] if layout.together else [*copies]
 
 
 def opened(tree: Any) -> Any:
-    """The tree in a bundle, inside a program; anything else as it is."""
+    """The tree in a bundle, inside a program; a tree that is not a bundle is returned unchanged."""
     return _unbundled(tree, _cut)
 
 
 def shown(tree: Any) -> Any:
-    """The same outside of a program: small leaves are copies, others the bundle's own arrays."""
+    """`opened` outside of a program: small leaves are copies, others the bundle's own arrays."""
     return _unbundled(tree, _cut_out)
 
 

@@ -1,8 +1,8 @@
 """Changes: what a user has written into a state since its maker made it.
 
-A state's containers are the user's own dicts: `state.opt_state.hyperparams["learning_rate"] = 0.0`
-is the idiom of `optax.inject_hyperparams`. A step goes on with parts that are not these containers,
-so what was put into them is found by identity, and put into the parts too.
+Users may write into a state's dicts: `state.opt_state.hyperparams["learning_rate"] = 0.0` is the
+idiom of `optax.inject_hyperparams`. A step computes with parts that are not these containers, so a
+leaf that is another object than the step left there is found, and put into the parts, too.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from multitower.errors import StateError
 from multitower.steps.state.fields import Fields
 from multitower.towers.leaves import is_key
 
-# For each attribute of a state the new leaves by number.
+# The new leaves by number, for each attribute of a state.
 Changes = Mapping[str, Mapping[int, Any]]
 
 
@@ -32,10 +32,10 @@ class Shown(NamedTuple):
         return cls(*jax.tree.flatten(value))
 
     def changed_leaves(self, value: Any, name: str) -> dict[int, Any]:
-        """The leaves that are others now, each with the dtype that it had.
+        """The leaves that were replaced, by number, each a copy in the dtype of the old one.
 
         Raises:
-            StateError: another structure, or a leaf of another shape or kind.
+            StateError: the structure changed, or a leaf has another shape or kind.
         """
         leaves, treedef = jax.tree.flatten(value)
         if treedef != self.treedef:
@@ -57,7 +57,7 @@ class Shown(NamedTuple):
 
 
 def with_changes(fields: Fields, changes: Changes) -> Fields:
-    """The fields with other leaves."""
+    """The fields with these leaves replaced."""
     new: dict[str, Any] = {}
     for name, by_number in changes.items():
         leaves, treedef = jax.tree.flatten(getattr(fields, name))
@@ -67,7 +67,7 @@ def with_changes(fields: Fields, changes: Changes) -> Fields:
 
 
 def _like(old: Any, new: Any, where: str) -> jax.Array:
-    """A copy of a new leaf in the old one's dtype, so that the compiled program fits it."""
+    """A copy of a new leaf in the dtype of the old one, which the compiled program takes."""
     if is_key(old) or is_key(new):
         if not (is_key(old) and is_key(new) and (old.shape, old.dtype) == (new.shape, new.dtype)):
             raise StateError(
@@ -83,12 +83,12 @@ def _like(old: Any, new: Any, where: str) -> jax.Array:
             "have the same shape, and a dtype that fits."
         )
     if isinstance(new, np.ndarray):
-        new = new.copy()  # now: JAX copies later, from memory that the user may have changed
+        new = new.copy()  # at once: JAX copies later, and the user may have changed it by then
     return jnp.array(new, dtype=old.dtype, copy=True)
 
 
 def _casts(new: Any, old: Any) -> bool:
-    """Whether a value keeps its kind: a float may become another float, never an integer."""
+    """Whether `new` may be cast to `old`: to the same kind or a wider one, not float to integer."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x, kind)) for x in (new, old)]
     return rank[0] <= rank[1]

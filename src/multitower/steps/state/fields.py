@@ -21,7 +21,7 @@ class Fields(NamedTuple):
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes and dtypes of arrays, as programs are traced with."""
+    """`jax.ShapeDtypeStruct` for each array of a tree, with the dtype that it has on a device."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, device_dtype(x), weak_type=getattr(x, "weak_type", False)

@@ -1,4 +1,4 @@
-"""The leaves of a training state by name: to the host, and back into a state of the same kind."""
+"""The leaves of a training state by name: copied to the host, and back into a state like it."""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -18,10 +18,10 @@ from multitower.towers.split import copy_to
 def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
     """The leaves of a state with their paths, in canonical order.
 
-    What a user has written into it has the dtypes that the next step gives it.
+    Values that a user wrote into it are cast as the next step would cast them.
 
     Raises:
-        StateError: what was written there does not fit.
+        StateError: a value that was written into it does not fit.
     """
     if changes := state.changes():
         state = TrainState(with_changes(state.fields(), changes))
@@ -30,8 +30,8 @@ def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
 
 
 def on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """Copies a leaf to the host; of a typed key its data. Call it on every process."""
-    if not isinstance(leaf, jax.Array):  # a state that a user has put together may have numbers
+    """Copies a leaf to the host; a typed key as its key data. Call it on every process."""
+    if not isinstance(leaf, jax.Array):  # a state that a user built may hold Python numbers
         leaf = np.asarray(leaf)
         return leaf.astype(device_dtype(leaf), copy=False)
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
@@ -42,23 +42,23 @@ def on_host(leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def leaf_like(leaf: np.ndarray[Any, Any], old: Any) -> Any:
-    """Makes of a leaf on the host what `old` is: an array there or on a device, or a typed key."""
+    """Turns a leaf on the host into what `old` is: a NumPy or JAX array, or a typed key."""
     if isinstance(old, np.ndarray):
         return leaf
     if is_key(old):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old))
     if isinstance(old, jax.Array) and not old.is_fully_replicated:
-        return copy_to([leaf], [old.sharding])[0]  # on no device whole: there may be no room
+        return copy_to([leaf], [old.sharding])[0]  # not whole on a device: it may be too large
     return jnp.asarray(leaf)
 
 
 def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], where: str) -> None:
-    """Refuses a checkpoint whose leaves are not those of the state to fill.
+    """Refuses a checkpoint whose leaves do not match those of the state to fill.
 
     Args:
-        written: for each name the dtype's name and the shape.
-        named: the leaves of the state.
-        where: the checkpoint, for messages.
+        written: the name of the dtype and the shape of each leaf of the checkpoint, by name.
+        named: the leaves of the state with their names.
+        where: the path of the checkpoint, for messages.
 
     Raises:
         CheckpointError: a leaf is missing, of another dtype or of another shape.
@@ -83,7 +83,7 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
 
 
 def _maker_of(names: Set[str]) -> str:
-    """What decides over these leaves, of which some are in one place alone."""
+    """In words, what was different when a checkpoint with other leaves, `names`, was saved."""
     if any(name.startswith(".local") for name in names):
         return (
             "other options of the step, which decide what towers keep of their own (towers, "

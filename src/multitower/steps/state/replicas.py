@@ -15,16 +15,17 @@ from multitower.towers.leaves import is_key
 
 
 def check_replicas(state: TrainState) -> None:
-    """Compares checksums of all variables between devices; waits for them, if there are several.
+    """Compares checksums of all variables between devices. With several devices it waits for them.
 
-    Every device adds up the bits of each of its leaves; only these sums are copied to the host.
-    Copies differ when memory or a link is faulty, or when something was written to one of them.
+    Every device adds up the bits of each of its leaves, and only these sums are copied to the host.
+    Copies differ if memory or a link is faulty, or if something was written to one of them. With
+    several processes, call it on every process.
 
     Args:
         state: the state of a training step.
 
     Raises:
-        StateError: a device holds other bits than the first one; it and the leaf are named.
+        StateError: a device holds other bits than the first one. The message names device and leaf.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -37,7 +38,7 @@ def check_replicas(state: TrainState) -> None:
     if by_stage is not None:
         check_stages(by_stage(), state.parts().spans_processes)
         return
-    # What is kept in blocks or by one tower, or is split over the devices, has no copies.
+    # Leaves that are kept in blocks or by one tower, or split over the devices, have no copies.
     whole = state.shared()._replace(local=None)
     every, _ = jax.tree_util.tree_flatten_with_path(whole)
     flat = [
@@ -47,7 +48,7 @@ def check_replicas(state: TrainState) -> None:
     ]
     names = [jax.tree_util.keystr(path) for path, _ in flat]
     if any(isinstance(leaf, np.ndarray) for _, leaf in every):
-        _check_hosts(every)  # a first state, which waits to be cut into stages
+        _check_hosts(every)  # a first state that is not yet cut into stages
         return
     blocks = [leaf.addressable_shards for _, leaf in flat]
     devices = [shard.device for shard in blocks[0]]
@@ -60,10 +61,10 @@ def check_replicas(state: TrainState) -> None:
 
 
 def check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: bool) -> None:
-    """The same of a model in stages.
+    """Compares the replicas of a model in stages, as `check_replicas` does.
 
     Args:
-        stages: for each of them what every replica keeps, by its path in the state.
+        stages: for each stage, what every replica keeps, by its path in the state.
         several: whether other processes have replicas, too.
 
     Raises:
@@ -88,7 +89,7 @@ def check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: b
 
 
 def _check_hosts(leaves: Sequence[tuple[Any, Any]]) -> None:
-    """Compares what processes have in the memory of their hosts, if there are several."""
+    """Compares leaves in the memory of the hosts, if there are several processes."""
     if not are_several():
         return
     plain = [jax.random.key_data(leaf) if is_key(leaf) else leaf for _, leaf in leaves]
@@ -102,18 +103,18 @@ def _compare(
     device_of: Callable[[int, int], jax.Device] | None,
     several: bool,
 ) -> None:
-    """Raises what differs from the first copy, in every process.
+    """Raises an error for the first difference from the first copy, in every process.
 
     Args:
-        on_host: checksums, of every copy of this process and of each leaf.
-        names: of the leaves.
-        device_of: where a leaf of a copy is; None for the memory of the host.
+        on_host: checksums, uint32, shape (copies of this process, leaves).
+        names: the names of the leaves.
+        device_of: the device of a leaf of a copy; None for the memory of the host.
         several: whether other processes have copies, too.
     """
     first = gathered(on_host[0])[0] if several else on_host[0]
     differs = np.argwhere(on_host != first)
     where = differs[0] if len(differs) else np.array([-1, -1])
-    # One process sees it, all of them raise it: the others would wait for the one that has gone.
+    # If one process finds a difference, all raise it: else they would wait for that process.
     for process, (i, leaf) in enumerate(gathered(where) if several else [where]):
         if i < 0:
             continue
@@ -158,7 +159,10 @@ def _checksums(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _checksum(leaf: jax.Array) -> jax.Array:
-    """The sum of all bits taken as whole numbers, modulo 2**32; the order does not matter."""
+    """A checksum, uint32: elements as whole numbers, weighted by position, summed modulo 2**32.
+
+    Additions may be made in any order.
+    """
     value: Any = leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(leaf)
@@ -168,6 +172,6 @@ def _checksum(leaf: jax.Array) -> jax.Array:
         value = value.astype(jnp.uint8)
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[value.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(value, width)  # 8 bytes become two numbers
-    # Weighing by place finds leaves whose elements changed places.
+    # Weights by position, so that exchanged elements change the sum.
     flat = bits.reshape(-1).astype(jnp.uint32)
     return jnp.sum(flat * (2 * jnp.arange(flat.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)

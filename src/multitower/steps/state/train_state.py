@@ -1,4 +1,4 @@
-"""TrainState: everything that one update changes, as arrays that span the devices."""
+"""TrainState: everything that one update changes, as arrays on all devices."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -15,12 +15,12 @@ from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
 def check_is_state(
     state: Any, call: str, remedy: str = "make one with state = step.init(params)"
 ) -> None:
-    """Refuses what is no training state, such as parameters.
+    """Refuses a value that is not a training state, such as parameters.
 
     Args:
         state: what a user passed.
-        call: what it was passed to, for the message.
-        remedy: what to pass instead, likewise.
+        call: the call that it was passed to, for the message.
+        remedy: what to do instead, for the message.
 
     Raises:
         StateError: it is not a `TrainState`.
@@ -35,10 +35,10 @@ def check_is_state(
 
 
 def refuse_a_state(params: Any) -> None:
-    """Refuses a training state, or a model that holds its own, in the place of parameters.
+    """Refuses a training state, or a model that holds one, where parameters are expected.
 
     Raises:
-        ArgumentError: it is one: ours, that of Flax Linen, or a model of Keras.
+        ArgumentError: a `TrainState` of multitower or of Flax Linen, or a Keras model.
     """
     if isinstance(params, TrainState):
         raise ArgumentError(
@@ -58,12 +58,13 @@ def refuse_a_state(params: Any) -> None:
 class TrainState:
     """The training state, a pytree made by `TrainStep.init`.
 
-    Its arrays are whole on every device. With `shard_update` or `shard_params` large ones are split
-    over the devices, and you see each as one array. With `updates="asynchronous"` they are on the
-    first device. A step overwrites the state that you pass, so continue with the state that it
-    returns. To keep an older state, copy it
-    (`jax.tree.map(jnp.copy, state)`). You may change values before a step, as in
-    `state.opt_state.hyperparams["learning_rate"] = 0.01`, but not shapes or the tree.
+    Its arrays are whole on every device. With `shard_update` or `shard_params` large arrays are
+    split over the devices, and you see each as one array. With `stages` each array is on the
+    devices of its stage. With `updates="asynchronous"` all are on the first device.
+
+    A step overwrites the state that you pass, so continue with the state that it returns. To keep
+    an older state, copy it: `jax.tree.map(jnp.copy, state)`. You may change values before a step,
+    as in `state.opt_state.hyperparams["learning_rate"] = 0.01`, but not shapes or the tree.
 
     Attributes:
         step: number of updates made, int32, shape ().
@@ -71,16 +72,16 @@ class TrainState:
         opt_state: the optimizer's state.
         ema_params: the moving average of the parameters, or None; 16-bit floats are kept in
             float32, where small changes are not rounded away.
-        model_state: what the model changes and does not train, such as BatchNorm statistics; or
-            None.
+        model_state: arrays that the model changes without training them, such as BatchNorm
+            statistics; or None.
         rng: the PRNG key from which the keys of all steps and towers are made, or None.
-        local: what every tower keeps of its own between two meetings, arrays with a first axis for
-            towers; None where towers meet in every step. With `updates="asynchronous"` a dict of
-            the versions of the groups: `"params"`, `"model_state"`, and `"step"`, the number of
-            updates that each was made by.
-        loss_scale: with `compute_dtype=jnp.float16` a dict of `"scale"`, float32, which the loss of
-            the next step is multiplied by, and `"good_steps"`, int32, the steps since it was last
-            changed; else None.
+        local: with `sync_every`, what every tower keeps of its own between two meetings: arrays
+            with a first axis for towers. With `updates="asynchronous"`, a dict of the versions of
+            the groups, with a first axis for groups: `"params"`, `"model_state"`, and `"step"`,
+            int32, the number of updates after which each version was made. Else None.
+        loss_scale: with `compute_dtype=jnp.float16`, a dict of `"scale"`, float32, which multiplies
+            the loss of the next step, and `"good_steps"`, int32, the steps with finite gradients
+            since the scale last changed. Else None.
 
     Raises:
         StateError: on reading a state that a step has overwritten.
@@ -95,8 +96,8 @@ class TrainState:
     """
 
     # A same-bits step works on one copy per device, with many small leaves in `bundles`. The arrays
-    # that span all devices, which a user sees, are made of those copies when somebody looks: that
-    # costs the host 8 us a leaf.
+    # that span all devices, which a user sees, are made of those copies when the user reads them:
+    # that costs the host 8 us per leaf.
     __slots__ = (
         "_apart",
         "_fields",
@@ -121,9 +122,9 @@ class TrainState:
         self._spent = False
         self._shown: dict[str, Shown] = {}
         self.maker = maker
-        # Who made the state that this one was made of: it knows the model.
+        # The maker of the state that this one was made from: it knows the model.
         self.origin = origin if maker is None else maker
-        # The programs of the maker whose results the parts are, if it wants to know them again.
+        # The programs of the maker that returned the parts; it reads them at the next step.
         self.made_by: Any = None
 
     @classmethod
@@ -136,14 +137,15 @@ class TrainState:
         join_shared: Callable[[Any], Fields] | None = None,
         apart: Collection[str] = (),
     ) -> "TrainState":
-        """A state as its maker keeps it, such as one copy per local device.
+        """A state in the form in which its maker keeps it, such as one copy per local device.
 
         Args:
-            parts: what the maker's next step will take.
-            join: makes Fields of it, for anybody else.
-            maker: the step.
-            join_shared: where some fields are expensive to join, the same with None for these.
-            apart: the names of these fields.
+            parts: the form that the maker's next step takes.
+            join: makes Fields of the parts, for users and other steps.
+            maker: the `Maker` of the step.
+            join_shared: like `join`, but with None for fields that are expensive to join; None if
+                no field is.
+            apart: the names of the fields that are expensive to join.
         """
         state = cls(None, maker)
         state._parts = parts
@@ -179,21 +181,21 @@ class TrainState:
 
     @property
     def rng(self) -> Any:
-        """The key of the whole run, or None."""
+        """The PRNG key of the whole run, or None."""
         return self._show("rng")
 
     @property
     def local(self) -> Any:
-        """What every tower keeps of its own, or None."""
+        """What every tower or group keeps of its own, with a first axis for them; or None."""
         return self._show("local")
 
     @property
     def loss_scale(self) -> Any:
-        """What the loss is multiplied by, or None."""
+        """A dict of the scale that multiplies the loss and of its good steps, or None."""
         return self._show("loss_scale")
 
     def replace(self, **changes: Any) -> "TrainState":
-        """A state with some attributes changed, as `dataclasses.replace` would do it."""
+        """Returns a state with some attributes replaced, like `dataclasses.replace`."""
         return TrainState(self.fields()._replace(**changes), origin=self.origin)
 
     def fields(self) -> Fields:
@@ -202,16 +204,16 @@ class TrainState:
         if self._fields is None:
             assert self._join is not None
             joined = self._join(self._parts)
-            if self._shared is not None:  # what somebody has seen, and perhaps changed, stays
+            if self._shared is not None:  # a user has read, and perhaps changed, these
                 seen = self._shared._asdict()
                 joined = joined._replace(**{n: v for n, v in seen.items() if v is not None})
             self._fields = joined
         return self._fields
 
     def shared(self) -> Fields:
-        """The contents, without what towers keep apart, such as blocks of the optimizer's state.
+        """The contents, with None for fields kept apart, such as optimizer state in blocks.
 
-        Nothing is copied for it, nor sent between devices or processes.
+        It copies nothing, and sends nothing between devices or processes.
         """
         if self._fields is not None or self._join_shared is None:
             return self.fields()
@@ -221,29 +223,29 @@ class TrainState:
         return self._shared
 
     def shapes(self) -> Fields:
-        """Shapes and dtypes of the contents; what is not made yet is not made for it."""
+        """Shapes and dtypes of the contents; arrays that are not made yet are not made for it."""
         self._check_not_spent()
         if self._fields is None and hasattr(self._parts, "shapes"):
             return self._parts.shapes()
         return shapes_of(self.fields())
 
     def params_shapes(self) -> Any:
-        """Shapes and dtypes of the parameters; nothing else is joined or made for them."""
+        """Shapes and dtypes of the parameters; no other field is joined or made for it."""
         self._check_not_spent()
         if self._fields is None and hasattr(self._parts, "shapes"):
             return self._parts.shapes().params
         return shapes_of(self.shared().params)
 
     def parts(self) -> Any:
-        """What `of_parts` was given, or None."""
+        """The parts that `of_parts` was given; None for a state made from Fields."""
         self._check_not_spent()
         return self._parts
 
     def changes(self) -> Changes:
-        """What somebody has written into the containers that the attributes are.
+        """The leaves that a user has written into the attributes, by name and number.
 
         Raises:
-            StateError: it does not fit.
+            StateError: a new value does not fit the old one.
         """
         fields = self._fields or self._shared
         found = {
@@ -253,7 +255,7 @@ class TrainState:
         return {name: leaves for name, leaves in found.items() if leaves}
 
     def _show(self, name: str) -> Any:
-        """An attribute, remembered as it is: a step looks for changes only in what was shown."""
+        """An attribute. Its leaves are remembered, so that a step finds what the user changes."""
         value = getattr(self.fields() if name in self._apart else self.shared(), name)
         if name not in self._shown:
             self._shown[name] = Shown.of(value)
@@ -286,15 +288,15 @@ class TrainState:
         return cls(Fields(*children))
 
     def __reduce__(self) -> tuple[type["TrainState"], tuple[Fields]]:
-        """For `pickle`: the values, copied to the host."""
+        """For `pickle`: copies the values to the host."""
         return TrainState, (jax.device_get(self.fields()),)
 
     def __copy__(self) -> "TrainState":
-        """The values, copied to the host; of the same model."""
+        """A state of the same model with the values copied to the host."""
         return TrainState(jax.device_get(self.fields()), origin=self.origin)
 
     def __deepcopy__(self, _: Any) -> "TrainState":
-        """Likewise."""
+        """As `copy.copy`."""
         return self.__copy__()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A state on disk, complete or absent. Orbax writes the arrays, and only this folder knows Orbax.
+"""Training states on disk, complete or absent. Orbax writes them; only this folder imports Orbax.
 
 Read `checkpoint.py` first.
 """

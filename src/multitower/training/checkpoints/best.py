@@ -1,4 +1,4 @@
-"""The best state so far, judged by a score of the test phase, in a directory of its own."""
+"""Keeps the state with the best score of the test phase, in its own directory."""
 
 import math
 import re
@@ -17,10 +17,10 @@ _STEP = "step"
 
 
 class BestCheckpoint(NamedTuple):
-    """Keeps the best state so far; the one before goes when the better one is complete.
+    """Keeps the best state so far; the old one is deleted when the better one is complete.
 
     Attributes:
-        directory: where it is, usually `RUN_DIR/best`.
+        directory: where the state is kept, usually `RUN_DIR/best`.
         metric: name of the score that decides.
         mode: whether the highest or the lowest score is the best.
 
@@ -48,20 +48,20 @@ class BestCheckpoint(NamedTuple):
         scores: Mapping[str, float],
         run: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Saves a state if it is better than the one that is there; waits until it is on disk.
+        """Saves a state if it is better than the one that is kept; waits until it is on disk.
 
         Args:
             step: updates made.
-            state: what was scored.
-            scores: what was found; a NaN is never the best.
+            state: the state that was scored.
+            scores: its scores by name; a NaN is never the best.
             run: as for `Checkpoints.save`.
 
         Returns:
             Whether it was saved.
 
         Raises:
-            RunError: the scores, or those of the best so far, lack the one that decides.
-            CheckpointError: it cannot be written, or the one that is there cannot be read.
+            RunError: the scores, or those of the best state so far, lack `metric`.
+            CheckpointError: the state cannot be written, or the kept one cannot be read.
         """
         check_score(self.metric, scores)
         kept = self._kept()
@@ -69,8 +69,8 @@ class BestCheckpoint(NamedTuple):
             return False
         if math.isnan(scores[self.metric]):
             return False
-        # The newest checkpoint has the highest number. A run that goes on from an earlier step, or
-        # scores one again on other data, may find a better state at a lower step than the best's.
+        # The newest checkpoint must have the highest number. A run that is resumed from an earlier
+        # step, or scored again on other data, may find a better state at a lower step.
         number = step if kept is None else max(step, kept[0] + 1)
         with Checkpoints(self.directory, keep_last=1) as checkpoints:
             checkpoints.save(number, state, {"scores": dict(scores), _STEP: step}, run=run)
@@ -87,7 +87,7 @@ class BestCheckpoint(NamedTuple):
 
     def _kept(self) -> tuple[int, dict[str, Any]] | None:
         """The number under which the best state is kept, and what was saved with it."""
-        if not of_first(self.directory.exists()):  # process 0 may be about to make it
+        if not of_first(self.directory.exists()):  # process 0 may be about to create it
             return None
         with Checkpoints(self.directory, read_only=True) as checkpoints:
             return checkpoints.newest_about()
@@ -104,11 +104,11 @@ class BestCheckpoint(NamedTuple):
 
 
 def warn_of_worst(option: str, score: str, best: str) -> None:
-    """Warns where the name of a score says that lower is better, and the highest is the best.
+    """Warns if `best="max"`, and the name of the score says that lower is better.
 
     Args:
-        option: of `Trainer`, which names the score.
-        score: its name.
+        option: the option of `Trainer` that names the score, for the message.
+        score: the name of the score.
         best: `"max"` or `"min"`.
     """
     words = {*re.split(r"[\W_]+", score.lower())}
@@ -120,12 +120,12 @@ def warn_of_worst(option: str, score: str, best: str) -> None:
 
 
 def check_score(metric: str, scores: Iterable[str], option: str = "keep_best") -> None:
-    """Refuses a score that decides and that the test phase does not have.
+    """Refuses the name of a score that the test phase does not compute.
 
     Args:
-        metric: its name.
-        scores: the names of those that there are.
-        option: of `Trainer`, which names it.
+        metric: the name.
+        scores: the names of the scores of the test phase.
+        option: the option of `Trainer` that names it, for the message.
 
     Raises:
         RunError: `metric` is not among `scores`.

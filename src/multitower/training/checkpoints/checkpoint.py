@@ -1,11 +1,11 @@
 """Checkpoints: a training state on disk, complete or absent, written while training continues.
 
-Orbax writes into a temporary directory, and renames it when it is complete. Added here are the
-names of all leaves, a fingerprint over them, so that a damaged file is found, and the errors of
-background saves, which the next call raises.
+Orbax writes into a temporary directory, and renames it when it is complete. This module adds the
+names of all leaves and a fingerprint over them, so that damaged files are detected. The next call
+raises the error of a save that failed in the background.
 
-With several processes, all of them save and restore, in a directory that all of them see. Process 0
-writes, and the others wait for it at Orbax's barriers.
+With several processes, all of them save and restore, in a directory that all of them can read.
+Process 0 writes, and the others wait for it at Orbax's barriers.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from multitower.training.checkpoints.orbax_manager import TRIES, OrbaxManager
 
 
 class Restored(NamedTuple):
-    """A checkpoint, read back.
+    """A checkpoint that was read.
 
     Attributes:
         step: the number under which it was saved.
-        state: the training state; give it to the step that made the pattern.
-        about: what was saved with it.
+        state: the training state; pass it to the step that made `like`.
+        about: the JSON values that were saved with it.
     """
 
     step: int
@@ -45,12 +45,13 @@ class Checkpoints:
     """The checkpoints of one run, in one directory; a context manager.
 
     Args:
-        directory: where they are; made if need be.
-        keep_last: how many to keep; an older one is deleted when a newer one is complete.
-        read_only: nothing is made, deleted or cleaned up there: a run may be saving at the moment.
+        directory: where the checkpoints are; created if it does not exist.
+        keep_last: how many to keep; the oldest is deleted when a newer one is complete.
+        read_only: only read, and create, delete or clean up nothing, for a directory to which a run
+            may be saving at the same time.
 
     Raises:
-        CheckpointError: the directory cannot be made or written, or Orbax is not installed.
+        CheckpointError: the directory cannot be created or written, or Orbax is not installed.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax
@@ -64,7 +65,7 @@ class Checkpoints:
         (7, 3.0, {'seed': 0})
 
     Source: Orbax; maxtext#5260 (an incomplete "latest" checkpoint), orbax#605 (a failed background
-    save that nobody hears of).
+    save that is not reported).
     """
 
     def __init__(
@@ -84,21 +85,21 @@ class Checkpoints:
         """Saves a state in the background; returns when the state may be overwritten.
 
         Args:
-            step: its number; saving a number that is there already does nothing, and a lower one
-                than the highest that is there is refused.
-            state: what to save.
-            about: JSON values to keep with it.
-            run: JSON values that tell this run from another one, for `Trainer`.
+            step: the number of the checkpoint, usually the updates made. Saving a number that
+                exists does nothing; a number below the highest one is refused.
+            state: the state to save.
+            about: JSON values to save with it.
+            run: JSON values that tell this run from others; `Trainer` compares them at a resume.
 
         Raises:
-            CheckpointError: this save, or one in the background before it, has failed; or there
-                is a checkpoint with a higher number.
+            CheckpointError: this save, or an earlier one in the background, failed; or there is a
+                checkpoint with a higher number.
         """
         self.raise_failure()
         there = self.steps()
         if step in there:
             return
-        if there and step < there[-1]:  # Orbax would pass over it without a word
+        if there and step < there[-1]:  # Orbax would skip it without an error
             raise CheckpointError(
                 f"{self.directory} has checkpoint {there[-1]}, and step {step} is to be saved "
                 "after it: a resume begins at the highest number. To go on from an earlier "
@@ -125,16 +126,17 @@ class Checkpoints:
     def restore(
         self, *, like: TrainState, step: int | None = None, allow_previous: bool = False
     ) -> Restored:
-        """Reads a checkpoint back; on any number of devices.
+        """Reads a checkpoint, on any number of devices.
 
         Args:
             like: a state of the same structure, shapes and dtypes: `step.init(params)`.
-            step: which one; the newest complete one by default.
-            allow_previous: take the one before when this one is damaged, and so on. A warning says
-                so, and the damaged ones are renamed to `damaged-<step>`: nothing is deleted.
+            step: the number of the checkpoint; by default the newest complete one.
+            allow_previous: if it is damaged, read the one before, and so on, with a warning.
+                Damaged checkpoints are renamed to `damaged-<step>`, not deleted.
 
         Raises:
-            CheckpointError: there is none; it is damaged; it is of another model or optimizer.
+            CheckpointError: there is no such checkpoint; it is damaged; or it was saved with
+                another model or optimizer.
         """
         self.wait()
         candidates, failures = self._candidates(step), dict[int, str]()
@@ -151,7 +153,7 @@ class Checkpoints:
             if not self._manager.is_overtaken(candidates[0]):
                 break
             again = self._candidates(step)
-            if again == candidates:  # it is the one that was asked for
+            if again == candidates:  # no newer checkpoint has replaced it
                 break
             candidates, failures = again, {}
         others = [s for s in candidates[1:] if not allow_previous]
@@ -167,10 +169,10 @@ class Checkpoints:
         )
 
     def newest_about(self) -> tuple[int, dict[str, Any]] | None:
-        """Reads what was saved with the newest state, without the state.
+        """Reads the JSON values that were saved with the newest state, without the state.
 
         Returns:
-            Its step, and what was saved; None if there is no checkpoint.
+            The number of the checkpoint, and the values; None if there is no checkpoint.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -187,7 +189,7 @@ class Checkpoints:
         return None
 
     def run_of(self, step: int) -> dict[str, Any]:
-        """The settings of the run that saved a checkpoint; empty if there are none.
+        """The settings of the run that saved a checkpoint; empty if none were saved.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -200,10 +202,10 @@ class Checkpoints:
             ) from error
 
     def raise_failure(self) -> None:
-        """Raises the error of a save that has failed in the background.
+        """Raises the error of a save that failed in the background, if there is one.
 
         Raises:
-            CheckpointError: there was one.
+            CheckpointError: a save failed.
         """
         self._manager.raise_failure()
 
@@ -216,7 +218,7 @@ class Checkpoints:
         self._manager.wait()
 
     def close(self) -> None:
-        """Waits, and lets the background threads go.
+        """Waits until everything is on disk, and ends the background threads.
 
         Raises:
             CheckpointError: a save has failed.
@@ -242,7 +244,7 @@ class Checkpoints:
             read = self._manager.read_arrays(step, numbered)
         except (CheckpointError, _DamageError):
             raise
-        except Exception as error:  # whatever a broken file makes Orbax and TensorStore raise
+        except Exception as error:  # Orbax and TensorStore raise many kinds for broken files
             reason = f"it cannot be read ({type(error).__name__}: {first_line(error)})"
             raise _DamageError(reason) from error
         leaves = [np.asarray(read.get(_key(n), empty)) for n, empty in enumerate(pattern)]
@@ -250,7 +252,7 @@ class Checkpoints:
             raise _DamageError("its bits are not the ones that were saved")
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
         state: TrainState = jax.tree.unflatten(jax.tree.structure(like), filled)
-        state.origin = like.origin  # the model that it is put into
+        state.origin = like.origin  # the model of the state that was passed
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:
@@ -262,7 +264,7 @@ class Checkpoints:
         return found
 
     def _candidates(self, step: int | None) -> list[int]:
-        """The checkpoints to read, the first choice first."""
+        """The numbers of the checkpoints to try, in this order."""
         steps = self.steps()
         if step is not None and step not in steps:
             raise CheckpointError(
@@ -280,19 +282,19 @@ class Checkpoints:
         )
 
     def _set_aside(self, steps: list[int]) -> None:
-        # A step that is made again must be saved again, and Orbax skips one that is there.
+        # A step that is made again must be saved again, and Orbax would skip an existing number.
         for step in steps if is_first() else ():
             target, number = self.directory / f"damaged-{step}", 1
             while target.exists():
                 number += 1
                 target = self.directory / f"damaged-{step}-{number}"
             (self.directory / str(step)).rename(target)
-        of_first(0)  # nobody looks before it is done
+        of_first(0)  # other processes wait until it is done
         self._manager.reload()
 
 
 class _DamageError(Exception):
-    """A checkpoint that is there and cannot be used."""
+    """A checkpoint exists but cannot be used."""
 
 
 def _key(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Orbax: imported late, kept quiet, and its errors cut down to a line."""
+"""Orbax: imported on first use, with its logging off and its errors cut to one line."""
 
 import errno
 import functools
@@ -13,7 +13,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO
 
 
 def load_orbax() -> Any:
-    """Imports `orbax.checkpoint`, and has it log nothing: what matters of it is raised.
+    """Imports `orbax.checkpoint` and turns its logging off: what matters is raised as an error.
 
     Raises:
         CheckpointError: it is not installed.
@@ -33,8 +33,8 @@ def load_orbax() -> Any:
 def _keep_quiet() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_of_others)
-    # Where one file of a checkpoint cannot be read or written, Orbax raises that, and TensorStore
-    # goes on to report every other one to a loop that is gone: hundreds of lines that say nothing.
+    # If one file of a checkpoint cannot be read or written, Orbax raises an error for it.
+    # TensorStore then reports every other file to a closed event loop: hundreds of useless lines.
     before = sys.unraisablehook
 
     def hook(raised: "sys.UnraisableHookArgs") -> None:
@@ -45,14 +45,14 @@ def _keep_quiet() -> None:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    """Whether a line is neither Orbax's nor about TensorStore: lines of other libraries stay."""
+    """Whether a log line is neither Orbax's nor about TensorStore: other libraries' lines stay."""
     return "/orbax/" not in record.pathname and "tensorstore" not in record.getMessage()
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, and the cause where a disk is one.
+    """The first line of an error, with an error of the disk in front, if the text has one.
 
-    TensorStore's messages are long, and may name what is wrong with the disk anywhere in them.
+    TensorStore's messages are long, and may name the error of the disk anywhere in them.
     """
     line = next(iter(str(error).splitlines()), "")
     causes = [os.strerror(code) for code in _DISK_ERRORS]

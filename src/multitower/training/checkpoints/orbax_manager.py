@@ -1,8 +1,8 @@
 """Orbax's manager of one directory of checkpoints, as `Checkpoints` needs it.
 
-It saves in the background and raises all failures as `CheckpointError`. A reader looks again if a
-run replaces the checkpoint meanwhile. If a save fails on several processes, none waits for the
-others.
+It saves in the background and raises all failures as `CheckpointError`. A reader tries again if a
+run replaces the checkpoint meanwhile. If a save fails in one of several processes, no process waits
+for the others.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from multitower.errors import CheckpointError
 from multitower.processes.together import are_several, settle
 from multitower.training.checkpoints.orbax_library import first_line, load_orbax
 
-# A reader that a run overtakes looks again, so often and after so many seconds.
+# A reader tries again if a run replaces the checkpoint: how often, and after how many seconds.
 TRIES = 50
 _PAUSE_S = 0.05
 
@@ -28,16 +28,16 @@ class OrbaxManager:
     """Writes and reads arrays and JSON values by the number of a step.
 
     Args:
-        directory: where; made if need be.
-        keep_last: how many to keep.
-        read_only: nothing is made, deleted or cleaned up there.
+        directory: of the checkpoints; created if it does not exist.
+        keep_last: how many checkpoints to keep.
+        read_only: create, delete and clean up nothing.
 
     Raises:
-        CheckpointError: the directory cannot be made or written, or Orbax is not installed.
+        CheckpointError: the directory cannot be created or written, or Orbax is not installed.
     """
 
-    # Orbax numbers all saves of a program in one row, and its processes meet under these names and
-    # numbers: two saves of different managers at once would meet each other.
+    # Orbax numbers all saves of a program consecutively, and names barriers by these numbers: two
+    # saves of different managers at the same time would mix up their barriers.
     _last_to_save: ClassVar["OrbaxManager | None"] = None
 
     def __init__(self, directory: Path, *, keep_last: int, read_only: bool) -> None:
@@ -50,8 +50,8 @@ class OrbaxManager:
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
             async_options=self._ocp.options.AsyncOptions(
-                # Else threads wait 20 minutes for a directory that could not be made, and with them
-                # the end of the program.
+                # Else threads wait 20 minutes for a directory that could not be created, and the
+                # program does not end before.
                 create_directories_asynchronously=False,
                 barrier_sync_fn=self._meet,
             ),
@@ -78,11 +78,11 @@ class OrbaxManager:
                     state=args.StandardSave(dict(arrays)), about=args.JsonSave(dict(about))
                 ),
             )
-        except Exception as error:  # Orbax raises what the file system, or it itself, raises
+        except Exception as error:  # errors of the file system, or of Orbax
             raise self._failed(error) from error
 
     def read_json(self, step: int) -> dict[str, Any]:
-        """What was saved beside the arrays; raises whatever Orbax raises."""
+        """The JSON values saved with the arrays; raises whatever Orbax raises."""
         args = self._ocp.args
         return self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
 
@@ -98,7 +98,7 @@ class OrbaxManager:
         """The numbers of the complete checkpoints, in ascending order."""
         found = self._manager.all_steps()
         if self._read_only and not found:
-            # A run may have put a newer one in the place of the only one while Orbax was looking.
+            # A run may have replaced the only checkpoint by a newer one while Orbax listed them.
             time.sleep(_PAUSE_S)
             self.reload()
             found = self._manager.all_steps()
@@ -107,8 +107,8 @@ class OrbaxManager:
     def is_overtaken(self, step: int) -> bool:
         """Whether a run has replaced this checkpoint by a newer one meanwhile.
 
-        While its files are deleted one by one, the old one is still among the steps: the newest
-        decides.
+        While its files are deleted one by one, the old checkpoint is still listed, so this looks at
+        the newest one.
         """
         if not self._read_only:
             return False
@@ -117,22 +117,22 @@ class OrbaxManager:
         return self.steps()[-1:] != [step]
 
     def reload(self) -> None:
-        """Looks at the directory again."""
+        """Lists the directory again."""
         for _ in range(TRIES):
-            with suppress(OSError, ValueError):  # one of them went while Orbax was looking
+            with suppress(OSError, ValueError):  # a checkpoint was deleted while Orbax listed them
                 return self._manager.reload()
             time.sleep(_PAUSE_S)
 
     @property
     def _manager(self) -> Any:
-        settle()  # it exchanges numbers of steps between processes
+        settle()  # Orbax exchanges numbers of steps between processes
         return self._opened
 
     def raise_failure(self) -> None:
-        """Raises the error of a save that has failed in the background.
+        """Raises the error of a save that failed in the background, if there is one.
 
         Raises:
-            CheckpointError: there was one.
+            CheckpointError: a save failed.
         """
         try:
             self._opened.check_for_errors()
@@ -151,7 +151,7 @@ class OrbaxManager:
             raise self._failed(error) from error
 
     def close(self) -> None:
-        """Waits, and lets the background threads go.
+        """Waits until everything is on disk, and ends the background threads.
 
         Raises:
             CheckpointError: a save has failed.
@@ -159,12 +159,12 @@ class OrbaxManager:
         if OrbaxManager._last_to_save is self:
             OrbaxManager._last_to_save = None
         if self._is_broken and are_several():
-            return  # it has been said, and Orbax would wait for the others, who wait for this one
+            return  # the error was raised; Orbax would wait for processes that wait for this one
         try:
             self.wait()
         finally:
             try:
-                self._manager.close()  # writes too, and says again what has failed before
+                self._manager.close()  # it writes, too, and raises an earlier failure again
             except Exception as error:
                 raise self._failed(error) from error
 
@@ -174,7 +174,7 @@ class OrbaxManager:
             try:
                 return self._ocp.CheckpointManager(self._directory, options=options)
             except (OSError, ValueError) as error:
-                # Orbax looks into every checkpoint that it has found, also one that is gone by now.
+                # Orbax opens every checkpoint that it listed, also one that was deleted since.
                 if self._read_only and left and self._directory.is_dir():
                     time.sleep(_PAUSE_S)
                     continue
@@ -187,8 +187,8 @@ class OrbaxManager:
     def _meet(self, *, key: str, timeout_ms: int) -> None:
         """Orbax's barrier, except after a failed save.
 
-        Orbax also waits for the other processes while it raises an error. They do not come, so all
-        processes would wait for 20 minutes.
+        Orbax also waits at its barriers while it raises an error. The other processes do not get
+        there, so all would wait for 20 minutes.
         """
         error = sys.exception()
         if error is not None and error is not self._handled:

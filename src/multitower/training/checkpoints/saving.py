@@ -28,7 +28,7 @@ class Saver:
         self._run = run
 
     def is_due(self, number: int) -> bool:
-        """Whether to save after this step; raises what went wrong with an earlier save."""
+        """Whether to save after this step; raises the error of an earlier save that failed."""
         if self._checkpoints is None:
             return False
         self._checkpoints.raise_failure()
@@ -46,7 +46,7 @@ class Saver:
             note_tested(self._checkpoints.directory / str(number), counted)
 
     def interrupted(self, number: int, step: int) -> Interrupted:
-        """What to raise when a signal came: everything is on disk by then."""
+        """The error to raise after a signal; waits until everything is on disk."""
         text = f"{signal.Signals(number).name}: stopped after step {step} of {self._last}"
         if self._checkpoints is None:
             return Interrupted(f"{text}; there is no run_dir to save to.", number)

@@ -1,7 +1,7 @@
 """Tested: a note in a run's last checkpoint that the test phase after it has been made.
 
-The last step is saved before its test phase, so that a kill in the midst of it costs no step. By
-the note, a resume knows that nothing is left to do.
+The last step is saved before its test phase, so that no step is lost if the process is killed
+during the phase. From the note, a resume knows that nothing is left to do.
 """
 
 import json
@@ -16,11 +16,11 @@ _NOTE = "tested.json"
 
 
 def note_tested(checkpoint: Path, counted: Mapping[str, Any]) -> None:
-    """Notes that the test phase has been made; in process 0 alone.
+    """Notes that the test phase has been made; only process 0 writes.
 
     Args:
-        checkpoint: its directory, complete: the note goes wherever it goes.
-        counted: what early stopping has counted, as JSON values.
+        checkpoint: directory of the checkpoint, complete; the note is kept inside.
+        counted: the counts of early stopping, as JSON values.
     """
     if is_first():
         with suppress(OSError):  # without the note, a resume makes the test phase again
@@ -28,10 +28,10 @@ def note_tested(checkpoint: Path, counted: Mapping[str, Any]) -> None:
 
 
 def read_tested(checkpoint: Path) -> dict[str, Any] | None:
-    """What `note_tested` was given; None without a whole note. Call it on every process."""
+    """The counts that `note_tested` wrote, or None. Call it on every process."""
 
     def read() -> str:
-        with suppress(OSError, ValueError):  # a killed process may leave half of one
+        with suppress(OSError, ValueError):  # a killed process may leave half a note
             return json.dumps(json.loads((checkpoint / _NOTE).read_text(encoding="utf-8")))
         return ""
 

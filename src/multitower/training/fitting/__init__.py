@@ -1,4 +1,4 @@
 """One call of `Trainer.fit`: where it begins, its loop, and why it ends; read `loop.py` first.
 
-`Trainer` enters, and the public names for `EarlyStopping`.
+Only `Trainer` imports from here, and the package for its public name `EarlyStopping`.
 """

@@ -1,9 +1,9 @@
-"""Agreement: one decision for all processes, made on the devices, read a step late.
+"""Agreement: all processes decide together whether to stop; the result is read a step late.
 
-A signal reaches one process, or several at different moments. If one process stopped alone, the
-others would wait for its gradients without end. So all processes vote after the same steps, and
-read the result one step later, so that no step waits for it. The vote also decides when to vote
-again, because the clocks of the processes differ.
+A signal may reach one process, or several at different moments. If one process stopped alone, the
+others would wait for its gradients for ever. So all processes vote after the same steps, on the
+devices, and read the result one step later, so that no step waits for it. The vote also decides
+when to vote again, because the clocks of the processes differ.
 """
 
 import time
@@ -16,7 +16,7 @@ from multitower.processes.together import gathered
 from multitower.towers.global_arrays import stacked
 from multitower.towers.placement import Placement
 
-# A signal is heard within about twice as long, or within two calls.
+# A signal takes effect within about twice this time, or within two calls.
 VOTE_EVERY_S = 0.5
 _MOST_STEPS = 1000
 
@@ -25,9 +25,9 @@ class StopVote:
     """Whether to stop, and because of which signal.
 
     Args:
-        caught: signals of this process; it may grow at any time.
-        placement: where the steps run.
-        clock: tells the time in seconds.
+        caught: the signals that this process received; it may grow at any time.
+        placement: of the steps.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class StopVote:
             self._largest = jax.jit(lambda votes: votes.max(0), out_shardings=placement.shared)
 
     def after_step(self) -> int | None:
-        """The signal to stop for, the same in every process; to be called once after every step."""
+        """The signal to stop for, the same in every process; call it once after every call."""
         mine = self._caught[0] if self._caught else 0
         if self._largest is None:
             return mine or None
         self._since += 1
         if self._cast is not None:
-            # host-device sync, but for a program that was started before this step
+            # host-device sync, for a program that was started before this step
             signal, next_vote = (int(number) for number in np.asarray(self._cast))
             self._cast = None
             if signal:
@@ -70,14 +70,14 @@ class StopVote:
         return None
 
     def at_end(self) -> int | None:
-        """As `after_step`, for a signal that came later; waits for all processes."""
+        """As `after_step`, after the last step; waits for all processes."""
         mine = self._caught[0] if self._caught else 0
         if self._largest is None:
             return mine or None
         return int(gathered(np.int32(mine)).max()) or None
 
     def _votes(self, mine: list[int]) -> jax.Array:
-        """One vote a device."""
+        """The vote of this process on each of its devices."""
         vote = np.array([mine], np.int32)
         here = [self._placement.devices[d] for d in self._placement.local]
         return stacked([jax.device_put(vote, one) for one in here], self._placement)

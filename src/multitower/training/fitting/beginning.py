@@ -1,4 +1,4 @@
-"""Where a run begins if its directory holds checkpoints: at the newest, if it is of this run."""
+"""Where a run begins: at its newest checkpoint, if there is one and it belongs to this run."""
 
 import inspect
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from multitower.training.fitting.early_stopping import EarlyStopping
 
 
 class Resume(NamedTuple):
-    """What a user says of a run that may go on; as for `Trainer.fit`."""
+    """The arguments of `Trainer.fit` for a run that may be resumed."""
 
     steps: int
     resume: bool
@@ -21,17 +21,17 @@ class Resume(NamedTuple):
 
 
 def check_batches(batches: Any) -> None:
-    """Refuses what is no function of the number of a step.
+    """Refuses `batches` that are not a function of the number of a step.
 
     Raises:
-        ArgumentError: it is not callable, or not with one argument.
+        ArgumentError: it cannot be called with one argument.
     """
     what = type(batches).__name__
     if callable(batches):
         try:
-            # What a decorated function takes itself.
+            # The arguments of the wrapper, for a decorated function.
             signature = inspect.signature(batches, follow_wrapped=False)
-        except (TypeError, ValueError):  # some builtins and C functions tell nothing
+        except (TypeError, ValueError):  # some builtins and C functions have no signature
             return
         try:
             signature.bind(0)
@@ -47,17 +47,17 @@ def check_batches(batches: Any) -> None:
 
 
 def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:
-    """Refuses to begin a run beside the best state of an earlier one, which has no checkpoint.
+    """Refuses to begin a new run in a directory with the best state of an earlier run.
 
     Args:
-        best: what keeps the best state, if it is kept.
-        how: what the user says.
+        best: the best checkpoint; None if none is kept.
+        how: the arguments of `Trainer.fit`.
 
     Raises:
-        RunError: it is of steps that this run has not made.
+        RunError: there is a best state of a step above 0, and `resume` is false.
     """
     kept = None if best is None or how.resume else best.scores()
-    if best is not None and kept is not None and kept[0] > 0:  # a first state may be scored before
+    if best is not None and kept is not None and kept[0] > 0:  # at 0: scored before `fit`
         raise RunError(
             f"{best.directory} holds the best state of an earlier run, of step {kept[0]}: pass "
             "resume=True if this is that run, or choose another run_dir."
@@ -67,22 +67,23 @@ def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:
 def begin_at(
     checkpoints: Checkpoints, like: TrainState, run: Mapping[str, Any], how: Resume, where: Any
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
-    """Reads the checkpoint to go on from.
+    """Reads the checkpoint to continue from.
 
     Args:
-        checkpoints: of which there are some.
+        checkpoints: a directory with at least one checkpoint.
         like: a state of this run.
-        run: its settings, from `describe_run`.
-        how: what the user says.
+        run: the settings of this run, from `describe_run`.
+        how: the arguments of `Trainer.fit`.
         where: the directory, for messages.
 
     Returns:
-        The updates that have been made, the state after them, and the settings that were saved
-        with it: none if changes are allowed.
+        The number of updates made, the state after them, and the settings that were saved with it:
+        empty with `allow_changes`.
 
     Raises:
-        RunError: the checkpoints are not wanted, or those of another or a longer run.
-        CheckpointError: they cannot be read.
+        RunError: `resume` is false; the checkpoint was saved with other settings; or it is of a
+            later step than the last one of this run.
+        CheckpointError: the checkpoint cannot be read.
     """
     from multitower.training.same_run import check_same_run  # noqa: PLC0415 (importing stays quick)
 
@@ -103,10 +104,10 @@ def begin_at(
 
 
 def check_no_test_phase(best: BestCheckpoint | None, early_stopping: EarlyStopping | None) -> None:
-    """Looks for what waits for a score, in a run that makes no test phase.
+    """Checks options that need scores, for a run without a test phase: warns of `keep_best`.
 
     Raises:
-        ArgumentError: it is early stopping.
+        ArgumentError: `early_stopping` is given.
     """
     if best is not None:
         warn(

@@ -1,4 +1,4 @@
-"""Calls: how many steps each call of a step makes, and its batches, ahead of need."""
+"""Calls: how many steps each call makes, with batches copied to the devices ahead of time."""
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ _WAITING = 2
 
 
 class Call(NamedTuple):
-    """What a step is called with.
+    """The argument of one call of a step.
 
     Attributes:
-        batch: what it takes.
-        num_rows: the rows of each of its steps.
+        batch: a batch, or with `steps_per_call` a list of them or a stack.
+        num_rows: the number of rows of each step of the call.
     """
 
     batch: Any
@@ -31,15 +31,15 @@ class Call(NamedTuple):
 
 
 class Feeding(NamedTuple):
-    """How a run makes calls of its batches.
+    """How a run groups its batches into calls.
 
     Attributes:
-        step: what is called.
-        where: devices and towers, as for `prefetch`.
-        global_batch: likewise.
-        stages: how many, if the model is cut.
-        most: at most so many steps a call; None for one.
-        borders: a call ends at every multiple of these numbers; 0 has none.
+        step: the step to call.
+        where: `devices` and `towers`, as for `prefetch`.
+        global_batch: as for `prefetch`.
+        stages: the number of stages; None if the model is not cut.
+        most: the most steps per call; None for one.
+        borders: a call ends at every multiple of each of these numbers; 0 stands for no end.
     """
 
     step: TrainStep
@@ -50,7 +50,7 @@ class Feeding(NamedTuple):
     borders: Sequence[int]
 
     def calls(self, batches: Iterator[Any], first: int, last: int) -> Generator[Call]:
-        """Makes the calls of steps first + 1 to last, and copies their batches ahead of need."""
+        """Yields the calls of steps `first` + 1 to `last`; copies their batches ahead of time."""
         if self.most is None:
             return _one_by_one(self._ahead(batches, first))
         sizes = sizes_of_calls(self.most, self.borders, first=first, last=last)
@@ -76,22 +76,22 @@ def _one_by_one(batches: Generator[Any]) -> Generator[Call]:
 
 
 def _grouped(batches: Generator[Any], sizes: Iterable[int]) -> Generator[Call]:
-    """Several batches a call, each of which is placed ahead; as `_together`."""
+    """Several batches per call, each copied to the devices by itself; sizes as for `_together`."""
     with closing(batches):
         for size in sizes:
             if group := list(itertools.islice(batches, size)):
                 yield Call(group, [num_rows_of(batch) for batch in group])
-            del group  # else they would lie on the devices until the next call has all of its own
+            del group  # else they would stay on the devices until the next group is complete
 
 
 def _together(
     batches: Iterator[Any], sizes: Iterable[int], most: int, placement: Placement
 ) -> Generator[Call]:
-    """Several steps a call: so many as `sizes` say, or fewer in the last one if batches run out."""
+    """Several batches per call, stacked: as many as `sizes` says, or fewer if they run out."""
 
     def groups() -> Iterator[list[Any]]:
         for size in sizes:
-            # Each at once: the loader may write the next one into the same arrays.
+            # Copied at once: the loader may write the next batch into the same arrays.
             if group := [_copied(batch) for batch in itertools.islice(batches, size)]:
                 yield group
 
@@ -103,7 +103,7 @@ def _together(
 
 
 def _copied(batch: Any) -> Any:
-    """A batch on the host that nobody else writes into; of one process, which needs all rows."""
+    """A copy of a batch on the host, with all its rows: this runs in one process only."""
     if isinstance(batch, LazyRows):
         batch = batch.read(np.arange(batch.num_rows))
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
@@ -113,9 +113,9 @@ def sizes_of_calls(most: int, borders: Sequence[int], *, first: int, last: int) 
     """How many steps each call makes.
 
     Args:
-        most: at most so many.
-        borders: a call ends at every multiple of these numbers; 0 has none.
-        first: steps that have been made.
+        most: the most steps per call.
+        borders: a call ends at every multiple of each of these numbers; 0 stands for no end.
+        first: steps made so far.
         last: steps to make in all.
 
     Example:

@@ -1,7 +1,7 @@
 """Early stopping: a run ends when a score of the test phase no longer improves.
 
-What has been counted is saved with every checkpoint, so that a run that is stopped and resumed ends
-after the same step.
+The counts are saved with every checkpoint, so that a run that is stopped and resumed ends after the
+same step.
 """
 
 import math
@@ -22,9 +22,11 @@ class EarlyStopping:
     """When to end a run early: for `Trainer(early_stopping=...)`.
 
     Args:
-        score: name of the score of `Trainer.evaluate` that decides.
-        patience: end the run after so many test phases in a row without an improvement, 1 or more.
-        min_delta: how much better than the best score so far an improvement must be, 0 or more.
+        score: the name of a score of `Trainer.evaluate`.
+        patience: end the run after this many test phases in a row without an improvement, 1 or
+            more.
+        min_delta: a score is an improvement if it is better than the best so far by more than this,
+            0 or more.
         best: `"max"` if a higher score is better, `"min"` if a lower one is.
 
     Raises:
@@ -52,7 +54,7 @@ class EarlyStopping:
             raise ArgumentError(f"best={self.best!r}: say 'max' or 'min'.")
 
     def in_words(self) -> str:
-        """What decides what is counted; not the patience, which a resume may change."""
+        """The settings that determine the counts, in words; without patience, which may change."""
         return f"{self.score}, best {self.best}, min_delta {float(self.min_delta):g}"
 
 
@@ -61,8 +63,8 @@ class Patience:
 
     Args:
         rule: when to stop.
-        run: what is saved with every checkpoint; what has been counted is kept there.
-        saved: what was saved with the checkpoint that the run goes on from.
+        run: the settings that are saved with every checkpoint; the counts are kept in this dict.
+        saved: the settings of the checkpoint from which the run continues.
     """
 
     def __init__(self, rule: EarlyStopping, run: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -77,7 +79,7 @@ class Patience:
         """Counts a test phase; one that is made again after a resume counts once.
 
         Raises:
-            RunError: the scores lack the one that decides.
+            RunError: the scores lack the score of the rule.
         """
         rule, counted = self._rule, self._run[_COUNTED]
         check_score(rule.score, scores, "early_stopping")
@@ -95,20 +97,20 @@ class Patience:
         return self._run[_COUNTED]["step"] == step
 
     def kept(self) -> dict[str, Any]:
-        """What a resume needs of it, in the place of what was saved with a checkpoint."""
+        """The counts that a resume needs, as JSON values, newer than those in the checkpoint."""
         return {RULE: self._rule.in_words(), _COUNTED: self._run[_COUNTED]}
 
     def reason(self) -> str | None:
         """Why the run ends now, decided by process 0; None if it goes on.
 
         Raises:
-            RunError: as many test phases as it waits for have passed without a score.
+            RunError: `patience` test phases have passed, and none computed the score.
         """
         counted = self._run[_COUNTED]
         if counted["step"] == 0:
             self._uncounted += 1
             if self._uncounted < self._rule.patience:
-                return None  # a test phase may begin to score later
+                return None  # a later test phase may compute the score
             raise RunError(
                 f"early_stopping={self._rule.score!r}: the test phase did not call "
                 "trainer.evaluate, which passes the scores on. Call it in evaluate=."

@@ -1,4 +1,4 @@
-"""Epochs: how many steps they take, where the size of the data is known."""
+"""Epochs: how many steps they have, if the size of the data is known."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -6,19 +6,19 @@ from typing import Any
 
 from multitower.errors import ArgumentError, RunError
 
-# The count of steps in a training state is int32.
+# `TrainState.step` is int32.
 MOST_STEPS = 2**31 - 1
 
 
 def steps_of_epoch(batches: Any, said: Any) -> Any:
-    """The steps of one epoch, as a number that need not be whole; None if nobody knows.
+    """The steps of one epoch, a number that need not be whole; None if unknown.
 
     Args:
         batches: the function that makes batches, or the iterator of `make_batches`.
-        said: what the user says, or None.
+        said: `steps_per_epoch` as the user gave it, or None.
 
     Raises:
-        ArgumentError: it is no number above 0.
+        ArgumentError: it is not a finite number above 0.
     """
     size = getattr(batches, "steps_per_epoch", None) if said is None else said
     if size is not None and not 0 < size < math.inf:
@@ -29,12 +29,12 @@ def steps_of_epoch(batches: Any, said: Any) -> Any:
 def steps_of_run(
     steps: int | None, epochs: float | None, said: Any, batches: Callable[[int], Iterator[Any]]
 ) -> int:
-    """How many steps a run makes: `steps`, or those of so many epochs, the last one made whole.
+    """How many steps a run makes: `steps`, or those of `epochs`, rounded up to a whole step.
 
     Raises:
         ArgumentError: not exactly one of steps and epochs is given, or the size of an epoch is
             not known.
-        RunError: fewer than one step, or more than can be counted.
+        RunError: fewer than one step, or more than int32 can count.
     """
     if (steps is None) == (epochs is None):
         raise ArgumentError(
@@ -64,10 +64,10 @@ def steps_of_run(
 
 
 def check_steps(steps: float) -> None:
-    """Refuses a number of updates that no run makes.
+    """Refuses a number of updates out of range.
 
     Raises:
-        RunError: fewer than one, or more than can be counted.
+        RunError: fewer than one, or more than int32 can count.
     """
     if steps < 1:
         raise RunError(f"steps={steps}: a run makes at least one step.")
@@ -78,10 +78,10 @@ def check_steps(steps: float) -> None:
 
 
 def steps_in(epochs: float, size: float) -> int:
-    """The updates of some epochs of `size` updates each, the last one of a part counted whole.
+    """The updates of `epochs` epochs of `size` updates each, rounded up to a whole number.
 
     Raises:
-        RunError: more than can be counted.
+        RunError: more than int32 can count.
 
     Example:
         >>> from multitower.training.fitting.epochs import steps_in
@@ -90,7 +90,7 @@ def steps_in(epochs: float, size: float) -> int:
     """
     try:
         steps = max(1, round(epochs * size, 9))
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         steps = math.inf
     check_steps(steps)
     return math.ceil(steps)

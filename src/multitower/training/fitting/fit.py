@@ -1,4 +1,4 @@
-"""What `Trainer.fit` does once its arguments are checked: begin or go on, then the loop."""
+"""What `Trainer.fit` does after checking its arguments: begin or resume, then the loop."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -23,15 +23,15 @@ from multitower.training.same_run import BatchRows
 
 
 class FitCall(NamedTuple):
-    """What a user says of one call of `Trainer.fit`.
+    """The arguments of one call of `Trainer.fit`.
 
     Attributes:
         batches: as for `fit`.
-        steps_per_epoch: likewise.
+        steps_per_epoch: as for `fit`.
         how: where to begin, and how many steps to make.
         about: as for `fit`.
-        evaluate: likewise.
-        evaluate_every: likewise.
+        evaluate: as for `fit`.
+        evaluate_every: as for `fit`.
     """
 
     batches: Callable[[int], Iterator[Any]]
@@ -43,21 +43,21 @@ class FitCall(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a trainer has around its step.
+    """What a trainer adds to its step.
 
     Attributes:
-        step: makes one update.
-        options: of the step, by name.
-        checkpoint_every: as for `Trainer`; 0 if none are kept.
+        step: the training step.
+        options: the options of the step, by the names of `train_step`'s arguments.
+        checkpoint_every: as for `Trainer`.
         on_nonfinite: as for `Trainer`.
-        check_replicas_every: likewise.
-        early_stopping: likewise.
-        hooks: what is flushed before a save.
-        tell: tells the hooks.
-        end: is told why a run ends early.
+        check_replicas_every: as for `Trainer`.
+        early_stopping: as for `Trainer`.
+        hooks: the hooks, which are flushed before a save.
+        tell: calls all hooks with a `Progress`.
+        end: called with the reason if a run ends early.
         profile: traces some steps.
-        while_it_runs: is entered around the loop with what counts test phases, the steps of an
-            epoch, and the steps that the run has made and makes in all.
+        while_it_runs: makes a context manager for the time of the loop, from the counts of test
+            phases, the steps of an epoch, and the pair (steps made, steps in all).
     """
 
     step: TrainStep
@@ -82,10 +82,10 @@ class Around(NamedTuple):
         """Trains, from a first state or from a checkpoint.
 
         Args:
-            state: the first one.
+            state: the first state.
             run: the settings of the run, which are saved with every checkpoint.
-            checkpoints: where to; None for nowhere.
-            call: what the user says.
+            checkpoints: where to save; None to save nothing.
+            call: the arguments of `fit`.
 
         Raises:
             MultitowerError: as `Trainer.fit`.
@@ -116,7 +116,7 @@ class Around(NamedTuple):
             epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch
             if global_batch is None:
-                # A run that goes on may begin with a smaller batch than the first one was.
+                # A resumed run may begin with a smaller batch than its first one was.
                 rows = BatchRows(run, saved)
                 global_batch, batches = rows.wanted, _counted(batches, rows)
                 self.step.expect(global_batch)
@@ -139,10 +139,10 @@ class Around(NamedTuple):
     def _ended(
         self, state: TrainState, test: TestPhase, saver: Saver, vote: StopVote
     ) -> TrainState:
-        """The state of a run that has nothing left to do; a signal that came late is heard."""
+        """The state of a finished run; raises if a signal came after the last step."""
         number = int(state.step)  # host-device sync
         if test.is_due(number):
-            flush_hooks(self.hooks)  # what has been noted is not reported again
+            flush_hooks(self.hooks)  # a resume does not report the noted phase again
             saver.note_tested(number, test.counted())
         stop = vote.at_end()
         if stop:
@@ -150,8 +150,8 @@ class Around(NamedTuple):
         return state
 
     def _feeding(self, saves: bool, call: FitCall, global_batch: int | None) -> Feeding:
-        """What makes calls of batches."""
-        # Over processes a call that spans a meeting would exchange metrics at another time.
+        """The `Feeding` of this run."""
+        # With several processes, calls end at meetings, so that metrics are exchanged there.
         meets = self.step.placement.spans_processes and self.options["sync_every"]
         return Feeding(
             self.step,
@@ -173,7 +173,7 @@ class Around(NamedTuple):
             self.on_nonfinite,
             state.params_shapes(),
             self.tell,
-            # While a tower computes, the others take their turns.
+            # In a rotation, metrics of a step are ready only after the other groups' turns.
             calls_late=1 if self.step.turns is None else len(self.step.turns.rotation),
             steps_per_epoch=steps_per_epoch,
         )

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-# What the runs of this process have caught; there is one run, but in tests.
+# The signals that the runs of this process have caught; there are several runs in tests only.
 _noted: list[list[int]] = []
 
 
@@ -17,7 +17,7 @@ def is_stopping() -> bool:
 
 @contextmanager
 def noted_signals() -> Generator[list[int]]:
-    """Notes the first SIGTERM or SIGINT instead of ending the process; a second one ends it."""
+    """Yields a list that gets the first SIGTERM or SIGINT; a second one acts as it did before."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may handle signals

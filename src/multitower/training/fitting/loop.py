@@ -1,4 +1,4 @@
-"""The loop of a run: a step, what it reports, what is saved, tested and compared. Top to bottom."""
+"""The loop of a run, top to bottom: steps, reports, checkpoints, test phases, checks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -22,15 +22,16 @@ class Loop(NamedTuple):
     """The work around a step: feeding, reports, checkpoints, test phases and votes.
 
     Attributes:
-        step: makes one update.
-        feeding: makes of batches what the step is called with.
-        reader: hears of every step, late.
+        step: the training step.
+        feeding: groups batches into calls of the step.
+        reader: reads metrics of earlier steps, and calls the hooks.
         saver: saves when it is due.
         test: the test phase.
         vote: whether to stop, decided by all processes together.
-        check_replicas_every: steps from one comparison of the devices' variables to the next.
-        hooks: what is told of progress.
-        end: is told why the run ends early, if it does.
+        check_replicas_every: steps from one comparison of the devices' variables to the next; 0 for
+            never.
+        hooks: the hooks, which are flushed before a save.
+        end: called with the reason if the run ends early.
         profile: traces some steps.
     """
 
@@ -72,29 +73,29 @@ class Loop(NamedTuple):
                 num_rows = call.num_rows
                 profile.before(number, len(num_rows), state)
                 state, metrics = self.step(state, call.batch)
-                del call  # its batches lie on the devices, and the next ones need the room
+                del call  # frees its batches on the devices, for the next ones
                 profile.after(number + len(num_rows), (state, metrics))
                 is_first, number = number == first, number + len(num_rows)
-                # Metrics are read late, by one call or by the turns of a rotation: reading this
-                # call's would let the devices run dry, and reading none would let the host run
-                # ahead without bound.
+                # Metrics are read one call late, or a whole rotation late. Reading those of this
+                # call would leave the devices idle, and reading none would let the host run ahead
+                # without bound.
                 reader.wait(number, metrics, num_rows)
                 reader.read_late()  # host-device sync
                 stop = self.vote.after_step()
                 is_saved = self.saver.is_due(number) or stop
-                # Also after the first call: it compiles, and then nothing else does later on.
+                # Also after the first call, so that the check compiles now, not later in the run.
                 if every and (number % every == 0 or is_first or is_saved):
                     check_replicas(state)  # host-device sync
                 if is_saved:
                     self._save(number, state)
                 if self.test.is_due(number) and not stop:
-                    reader.read_waiting()  # host-device sync: hooks hear of the steps in order
+                    reader.read_waiting()  # host-device sync: hooks get steps in order
                     with reader.uncounted():
                         reason = self.test.run(state)
                     if reason is not None:
                         if every and not is_saved:
                             check_replicas(state)  # host-device sync
-                        self._save(number, state)  # does nothing if it has just been saved
+                        self._save(number, state)  # does nothing if this step has just been saved
                         self.end(reason)
                         break
                 if stop:

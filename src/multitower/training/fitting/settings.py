@@ -1,4 +1,4 @@
-"""The settings of a trainer: which make sense, and which determine the bits of its runs."""
+"""The settings of a trainer: checks them, and selects those that determine its results."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,13 +23,13 @@ _ALWAYS = (
     "clip_norm",
     "reduction",
 )
-# Of local updates over several processes, where the user says nothing.
+# For local updates over several processes, if the user does not give `steps_per_call`.
 MOST_STEPS_PER_CALL = 16
 _ASYNCHRONOUS = ("updates", "max_staleness", "stale_scale", "momentum_correction")
 
 
 class Kept(NamedTuple):
-    """What a run keeps on disk, by the names of `Trainer`'s arguments."""
+    """The arguments of `Trainer` about what a run keeps on disk."""
 
     run_dir: str | Path | None
     checkpoint_every: int
@@ -76,10 +76,10 @@ def _check_one_of(name: str, value: str, words: tuple[str, ...]) -> None:
 
 
 def as_hooks(hooks: Any) -> list[Hook]:
-    """The hooks that a user gives: a list of them, one alone, or None.
+    """The list of hooks, from a list, one hook, or None.
 
     Raises:
-        ArgumentError: one of them is no function.
+        ArgumentError: one of them cannot be called.
     """
     if hooks is None:
         return []
@@ -94,10 +94,10 @@ def as_hooks(hooks: Any) -> list[Hook]:
 
 
 def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[str, Any]:
-    """What is saved with checkpoints, and compared at a resume.
+    """The settings that are saved with checkpoints, and compared at a resume.
 
     Args:
-        options: of the step, by the names of `train_step`'s arguments.
+        options: the options of the step, by the names of `train_step`'s arguments.
         on_nonfinite: as for `Trainer`.
     """
     narrow = check_compute_dtype(options["compute_dtype"])
@@ -114,19 +114,19 @@ def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[
     if options["updates"] != "synchronous":
         order = options["rotation"]
         settings |= {name: options[name] for name in _ASYNCHRONOUS}
-        settings["rotation"] = None if order is None else list(order)  # as JSON has it
+        settings["rotation"] = None if order is None else list(order)  # as JSON returns it
     return settings
 
 
 def steps_per_call_of(said: int | None, sync_every: int | None) -> int | None:
-    """How many updates a call makes at most.
+    """The most updates per call.
 
-    With local updates over several processes it is those from one meeting to the next, unless the
-    user says otherwise: metrics are exchanged after a call, and a signal stops a run there. It is
-    a few at most, as their batches lie on the devices together.
+    With local updates over several processes the default is the steps from one meeting to the next,
+    since metrics are exchanged after a call. It is limited, because the batches of a call are on
+    the devices together, and a signal stops a run only after a call.
     """
     if said is not None or sync_every is None:
         return said
-    # Asked first, as it leaves alone what `configure` may still set.
+    # Asked first: it does not start JAX, so that `configure` may still be called.
     is_joined = jax.distributed.is_initialized()
     return min(sync_every, MOST_STEPS_PER_CALL) if is_joined and are_several() else None

@@ -9,19 +9,19 @@ from multitower.training.fitting.early_stopping import Patience
 
 
 class TestPhase:
-    """What is to be called between steps, and how often.
+    """The function to call between steps, and how often.
 
     Args:
-        evaluate: a function of the state; None for none.
+        evaluate: a function of the state; None for no test phase.
         every: steps from one call to the next; 0 for never.
-        patience: what decides after a call whether the run ends; None if it never does.
-        is_made: whether the run goes on from a step whose call is known to have been made.
+        patience: decides after a call whether the run ends; None without early stopping.
+        is_made: whether the test phase of the step at which the run resumes is known to be made.
 
     Raises:
-        ArgumentError: `every` is negative, or there is nothing to call.
+        ArgumentError: `every` is negative, or it is given without `evaluate`.
     """
 
-    __test__ = False  # pytest takes classes of such names for its own
+    __test__ = False  # pytest would collect a class of this name
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class TestPhase:
         return self._every > 0 and number % self._every == 0
 
     def again(self, first: int, state: TrainState) -> str | None:
-        """Calls it where a run goes on, if it is due there; returns what `run` does.
+        """Calls it at the step at which a run resumes, if it is due there; returns as `run`.
 
-        The run may have ended after its save and before this test phase. Made again, it comes to
-        the same scores. One that is known to have been made is not made again, unless early
-        stopping has not counted it: then the rule is another one.
+        The run may have ended between its save and this test phase. If it was made before, it gives
+        the same scores again. A phase that is known to be made is not repeated, unless early
+        stopping has not counted it, because its rule has changed.
         """
         if not (first and self.is_due(first)):
             return None
@@ -60,11 +60,11 @@ class TestPhase:
         return self.run(state)
 
     def counted(self) -> dict[str, Any]:
-        """What early stopping has counted, to be kept; empty without it."""
+        """The counts of early stopping, as JSON values; empty without it."""
         return {} if self._patience is None else self._patience.kept()
 
     def run(self, state: TrainState) -> str | None:
-        """Calls it; returns why the run ends early, if it does."""
+        """Calls it; returns the reason to end the run early, or None."""
         assert self._evaluate is not None
         self._evaluate(state)
         return None if self._patience is None else self._patience.reason()

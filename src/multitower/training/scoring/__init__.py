@@ -1,4 +1,4 @@
-"""A whole data set through a model, chunk by chunk: scores and predictions; read `chunks.py` first.
+"""Evaluation and prediction of a whole data set, chunk by chunk; read `chunks.py` first.
 
-`Trainer` and the public names enter.
+`Trainer` imports from here, and the package for its public names.
 """

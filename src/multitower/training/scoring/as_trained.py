@@ -1,4 +1,4 @@
-"""Scoring where a model was trained: on the same devices, and in the same stages."""
+"""Scores a model where it was trained: on the same devices, and in the same stages."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,13 +15,13 @@ def scored_as_trained(
     data: Any,
     **how: Any,
 ) -> Any:
-    """Calls `evaluate` or `predict`; in stages, if the function can be cut like the loss.
+    """Calls `evaluate` or `predict`, in stages if the step has them and the function can be cut.
 
     Args:
         run: `evaluate` or `predict`.
-        options: of the step, by the names of `train_step`'s arguments.
-        given: a function, and the parameters or the module.
-        data: what to score.
+        options: the options of the step, by the names of `train_step`'s arguments.
+        given: the pair of the function, and the parameters or the module.
+        data: the data set.
         how: other arguments of `run`.
     """
     batches = Repeatable(data)
@@ -31,7 +31,7 @@ def scored_as_trained(
         try:
             return run(*given, batches.again(), **how, **where, **stages)
         except ArgumentError as error:
-            if not batches.can_repeat:  # it is of a later batch, and those before it are gone
+            if not batches.can_repeat:  # earlier batches cannot be read again
                 raise
             what = "the metrics" if run is evaluate else "the function"
             warn(f"{what}: {error} As it is, every device gets the whole model.")

@@ -1,4 +1,4 @@
-"""Chunks: the rows of a data set, or of an iterator of batches, so many at a time."""
+"""Chunks: the rows of a data set, or of an iterator of batches, `global_batch` at a time."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +17,12 @@ from multitower.towers.split import on_one_device
 
 
 class Chunk(NamedTuple):
-    """Some rows, filled up to the size of the compiled program with copies of others.
+    """Some rows, padded with copies of rows to the size that the program was compiled for.
 
     Attributes:
         rows: a batch for `make_parallel`.
-        num_real: how many come first and count; the rest are copies.
-        may_repeat: whether there are copies in this chunk, or in the last one of its batch.
+        num_real: the number of real rows, which come first; the rest are copies.
+        may_repeat: whether this chunk, or the last chunk of the same batch, has copies.
     """
 
     rows: Any
@@ -30,12 +30,12 @@ class Chunk(NamedTuple):
     may_repeat: bool
 
     def told(self) -> AbstractContextManager[None]:
-        """Where a function of it is called: towers must not meet there if rows repeat."""
+        """A context for a call with this chunk: towers must not exchange values if rows repeat."""
         return some_rows_repeat() if self.may_repeat else nullcontext()
 
 
 def is_iterator(data: Any) -> bool:
-    """Whether data come batch by batch: an iterator, or a loader of another library."""
+    """Whether data come batch by batch: from an iterator, or a loader of another library."""
     if isinstance(data, Iterator):
         return True
     is_leaf = jax.tree.structure(data) == jax.tree.structure(0)
@@ -45,16 +45,17 @@ def is_iterator(data: Any) -> bool:
 def chunks(
     data: Any, global_batch: int, place: Callable[[LazyRows], Any] | None
 ) -> Iterator[Chunk]:
-    """The rows in their order, each once.
+    """Yields the rows in their order, each once, in chunks.
 
     Args:
         data: a pytree of arrays with one example per row, or an iterator of such batches.
-        global_batch: rows of a chunk, 1 or more; fewer if the data, or the first batch, have fewer.
-        place: brings rows to the devices; None to leave them on the host.
+        global_batch: rows of a chunk, 1 or more; chunks are smaller if the data, or the first
+            batch, have fewer rows.
+        place: copies rows to the devices; None to leave them on the host.
 
     Raises:
-        BatchError: no rows, different row counts, a wrong `global_batch`, or an iterator without
-            batches.
+        BatchError: no rows, arrays with different numbers of rows, a wrong `global_batch`, or an
+            iterator without batches.
     """
     if global_batch < 1:
         raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
@@ -71,7 +72,7 @@ class Repeatable:
     """Data that can be read again from the start after the first batch has been looked at.
 
     Attributes:
-        can_repeat: whether that is so: of an iterator, nothing but its first batch has been read.
+        can_repeat: whether it still can be: no batch of an iterator after the first has been read.
     """
 
     def __init__(self, data: Any) -> None:
@@ -92,12 +93,12 @@ class Repeatable:
 
 
 def num_rows_of_all(data: Any) -> int | None:
-    """The rows of all data; None for an iterator, whose end nobody knows."""
+    """The number of rows of all data; None for an iterator, whose length is unknown."""
     return None if is_iterator(data) else take_apart(data, 0, name="data").num_rows
 
 
 def place_on(devices: Any, towers: int | None) -> Callable[[LazyRows], Any]:
-    """Brings each tower's rows to its device."""
+    """Makes a function that copies each tower's rows to its device."""
     return lambda rows: shard(rows, devices=devices, towers=towers)
 
 
@@ -107,8 +108,8 @@ def _of_batch(
     num_rows, (leaves, treedef) = parts.num_rows, jax.tree.flatten(batch)
     has_rows = [isinstance(kind, int) for kind in parts.split.kinds]
     for start in range(0, num_rows, size):
-        # The last chunk is filled up with rows of the same batch, so that it fits the compiled
-        # program; who reads the results cuts them off.
+        # The last chunk is padded with rows of the same batch, so that it fits the compiled
+        # program; their results are dropped when they are read.
         places = np.arange(start, start + size) % num_rows
 
         def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
@@ -126,11 +127,11 @@ def for_each_chunk(
 
     Args:
         run: a function of a chunk's rows.
-        read: is called with each result and how many of its rows are real, in their order.
+        read: called with each result and its number of real rows, in the order of the chunks.
         each: the chunks.
 
     Returns:
-        How many rows are real.
+        The number of real rows of all chunks.
     """
     num_rows = 0
     waiting: tuple[Any, int] | None = None
@@ -147,7 +148,7 @@ def for_each_chunk(
 
 
 def unchanging(leaf: Any) -> Any:
-    """A NumPy array as one of JAX in the host's memory: stages copy it once, not at every batch."""
+    """A NumPy array as a JAX array in the host's memory, which stages copy only once."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])

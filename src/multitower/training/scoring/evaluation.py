@@ -20,7 +20,7 @@ from multitower.steps.loss import takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 from multitower.training.scoring.exact_sums import ExactSums
 
-# For each metric the entries of its rows; of a ratio those of its offset, totals and weights.
+# By name of the metric: one entry per row; for a ratio a list of offset, totals and weights.
 Scores = dict[str, jax.Array | list[jax.Array]]
 
 
@@ -48,39 +48,42 @@ def evaluate(
     Every example counts once.
 
     Args:
-        metrics: `metrics(params, batch)` returns a dict with one number per row for each name, or
-            `mt.ratio(total, weight)` with an entry per row in both: totals and weights are then
-            added over all examples and divided once. An entry per row may be an array, such as
-            `(rows, classes)`. It may also take keyword-only `model_state`, like a loss.
-        params: the first argument of `metrics`, whole on every device. Copies of NNX and Equinox
-            modules in it are scored in evaluation mode, as after `model.eval()` and by
+        metrics: `metrics(params, batch)` returns a dict. Each value has one entry per row, a number
+            or an array: shape (rows,), or such as (rows, classes). A value may also be
+            `mt.ratio(total, weight)` with one number per row in both: totals and weights are then
+            summed over all examples and divided once. `metrics` may also take keyword-only
+            `model_state`, like a loss.
+        params: the first argument of `metrics`, whole on every device. NNX and Equinox modules in
+            it are copied and scored in evaluation mode, as after `model.eval()` or
             `eqx.nn.inference_mode`: without dropout, with BatchNorm's running statistics. Models
-            that are functions of arrays (plain JAX, Flax Linen, Haiku, Keras) have no mode:
-            `metrics` calls them with `training=False` or the like.
+            that are functions of arrays (plain JAX, Flax Linen, Haiku, Keras) have no mode: call
+            them in `metrics` with `training=False` or the like.
         dataset: a pytree of NumPy arrays with one example per row on axis 0; or an iterator of such
-            batches, such as a loader of another library, for data that do not fit into memory.
+            batches, such as a data loader of another library, for data that do not fit into memory.
             Batches may differ in size. Every process must get the same batches.
         global_batch: rows to score at a time, 1 or more. Larger batches of an iterator are scored
-            in parts, smaller ones are filled up.
+            in parts, smaller ones are padded with rows that do not count.
         model_state: passed to `metrics`, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
-        towers: the number of towers; results then have the same bits on any number of devices.
-        reduction: how the numbers of the rows are combined: `"mean"` or `"sum"`.
-        stages: cut the model over devices, as for `make_parallel`: `params` and `model_state` are
-            then with the stages that use them, and not whole on every device.
-        layout: likewise.
-        interleave: likewise.
+        towers: the number of towers; results then have the same bits on any number of devices. By
+            default there is one per device, and results are equal up to rounding.
+        reduction: how the entries of the rows are combined: `"mean"` or `"sum"`.
+        stages: cut the model into this many parts on different devices, as for `make_parallel`.
+            `params` and `model_state` are then on the devices of the stages that use them, not
+            whole on every device.
+        layout: as for `make_parallel`.
+        interleave: as for `make_parallel`.
 
     Returns:
-        For each name the mean (the sum, the ratio): a float, or a NumPy array of float64 where
-        every row has an array. The sums are exact before they are rounded to
-        float64, so that they do not depend on the order of the examples.
+        For each name the mean (the sum, the ratio) over all examples: a float; or, if each row has
+        an array, a NumPy array of float64 of the shape of one row's entry. Sums are exact until
+        they are rounded once to float64, so that they do not depend on the order of the examples.
 
     Raises:
-        BatchError: no examples, different row counts, a batch without rows, or an iterator
-            without batches.
+        BatchError: no examples, arrays with different numbers of rows, a batch without rows, or an
+            iterator without batches.
         OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
-            values between towers, and a `global_batch` that does not divide the number of examples.
+            values between towers, if `global_batch` does not divide the number of examples.
         ArgumentError: `metrics` cannot be cut into so many stages.
 
     Example:
@@ -95,7 +98,7 @@ def evaluate(
     cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:
         score = _scorer(metrics, where, towers, **cut)
-    except TypeError:  # an unhashable callable: nothing to remember it by
+    except TypeError:  # an unhashable callable cannot be cached
         score = _scorer.__wrapped__(metrics, where, towers, **cut)
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
     shared = (in_evaluation_mode(params), model_state if takes_state else None)
@@ -121,7 +124,10 @@ def evaluate(
 
 
 def _value(sums: list[Any], num_rows: int, divisor: int) -> Any:
-    """Of the sum over rows, or of what was added to a ratio and its totals and weights."""
+    """The value of a metric: its sum divided, or the sum of a ratio's offset and quotients.
+
+    `sums` has one sum; for a ratio the sums of its offset, total, weight, total, weight, ...
+    """
     own, *ratios = sums
     if not ratios:
         return own / divisor
@@ -129,16 +135,16 @@ def _value(sums: list[Any], num_rows: int, divisor: int) -> Any:
 
 
 def _quotient(total: float, weight: float) -> float:
-    """As arrays are divided: without an error where nothing has any weight."""
+    """Divides as NumPy does: NaN or infinity, not an error, if the weight is 0."""
     with np.errstate(all="ignore"):
         return float(np.divide(total, weight))
 
 
 def _check(found: Any, num_rows: int) -> None:
-    """Refuses what is no dict, complex numbers, and numbers put together over rows already.
+    """Refuses a result that is not a dict, complex numbers, and numbers averaged over rows.
 
     Raises:
-        OutputError: it is something else.
+        OutputError: `metrics` returned one of these.
     """
     if not isinstance(found, Mapping):
         raise OutputError(
@@ -151,7 +157,7 @@ def _check(found: Any, num_rows: int) -> None:
                 f"metrics[{name!r}] is complex, and scores are real numbers: return its .real and "
                 ".imag by names of their own, or jnp.abs of it."
             )
-        # Of arrays `make_parallel` finds out whether they have one entry per row.
+        # `make_parallel` checks whether arrays have one entry per row.
         if not isinstance(value, Ratio) and jnp.shape(value) == ():
             raise OutputError(
                 f"metrics[{name!r}] has shape () for {num_rows} rows: return one entry per row, "
@@ -161,7 +167,7 @@ def _check(found: Any, num_rows: int) -> None:
 
 
 def _parts(value: Any, num_rows: int) -> Any:
-    """One entry per row of everything that is added up; of a ratio a list."""
+    """Arrays with one entry per row, to be summed; for a ratio a list, as in `Scores`."""
     if not isinstance(value, Ratio):
         return value
     offset = 0.0 if value.offset is None else value.offset

@@ -1,4 +1,4 @@
-"""Exact sums over rows, number by number, so that no order of the rows changes them."""
+"""Exact sums over rows, element by element, which do not depend on the order of the rows."""
 
 import math
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ _EXACT = 2.0**53  # whole numbers below it, and their sums, are exact in float64
 
 
 class ExactSums:
-    """The sums over all rows so far: of a number per row, or of an array per row.
+    """The sums over all rows so far, of one number or array per row.
 
     Args:
-        shape: of one row's entry, () for a number.
+        shape: the shape of one row's entry, () for a number.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
-        # For each number some floats with exactly its sum; mostly one or two.
+        # For each element a few floats, mostly one or two, whose exact sum is its sum.
         self._parts: list[list[float]] = [[] for _ in range(math.prod(shape))]
 
     def add(self, rows: np.ndarray[Any, Any]) -> None:
-        """Adds rows, on axis 0."""
+        """Adds rows, shape (rows, *shape)."""
         rows = rows.reshape(len(rows), -1).astype(np.float64)
         with np.errstate(invalid="ignore"):
             if (rows == np.rint(rows)).all() and np.abs(rows).sum() < _EXACT:
@@ -31,13 +31,13 @@ class ExactSums:
             self._parts[number] = _few([*self._parts[number], *column])
 
     def total(self) -> Any:
-        """A float, or an array of float64; each rounded once."""
+        """The sums, rounded once to float64: a float, or an array of `shape`."""
         sums = [_sum(parts) for parts in self._parts]
         return np.array(sums).reshape(self._shape) if self._shape else sums[0]
 
 
 def _few(values: list[float]) -> list[float]:
-    """As few floats, with the same sum."""
+    """A few floats with the same exact sum."""
     found: list[float] = []
     while (rest := _sum(values)) and math.isfinite(rest):
         found.append(rest)

@@ -1,4 +1,4 @@
-"""Prediction: the outputs for every row of a data set, chunk by chunk."""
+"""Prediction: the outputs of a model for every row of a data set, chunk by chunk."""
 
 import functools
 from collections.abc import Callable
@@ -45,24 +45,25 @@ def predict(
         params: the first argument of `fn`, whole on every device. NNX and Equinox modules are
             copied and run in evaluation mode, as by `multitower.evaluate`.
         data: a pytree of arrays with one example per row on axis 0; or an iterator of such batches,
-            which may differ in size. Every process must give the same data.
-        global_batch: rows of a chunk, 1 or more.
+            which may differ in size. Every process must pass the same data.
+        global_batch: rows to compute at a time, 1 or more.
         model_state: passed to `fn`, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
-        towers: the number of towers; results then have the same bits on any number of devices.
+        towers: the number of towers; results then have the same bits on any number of devices. By
+            default there is one per device, and results are equal up to rounding.
         stages: as for `multitower.make_parallel`.
-        layout: likewise.
-        interleave: likewise.
-        progress: is called with the number of rows done so far, after every chunk.
+        layout: as for `multitower.make_parallel`.
+        interleave: as for `multitower.make_parallel`.
+        progress: a function that is called after every chunk with the number of rows done so far.
 
     Returns:
-        The tree that `fn` returns, of NumPy arrays with exactly one entry per row, in the order of
-        the rows. With several processes, every process gets all of it.
+        The tree that `fn` returns, with NumPy arrays that have one entry per row of `data` on axis
+        0, in the order of the rows. With several processes, every process gets all rows.
 
     Raises:
-        BatchError: no rows, different row counts, or an iterator without batches.
+        BatchError: no rows, arrays with different numbers of rows, or an iterator without batches.
         OutputError: an output without an axis of rows; or a function that exchanges values between
-            towers, and a `global_batch` that does not divide the number of rows.
+            towers, if `global_batch` does not divide the number of rows.
         ArgumentError: `fn` cannot be cut into so many stages.
 
     Example:
@@ -75,7 +76,7 @@ def predict(
     cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:
         run = _runner(fn, where, towers, **cut)
-    except TypeError:  # an unhashable callable: nothing to remember it by
+    except TypeError:  # an unhashable callable cannot be cached
         run = _runner.__wrapped__(fn, where, towers, **cut)
     takes_state = takes_model_state(fn, "the function", "predict")
     state = model_state if takes_state else None
@@ -101,7 +102,7 @@ def predict(
     )
 
 
-@functools.lru_cache(maxsize=16)  # one call after another compiles once
+@functools.lru_cache(maxsize=16)  # repeated calls compile once
 def _runner(
     fn: Callable[..., Any], devices: DeviceSpec | None, towers: int | None, **cut: Any
 ) -> Callable[..., Any]:

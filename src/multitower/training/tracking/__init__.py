@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases, MLflow and Trackio. Begin with `log.py`, the hook.
+"""Experiment trackers: Weights & Biases, MLflow and Trackio. Read `log.py` first, the hook.
 
-Each service is a class of `services.py`; its client is imported where a run is logged to it.
+Each service is a class of `services.py`, which imports its client when a run is logged to it.
 """

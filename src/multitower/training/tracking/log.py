@@ -34,17 +34,17 @@ class ExperimentLog:
     """A hook that logs a run to Weights & Biases, MLflow or Trackio.
 
     It logs the configuration, the metrics of every step (`train/loss`), and those of every test
-    phase (`test/accuracy`). Of several processes only process 0 logs. The id of the logged run is
-    kept in `run_dir/logged.json`: a run that is resumed there goes on in the same logged run.
+    phase (`test/accuracy`). With several processes only process 0 logs. The id of the logged run is
+    kept in `run_dir/logged.json`, so that a resumed run continues the same logged run.
 
-    Where a service stops answering, a warning says so and the run goes on without it.
+    If a service stops answering, there is a warning, and the run continues without it.
 
     Args:
         service: `"wandb"`, `"mlflow"` or `"trackio"`. Each reads its own environment variables,
             such as `WANDB_MODE`, `MLFLOW_TRACKING_URI` and `TRACKIO_DIR`.
         run_dir: directory of the run; its name is the name of the logged run.
-        config: what to log as the configuration, JSON values by name.
-        project: under which project, or experiment, the service shows the run.
+        config: the configuration to log, JSON values by name.
+        project: the project (in MLflow the experiment) in which the service shows the run.
 
     Raises:
         ArgumentError: there is no such service.
@@ -82,7 +82,7 @@ class ExperimentLog:
                 project, directory.name, dict(config or {}), directory, known.get(service)
             )
             _keep(directory, {**known, service: run.id})
-        except Exception as error:  # of any kind: no network, no key, no such run, a full disk
+        except Exception as error:  # many kinds: no network, no key, an unknown run, a full disk
             why = " ".join(str(error).split())
             raise RunError(f"{service} cannot start a run: {why} {_WAY_OUT[service]}") from error
 
@@ -99,7 +99,7 @@ class ExperimentLog:
             self._give_up(error)
 
     def flush(self) -> None:
-        """Sends what is waiting."""
+        """Sends metrics that are not sent yet."""
         try:
             if self._run is not None:
                 self._run.flush()
@@ -110,7 +110,7 @@ class ExperimentLog:
         """Ends the logged run.
 
         Args:
-            status: `"finished"`, `"stopped"` or `"failed"`, as far as the service knows them.
+            status: `"finished"`, `"stopped"` or `"failed"`, if the service has such a status.
         """
         run, self._run = self._run, None
         try:
@@ -153,7 +153,7 @@ def check_services(names: list[str]) -> None:
 
 
 def check_installed(names: list[str]) -> None:
-    """Refuses services whose package is missing, before the work that they would log.
+    """Refuses services whose package is missing, before the run begins.
 
     Raises:
         RunError: a package is not installed; the message says how to install it.
@@ -170,7 +170,7 @@ def check_installed(names: list[str]) -> None:
 
 
 def _logged_in(directory: Path) -> dict[str, str]:
-    """The id of the logged run of each service."""
+    """The ids of the logged runs, by name of the service."""
     path = directory / LOGGED
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -178,4 +178,4 @@ def _logged_in(directory: Path) -> dict[str, str]:
 def _keep(directory: Path, ids: Mapping[str, str]) -> None:
     partial = directory / f".{LOGGED}.{os.getpid()}"
     partial.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / LOGGED)  # readers see no file or the whole file
+    partial.replace(directory / LOGGED)  # atomic: readers see no file or the whole file

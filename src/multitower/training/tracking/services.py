@@ -1,6 +1,6 @@
-"""Experiment trackers: one run each in Weights & Biases, MLflow and Trackio.
+"""Experiment trackers: Weights & Biases, MLflow and Trackio, each a class for one run.
 
-Each class starts a run, or goes on in the one with a known id, in its constructor. A status is
+The constructor starts a run, or continues the run with a known id. A status is
 `"finished"`, `"stopped"` or `"failed"`.
 """
 
@@ -24,14 +24,14 @@ class Service(Protocol):
         """Logs the metrics of a step."""
 
     def flush(self) -> None:
-        """Sends what is waiting."""
+        """Sends metrics that are not sent yet."""
 
     def finish(self, status: str) -> None:
         """Ends the logged run."""
 
 
 class Wandb:
-    """Weights & Biases; its own settings say where to, such as WANDB_MODE=offline."""
+    """Weights & Biases; its own settings decide where it logs to, such as WANDB_MODE=offline."""
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], directory: Path, known: str | None
@@ -50,11 +50,11 @@ class Wandb:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Logs the metrics of a step."""
-        if step >= self._run.step:  # a run that was killed has logged the steps it makes again
+        if step >= self._run.step:  # steps that a resumed run makes again were logged before
             self._run.log(dict(metrics), step=step)
 
     def flush(self) -> None:
-        """It sends by itself, from another process."""
+        """Nothing: its own process sends metrics."""
 
     def finish(self, status: str) -> None:
         """Ends the logged run."""
@@ -62,7 +62,7 @@ class Wandb:
 
 
 class Mlflow:
-    """MLflow; MLFLOW_TRACKING_URI says where to."""
+    """MLflow; MLFLOW_TRACKING_URI decides where it logs to."""
 
     _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012 (constant)
 
@@ -87,13 +87,13 @@ class Mlflow:
         """Logs the metrics of a step."""
         now = round(1000 * time.time())
         self._waiting += [self._metric(name, value, now, step) for name, value in metrics.items()]
-        # Every request may cross a network: one for every step would hold the devices up.
+        # Every request may cross a network: one per step would keep the devices waiting.
         is_late = time.monotonic() - self._sent_at > _SEND_AFTER_S
         if is_late or len(self._waiting) >= _SEND_AT_MOST:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what is waiting."""
+        """Sends metrics that are not sent yet."""
         waiting, self._waiting = self._waiting, []
         self._sent_at = time.monotonic()
         for first in range(0, len(waiting), _SEND_AT_MOST):
@@ -106,7 +106,7 @@ class Mlflow:
 
 
 class Trackio:
-    """Trackio, which knows a run by its name; TRACKIO_DIR or TRACKIO_SPACE_ID say where to."""
+    """Trackio, whose runs have names as ids; it logs to TRACKIO_DIR or TRACKIO_SPACE_ID."""
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], _: Path, known: str | None
@@ -119,19 +119,19 @@ class Trackio:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Logs the metrics of a step."""
-        # Its store has no word for a NaN.
+        # Its store has no NaN.
         self._run.log({k: v if math.isfinite(v) else None for k, v in metrics.items()}, step=step)
 
     def flush(self) -> None:
-        """It writes by itself, from another thread."""
+        """Nothing: its own thread writes metrics."""
 
     def finish(self, status: str) -> None:
         """Ends the logged run."""
-        del status  # it keeps none
+        del status  # Trackio has no status
         self._trackio.finish()
 
 
-# The name of each, as a user writes it, with its class and the package that it needs.
+# By the name that a user writes: the class, and the package that it needs.
 SERVICES: dict[str, tuple[Any, str]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (Mlflow, "mlflow"),
