@@ -294,8 +294,11 @@ def main() -> None:
     wanted = [name for name in options.only.split(",") if name]
     results: dict[str, Any] = {}
     say(f"{'work':10} {'contender':16} {'ms/step':>9} {'ratio':>7} {'quartiles':>15} {'+ms':>8}")
-    for make in (polynomial, mlp, lenet, deep):
-        work = make(rows_for)
+    works = [make(rows_for) for make in (polynomial, mlp, lenet, deep)]
+    names = [work.name for work in works]
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--only {unknown[0]}: the names are {', '.join(names)}")
+    for work in works:
         if wanted and work.name not in wanted:
             continue
         contenders = {
