@@ -81,7 +81,7 @@ class TrainState:
             int32, the number of updates after which each version was made. Else None.
         loss_scale: with `compute_dtype=jnp.float16`, a dict of `"scale"`, float32, which multiplies
             the loss of the next step, and `"good_steps"`, int32, the steps with finite gradients
-            since the scale last changed. Else None.
+            since the scale last grew or gradients last overflowed. Else None.
 
     Raises:
         StateError: on reading a state that a step has overwritten.
