@@ -144,7 +144,7 @@ def read_tower(
         return read(program, flows, num_rows, batch_rows, all_rows), tree, num_rows
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
-            f"this function runs without a look at its rows, which failed: "
+            "this function runs without a look at its rows, which failed: "
             f"{type(error).__name__}: {error}. Please report it with the function."
         )
         return None
