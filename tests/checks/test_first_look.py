@@ -152,6 +152,61 @@ def test_batch_norm_without_towers_is_told_once(run):
     np.testing.assert_allclose(run(devices=1), whole, rtol=1e-6)  # as it says
 
 
+# ---------------------------------------------------------------- a state that adds up rows
+
+
+def counting(w, batch, *, model_state):
+    return losses(w, batch), {}, model_state + (batch > 0).sum(0).astype(model_state.dtype)
+
+
+def counting_in_place(w, batch, *, model_state):
+    above = (batch > 0).sum().astype(model_state.dtype)
+    return losses(w, batch), {}, model_state.at[1].set(model_state[1] + above)
+
+
+def counting_all(w, batch, *, model_state):
+    every = jax.lax.psum((batch > 0).sum(0), "towers")
+    return losses(w, batch), {}, model_state + every.astype(model_state.dtype)
+
+
+def averaging_in_place(w, batch, *, model_state):
+    return losses(w, batch), {}, model_state.at[1].set(batch.mean())
+
+
+def after_a_step(loss, dtype=jnp.float32):
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    state, _ = step(step.init(W, model_state=jnp.zeros(3, dtype)), X)
+    return state.model_state
+
+
+def count_in_aux(w, seen, x):
+    return losses(w, x), {"seen": seen["seen"] + x.sum(0)}
+
+
+@pytest.mark.parametrize("loss", [counting, counting_in_place])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_a_state_that_adds_up_rows_is_told(loss, dtype):
+    # The lie: counts of a codebook or of classes that are T times too small, and nobody is told.
+    said = r"model_state \(reduce_sum .*batch > 0.*\): it is kept for the next step, and it adds up"
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        after_a_step(loss, dtype)
+    assert len(told) == 1
+    assert 'jax.lax.psum(x.sum(0), "towers") to the old value' in str(told[0].message)
+    np.testing.assert_array_equal(after_a_step(counting_all, dtype), (X > 0).sum(0))  # as it says
+
+
+def test_a_state_in_aux_that_adds_up_rows_is_told():
+    run = mt.value_and_grad(count_in_aux, has_aux=True, in_axes=(None, None, 0), devices=2)
+    with pytest.warns(
+        mt.MultitowerWarning, match=r"state\['seen'\] .*it is kept for the next step"
+    ):
+        look_at(run, {"seen": jnp.zeros(3)}, X)
+
+
+def test_a_mean_that_is_written_into_a_state_is_right():
+    np.testing.assert_allclose(after_a_step(averaging_in_place)[1], X.mean(), rtol=1e-6)
+
+
 # ---------------------------------------------------------------- what it used to miss
 
 Y = np.arange(8) % 3

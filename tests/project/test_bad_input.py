@@ -452,6 +452,21 @@ WRONG = {
         )
         for towers in (None, 4)
     },
+    **{
+        f"differential privacy, towers={towers}": (
+            lambda params=params, towers=towers: step(
+                lambda params, x: fast_losses(params["w"], x),
+                params,
+                X[:8],
+                optimizer=optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
+                towers=towers,
+            ),
+            mt.ArgumentError,
+            "needs the gradient of every row.* gives it their mean.*mt.make_parallel",
+        )
+        # One leaf: its first axis would pass for the rows, and a wrong update would be made.
+        for params, towers in (({"w": W}, 4), ({"w": W, "b": jnp.zeros((2, 2))}, None))
+    },
     # -------------------------------------------------------- steps and states
     "a state in the place of parameters": (
         lambda: MADE.init(MADE.init(W)),

@@ -170,6 +170,19 @@ def test_an_error_in_a_tower_says_so(fixed, towers):
         assert any(rows in note for note in told.value.__notes__)
 
 
+def test_a_state_of_the_rows_is_told_where_it_belongs():
+    """Lie: JAX's words about shapes, and no word about a recurrent network's carry."""
+    step = mt.train_step(
+        lambda w, x, *, model_state: (loss(w, x + model_state), {}, x + model_state),
+        optax.sgd(0.1),
+        towers=4,
+        devices=2,
+    )
+    with pytest.raises(Exception, match="shapes") as told:
+        step(step.init(1.0, model_state=jnp.zeros(8)), X)
+    assert any("carry: make it an argument of mt.value" in note for note in told.value.__notes__)
+
+
 @pytest.mark.parametrize("name", ["grad", "train_step", "make_parallel", "jit", "devices"])
 def test_a_warning_points_at_the_line_of_the_user(name):
     """Lie: a warning at a line of the library, which nobody can change."""

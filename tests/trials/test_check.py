@@ -401,6 +401,16 @@ def test_batch_norm_is_told_once():
     assert problem.message.startswith("rows are normalised with statistics of their own tower")
 
 
+def test_a_state_that_adds_up_rows_is_not_safe():
+    # The lie: "safe", of counts that are those of a tower.
+    def counting(w, x, *, model_state):
+        return losses(w, x), {}, {**model_state, "seen": model_state["seen"] + x.sum(0)}
+
+    state = {"seen": jnp.zeros(5), "decay": jnp.ones(())}
+    (problem,) = check_parallel(counting, VECTOR, X, model_state=state).problems
+    assert (problem.kind, problem.output) == ("sum", "model_state['seen']")
+
+
 def test_parameters_in_numpy_arrays_are_indexed_as_in_a_real_call():
     table = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     tokens = np.array([[0, 1], [2, 3], [4, 0], [1, 1]])

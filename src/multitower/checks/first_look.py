@@ -16,6 +16,7 @@ from multitower.checks.problems import (
     COUNTED,
     MIXED,
     STATISTICS,
+    SUMMED_STATE,
     Problem,
     same_numbers,
     summed,
@@ -29,7 +30,7 @@ from multitower.towers.rows import Tower
 
 # An unusual number of towers, so that an axis with the rows of all towers is known by its size.
 _TOWERS = 7
-# State for the next step. How the towers' states are combined is documented: no warning.
+# State for the next step. The towers' states are averaged, which is right for statistics.
 _STATES = ("model", "model_state", "state")
 
 
@@ -55,9 +56,9 @@ def look(
             every tower gets the whole of it.
 
     Warns:
-        MultitowerWarning: rows are mixed, a sum is averaged, a row is divided by the number of
-            rows, all towers draw the same numbers, a table is cut, or the number of devices decides
-            over how many rows BatchNorm works.
+        MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
+            the number of rows, all towers draw the same numbers, a table is cut, or the number of
+            devices decides over how many rows BatchNorm works.
     """
     traced = read_tower(outputs, rows, others)
     if traced is None:
@@ -69,6 +70,7 @@ def look(
         *(table(*named(n), place) for n, place in reading.tables.items()),
         *same_numbers(reading.draws),
         *_of_results(results, averages, {*reading.tables.values()}),
+        *results.sums_in_states(),
     ]
     if num_devices > 1:
         found.extend(results.statistics(num_devices)[:1])
@@ -218,6 +220,14 @@ class Results(NamedTuple):
             if one.kind not in _STATES and self.are_statistics(one.flow)
         ]
 
+    def sums_in_states(self) -> list[Problem]:
+        """A problem for each state that adds up the rows of a tower."""
+        return [
+            Problem("sum", one.name, one.flow.origin, SUMMED_STATE)
+            for one in self.leaves
+            if one.kind in _STATES and one.flow.word == "linear" and not one.flow.is_mean
+        ]
+
 
 def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
     problems: list[Problem] = []
@@ -244,4 +254,6 @@ def _line(place: str) -> str:
 
 def _name(path: tuple[Any, ...]) -> str:
     first, *rest = path
+    if first.key == "model":  # its leaves are known by their numbers alone
+        return "the state of the module"
     return f"{first.key}{jax.tree_util.keystr(tuple(rest))}"

@@ -107,6 +107,11 @@ SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "
     "Return one value per row, or the mean{more}."
 )
+SUMMED_STATE = (
+    "it is kept for the next step, and it adds up rows. Every tower has the sum over its own rows, "
+    "and the state gets the mean of these, or tower 0's if they are integers. For the sum over all "
+    'rows add jax.lax.psum(x.sum(0), "towers") to the old value; or keep a mean.'
+)
 BAKED = (
     "the number of rows of the whole batch is written into it, and a tower has fewer rows. Divide "
     "by x.shape[0], or return one value per row."

@@ -28,10 +28,11 @@ _LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
     "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
     "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
-    "optimization_barrier", "dynamic_update_slice", "scatter", "scatter-add", "cumsum", "name",
-    "sharding_constraint",
+    "optimization_barrier", "cumsum", "name", "sharding_constraint",
 }  # fmt: skip
 _LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
+# Operations that write into an array: the inputs that are the array, and what is written.
+_WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
 # Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
@@ -136,7 +137,8 @@ class _Reader:
         linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
         if linear and all(linear):
             return True
-        if name not in _LINEAR_TOGETHER and any(flow.counted for flow in inputs):
+        unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
+        if name not in _LINEAR_TOGETHER and any(flow.counted for flow in unknown):
             return True
         numbers = _numbers(inputs)
         if name == "div":
@@ -220,6 +222,8 @@ class _Reader:
         if scaled:
             self._look_for_baked(equation, inputs)
         together = name in _LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
+        written = _WRITTEN.get(name, ())
+        together |= all(n in written for n, word in enumerate(words) if word == "linear")
         if scaled or together or (is_first_alone and name in _LINEAR_ALONE):
             return "linear", origin, None
         return "mixed", None, self.where(equation)

@@ -127,12 +127,13 @@ def is_state_of(structures: Collection[Any]) -> Callable[[Any], bool]:
     return lambda sub: is_equinox_state(sub) or jax.tree.structure(sub) in known
 
 
-def split_state(aux: Any, is_state: Callable[[Any], bool]) -> tuple[list[Any], Any]:
-    """The leaves of `aux` that belong to a state, and `aux` without them."""
+def split_state(aux: Any, is_state: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """`aux` with the leaves that belong to a state alone, and `aux` without them."""
     leaves, treedef = jax.tree.flatten(aux)
     inside = _leaves_in(aux, is_state)
+    state = [leaf if number in inside else None for number, leaf in enumerate(leaves)]
     rest = [None if number in inside else leaf for number, leaf in enumerate(leaves)]
-    return [leaves[number] for number in sorted(inside)], jax.tree.unflatten(treedef, rest)
+    return jax.tree.unflatten(treedef, state), jax.tree.unflatten(treedef, rest)
 
 
 def looks_like_key(leaf: Any) -> bool:

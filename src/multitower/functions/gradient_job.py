@@ -201,8 +201,7 @@ class ValueAndGrad(NamedTuple):
         loss, aux = self._loss_and_aux(output)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
         loss = as_mean(loss, tower_rows, self.reduction)
-        averaged = [changes.averaged for changes in changed]
-        return {"loss": loss, "aux": aux, "model": averaged, "state": state}
+        return {"loss": loss, "aux": aux, "model": changed, "state": state}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """The results of all towers, put together."""

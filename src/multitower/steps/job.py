@@ -259,9 +259,9 @@ def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tow
     # the step keeps those of tower 0.
     forward = _forward(replace(step, model_state_from="mean"), split, len(rows[0]))
     output = forward(shared.state.params, shared, rows, here)
-    averaged = output.model_state.averaged
+    new = join(shared.state.model_state, output.model_state)
     loss = as_mean(output.loss, len(rows[0]), step.reduction)
-    return {"loss": loss, "metrics": take_ratios(output.metrics)[0], "model_state": averaged}
+    return {"loss": loss, "metrics": take_ratios(output.metrics)[0], "model_state": new}
 
 
 def _forward(

@@ -33,7 +33,8 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             f"multitower called this function with the rows of one tower, {tower_rows} of the "
             "batch's. A number of rows that is written into the function, or more of them than a "
             "tower has (reshape, top_k), fails here: take it from the argument, x.shape[0], or use "
-            "fewer towers."
+            "fewer towers. So does a state with one entry per row of the batch, such as an RNN's "
+            "carry: make it an argument of mt.value_and_grad, and return it in aux."
         )
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

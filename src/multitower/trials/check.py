@@ -23,6 +23,7 @@ def check_parallel(
     - results with one entry per row: the towers' results, concatenated, must equal the batch's;
     - other results: the mean over towers must equal the batch's value;
     - `mt.ratio`: the towers' totals and weights must add up to the batch's;
+    - a state for the next step must not add up rows, since the towers' states are averaged;
     - gradients of the loss, if the first argument is shared like parameters: the mean over towers
       must equal the batch's gradient.
 

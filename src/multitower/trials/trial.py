@@ -39,13 +39,13 @@ class Found(NamedTuple):
         names: the names of its results, such as `output[0]['loss']`.
         leaves: the results: arrays, and ratios as they are inside a tower.
         has_loss: whether the first of them is a loss: a float or a ratio, alone or before others.
-        states: the state for the next call: changes of modules, model states.
+        states: the state for the next call, by kind: of modules, model state, a state in aux.
     """
 
     names: list[str]
     leaves: list[Any]
     has_loss: bool
-    states: list[Any]
+    states: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -169,16 +169,16 @@ class Trial:
             call = call._replace(kwargs={**call.kwargs, "model_state": entered})
         with inside_tower():
             output, changed = call_tower(self.fun, call, here, len(rows[0]))
-        states: list[Any] = [changes.averaged for changes in changed]
+        states: dict[str, Any] = {"model": changed}
         if "model_state" in call.kwargs and isinstance(output, tuple) and len(output) == 3:
-            states.append(output[2])
+            states["model_state"] = output[2]
             output = (*output[:2], None)
-        state, output = split_state(output, is_state_of(structures.values()))
+        states["state"], output = split_state(output, is_state_of(structures.values()))
         flat, _ = jax.tree_util.tree_flatten_with_path(output, is_leaf=is_ratio)
         names = [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
         leaves = [leaf if is_ratio(leaf) or is_key(leaf) else jnp.asarray(leaf) for _, leaf in flat]
         has_loss = bool(leaves) and names[0] in ("output", "output[0]")
-        return Found(names, leaves, has_loss and _may_be_loss(leaves[0], rows), [*states, state])
+        return Found(names, leaves, has_loss and _may_be_loss(leaves[0], rows), states)
 
     def reading(self, times: int = 1) -> "tuple[Reading, Results] | None":
         """What the program does with rows; None if it accepts only some numbers of rows.
@@ -194,7 +194,7 @@ class Trial:
                 for n, leaf in enumerate(found.leaves)
             ]
             first = int(found.has_loss)
-            return {"aux": means[first:], "loss": means[:first], "state": found.states}
+            return {"aux": means[first:], "loss": means[:first], **found.states}
 
         given = self.parts.rows, self.parts.shared
         read = read_tower(by_kind, *given, batch_rows=self.parts.num_rows, times=times)

@@ -4,6 +4,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from multitower.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -30,10 +32,21 @@ def call_update(
         Updates of the parameters, and the new state.
 
     Raises:
-        ArgumentError: the optimizer needs more than this, such as the loss as a function.
+        ArgumentError: the optimizer needs more than this, such as the loss as a function, or the
+            gradients of single rows.
     """
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
+    is_private = lambda node: isinstance(node, optax.contrib.DifferentiallyPrivateAggregateState)
+    if any(map(is_private, jax.tree.leaves(opt_state, is_leaf=is_private))):
+        # It would take the first axis of a parameter for the rows, and clip that.
+        raise ArgumentError(
+            "the optimizer needs the gradient of every row, as optax.contrib.dpsgd does, and "
+            "train_step gives it their mean. Use it in a loop of your own: gradients = "
+            "mt.make_parallel(jax.vmap(jax.grad(loss_of_row), (None, 0)), in_axes=(None, 0))"
+            "(params, batch), then optimizer.update. Or clip every row's gradient inside the loss, "
+            "by a backward rule (jax.custom_vjp), and add noise with optax.add_noise."
+        )
     extras = {"value": loss, "grad": gradients}
     if isinstance(optimizer, optax.GradientTransformationExtraArgs):
         taken = inspect.signature(optimizer.update).parameters
