@@ -158,8 +158,8 @@ class Checkpoints:
             candidates, failures = again, {}
         others = [s for s in candidates[1:] if not allow_previous]
         hint = (
-            f" Or allow the previous one, {others[0]} (allow_previous=True, or on the command line "
-            "--allow-previous)."
+            f" Or allow the previous one, {others[0]} (allow_previous=True of Trainer.fit or "
+            "Checkpoints.restore; on the command line multitower resume DIR --allow-previous)."
             if others
             else ""
         )
@@ -184,7 +184,8 @@ class Checkpoints:
             except Exception as error:
                 if not self._manager.is_overtaken(step):
                     raise CheckpointError(
-                        f"{self.directory}/{step} cannot be read: {first_line(error)}."
+                        f"{self.directory}/{step} cannot be read: {first_line(error)}. Put the "
+                        "files back from a copy, or move that directory away."
                     ) from error
         return None
 
