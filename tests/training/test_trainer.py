@@ -233,6 +233,10 @@ def test_batches_that_run_out_are_an_error():
 
     with pytest.raises(mt.RunError, match="ran out after step 3 of 5"):
         make_trainer(1).fit(PARAMS, three, steps=5)
+    for found in (None, len, DATA):  # a forgotten return, a forgotten call, one batch
+        said = rf"batches\(0\) returned .* \({type(found).__name__}\): it must return an iterator"
+        with pytest.raises(mt.ArgumentError, match=said):
+            make_trainer(1).fit(PARAMS, lambda first, found=found: found, steps=5)
     with pytest.raises(mt.ArgumentError, match=r"batches is list: give a function, batches.first"):
         make_trainer(1).fit(PARAMS, [DATA], steps=5)
 

@@ -293,8 +293,8 @@ class Trainer:
 
         Raises:
             ArgumentError: not exactly one of `steps` and `epochs` is given, or an epoch's size is
-                not known; `batches` is not a function of one argument; `resume` without a
-                `run_dir`; `early_stopping` without a test phase.
+                not known; `batches` is not a function of one argument, or returns no iterator;
+                `resume` without a `run_dir`; `early_stopping` without a test phase.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
                 `run_dir`, saved.
