@@ -8,7 +8,6 @@ step s asks for batch s and continues as if it had never stopped.
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from multitower.data.augmentation import KEYS
 from multitower.errors import BatchError
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.refusals import whole_number
 from multitower.towers.rows import take_apart
 from multitower.towers.split import on_one_device
 
@@ -75,8 +75,9 @@ def make_batch(
         [2 1 5 4]
     """
     # Python integers: the product may be too large for an int32, such as JAX's state.step.
-    global_batch = whole_number("global_batch", global_batch, 1)
-    step, seed = whole_number("step", step, 0), whole_number("seed", seed, 0)
+    global_batch = whole_number("global_batch", global_batch, 1, BatchError)
+    step = whole_number("step", step, 0, BatchError)
+    seed = whole_number("seed", seed, 0, BatchError)
     num_rows = take_apart(dataset, 0, name="data").num_rows
     epochs, positions = np.divmod(
         np.arange(step * global_batch, (step + 1) * global_batch), num_rows
@@ -172,7 +173,7 @@ class _Batches:
         Raises:
             BatchError: no examples, different row counts, or a wrong `global_batch`.
         """
-        global_batch = whole_number("global_batch", self._global_batch, 1)
+        global_batch = whole_number("global_batch", self._global_batch, 1, BatchError)
         num_rows = take_apart(self._dataset, 0, name="data").num_rows
         return Fraction(num_rows, global_batch)
 
@@ -201,21 +202,6 @@ def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     keys = np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
     keys.setflags(write=False)
     return keys
-
-
-def whole_number(name: str, value: Any, least: int) -> int:
-    """The value of an argument, as a Python integer.
-
-    Raises:
-        BatchError: it is not a whole number, or below the least one.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise BatchError(f"{name}={value!r}: it must be a whole number, {least} or more.")
-    return number
 
 
 def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:

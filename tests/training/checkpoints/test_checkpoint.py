@@ -264,6 +264,39 @@ def test_another_model_is_refused_by_name(saved):
         checkpoints.restore(like=other)
 
 
+def test_the_step_of_a_state_is_a_number_of_a_checkpoint(tmp_path):
+    _, state = make(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state.step, state, {})
+        checkpoints.save(np.int64(3), state, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [0, 3]
+        assert checkpoints.restore(like=state).step == 3
+
+
+def test_what_would_be_saved_nowhere_is_an_error(tmp_path):
+    """Lies: a save that keeps nothing; a good checkpoint that is called damaged."""
+    _, state = make(1)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(mt.ArgumentError, match=f"keep_last={wrong}: it must be a whole"):
+            Checkpoints(tmp_path, keep_last=wrong)
+    nothing = pytest.raises(mt.CheckpointError, match="nothing can be saved")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints, nothing:
+        checkpoints.save(1, state, {})
+    with Checkpoints(tmp_path) as checkpoints:
+        for wrong in (-1, 1.5, "1", None):
+            with pytest.raises(mt.ArgumentError, match=f"step={wrong!r}: it must be a whole"):
+                checkpoints.save(wrong, state, {})
+        for about in ({"rate": np.float32(1)}, {"x": {1}}, {1: 2, "a": 3}, None, "x"):
+            with pytest.raises(mt.ArgumentError, match="keep a dict of JSON values, and"):
+                checkpoints.save(1, state, about)
+        with pytest.raises(mt.StateError, match=r"Checkpoints\.save got dict as state"):
+            checkpoints.save(1, {"w": np.ones(3)}, {})
+        checkpoints.save(1, state, {})
+        with pytest.raises(mt.StateError, match=r"got dict as state: pass like=step\.init"):
+            checkpoints.restore(like={"w": np.ones(3)})
+
+
 def test_an_empty_directory_and_one_that_cannot_be_made(tmp_path):
     refused = pytest.raises(mt.CheckpointError, match="no complete checkpoint to resume from")
     with Checkpoints(tmp_path / "new") as checkpoints, refused:

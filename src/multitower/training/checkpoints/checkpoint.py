@@ -8,8 +8,6 @@ With several processes, all of them save and restore, in a directory that all of
 Process 0 writes, and the others wait for it at Orbax's barriers.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,8 @@ from multitower.errors import CheckpointError, warn
 from multitower.processes.together import is_first, of_first
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.leaves import check_same_leaves, leaf_like, named_leaves, on_host
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.train_state import TrainState, check_is_state
+from multitower.towers.refusals import whole_number
 from multitower.training.checkpoints.orbax_library import first_line
 from multitower.training.checkpoints.orbax_manager import TRIES, OrbaxManager
 
@@ -52,6 +51,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: the directory cannot be created or written, or Orbax is not installed.
+        ArgumentError: `keep_last` is not a whole number, 1 or more.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax
@@ -71,6 +71,7 @@ class Checkpoints:
     def __init__(
         self, directory: str | Path, *, keep_last: int = 3, read_only: bool = False
     ) -> None:
+        whole_number("keep_last", keep_last, 1)
         self.directory = Path(directory).absolute()
         self._manager = OrbaxManager(self.directory, keep_last=keep_last, read_only=read_only)
 
@@ -92,9 +93,16 @@ class Checkpoints:
             run: JSON values that tell this run from others; `Trainer` compares them at a resume.
 
         Raises:
-            CheckpointError: this save, or an earlier one in the background, failed; or there is a
-                checkpoint with a higher number.
+            CheckpointError: this save, or an earlier one in the background, failed; there is a
+                checkpoint with a higher number; or these checkpoints are `read_only`.
+            ArgumentError: `step` is not a whole number, or `about` holds no JSON values.
+            StateError: it is not a state.
         """
+        from multitower.training.checkpoints.about import check_about, digest  # noqa: PLC0415 (importing stays quick)
+
+        check_is_state(state, "Checkpoints.save")
+        check_about(about)
+        step = whole_number("step", step, 0)  # also an array, such as state.step
         self.raise_failure()
         there = self.steps()
         if step in there:
@@ -114,7 +122,7 @@ class Checkpoints:
             "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
             "step": step,
         }
-        written["sha256"] = _digest(written)
+        written["sha256"] = digest(written)
         # Orbax refuses arrays without elements; their shapes are in `written`.
         numbered = {_key(number): x for number, x in enumerate(leaves.values()) if x.size}
         self._manager.save(step, numbered, written)
@@ -137,7 +145,9 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no such checkpoint; it is damaged; or it was saved with
                 another model or optimizer.
+            StateError: `like` is not a state.
         """
+        check_is_state(like, "Checkpoints.restore(like=...)", "pass like=step.init(params)")
         self.wait()
         candidates, failures = self._candidates(step), dict[int, str]()
         for _ in range(TRIES):
@@ -257,8 +267,10 @@ class Checkpoints:
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:
+        from multitower.training.checkpoints.about import digest  # noqa: PLC0415 (importing stays quick)
+
         found = self._manager.read_json(step)
-        if found.pop("sha256", None) != _digest(found):
+        if found.pop("sha256", None) != digest(found):
             raise _DamageError("what was saved about it is not what is there")
         if found["step"] != step:
             raise _DamageError(f"it is checkpoint {found['step']} under another name")
@@ -300,7 +312,3 @@ class _DamageError(Exception):
 
 def _key(number: int) -> str:
     return f"{number:05d}"
-
-
-def _digest(written: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
