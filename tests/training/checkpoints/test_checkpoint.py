@@ -256,6 +256,17 @@ def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # nor lines of the libraries below
 
 
+def test_a_run_that_replaces_a_checkpoint_does_not_stop_its_reader(tmp_path):
+    """Lie: eval of a run that trains says that the checkpoint it has just read cannot be read."""
+    _, state = make(1)
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(1, state, {}, run={"number": 1})
+    with Checkpoints(tmp_path, read_only=True) as reader:
+        number = reader.restore(like=state).step
+        shutil.rmtree(tmp_path / "1")
+        assert reader.run_of(number) == {"number": 1}
+
+
 def test_another_model_is_refused_by_name(saved):
     directory, _ = saved
     other = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=1).init(1.0)

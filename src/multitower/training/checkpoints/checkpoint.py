@@ -74,6 +74,7 @@ class Checkpoints:
         whole_number("keep_last", keep_last, 1)
         self.directory = Path(directory).absolute()
         self._manager = OrbaxManager(self.directory, keep_last=keep_last, read_only=read_only)
+        self._runs: dict[int, dict[str, Any]] = {}  # read with a state
 
     def save(
         self,
@@ -202,9 +203,14 @@ class Checkpoints:
     def run_of(self, step: int) -> dict[str, Any]:
         """The settings of the run that saved a checkpoint; empty if none were saved.
 
+        After `restore` they are those that were read with the state: a run may have replaced this
+        checkpoint since.
+
         Raises:
             CheckpointError: it cannot be read.
         """
+        if step in self._runs:
+            return self._runs[step]
         try:
             return self._read_json(step).get("run", {})
         except Exception as error:
@@ -264,6 +270,7 @@ class Checkpoints:
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
         state: TrainState = jax.tree.unflatten(jax.tree.structure(like), filled)
         state.origin = like.origin  # the model of the state that was passed
+        self._runs[step] = written.get("run", {})
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:
