@@ -53,7 +53,7 @@ def test_a_schedule_that_depends_on_the_steps_is_not_extended(tmp_path, capsys):
     recipe.write_text(SCHEDULED.format(circle=CIRCLE))
     config = json.dumps({"recipe": str(recipe), "options": {"steps": 1, "towers": 2}})
     (tmp_path / "config.json").write_text(config)
-    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "result.json").write_text('{"steps": 1}')
     assert main(["resume", str(tmp_path), "--devices", "1", "--steps", "2"]) == 2
     assert "depends on the number of steps" in capsys.readouterr().err
     assert (tmp_path / "config.json").read_text() == config

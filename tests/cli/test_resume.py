@@ -83,6 +83,38 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     assert "multitower resume" in capsys.readouterr().err
 
 
+CONFIGS = [
+    ("[]", "is not the configuration of a run"),
+    ('{"recipe": 3, "options": {}}', "is not the configuration of a run"),
+    ('{"recipe": "digits"}', "is not the configuration of a run"),
+    ('{"recipe": "digits", "options": []}', "is not the configuration of a run"),
+    ('{"recipe": "digits", "options": {}, "settings": 3}', "is not the configuration of a run"),
+    ('{"recipe": "digits", "options": {"stepz": 3}}', "config.json: a run has no option 'stepz'"),
+    ('{"recipe": "digits", "options": {"steps": "x"}}', "config.json: a run is a whole number"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), CONFIGS)
+def test_a_configuration_that_was_changed_by_hand_is_named(config, said, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(config)
+    for command in ("resume", "eval"):
+        assert main([command, str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+    auto = ["train", CIRCLE, "--run-dir", str(tmp_path), "--resume", "auto"]
+    if "configuration" in said:
+        assert main(auto) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("result", ["[]", "3", "{}"])
+def test_a_damaged_result_is_named(result, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"recipe": "digits", "options": {}}')
+    (tmp_path / "result.json").write_text(result)
+    for more in ([], ["--steps", "9"]):
+        assert main(["resume", str(tmp_path), *more]) == 2
+        assert "result.json cannot be read" in capsys.readouterr().err
+
+
 def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
     """What a cluster does: the same command again. Lies: a fresh start, a finished run redone."""
     run_dir = tmp_path / "run"

@@ -117,6 +117,29 @@ def test_some_rows_of_a_distorted_batch_are_those_of_the_whole():
     np.testing.assert_array_equal(own["y"], whole["y"][places])
 
 
+def test_numbers_beside_the_rows_are_in_every_batch():
+    """Lie: a data set that can be scored, and not be trained on."""
+    dataset = {
+        "x": np.arange(5),
+        "scale": np.float32(2),
+        "limit": np.array(3.0),
+        "no": None,
+        "n": 4,
+    }
+    how = {"global_batch": 3, "seed": 0, "step": 1, "distort": lambda batch, _: batch}
+    for places in (None, np.array([0, 2])):
+        batch = make_batch(dataset, **how, places=places)
+        assert (batch["scale"], batch["limit"], batch["no"], batch["n"]) == (2, 3, None, 4)
+        assert batch["x"].shape == (3 if places is None else 2,)
+
+
+def test_rows_that_were_sharded_are_a_data_set_too():
+    dataset = mt.shard({"x": np.arange(10)}, devices=2, towers=4)
+    batch = make_batch(dataset, global_batch=7, seed=0, step=0)
+    whole = make_batch({"x": np.arange(10)}, global_batch=7, seed=0, step=0)
+    np.testing.assert_array_equal(batch["x"], whole["x"])
+
+
 def test_batches_have_keys_only_when_asked():
     assert next(make_batches(rows(3), global_batch=2, seed=0)).keys() == {"x", "y"}
 
@@ -124,8 +147,13 @@ def test_batches_have_keys_only_when_asked():
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (np.zeros(3), {"global_batch": 0}, "global_batch=0"),
+        (np.zeros(3), {"global_batch": 0}, "global_batch=0: it must be a whole number, 1 or"),
+        (np.zeros(3), {"global_batch": 2.5}, "global_batch=2.5: it must be a whole number"),
+        (np.zeros(3), {"global_batch": "2"}, "global_batch='2': it must be a whole number"),
         (np.zeros(3), {"step": -1}, "step=-1"),
+        (np.zeros(3), {"step": 1.0}, "step=1.0: it must be a whole number, 0 or more"),
+        (np.zeros(3), {"seed": -1}, "seed=-1: it must be a whole number, 0 or more"),
+        (np.zeros(3), {"seed": None}, "seed=None: it must be a whole number"),
         (np.zeros((0, 2)), {}, "zero rows"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, {}, r"data\['x'\] has 3 rows and data\['y'\] has 4"),
     ],

@@ -66,10 +66,11 @@ def test_two_runs_of_the_same_second_have_two_directories(tmp_path, monkeypatch)
 
 def test_a_run_that_is_refused_leaves_the_configuration_of_the_other(tmp_path):
     """Lie: it is overwritten first, and the other run is resumed as what it was not."""
-    write_config(tmp_path, {"seed": 1})
+    config = {"recipe": "digits", "options": {"seed": 1}}
+    write_config(tmp_path, config)
     with held_run_directory(tmp_path):
         assert main(["train", "digits", "--steps", "1", "--run-dir", str(tmp_path)]) == 2
-    assert read_config(tmp_path) == {"seed": 1}
+    assert read_config(tmp_path) == config
 
 
 def test_a_run_that_trains_cannot_be_thrown_away(tmp_path):

@@ -420,6 +420,16 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
     assert len(read_curves(path)["loss"]["train"].stretches) == 1
 
 
+def test_damaged_lines_are_left_out(tmp_path):
+    """Lie: a run that has made all its steps, and ends in a traceback of its report."""
+    damaged = [b"\xff", b"[]", b"3", b"{}", b'{"phase": "train", "step": "x", "loss": 1}']
+    other = json.dumps({**line(2, loss=1.0), "note": "x"}).encode()
+    whole = json.dumps(line(1, loss=2.0)).encode()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole, *damaged, other]))
+    assert read_curves(tmp_path / "metrics.jsonl")["loss"]["train"].final == 1.0
+    assert len(read_curves(tmp_path / "metrics.jsonl")["loss"]["train"].stretches) == 2
+
+
 def test_metrics_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(mt.RunError, match=r"metrics\.jsonl cannot be read"):

@@ -179,6 +179,12 @@ def test_prefetch_raises_the_error_of_the_stream_after_the_batches_before_it():
     assert_no_threads_left()
 
 
+@pytest.mark.parametrize("given", [None, len, {"x": np.zeros(4)}])
+def test_prefetch_of_what_is_no_stream_is_told_at_once(given):
+    with pytest.raises(mt.ArgumentError, match=r"batches is .*: pass an iterator .* mt\.shard"):
+        mt.prefetch(given, devices=2, towers=2)
+
+
 def test_prefetch_raises_what_shard_refuses():
     batches = mt.prefetch([np.zeros(4), np.zeros(0)], devices=2)
     next(batches)

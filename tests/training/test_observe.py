@@ -48,6 +48,20 @@ def test_a_run_that_ended_before_its_test_phase_keeps_its_last_step(tmp_path):
     assert phases == [train, [*train, ("test", 3)], [*train, ("test", 3)], train]
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"\xff\xfe", b"[]", b"null", b"{}", b'{"phase": 1, "step": 1}']
+)
+def test_a_damaged_line_is_no_traceback_of_a_resume(damaged, tmp_path):
+    """Lie: a broken disk keeps a run from going on, because of a file that it only writes."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as hook:
+        report(hook, [1, 2])
+    path.write_bytes(damaged + b"\n" + path.read_bytes())
+    with MetricsFile(path) as hook:
+        report(hook, [3])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+
+
 def test_a_nan_is_null(tmp_path):
     # The lie: a line that only Python takes for JSON.
     with MetricsFile(tmp_path / "m") as hook:

@@ -233,6 +233,10 @@ def test_batches_that_run_out_are_an_error():
 
     with pytest.raises(mt.RunError, match="ran out after step 3 of 5"):
         make_trainer(1).fit(PARAMS, three, steps=5)
+    for found in (None, len, DATA):  # a forgotten return, a forgotten call, one batch
+        said = rf"batches\(0\) returned .* \({type(found).__name__}\): it must return an iterator"
+        with pytest.raises(mt.ArgumentError, match=said):
+            make_trainer(1).fit(PARAMS, lambda first, found=found: found, steps=5)
     with pytest.raises(mt.ArgumentError, match=r"batches is list: give a function, batches.first"):
         make_trainer(1).fit(PARAMS, [DATA], steps=5)
 
@@ -248,8 +252,11 @@ def test_fewer_steps_than_the_run_has_made(tmp_path):
     ("options", "message"),
     [
         ({"on_nonfinite": "ignore"}, "say 'stop' or 'skip'"),
-        ({"checkpoint_every": 0}, "must be 1 or more"),
-        ({"keep_last": 0}, "must be 1 or more"),
+        ({"checkpoint_every": 0}, "checkpoint_every=0: it must be a whole number, 1 or more"),
+        ({"checkpoint_every": 2.5}, "checkpoint_every=2.5: it must be a whole number"),
+        ({"keep_last": 0}, "keep_last=0: it must be a whole number, 1 or more"),
+        ({"keep_last": "2"}, "keep_last='2': it must be a whole number"),
+        ({"check_replicas_every": -1}, "check_replicas_every=-1: it must be a whole number, 0"),
         ({"hooks": mt.EarlyStopping("loss")}, "pass it as early_stopping=EarlyStopping"),
         ({"hooks": [None]}, "hooks has None: a hook is a function"),
         ({"callbacks": [print]}, "Trainer has no argument 'callbacks'.*are hooks="),
@@ -258,6 +265,27 @@ def test_fewer_steps_than_the_run_has_made(tmp_path):
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(mt.ArgumentError, match=message):
         make_trainer(1, **options)
+
+
+FITS = [
+    ({"steps": 2.5}, "steps=2.5: it must be a whole number"),
+    ({"steps": "3"}, "steps='3': it must be a whole number"),
+    ({"about": {"rate": np.float32(0.1)}}, "float32 is not JSON serializable.*float"),
+    ({"about": ["rate"]}, "it is not a dict"),
+    ({"evaluate": len, "evaluate_every": 2.5}, "evaluate_every=2.5: it must be a whole number"),
+    ({"evaluate": {"accuracy": 1.0}, "evaluate_every": 2}, "pass evaluate=, a function"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), FITS)
+def test_what_a_run_could_not_save_or_test_is_told_before_it(arguments, message, tmp_path):
+    """Lies: steps that are lost at the first save; a last step that is not saved."""
+    heard = []
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=heard.append)
+    with pytest.raises((mt.ArgumentError, mt.RunError), match=message):
+        trainer.fit(PARAMS, batches, **{"steps": 3, **arguments})
+    assert not heard
+    assert make_trainer(1).fit(PARAMS, batches, steps=3.0).step == 3  # a whole number, such as 1e5
 
 
 @pytest.mark.parametrize("towers", [None, 4])

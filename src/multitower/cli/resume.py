@@ -26,7 +26,8 @@ from multitower.processes.run_lock import held_for_all
 from multitower.processes.together import by_first, is_first
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe
-from multitower.runs.directory import RESULT, read_config
+from multitower.recipes.options import convert_options
+from multitower.runs.directory import CONFIG, RESULT, read_config
 from multitower.runs.extension import extend_run
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import steps_of
@@ -72,14 +73,17 @@ def refuse_finished(directory: Path, steps: int | None) -> None:
         return
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{directory} is finished, but {file} cannot be read: {error}.") from error
+        made = result["steps"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{directory} is finished, but {file} cannot be read: {error}. Delete that file, and "
+            "resume: the result is then computed again from the last checkpoint."
+        ) from error
     if stopped := result.get("stopped"):
         raise RunError(
             f"{directory} is finished, by {stopped}. More steps would not change that: begin "
             "another run, with a larger N in --early-stopping NAME:N."
         )
-    made = result.get("steps")
     if steps in (None, made):
         raise RunError(
             f"{directory} is finished: {file} holds its result. To extend it, pass --steps with "
@@ -113,8 +117,9 @@ def read_run(
 ) -> tuple[Recipe, RunOptions]:
     """The recipe and the options of a run, for these devices."""
     config = read_config(directory)
+    words = {name: str(value) for name, value in config["options"].items()}
     settings = collect_settings([], data, synthetic=False, before=config.get("settings"))
     recipe = find_recipe(config["recipe"], settings)
     # The layout is for the devices that the run began on; these have one of their own.
-    options = RunOptions(**config["options"])
+    options = RunOptions(**convert_options(RunOptions, words, f"{directory / CONFIG}: a run"))
     return recipe, dataclasses.replace(options, devices=devices, layout=None)

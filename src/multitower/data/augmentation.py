@@ -1,10 +1,12 @@
 """Random changes of training examples on the device, each drawn from its example's own key."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+
+from multitower.errors import BatchError
 
 Augment = Callable[[Any, jax.Array], Any]
 
@@ -30,7 +32,7 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
         `multitower.make_batch(..., keyed=True)` makes them.
 
     Raises:
-        KeyError: from the returned loss: a batch has no `"key"`.
+        BatchError: from the returned loss: a batch has no `"key"`.
 
     Example:
         >>> import jax, numpy as np, optax
@@ -64,7 +66,7 @@ def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
         The augmented batch, without its keys.
 
     Raises:
-        KeyError: the batch has no `"key"`.
+        BatchError: the batch has no `"key"`.
 
     Example:
         >>> import jax, numpy as np
@@ -77,6 +79,11 @@ def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
         >>> mt.augment_batch(jitter, batch)["x"].shape
         (4, 2)
     """
+    if not isinstance(batch, Mapping) or KEYS not in batch:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BatchError(
+            f"the batch has no {KEYS!r}, a PRNG key for every row, from which augment draws its "
+            "random changes. Make it with mt.make_batches(..., keyed=True)."
+        )
     examples = dict(batch)
     keys = jax.random.wrap_key_data(examples.pop(KEYS), impl=_GENERATOR)
     return augment(examples, keys)

@@ -8,7 +8,6 @@ step s asks for batch s and continues as if it had never stopped.
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from multitower.data.augmentation import KEYS
 from multitower.errors import BatchError
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.refusals import whole_number
 from multitower.towers.rows import take_apart
 from multitower.towers.split import on_one_device
 
@@ -42,7 +42,8 @@ def make_batch(
     every batch is full, and no example is seen more than once more often than another.
 
     Args:
-        dataset: a pytree of NumPy arrays with one example per row on axis 0.
+        dataset: a pytree of NumPy arrays with one example per row on axis 0. Numbers and 0-d arrays
+            are the same in every batch.
         global_batch: rows of the batch, 1 or more; it may be more than there are examples.
         seed: the seed of all random numbers, 0 or more.
         step: number of the batch; the first one is 0.
@@ -60,8 +61,8 @@ def make_batch(
         entry `"key"`, uint32, shape (rows, 2).
 
     Raises:
-        BatchError: no examples, different row counts, a wrong `global_batch` or `step`, or a data
-            set that cannot be keyed.
+        BatchError: no examples, different row counts, a wrong `global_batch`, `seed` or `step`, or
+            a data set that cannot be keyed.
 
     Example:
         >>> import numpy as np
@@ -73,11 +74,10 @@ def make_batch(
         [5 4 5 3]
         [2 1 5 4]
     """
-    _check_global_batch(global_batch)
     # Python integers: the product may be too large for an int32, such as JAX's state.step.
-    step, global_batch = operator.index(step), operator.index(global_batch)
-    if step < 0:
-        raise BatchError(f"step={step}: the first batch is number 0.")
+    global_batch = whole_number("global_batch", global_batch, 1, BatchError)
+    step = whole_number("step", step, 0, BatchError)
+    seed = whole_number("seed", seed, 0, BatchError)
     num_rows = take_apart(dataset, 0, name="data").num_rows
     epochs, positions = np.divmod(
         np.arange(step * global_batch, (step + 1) * global_batch), num_rows
@@ -93,7 +93,7 @@ def make_batch(
             keys[here] = _row_keys(num_rows, seed, int(epoch))[rows[here]]
     if places is not None and distort is None:
         rows, keys = rows[places], keys[places]
-    batch = jax.tree.map(lambda leaf: on_one_device(leaf)[rows], dataset)
+    batch = _at(rows, dataset)
     if keyed:
         batch = {**batch, KEYS: keys}
     if distort is None:
@@ -101,7 +101,7 @@ def make_batch(
     # A child of the seed, so that the numbers differ from those that shuffle epoch number `step`.
     source = np.random.SeedSequence([seed, step], spawn_key=(1,))
     batch = distort(batch, np.random.Generator(np.random.Philox(source)))
-    return batch if places is None else jax.tree.map(lambda leaf: leaf[places], batch)
+    return batch if places is None else _at(places, batch)
 
 
 def make_batches(
@@ -173,9 +173,9 @@ class _Batches:
         Raises:
             BatchError: no examples, different row counts, or a wrong `global_batch`.
         """
-        _check_global_batch(self._global_batch)
+        global_batch = whole_number("global_batch", self._global_batch, 1, BatchError)
         num_rows = take_apart(self._dataset, 0, name="data").num_rows
-        return Fraction(num_rows, self._global_batch)
+        return Fraction(num_rows, global_batch)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -204,9 +204,14 @@ def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     return keys
 
 
-def _check_global_batch(global_batch: int) -> None:
-    if global_batch < 1:
-        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:
+    """The same tree with the rows at these places, copied; what has no rows is unchanged."""
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = take_apart(tree, 0, name="data").split.kinds
+    pairs = zip(leaves, kinds, strict=True)
+    return treedef.unflatten(
+        [on_one_device(leaf)[places] if isinstance(kind, int) else leaf for leaf, kind in pairs]
+    )
 
 
 def _check_has_room_for_keys(dataset: Any) -> None:

@@ -198,9 +198,9 @@ def write_config(directory: Path, config: dict[str, Any]) -> Path:
         >>> from pathlib import Path
         >>> from multitower.runs.directory import read_config, write_config
         >>> with tempfile.TemporaryDirectory() as here:
-        ...     _ = write_config(Path(here), {"recipe": "digits"})
+        ...     _ = write_config(Path(here), {"recipe": "digits", "options": {}})
         ...     read_config(Path(here))
-        {'recipe': 'digits'}
+        {'recipe': 'digits', 'options': {}}
     """
     return _write_json(directory / CONFIG, config)
 
@@ -212,21 +212,29 @@ def read_config(directory: Path) -> dict[str, Any]:
         directory: the directory of the run.
 
     Returns:
-        The configuration.
+        The configuration: the name of a recipe, and tables of names and values.
 
     Raises:
-        RunError: the file does not exist, or cannot be read.
+        RunError: the file does not exist, cannot be read, or is not a configuration.
     """
     path = directory / CONFIG
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(
             f"{path} does not exist, so {directory} is not the directory of a run. The last line "
             "that a run prints names its directory; by default it is under runs/."
         ) from error
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}.") from error
+        raise RunError(f"{path} cannot be read: {error}. Put it back from a copy.") from error
+    kinds = {"recipe": str, "options": dict, "settings": dict}
+    entries: dict[str, Any] = {"settings": {}, **found} if isinstance(found, dict) else {}
+    if not all(isinstance(entries.get(name), kind) for name, kind in kinds.items()):
+        raise RunError(
+            f"{path} is not the configuration of a run, which has a recipe, options and settings. "
+            "Put it back from a copy."
+        )
+    return found
 
 
 def write_whole(target: Path, content: str | bytes) -> Path:

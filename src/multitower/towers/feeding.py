@@ -4,17 +4,18 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from multitower.errors import BatchError
+from multitower.errors import ArgumentError, BatchError
 from multitower.hardware.devices import DeviceSpec
 from multitower.towers.global_arrays import stacked
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import Placement, place
+from multitower.towers.refusals import shown
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.split import copy_to, cut, own_towers, placed_rows, size_of_towers
 
@@ -105,6 +106,7 @@ def prefetch(
 
     Raises:
         BatchError: `size` is below 1, or a batch that `shard` refuses.
+        ArgumentError: `batches` is not an iterable of batches.
 
     Example:
         >>> import numpy as np
@@ -115,6 +117,11 @@ def prefetch(
     """
     if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
+    if not is_stream(batches):
+        raise ArgumentError(
+            f"batches is {shown(batches)}: pass an iterator or a list of batches. For one batch "
+            "call mt.shard."
+        )
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
     return ahead(
         batches,
@@ -122,6 +129,13 @@ def prefetch(
         lambda batch, full: shard(batch, devices=devices, towers=towers, global_batch=full),
         global_batch,
     )
+
+
+def is_stream(batches: Any) -> bool:
+    """Whether something can be read batch by batch; a dict is a batch, and not an iterable."""
+    kind = type(batches)
+    has_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    return has_items and not isinstance(batches, Mapping)
 
 
 def ahead(

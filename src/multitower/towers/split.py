@@ -224,7 +224,12 @@ def on_one_device(leaf: Any) -> Any:
 
     If an array on several devices is indexed, XLA may compute a sum over the devices, and
     -0.0 + 0.0 is 0.0. An array that is split over several processes is returned unchanged.
+
+    Raises:
+        BatchError: `TowerRows` of several processes.
     """
+    if isinstance(leaf, TowerRows):
+        return leaf.whole()
     if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
         return leaf
     if leaf.is_fully_replicated:

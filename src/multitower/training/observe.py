@@ -100,7 +100,11 @@ class MetricsFile:
 
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            kept = [line for line in _whole_lines(self._path) if not is_made_again(line)]
+            text = ""
+            if self._path.exists():
+                text = self._path.read_text(encoding="utf-8", errors="replace")
+            lines = [line for line in map(read_line, text.splitlines()) if line is not None]
+            kept = [line for line in lines if not is_made_again(line)]
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
             partial.replace(self._path)  # atomic: a kill or a full disk leaves the old file
             # Line-buffered, so that a killed run leaves whole lines.
@@ -243,13 +247,14 @@ class EventFiles:
         self.close()
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that are valid JSON; a killed process may leave half a line."""
-    lines: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue
-    return lines
+def read_line(line: str) -> dict[str, Any] | None:
+    """What `MetricsFile` wrote into a line; None if the line is damaged.
+
+    A killed process may leave half a line, and a broken disk anything.
+    """
+    try:
+        found: Any = json.loads(line)
+        is_whole = isinstance(found["phase"], str) and isinstance(found["step"], int)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if is_whole else None

@@ -293,8 +293,8 @@ class Trainer:
 
         Raises:
             ArgumentError: not exactly one of `steps` and `epochs` is given, or an epoch's size is
-                not known; `batches` is not a function of one argument; `resume` without a
-                `run_dir`; `early_stopping` without a test phase.
+                not known; `batches` is not a function of one argument, or returns no iterator;
+                `resume` without a `run_dir`; `early_stopping` without a test phase.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
                 `run_dir`, saved.
@@ -303,6 +303,7 @@ class Trainer:
                 checkpoints are of a run with other settings; another run uses `run_dir`; or the
                 iterator of batches ended before `steps`.
         """
+        from multitower.training.checkpoints.about import check_about  # noqa: PLC0415 (importing stays quick)
         from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)
             Resume,
             check_batches,
@@ -320,6 +321,7 @@ class Trainer:
                 "fit(resume=True), and this trainer keeps no checkpoints: give it a run_dir, or "
                 "leave resume out."
             )
+        check_about(about or {})
         self._loss.check_extras(model_state, rng, "trainer.fit(..., ")
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
         if not evaluate_every:

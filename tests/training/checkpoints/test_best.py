@@ -41,6 +41,18 @@ def test_a_better_state_of_no_later_step_is_kept(number, tmp_path):
         assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 60
 
 
+def test_a_damaged_best_state_is_answered_with_the_way_out(tmp_path):
+    """Lie: a run that can never go on, because of a file that no step needs."""
+    state = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1)).init(np.float32(3))
+    best = BestCheckpoint(tmp_path / "best", "accuracy", "max")
+    best.offer(1, state, {"accuracy": 0.5})
+    (tmp_path / "best" / "1" / "about" / "metadata").write_text("")
+    with pytest.raises(mt.CheckpointError, match=r"best/1 cannot be read.* move that directory"):
+        best.offer(2, state, {"accuracy": 0.75})
+    (tmp_path / "best" / "1").rename(tmp_path / "away")
+    assert best.offer(2, state, {"accuracy": 0.75})
+
+
 def test_a_best_state_by_another_score_is_named(tmp_path):
     """Lie: a resume with another `keep_best` ends in a KeyError."""
     step = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1)

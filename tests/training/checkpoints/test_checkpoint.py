@@ -256,12 +256,56 @@ def test_a_reader_that_is_overtaken_reads_the_next(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # nor lines of the libraries below
 
 
+def test_a_run_that_replaces_a_checkpoint_does_not_stop_its_reader(tmp_path):
+    """Lie: eval of a run that trains says that the checkpoint it has just read cannot be read."""
+    _, state = make(1)
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(1, state, {}, run={"number": 1})
+    with Checkpoints(tmp_path, read_only=True) as reader:
+        number = reader.restore(like=state).step
+        shutil.rmtree(tmp_path / "1")
+        assert reader.run_of(number) == {"number": 1}
+
+
 def test_another_model_is_refused_by_name(saved):
     directory, _ = saved
     other = mt.train_step(lambda w, x: (w - x) ** 2, optax.sgd(0.1), devices=1).init(1.0)
     refused = pytest.raises(mt.CheckpointError, match=r"only the model has a leaf \.params")
     with Checkpoints(directory) as checkpoints, refused:
         checkpoints.restore(like=other)
+
+
+def test_the_step_of_a_state_is_a_number_of_a_checkpoint(tmp_path):
+    _, state = make(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state.step, state, {})
+        checkpoints.save(np.int64(3), state, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [0, 3]
+        assert checkpoints.restore(like=state).step == 3
+
+
+def test_what_would_be_saved_nowhere_is_an_error(tmp_path):
+    """Lies: a save that keeps nothing; a good checkpoint that is called damaged."""
+    _, state = make(1)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(mt.ArgumentError, match=f"keep_last={wrong}: it must be a whole"):
+            Checkpoints(tmp_path, keep_last=wrong)
+    nothing = pytest.raises(mt.CheckpointError, match="nothing can be saved")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints, nothing:
+        checkpoints.save(1, state, {})
+    with Checkpoints(tmp_path) as checkpoints:
+        for wrong in (-1, 1.5, "1", None):
+            with pytest.raises(mt.ArgumentError, match=f"step={wrong!r}: it must be a whole"):
+                checkpoints.save(wrong, state, {})
+        for about in ({"rate": np.float32(1)}, {"x": {1}}, {1: 2, "a": 3}, None, "x"):
+            with pytest.raises(mt.ArgumentError, match="keep a dict of JSON values, and"):
+                checkpoints.save(1, state, about)
+        with pytest.raises(mt.StateError, match=r"Checkpoints\.save got dict as state"):
+            checkpoints.save(1, {"w": np.ones(3)}, {})
+        checkpoints.save(1, state, {})
+        with pytest.raises(mt.StateError, match=r"got dict as state: pass like=step\.init"):
+            checkpoints.restore(like={"w": np.ones(3)})
 
 
 def test_an_empty_directory_and_one_that_cannot_be_made(tmp_path):

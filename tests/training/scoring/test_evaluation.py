@@ -150,9 +150,18 @@ def test_no_examples_are_an_error():
         evaluate(metrics, 1.0, {"x": VALUES[:0]}, global_batch=4)
 
 
-def test_an_empty_batch_is_an_error():
-    with pytest.raises(mt.BatchError, match="global_batch=0"):
-        evaluate(metrics, 1.0, {"x": VALUES}, global_batch=0)
+@pytest.mark.parametrize("wrong", [0, 2.5, "2", None])
+def test_a_wrong_batch_size_is_an_error(wrong):
+    with pytest.raises(mt.BatchError, match=f"global_batch={wrong!r}: it must be a whole number"):
+        evaluate(metrics, 1.0, {"x": VALUES}, global_batch=wrong)
+
+
+def test_batches_that_are_on_their_devices_are_scored_too():
+    """Lie: batches of prefetch, with the towers that score them, are no batches."""
+    halves = [{"x": VALUES[:60]}, {"x": VALUES[60:]}]
+    where = {"devices": 2, "towers": 4}
+    scores = evaluate(metrics, 1.0, mt.prefetch(halves, **where), global_batch=16, **where)
+    assert scores == evaluate(metrics, 1.0, {"x": VALUES}, global_batch=16, **where)
 
 
 LABELS = np.arange(100) % 3

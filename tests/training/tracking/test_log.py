@@ -192,6 +192,13 @@ def test_what_cannot_be_logged_to_is_said(monkeypatch, tmp_path):
         mt.ExperimentLog("wandb", tmp_path)
 
 
+@pytest.mark.parametrize("damaged", [b"", b"3", b"[1]", b"\xff"])
+def test_a_damaged_id_is_named(damaged, wandb, tmp_path):
+    (tmp_path / "logged.json").write_bytes(damaged)
+    with pytest.raises(mt.RunError, match=r"logged\.json, .* cannot be read: .* or delete it"):
+        mt.ExperimentLog("wandb", tmp_path)
+
+
 @pytest.mark.slow
 def test_the_command_line_logs_and_resumes_in_the_same_run(wandb, mlflow, tmp_path, capsys):
     """Lies: a flag that resume drops; a second logged run for the rest."""

@@ -1,13 +1,13 @@
 """The curves of a run: reads `metrics.jsonl`, and thins curves without losing spikes."""
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from multitower.errors import RunError
+from multitower.training.observe import read_line
 
 # About as many as a chart has room for, so that a page with several charts stays small.
 _MOST_STRETCHES = 240
@@ -87,12 +87,12 @@ def read_curves(path: Path) -> Curves:
     """
     points: dict[str, dict[str, list[_Point]]] = {}
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 _collect(line, points)
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise RunError(
             f"{path} cannot be read: {error}. The report draws its curves from it; move it away "
             "for a report without curves."
@@ -131,14 +131,13 @@ def _rank(phase: str) -> bool:
 
 
 def _collect(line: str, points: dict[str, dict[str, list[_Point]]]) -> None:
-    try:
-        report: dict[str, Any] = json.loads(line)
-    except ValueError:  # a killed process may leave half a line
+    report = read_line(line)
+    if report is None:
         return
     phase, step = report.pop("phase"), report.pop("step")
     for metric, value in report.items():
         # JSON's null stands for a NaN or an infinity, which Python would also write as words.
-        finite = value is not None and abs(value) < _LARGEST
+        finite = isinstance(value, int | float) and abs(value) < _LARGEST
         points.setdefault(metric, {}).setdefault(phase, []).append(
             (step, value if finite else None)
         )

@@ -8,8 +8,6 @@ With several processes, all of them save and restore, in a directory that all of
 Process 0 writes, and the others wait for it at Orbax's barriers.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,8 @@ from multitower.errors import CheckpointError, warn
 from multitower.processes.together import is_first, of_first
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.leaves import check_same_leaves, leaf_like, named_leaves, on_host
-from multitower.steps.state.train_state import TrainState
+from multitower.steps.state.train_state import TrainState, check_is_state
+from multitower.towers.refusals import whole_number
 from multitower.training.checkpoints.orbax_library import first_line
 from multitower.training.checkpoints.orbax_manager import TRIES, OrbaxManager
 
@@ -52,6 +51,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: the directory cannot be created or written, or Orbax is not installed.
+        ArgumentError: `keep_last` is not a whole number, 1 or more.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax
@@ -71,8 +71,10 @@ class Checkpoints:
     def __init__(
         self, directory: str | Path, *, keep_last: int = 3, read_only: bool = False
     ) -> None:
+        whole_number("keep_last", keep_last, 1)
         self.directory = Path(directory).absolute()
         self._manager = OrbaxManager(self.directory, keep_last=keep_last, read_only=read_only)
+        self._runs: dict[int, dict[str, Any]] = {}  # read with a state
 
     def save(
         self,
@@ -92,9 +94,16 @@ class Checkpoints:
             run: JSON values that tell this run from others; `Trainer` compares them at a resume.
 
         Raises:
-            CheckpointError: this save, or an earlier one in the background, failed; or there is a
-                checkpoint with a higher number.
+            CheckpointError: this save, or an earlier one in the background, failed; there is a
+                checkpoint with a higher number; or these checkpoints are `read_only`.
+            ArgumentError: `step` is not a whole number, or `about` holds no JSON values.
+            StateError: it is not a state.
         """
+        from multitower.training.checkpoints.about import check_about, digest  # noqa: PLC0415 (importing stays quick)
+
+        check_is_state(state, "Checkpoints.save")
+        check_about(about)
+        step = whole_number("step", step, 0)  # also an array, such as state.step
         self.raise_failure()
         there = self.steps()
         if step in there:
@@ -114,7 +123,7 @@ class Checkpoints:
             "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
             "step": step,
         }
-        written["sha256"] = _digest(written)
+        written["sha256"] = digest(written)
         # Orbax refuses arrays without elements; their shapes are in `written`.
         numbered = {_key(number): x for number, x in enumerate(leaves.values()) if x.size}
         self._manager.save(step, numbered, written)
@@ -137,7 +146,9 @@ class Checkpoints:
         Raises:
             CheckpointError: there is no such checkpoint; it is damaged; or it was saved with
                 another model or optimizer.
+            StateError: `like` is not a state.
         """
+        check_is_state(like, "Checkpoints.restore(like=...)", "pass like=step.init(params)")
         self.wait()
         candidates, failures = self._candidates(step), dict[int, str]()
         for _ in range(TRIES):
@@ -158,8 +169,8 @@ class Checkpoints:
             candidates, failures = again, {}
         others = [s for s in candidates[1:] if not allow_previous]
         hint = (
-            f" Or allow the previous one, {others[0]} (allow_previous=True, or on the command line "
-            "--allow-previous)."
+            f" Or allow the previous one, {others[0]} (allow_previous=True of Trainer.fit or "
+            "Checkpoints.restore; on the command line multitower resume DIR --allow-previous)."
             if others
             else ""
         )
@@ -184,16 +195,22 @@ class Checkpoints:
             except Exception as error:
                 if not self._manager.is_overtaken(step):
                     raise CheckpointError(
-                        f"{self.directory}/{step} cannot be read: {first_line(error)}."
+                        f"{self.directory}/{step} cannot be read: {first_line(error)}. Put the "
+                        "files back from a copy, or move that directory away."
                     ) from error
         return None
 
     def run_of(self, step: int) -> dict[str, Any]:
         """The settings of the run that saved a checkpoint; empty if none were saved.
 
+        After `restore` they are those that were read with the state: a run may have replaced this
+        checkpoint since.
+
         Raises:
             CheckpointError: it cannot be read.
         """
+        if step in self._runs:
+            return self._runs[step]
         try:
             return self._read_json(step).get("run", {})
         except Exception as error:
@@ -253,11 +270,14 @@ class Checkpoints:
         filled = [leaf_like(leaf, old) for leaf, (_, old) in zip(leaves, named, strict=True)]
         state: TrainState = jax.tree.unflatten(jax.tree.structure(like), filled)
         state.origin = like.origin  # the model of the state that was passed
+        self._runs[step] = written.get("run", {})
         return Restored(step, state, written["about"])
 
     def _read_json(self, step: int) -> dict[str, Any]:
+        from multitower.training.checkpoints.about import digest  # noqa: PLC0415 (importing stays quick)
+
         found = self._manager.read_json(step)
-        if found.pop("sha256", None) != _digest(found):
+        if found.pop("sha256", None) != digest(found):
             raise _DamageError("what was saved about it is not what is there")
         if found["step"] != step:
             raise _DamageError(f"it is checkpoint {found['step']} under another name")
@@ -299,7 +319,3 @@ class _DamageError(Exception):
 
 def _key(number: int) -> str:
     return f"{number:05d}"
-
-
-def _digest(written: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()

@@ -63,8 +63,14 @@ class OrbaxManager:
         """Saves in the background; returns when the arrays may be overwritten.
 
         Raises:
-            CheckpointError: this save has failed, or that of another manager in the background.
+            CheckpointError: this save has failed, or that of another manager in the background; or
+                this manager is `read_only`.
         """
+        if self._read_only:  # Orbax would skip it without an error
+            raise CheckpointError(
+                f"Checkpoints({str(self._directory)!r}, read_only=True): nothing can be saved with "
+                "them. Leave read_only out."
+            )
         before = OrbaxManager._last_to_save
         if before not in (None, self) and not before._is_broken:
             before.wait()

@@ -1,11 +1,13 @@
 """Where a run begins: at its newest checkpoint, if there is one and it belongs to this run."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from multitower.errors import ArgumentError, RunError, warn
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.feeding import is_stream
+from multitower.towers.refusals import shown
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import EarlyStopping
@@ -44,6 +46,22 @@ def check_batches(batches: Any) -> None:
         "batches of step first, first + 1, ...: a resumed run does not begin at 0. For arrays: "
         "lambda first: mt.make_batches(arrays, global_batch=64, seed=0, first=first)."
     )
+
+
+def read_from(batches: Any, first: int) -> Iterator[Any]:
+    """The batches of a run from step `first` on.
+
+    Raises:
+        ArgumentError: `batches` does not return an iterator.
+    """
+    found = batches(first)
+    if not is_stream(found):
+        raise ArgumentError(
+            f"batches({first}) returned {shown(found)}: it must return an iterator of batches. "
+            "Return mt.make_batches(arrays, global_batch=64, seed=0, first=first), or yield the "
+            "batches."
+        )
+    return found
 
 
 def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:

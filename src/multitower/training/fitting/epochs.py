@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from multitower.errors import ArgumentError, RunError
+from multitower.towers.refusals import whole_number
 
 # `TrainState.step` is int32.
 MOST_STEPS = 2**31 - 1
@@ -43,6 +44,9 @@ def steps_of_run(
         )
     if epochs is None:
         assert steps is not None
+        is_whole = isinstance(steps, float) and steps.is_integer()  # such as 1e5
+        # The last step is saved, and of 2.5 steps none is the last.
+        steps = whole_number("steps", int(steps) if is_whole else steps, 1, RunError)
         check_steps(steps)
         return steps
     if not 0 < epochs < math.inf:

@@ -10,7 +10,7 @@ from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.checkpoints.tested import read_tested
 from multitower.training.fitting.agreement import StopVote
-from multitower.training.fitting.beginning import Resume, begin_at
+from multitower.training.fitting.beginning import Resume, begin_at, read_from
 from multitower.training.fitting.calls import Feeding
 from multitower.training.fitting.early_stopping import EarlyStopping, Patience
 from multitower.training.fitting.epochs import steps_of_epoch
@@ -112,7 +112,7 @@ class Around(NamedTuple):
                     if reason is not None:
                         self.end(reason)
                 return self._ended(state, test, saver, vote)
-            batches, global_batch = call.batches(first), self.options["global_batch"]
+            batches, global_batch = read_from(call.batches, first), self.options["global_batch"]
             epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch
             if global_batch is None:

@@ -10,6 +10,7 @@ from multitower.errors import ArgumentError
 from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
+from multitower.towers.refusals import whole_number
 from multitower.training.checkpoints.best import warn_of_worst
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping
 from multitower.training.profile import check_profile
@@ -59,11 +60,10 @@ def check_settings(
                 f"early_stopping={early_stopping!r}: pass mt.EarlyStopping('accuracy', patience=3)."
             )
         warn_of_worst(RULE, early_stopping.score, early_stopping.best)
-    if kept.checkpoint_every < 1 or kept.keep_last < 1 or check_replicas_every < 0:
-        raise ArgumentError(
-            f"checkpoint_every={kept.checkpoint_every} and keep_last={kept.keep_last} must be 1 or "
-            f"more, check_replicas_every={check_replicas_every} 0 or more."
-        )
+    # Of every 2.5 steps, only every fifth step would be one.
+    whole_number("checkpoint_every", kept.checkpoint_every, 1)
+    whole_number("keep_last", kept.keep_last, 1)
+    whole_number("check_replicas_every", check_replicas_every, 0)
     if kept.profile is not None:
         check_profile(kept.profile)
         if kept.run_dir is None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from multitower.errors import ArgumentError
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.refusals import whole_number
 from multitower.training.fitting.early_stopping import Patience
 
 
@@ -18,7 +19,7 @@ class TestPhase:
         is_made: whether the test phase of the step at which the run resumes is known to be made.
 
     Raises:
-        ArgumentError: `every` is negative, or it is given without `evaluate`.
+        ArgumentError: `every` is not a whole number, or it is given without `evaluate`.
     """
 
     __test__ = False  # pytest would collect a class of this name
@@ -31,7 +32,8 @@ class TestPhase:
         *,
         is_made: bool = False,
     ) -> None:
-        if every < 0 or (every and evaluate is None):
+        every = whole_number("evaluate_every", every, 0)
+        if every and not callable(evaluate):
             raise ArgumentError(
                 f"evaluate_every={every}: 0 for never; else pass evaluate=, a function of the "
                 "state."

@@ -12,6 +12,7 @@ from multitower.engines.tracing import some_rows_repeat
 from multitower.errors import BatchError
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.refusals import whole_number
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.split import on_one_device
 
@@ -57,8 +58,7 @@ def chunks(
         BatchError: no rows, arrays with different numbers of rows, a wrong `global_batch`, or an
             iterator without batches.
     """
-    if global_batch < 1:
-        raise BatchError(f"global_batch={global_batch}: a batch has at least one row.")
+    global_batch = whole_number("global_batch", global_batch, 1, BatchError)
     size: int | None = None
     for batch in data if is_iterator(data) else [data]:
         parts = take_apart(batch, 0, name="data")

@@ -48,7 +48,8 @@ class ExperimentLog:
 
     Raises:
         ArgumentError: there is no such service.
-        RunError: its package is not installed, or it cannot start a run.
+        RunError: its package is not installed, it cannot start a run, or `logged.json` cannot be
+            read.
 
     Example:
         >>> import multitower as mt
@@ -172,7 +173,13 @@ def check_installed(names: list[str]) -> None:
 def _logged_in(directory: Path) -> dict[str, str]:
     """The ids of the logged runs, by name of the service."""
     path = directory / LOGGED
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(
+            f"{path}, which has the id of the logged run, cannot be read: {error}. Put it back "
+            "from a copy, or delete it to begin another logged run."
+        ) from error
 
 
 def _keep(directory: Path, ids: Mapping[str, str]) -> None:
