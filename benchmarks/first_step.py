@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 
-import multitower as mt
 from step_overhead import deep, devices_of_all, hand_written, lenet, with_multitower
+
+import multitower as mt
 
 WORKS = {"LeNet-5": lenet, "32 layers": deep}
 CONTENDERS = ("hand-written", "fast", "same bits")
@@ -36,7 +37,7 @@ def first_step_s(name, contender, num_devices):
 
 
 def in_own_process(case, real, cache):
-    """Seconds of a first step in a new process, with a directory for its compiled programs or none."""
+    """Seconds of a first step in a new process, with a compilation cache or none."""
     environment = {k: v for k, v in os.environ.items() if "CACHE" not in k}
     if cache is not None:
         environment["JAX_COMPILATION_CACHE_DIR"] = cache
