@@ -89,8 +89,8 @@ def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Arr
 
     XLA compiles equal kernels once, but kernels on slices differ by where a slice begins, so a
     hundred layers would make a hundred kernels. If many slices have one size, their starts are
-    therefore hidden from XLA. No start is negative: JAX need not add operations for such starts,
-    which took half of the time to compile.
+    therefore hidden from XLA. No start is negative, so JAX need not add operations for such starts,
+    which take long to compile (`benchmarks/results/first_step.md`).
 
     Args:
         vector: an array of one dimension.
