@@ -195,6 +195,18 @@ def test_a_state_that_adds_up_rows_is_told(loss, dtype):
     np.testing.assert_array_equal(after_a_step(counting_all, dtype), (X > 0).sum(0))  # as it says
 
 
+APART = {"towers": 4, "sync_every": 2, "outer_optimizer": optax.sgd(1.0)}
+IN_TURNS = {"towers": 4, "updates": "asynchronous"}
+
+
+@pytest.mark.parametrize("options", [APART, IN_TURNS])
+def test_towers_that_exchange_nothing_are_not_told_to_add_up_a_state(options):
+    # The lie: an advice that the same step refuses.
+    step = mt.train_step(counting, optax.sgd(0.1), devices=2, **options)
+    with pytest.warns(mt.MultitowerWarning, match="adds up rows.*Keep a mean instead"):
+        step(step.init(W, model_state=jnp.zeros(3)), X)
+
+
 def test_a_state_in_aux_that_adds_up_rows_is_told():
     run = mt.value_and_grad(count_in_aux, has_aux=True, in_axes=(None, None, 0), devices=2)
     with pytest.warns(
@@ -303,6 +315,14 @@ def test_a_table_as_long_as_the_batch_is_told(loss, towers):
     whole = run_of(loss, X, Y, table, towers=towers, in_axes=(None, 0, 0, None))  # as it says
     expected = jax.jit(jax.value_and_grad(lambda *a: loss(*a).mean()))(W, X, Y, table)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), whole, expected)
+
+
+def test_a_quantile_is_no_table():
+    # The lie: an advice to hand every tower the whole of what is a statistic of its own rows.
+    loss = lambda w, x, y: losses(w, x) * jnp.quantile(y.astype(float), 0.5)
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together") as told:
+        look_at(mt.value_and_grad(loss, devices=2, in_axes=(None, 0, 0)), X, Y)
+    assert not any("like in a table" in str(one.message) for one in told)
 
 
 def test_a_table_in_a_batch_is_told():

@@ -16,10 +16,11 @@ from multitower.checks.problems import (
     COUNTED,
     MIXED,
     STATISTICS,
-    SUMMED_STATE,
+    SUM_ALL,
     Problem,
     same_numbers,
     summed,
+    summed_state,
     table,
 )
 from multitower.checks.row_flow import Reading, read, unused_size
@@ -42,6 +43,7 @@ def look(
     averages: bool,
     num_devices: int,
     named: Callable[[int], tuple[str, str]],
+    of_state_sums: str = SUM_ALL,
 ) -> None:
     """Warns if a function is not safe to run data parallel, as far as its program shows.
 
@@ -54,6 +56,7 @@ def look(
         num_devices: the number of towers, one per device, if `towers` was not given; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
+        of_state_sums: what becomes of a state that adds up rows, and what to write instead.
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
@@ -70,7 +73,7 @@ def look(
         *(table(*named(n), place) for n, place in reading.tables.items()),
         *same_numbers(reading.draws),
         *_of_results(results, averages, {*reading.tables.values()}),
-        *results.sums_in_states(),
+        *results.sums_in_states(of_state_sums),
     ]
     if num_devices > 1:
         found.extend(results.statistics(num_devices)[:1])
@@ -220,10 +223,10 @@ class Results(NamedTuple):
             if one.kind not in _STATES and self.are_statistics(one.flow)
         ]
 
-    def sums_in_states(self) -> list[Problem]:
+    def sums_in_states(self, way_out: str = SUM_ALL) -> list[Problem]:
         """A problem for each state that adds up the rows of a tower."""
         return [
-            Problem("sum", one.name, one.flow.origin, SUMMED_STATE)
+            summed_state(one.name, one.flow.origin, way_out)
             for one in self.leaves
             if one.kind in _STATES and one.flow.word == "linear" and not one.flow.is_mean
         ]

@@ -107,10 +107,16 @@ SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "
     "Return one value per row, or the mean{more}."
 )
-SUMMED_STATE = (
-    "it is kept for the next step, and it adds up rows. Every tower has the sum over its own rows, "
-    "and the state gets the mean of these, or tower 0's if they are integers. For the sum over all "
-    'rows add jax.lax.psum(x.sum(0), "towers") to the old value; or keep a mean.'
+SUMMED_STATE = "it is kept for the next step, and it adds up rows. {way_out}"
+SUM_ALL = (
+    "Every tower has the sum over its own rows, and the state gets the mean of these, or tower 0's "
+    'if they are integers. For the sum over all rows add jax.lax.psum(x.sum(0), "towers") to the '
+    "old value; or keep a mean."
+)
+# With sync_every and asynchronous updates, which refuse a psum.
+KEEP_A_MEAN = (
+    "Towers exchange no values in this step, so each adds up its own rows alone, and no state has "
+    "the sum over all rows. Keep a mean instead."
 )
 BAKED = (
     "the number of rows of the whole batch is written into it, and a tower has fewer rows. Divide "
@@ -160,6 +166,11 @@ def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
     """The problem that a result is a sum over rows, and towers are averaged."""
     more = "; or, if the sum is what you mean, say reduction='sum'" if is_loss else ""
     return Problem("sum", name, place, SUM.format(more=more))
+
+
+def summed_state(name: str, place: str | None, way_out: str) -> Problem:
+    """The problem that a state for the next step adds up the rows of a tower."""
+    return Problem("sum", name, place, SUMMED_STATE.format(way_out=way_out))
 
 
 def same_numbers(draws: Iterable[str]) -> list[Problem]:

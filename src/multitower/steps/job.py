@@ -193,6 +193,7 @@ def look_at_loss(
     *,
     num_towers: int,
     is_by_device: bool,
+    exchange: bool,
 ) -> Looked:
     """Traces a loss, and warns of results that depend on the number of towers.
 
@@ -203,6 +204,7 @@ def look_at_loss(
         tower_rows: rows of a full tower.
         num_towers: how many towers there are.
         is_by_device: whether that is the number of devices, because `towers` was not given.
+        exchange: whether towers may exchange values.
 
     Raises:
         OutputError: the loss returned a value of the wrong kind or shape.
@@ -216,6 +218,7 @@ def look_at_loss(
     look_at = lambda: _look(traced.shapes, run, rows, here)
     found = look_in_tower(look_at, num_towers)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
+    from multitower.checks.problems import KEEP_A_MEAN, SUM_ALL  # noqa: PLC0415
 
     look(
         lambda rows, here: _by_name(step, parts.split, shared, rows, here),
@@ -227,6 +230,7 @@ def look_at_loss(
             name_of(parts.split.row_paths()[number], "batch"),
             taken_out_of("batch"),
         ),
+        of_state_sums=SUM_ALL if exchange else KEEP_A_MEAN,
     )
     return found._replace(meets=traced.meets)
 

@@ -333,6 +333,7 @@ class TrainStep:
                 tower_rows,
                 num_towers=way.num_towers,
                 is_by_device=self._towers is None,
+                exchange=way.exchange,
             )
             maker.looked[key] = way.look(state, look)  # expensive: it may join the state
         return maker.looked[key]

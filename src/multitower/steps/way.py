@@ -69,6 +69,8 @@ class Whole:
 
     # Whether a function's parameters are made in parts, each on its device.
     makes_in_parts = False
+    # Whether towers may exchange values in a loss.
+    exchange = True
     # Which towers make which update, in asynchronous updates.
     turns: "Turns | None" = None
     # The stages as the newest runner has cut them.

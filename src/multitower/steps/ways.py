@@ -174,6 +174,8 @@ class InLoops(Whole):
 class InRotation(Whole):
     """One device has the newest state, and every group of towers a version of the parameters."""
 
+    exchange = False
+
     def __init__(self, options: RotationOptions, placement: Placement) -> None:
         super().__init__(placement, same_bits=True)
         from multitower.steps.rotation.turns import Turns  # noqa: PLC0415 (importing stays quick)

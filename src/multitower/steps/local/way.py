@@ -39,6 +39,8 @@ from multitower.towers.surroundings import refuse_disabled_jit
 class InLocal(Whole):
     """Every tower has parameters and an optimizer's state of its own."""
 
+    exchange = False
+
     def __init__(self, options: LocalOptions, placement: Placement) -> None:
         super().__init__(placement, same_bits=True)
         self._options = options
