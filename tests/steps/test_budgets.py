@@ -296,3 +296,22 @@ def test_live_memory_is_state_and_gradients(towers, sets):
     model, rows = params.nbytes, batch.nbytes
     assert max(seen) <= (1 + 2 + sets) * model + rows + 1024
     assert bytes_on(devices[0]) - before <= 3 * model + 1024
+
+
+# ---------------------------------------------------------------- tracing
+
+
+@pytest.mark.parametrize(("metrics", "budget"), [(False, 3), (True, 4)])
+def test_a_loss_is_traced_so_often(metrics, budget):
+    # For its shapes, for the first look and for the program; and where there are metrics without
+    # rows, with one row more. Tracing a large model takes seconds each time.
+    traced = []
+
+    def loss(w, x):
+        traced.append(x.shape)
+        losses = x @ w
+        return (losses, {"scale": jnp.sum(w)}) if metrics else losses
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=1, towers=2)
+    step(step.init(jnp.ones(4)), ROWS)
+    assert len(traced) == budget

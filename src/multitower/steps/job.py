@@ -213,7 +213,8 @@ def look_at_loss(
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
     shared = Shared(fields, parts.shared)
     here = Tower(jnp.int32(0), jnp.int32(tower_rows), jnp.int32(tower_rows))
-    run = lambda rows, here: forward(fields.params, shared, rows, here)
+    # Under jit, so that rows of one shape are traced once: a large model takes a while.
+    run = jax.jit(lambda rows, here: forward(fields.params, shared, rows, here))
     traced = trace(run, (rows, here), num_towers)
     look_at = lambda: _look(traced.shapes, run, rows, here)
     found = look_in_tower(look_at, num_towers)

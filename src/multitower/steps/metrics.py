@@ -61,9 +61,13 @@ def sort_metrics(
     if reduction == "sum":
         apart.append(RatioSums([], [], share))
     metrics = jax.tree.map(wide, plain)
-    is_row = find_row_leaves(
-        lambda rows: _taken(output_of(rows), reduction)[0], rows, metrics, "metrics"
-    )
+    rest_of = lambda rows: _without_loss(_taken(output_of(rows), reduction)[0])
+    rest = _without_loss(metrics)
+    verdicts = find_row_leaves(rest_of, rows, rest, "metrics")
+    # The loss is a vector over rows or a scalar; to find out again would trace the model again.
+    of_loss = jax.tree.map(lambda loss: loss.ndim == 1, metrics["loss"])
+    of_rest = jax.tree.unflatten(jax.tree.structure(rest), verdicts)
+    is_row = jax.tree.leaves({"loss": of_loss, **of_rest})
     leaves, treedef = jax.tree.flatten(metrics)
     counted = {i: row_sum(leaf, here) for i, leaf in enumerate(leaves) if is_row[i]}
     num_rows = rows[0].shape[0]
@@ -88,3 +92,7 @@ def _taken(output: LossOutput, reduction: Reduction) -> tuple[Any, list[Any]]:
     if reduction == "sum":
         plain["loss"] = RatioHole(len(ratios))
     return plain, ratios
+
+
+def _without_loss(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name != "loss"}
