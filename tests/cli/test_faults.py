@@ -137,7 +137,13 @@ def test_a_full_disk_at_any_stage(tmp_path):
         assert stage == "exit" or "No space left on device" in one["said"][0]
 
 
-@pytest.mark.parametrize("name", ["multitower", "jax", "numpy", "optax", "tyro", "jax -m"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["multitower", "jax", "jax -m"],
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("numpy", "optax", "tyro")],
+    ],
+)
 def test_ctrl_c_during_imports(name):
     """Lies: a page of lines, a hang in an extension module that cannot be initialised."""
     ended = subprocess.run(

@@ -105,6 +105,7 @@ def test_same_bits_on_a_part_of_the_devices(num_devices, on_one_device):
     assert fingerprints("mlp/sgd/float32", 6, num_devices) == on_one_device
 
 
+@pytest.mark.slow
 def test_same_bits_with_the_devices_in_another_order(on_one_device):
     """Lie: bits that depend on which device comes first."""
     assert fingerprints("mlp/sgd/float32", 6, mt.devices(3)[::-1]) == on_one_device

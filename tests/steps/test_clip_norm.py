@@ -100,8 +100,8 @@ def test_it_equals_optax(options):
 )
 def test_law_l3_the_same_bits_on_any_number_of_devices(sharded, dtype):
     found = []
-    for devices in (1, 3):
-        options = {"devices": devices, "towers": 4, "shard_update": sharded}
+    for devices in (1, 2):
+        options = {"devices": devices, "towers": 3, "shard_update": sharded}
         state, metrics = train(LIMIT, options, optax.adamw(0.1), params_of(dtype))
         found.append(mt.fingerprint((state, metrics)))
     assert len(set(found)) == 1

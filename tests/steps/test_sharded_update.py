@@ -58,8 +58,11 @@ def test_law_l3_the_same_bits_on_any_number_of_devices():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.adamw(0.1, mask={"in": True, "out": False, "shift": False}),
-        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.slow),
+        pytest.param(
+            optax.adamw(0.1, mask={"in": True, "out": False, "shift": False}),
+            marks=pytest.mark.slow,
+        ),
+        optax.sgd(0.1, momentum=0.9),
         pytest.param(optax.lion(1e-2), marks=pytest.mark.slow),
         pytest.param(optax.MultiSteps(optax.adam(0.1), 2), marks=pytest.mark.slow),
     ],

@@ -34,7 +34,7 @@ SAME = [
     {},
     {"devices": 2},
     {"devices": 3},
-    {"devices": 2, "shard_update": True},
+    pytest.param({"devices": 2, "shard_update": True}, marks=pytest.mark.slow),
     {"optimizer": optax.adam(jnp.float32(0.1).item())},
     {"devices": 2, "check_replicas_every": 1},
 ]
