@@ -95,6 +95,32 @@ def test_make_parallel_warns_of_rows_that_meet():
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)
 
 
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda x: (x, x.sum()), r"result\[1\] \(reduce_sum .*\): it depends on the rows.*psum"),
+        (lambda x: (x, {"rows": x}), r"result\[1\]\['rows'\]: it depends on the rows"),
+    ],
+)
+def test_make_parallel_warns_of_a_result_that_is_one_tower_s(fn, said):
+    # The lie: the sum of a batch is that of the first tower's rows.
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        mt.make_parallel(fn, out_axes=(0, None), devices=2)(X)
+
+
+def test_make_parallel_warns_of_rows_on_any_axis():
+    with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
+        mt.make_parallel(lambda x: x - x.max(1, keepdims=True), 1, 1, devices=2)(X.T)
+
+
+def test_nothing_is_said_of_a_result_that_towers_share():
+    def fn(key, x):
+        whole = jax.lax.psum(x.sum(), "towers"), mt.all_rows(x).max(0)
+        return x, (*whole, jnp.ones(3), jax.random.split(key))
+
+    mt.make_parallel(fn, out_axes=(0, None), devices=2)(jax.random.key(0), X)  # warnings are errors
+
+
 def test_nothing_is_said_of_what_is_meant():
     # The lie: a warning at every random number, until nobody reads them.
     with warnings.catch_warnings():

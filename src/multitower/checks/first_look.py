@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import (
     COUNTED,
+    FIRST,
     MIXED,
+    OF_ONE_TOWER,
     STATISTICS,
     SUMMED_STATE,
     Problem,
@@ -57,8 +59,9 @@ def look(
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
-            the number of rows, all towers draw the same numbers, a table is cut, or the number of
-            devices decides over how many rows BatchNorm works.
+            the number of rows, all towers draw the same numbers, a table is cut, the number of
+            devices decides over how many rows BatchNorm works, or out_axes=None takes what depends
+            on rows from the first tower.
     """
     traced = read_tower(outputs, rows, others)
     if traced is None:
@@ -71,6 +74,7 @@ def look(
         *same_numbers(reading.draws),
         *_of_results(results, averages, {*reading.tables.values()}),
         *results.sums_in_states(),
+        *results.of_one_tower(),
     ]
     if num_devices > 1:
         found.extend(results.statistics(num_devices)[:1])
@@ -170,7 +174,7 @@ def _sure_of_counts(
 
 
 class _Result(NamedTuple):
-    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result or a state."""
+    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result, first or a state."""
 
     kind: str
     name: str
@@ -228,11 +232,19 @@ class Results(NamedTuple):
             if one.kind in _STATES and one.flow.word == "linear" and not one.flow.is_mean
         ]
 
+    def of_one_tower(self) -> list[Problem]:
+        """A problem for each result that is the first tower's alone and depends on rows."""
+        return [
+            Problem("mixed rows", one.name, next(iter(one.flow.places), None), OF_ONE_TOWER)
+            for one in self.leaves
+            if one.kind == FIRST and (one.flow.word != "free" or one.has_rows)
+        ]
+
 
 def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
     problems: list[Problem] = []
     for one in results.leaves:
-        if one.kind in _STATES or not (averages or one.has_rows):
+        if one.kind in (*_STATES, FIRST) or not (averages or one.has_rows):
             continue
         flow = one.flow
         unknown = {_line(root) for root in flow.roots} - results.known_lines
@@ -256,4 +268,5 @@ def _name(path: tuple[Any, ...]) -> str:
     first, *rest = path
     if first.key == "model":  # its leaves are known by their numbers alone
         return "the state of the module"
-    return f"{first.key}{jax.tree_util.keystr(tuple(rest))}"
+    kind = "result" if first.key == FIRST else first.key
+    return f"{kind}{jax.tree_util.keystr(tuple(rest))}"

@@ -65,6 +65,9 @@ class ParallelCheck:
             raise OutputError(f"the function {self}")
 
 
+# The kind of results that are taken from the first tower, as out_axes=None says.
+FIRST = "first"
+
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
     "function of a batch's mean are. A tower has only its own rows, so the result would differ "
@@ -97,6 +100,11 @@ GRADIENT = (
 WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
     "that of one device if every tower gets the whole of it: {whole}."
+)
+OF_ONE_TOWER = (
+    "it depends on the rows, and with out_axes=None it is the first tower's, which has only its "
+    "own rows. Return one value per row, with out_axes=0, and combine them outside; or combine "
+    'them over the towers, such as jax.lax.psum(x.sum(), "towers").'
 )
 TABLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the function "
