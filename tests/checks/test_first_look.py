@@ -90,6 +90,37 @@ def test_a_mean_whose_number_of_rows_is_computed():
         mt.grad(lambda w, x: divided(w, x, (2,)), devices=2)(W, X)
 
 
+def per_token(w, x, num_tokens):
+    return mt.ratio(losses(w, x).sum(), num_tokens)
+
+
+def test_a_ratio_of_a_sum_and_a_number_of_the_whole_batch():
+    # The lie: the number of tokens of the batch counts once in every tower.
+    number = np.float32(8)
+    said = r"mt\.ratio \(reduce_sum .*\): one of its total and its weight is a sum"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        mt.grad(per_token, devices=2)(W, X, number)
+
+    def as_metric(w, batch):
+        return losses(w, batch[0]), {"mean": per_token(jax.lax.stop_gradient(w), *batch)}
+
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        step_of(as_metric)(W, (X, number))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        len,
+        lambda x: 2.0 * x.size,
+        lambda x: jnp.maximum(jnp.ones_like(x).sum(), 1),
+        lambda x: (x > 0).sum(),
+    ],
+)
+def test_nothing_is_said_of_ratios_of_sums(weight):
+    mt.grad(lambda w, x: mt.ratio(losses(w, x).sum(), weight(x)) + (w**2).sum(), devices=2)(W, X)
+
+
 def test_make_parallel_warns_of_rows_that_meet():
     with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)

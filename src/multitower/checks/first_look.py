@@ -18,7 +18,9 @@ from multitower.checks.problems import (
     MIXED,
     OF_ONE_TOWER,
     STATISTICS,
+    STEADY,
     SUMMED_STATE,
+    TERMS,
     Problem,
     same_numbers,
     summed,
@@ -59,9 +61,9 @@ def look(
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
-            the number of rows, all towers draw the same numbers, a table is cut, the number of
-            devices decides over how many rows BatchNorm works, or out_axes=None takes what depends
-            on rows from the first tower.
+            the number of rows, a sum over rows and a number make a mt.ratio, all towers draw the
+            same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
+            works, or out_axes=None takes what depends on rows from the first tower.
     """
     traced = read_tower(outputs, rows, others)
     if traced is None:
@@ -75,6 +77,7 @@ def look(
         *_of_results(results, averages, {*reading.tables.values()}),
         *results.sums_in_states(),
         *results.of_one_tower(),
+        *results.steady_terms(),
     ]
     if num_devices > 1:
         found.extend(results.statistics(num_devices)[:1])
@@ -200,6 +203,7 @@ class Results(NamedTuple):
 
     leaves: list[_Result]
     known_lines: set[str]
+    num_rows: int
 
     @classmethod
     def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
@@ -210,7 +214,7 @@ class Results(NamedTuple):
             for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
         ]
         known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
-        return cls(leaves, known)
+        return cls(leaves, known, num_rows)
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
@@ -221,7 +225,7 @@ class Results(NamedTuple):
         return [
             Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
             for one in self.leaves
-            if one.kind not in _STATES and self.are_statistics(one.flow)
+            if one.kind not in (*_STATES, TERMS) and self.are_statistics(one.flow)
         ]
 
     def sums_in_states(self) -> list[Problem]:
@@ -240,11 +244,27 @@ class Results(NamedTuple):
             if one.kind == FIRST and (one.flow.word != "free" or one.has_rows)
         ]
 
+    def steady_terms(self) -> list[Problem]:
+        """A problem for each ratio of a sum over rows and a number that all towers have."""
+        terms = [one for one in self.leaves if one.kind == TERMS]
+        return [
+            Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
+            for total, weight in zip(terms[::2], terms[1::2], strict=True)
+            if self._is_steady(total) != self._is_steady(weight)
+        ]
+
+    def _is_steady(self, one: _Result) -> bool:
+        """Whether it is one number, the same in every tower, and not a number of its rows."""
+        flow = one.flow
+        if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn:
+            return False
+        return flow.value is None or bool(flow.value % self.num_rows)
+
 
 def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
     problems: list[Problem] = []
     for one in results.leaves:
-        if one.kind in (*_STATES, FIRST) or not (averages or one.has_rows):
+        if one.kind in (*_STATES, FIRST, TERMS) or not (averages or one.has_rows):
             continue
         flow = one.flow
         unknown = {_line(root) for root in flow.roots} - results.known_lines

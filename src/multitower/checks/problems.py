@@ -67,6 +67,8 @@ class ParallelCheck:
 
 # The kind of results that are taken from the first tower, as out_axes=None says.
 FIRST = "first"
+# The kind of results that are pairs of a total and a weight, the terms of mt.ratio.
+TERMS = "terms"
 
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
@@ -86,6 +88,12 @@ RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are not sums over rows: their "
     "quotient is not that of the whole batch. Give totals and weights with one entry for every "
     "row, or their sums."
+)
+STEADY = (
+    "one of its total and its weight is a sum over rows, and the other the same number in every "
+    "tower. Towers add up both, so that with T towers this number would count T times. Give both "
+    "by row, or their sums over rows. To divide by a number of your own return one loss per row, "
+    "divided by it, and say reduction='sum'."
 )
 MEAN = (
     "it is a mean over rows, and reduction='sum' adds towers up: with T towers it would be T times "

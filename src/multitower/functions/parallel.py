@@ -13,6 +13,7 @@ from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
+from multitower.functions.outputs import check_arrays
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.callables import as_function
 from multitower.models.closures import Contents, UsedByArguments, call_opened
@@ -237,6 +238,7 @@ class _Parallel(NamedTuple):
     def _sort_outputs(
         self, outputs: Any, tower_rows: int, more: list[Any] | None
     ) -> tuple[Leaves, dict[int, Any]]:
+        check_arrays(outputs, "result")
         flat, treedef = jax.tree_util.tree_flatten_with_path(outputs)
         axes = axes_of_leaves(self.out_axes, outputs, "out_axes")
         by_row: dict[int, Any] = {}
