@@ -121,6 +121,39 @@ def test_nothing_is_said_of_ratios_of_sums(weight):
     mt.grad(lambda w, x: mt.ratio(losses(w, x).sum(), weight(x)) + (w**2).sum(), devices=2)(W, X)
 
 
+def halves(w, x):
+    one, other = jnp.split(x @ w, 2)  # two views, one after the other: fails with an odd number
+    return ((one - other) ** 2).mean()
+
+
+def first_half(w, x):
+    z = x @ w
+    return ((z[: len(z) // 2] - z[len(z) // 2 :]) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [halves, first_half])
+@pytest.mark.parametrize("entry", ["value_and_grad", "same bits"])
+def test_halves_of_the_batch_are_not_those_of_a_tower(entry, loss):
+    # The lie: two views of an image are compared, and they are views of two images.
+    said = r"loss \((split|slice) at .*\): a part of the rows is taken.*view1"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        ENTRIES[entry](loss)(W, X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: (((x @ w)[0::2] - (x @ w)[1::2]) ** 2).mean(),
+        lambda w, x: (jnp.diff((x @ w).reshape(-1, 2)) ** 2).mean(),
+        lambda w, x: jax.lax.map(lambda rows: losses(w, rows), x.reshape(2, -1, 3)).mean(),
+        lambda w, x: sum(z**2 for z in jnp.split(jnp.concatenate([x, 2 * x]) @ w, 2)),
+    ],
+    ids=["neighbours", "pairs", "chunks", "views of a row"],
+)
+def test_nothing_is_said_of_groups_of_rows(loss):
+    mt.grad(loss, devices=2)(W, X)  # warnings are errors
+
+
 def test_make_parallel_warns_of_rows_that_meet():
     with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)

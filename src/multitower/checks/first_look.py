@@ -4,6 +4,7 @@ It reads the program of one tower and runs nothing. It only warns, because a pro
 things on purpose.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from multitower.checks.problems import (
     FIRST,
     MIXED,
     OF_ONE_TOWER,
+    PARTS,
     STATISTICS,
     STEADY,
     SUMMED_STATE,
@@ -34,6 +36,8 @@ from multitower.towers.rows import Tower
 
 # An unusual number of towers, so that an axis with the rows of all towers is known by its size.
 _TOWERS = 7
+# A divisor of this is tried if a function does not work with a prime number of rows.
+_GROUPS = 5040
 # State for the next step. The towers' states are averaged, which is right for statistics.
 _STATES = ("model", "model_state", "state")
 
@@ -65,7 +69,7 @@ def look(
             same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
             works, or out_axes=None takes what depends on rows from the first tower.
     """
-    traced = read_tower(outputs, rows, others)
+    traced = read_tower(outputs, rows, others) or _read_in_groups(outputs, rows, others)
     if traced is None:
         return  # it needs a fixed number of rows, or has a mistake that the call itself reports
     if any(flow.counted for flow in traced[0].outputs):
@@ -157,6 +161,23 @@ def read_tower(
             f"{type(error).__name__}: {error}. Please report it with the function."
         )
         return None
+
+
+def _read_in_groups(
+    outputs: Callable[[list[Any], Tower], dict[str, Any]], rows: Sequence[Any], others: Any
+) -> tuple[Reading, dict[str, Any], int] | None:
+    """The reading of a function that needs an even number of rows, or whole groups of them.
+
+    A reshape that makes groups of rows, or chunks for a loop, is meant and causes no warning.
+    """
+    found = read_tower(outputs, rows, others, times=math.gcd(rows[0].shape[0], _GROUPS))
+    if found is None:
+        return None
+    flows = [
+        replace(flow, mixed=tuple(p for p in flow.mixed if not p.startswith("reshape at ")))
+        for flow in found[0].outputs
+    ]
+    return found[0]._replace(outputs=flows), *found[1:]
 
 
 def _sure_of_counts(
@@ -271,7 +292,8 @@ def _of_results(results: Results, averages: bool, told: set[str]) -> list[Proble
         if flow.mixed and unknown:
             if not told & set(flow.mixed):
                 place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
-                problems.append(Problem("mixed rows", one.name, place, MIXED))
+                is_part = place.startswith(("split at ", "slice at "))
+                problems.append(Problem("mixed rows", one.name, place, PARTS if is_part else MIXED))
         elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
             problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
         elif flow.counted:

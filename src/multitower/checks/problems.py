@@ -78,6 +78,12 @@ MIXED = (
     "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
     "(BatchNorm), go on and fix the number of towers with towers=."
 )
+PARTS = (
+    "a part of the rows is taken, such as the first half. A tower has one slice of the batch, and "
+    "the first half of its rows is not the batch's. Give what belongs together the same row, for "
+    "example two views as batch['view1'] and batch['view2']; or take the part of all rows, "
+    "mt.all_rows(x)."
+)
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
     "without towers= the number of devices decides how many rows these are. Fix the number of "
