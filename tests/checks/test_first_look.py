@@ -154,6 +154,12 @@ def test_nothing_is_said_of_groups_of_rows(loss):
     mt.grad(loss, devices=2)(W, X)  # warnings are errors
 
 
+def test_a_matrix_that_mixes_rows():
+    # The lie: the sums up to each row begin anew in every tower.
+    with pytest.warns(mt.MultitowerWarning, match=r"result \(dot_general .*\): rows are brought"):
+        mt.make_parallel(lambda x: jnp.tril(jnp.ones((len(x), len(x)))) @ x, devices=2)(X)
+
+
 def test_make_parallel_warns_of_rows_that_meet():
     with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)
