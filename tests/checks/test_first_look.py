@@ -90,9 +90,105 @@ def test_a_mean_whose_number_of_rows_is_computed():
         mt.grad(lambda w, x: divided(w, x, (2,)), devices=2)(W, X)
 
 
+def per_token(w, x, num_tokens):
+    return mt.ratio(losses(w, x).sum(), num_tokens)
+
+
+def test_a_ratio_of_a_sum_and_a_number_of_the_whole_batch():
+    # The lie: the number of tokens of the batch counts once in every tower.
+    number = np.float32(8)
+    said = r"mt\.ratio \(reduce_sum .*\): one of its total and its weight is a sum"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        mt.grad(per_token, devices=2)(W, X, number)
+
+    def as_metric(w, batch):
+        return losses(w, batch[0]), {"mean": per_token(jax.lax.stop_gradient(w), *batch)}
+
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        step_of(as_metric)(W, (X, number))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        len,
+        lambda x: 2.0 * x.size,
+        lambda x: jnp.maximum(jnp.ones_like(x).sum(), 1),
+        lambda x: (x > 0).sum(),
+    ],
+)
+def test_nothing_is_said_of_ratios_of_sums(weight):
+    mt.grad(lambda w, x: mt.ratio(losses(w, x).sum(), weight(x)) + (w**2).sum(), devices=2)(W, X)
+
+
+def halves(w, x):
+    one, other = jnp.split(x @ w, 2)  # two views, one after the other: fails with an odd number
+    return ((one - other) ** 2).mean()
+
+
+def first_half(w, x):
+    z = x @ w
+    return ((z[: len(z) // 2] - z[len(z) // 2 :]) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [halves, first_half])
+@pytest.mark.parametrize("entry", ["value_and_grad", "same bits"])
+def test_halves_of_the_batch_are_not_those_of_a_tower(entry, loss):
+    # The lie: two views of an image are compared, and they are views of two images.
+    said = r"loss \((split|slice) at .*\): a part of the rows is taken.*view1"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        ENTRIES[entry](loss)(W, X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: (((x @ w)[0::2] - (x @ w)[1::2]) ** 2).mean(),
+        lambda w, x: (jnp.diff((x @ w).reshape(-1, 2)) ** 2).mean(),
+        lambda w, x: jax.lax.map(lambda rows: losses(w, rows), x.reshape(2, -1, 3)).mean(),
+        lambda w, x: sum(z**2 for z in jnp.split(jnp.concatenate([x, 2 * x]) @ w, 2)),
+    ],
+    ids=["neighbours", "pairs", "chunks", "views of a row"],
+)
+def test_nothing_is_said_of_groups_of_rows(loss):
+    mt.grad(loss, devices=2)(W, X)  # warnings are errors
+
+
+def test_a_matrix_that_mixes_rows():
+    # The lie: the sums up to each row begin anew in every tower.
+    with pytest.warns(mt.MultitowerWarning, match=r"result \(dot_general .*\): rows are brought"):
+        mt.make_parallel(lambda x: jnp.tril(jnp.ones((len(x), len(x)))) @ x, devices=2)(X)
+
+
 def test_make_parallel_warns_of_rows_that_meet():
     with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
         mt.make_parallel(lambda x: x - x.max(0), devices=2)(X)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda x: (x, x.sum()), r"result\[1\] \(reduce_sum .*\): it depends on the rows.*psum"),
+        (lambda x: (x, {"rows": x}), r"result\[1\]\['rows'\]: it depends on the rows"),
+    ],
+)
+def test_make_parallel_warns_of_a_result_that_is_one_tower_s(fn, said):
+    # The lie: the sum of a batch is that of the first tower's rows.
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        mt.make_parallel(fn, out_axes=(0, None), devices=2)(X)
+
+
+def test_make_parallel_warns_of_rows_on_any_axis():
+    with pytest.warns(mt.MultitowerWarning, match=r"result \(reduce_max .*\): rows are brought"):
+        mt.make_parallel(lambda x: x - x.max(1, keepdims=True), 1, 1, devices=2)(X.T)
+
+
+def test_nothing_is_said_of_a_result_that_towers_share():
+    def fn(key, x):
+        whole = jax.lax.psum(x.sum(), "towers"), mt.all_rows(x).max(0)
+        return x, (*whole, jnp.ones(3), jax.random.split(key))
+
+    mt.make_parallel(fn, out_axes=(0, None), devices=2)(jax.random.key(0), X)  # warnings are errors
 
 
 def test_nothing_is_said_of_what_is_meant():

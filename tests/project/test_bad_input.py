@@ -315,6 +315,22 @@ WRONG = {
         mt.OutputError,
         r"shape \(1, 3\) for a tower of 3 rows: axis 0.*Return something per row",
     ),
+    "text among results": (
+        lambda: parallel(lambda x: {"name": "a", "x": x}, X),
+        mt.OutputError,
+        r"result\['name'\] is str: .*arrays and numbers only",
+    ),
+    "text in aux": (
+        lambda: mt.value_and_grad(lambda w, x: (losses(w, x), np.array(["a"])), has_aux=True)(W, X),
+        mt.OutputError,
+        r"aux is ndarray of <U1: ",
+    ),
+    "a function among metrics": (
+        lambda: step(lambda w, x: (losses(w, x), {"fn": [len]})),
+        mt.OutputError,
+        r"metrics\['fn'\]\[0\] is builtin_function_or_method: ",
+    ),
+    "text as a loss": (lambda: step(lambda w, x: "a"), mt.OutputError, r"the loss is str: "),
     "out_axes of another tree": (
         lambda: parallel(add_one, X, out_axes=(0, 0)),
         mt.ArgumentError,

@@ -47,6 +47,7 @@ SLOW = {
     "guides/language-model.md",
     "guides/large-models.md",
     "guides/memory.md",
+    "guides/mixup.md",
     "guides/mixed-precision.md",
     "guides/padding.md",
     "guides/profiling.md",

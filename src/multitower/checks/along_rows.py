@@ -90,8 +90,20 @@ def _convolution(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], num
     return any(axis != batch_axis for axis in axes) and inputs[0].word == "by row"
 
 
+def _product(equation: Any, inputs: Sequence[Flow], _: Sequence[int], num_rows: int) -> bool:
+    """Whether a matrix, such as a triangular one, makes new rows out of several."""
+    if num_rows not in equation.outvars[0].aval.shape:
+        return False  # it is a sum over rows, if anything
+    contracted, _batch = equation.params["dimension_numbers"]
+    return any(
+        flow.word == "by row" and any(atom.aval.shape[axis] == num_rows for axis in axes)
+        for flow, atom, axes in zip(inputs, equation.invars, contracted, strict=True)
+    )
+
+
 _Rule = Callable[[Any, Sequence[Flow], Sequence[int], int], bool]
 _RULES: Mapping[str, _Rule] = {
+    "dot_general": _product,
     "gather": _gather,
     "scatter": _scatter,
     "scatter-add": _scatter,

@@ -4,6 +4,7 @@ It reads the program of one tower and runs nothing. It only warns, because a pro
 things on purpose.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,9 +15,14 @@ import jax.numpy as jnp
 from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import (
     COUNTED,
+    FIRST,
     MIXED,
+    OF_ONE_TOWER,
+    PARTS,
     STATISTICS,
+    STEADY,
     SUM_ALL,
+    TERMS,
     Problem,
     same_numbers,
     summed,
@@ -31,6 +37,8 @@ from multitower.towers.rows import Tower
 
 # An unusual number of towers, so that an axis with the rows of all towers is known by its size.
 _TOWERS = 7
+# A divisor of this is tried if a function does not work with a prime number of rows.
+_GROUPS = 5040
 # State for the next step. The towers' states are averaged, which is right for statistics.
 _STATES = ("model", "model_state", "state")
 
@@ -60,10 +68,11 @@ def look(
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
-            the number of rows, all towers draw the same numbers, a table is cut, or the number of
-            devices decides over how many rows BatchNorm works.
+            the number of rows, a sum over rows and a number make a mt.ratio, all towers draw the
+            same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
+            works, or out_axes=None takes what depends on rows from the first tower.
     """
-    traced = read_tower(outputs, rows, others)
+    traced = read_tower(outputs, rows, others) or _read_in_groups(outputs, rows, others)
     if traced is None:
         return  # it needs a fixed number of rows, or has a mistake that the call itself reports
     if any(flow.counted for flow in traced[0].outputs):
@@ -74,6 +83,8 @@ def look(
         *same_numbers(reading.draws),
         *_of_results(results, averages, {*reading.tables.values()}),
         *results.sums_in_states(of_state_sums),
+        *results.of_one_tower(),
+        *results.steady_terms(),
     ]
     if num_devices > 1:
         found.extend(results.statistics(num_devices)[:1])
@@ -155,6 +166,23 @@ def read_tower(
         return None
 
 
+def _read_in_groups(
+    outputs: Callable[[list[Any], Tower], dict[str, Any]], rows: Sequence[Any], others: Any
+) -> tuple[Reading, dict[str, Any], int] | None:
+    """The reading of a function that needs an even number of rows, or whole groups of them.
+
+    A reshape that makes groups of rows, or chunks for a loop, is meant and causes no warning.
+    """
+    found = read_tower(outputs, rows, others, times=math.gcd(rows[0].shape[0], _GROUPS))
+    if found is None:
+        return None
+    flows = [
+        replace(flow, mixed=tuple(p for p in flow.mixed if not p.startswith("reshape at ")))
+        for flow in found[0].outputs
+    ]
+    return found[0]._replace(outputs=flows), *found[1:]
+
+
 def _sure_of_counts(
     traced: tuple[Reading, dict[str, Any], int],
     outputs: Callable[[list[Any], Tower], dict[str, Any]],
@@ -173,7 +201,7 @@ def _sure_of_counts(
 
 
 class _Result(NamedTuple):
-    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result or a state."""
+    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result, first or a state."""
 
     kind: str
     name: str
@@ -199,6 +227,7 @@ class Results(NamedTuple):
 
     leaves: list[_Result]
     known_lines: set[str]
+    num_rows: int
 
     @classmethod
     def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
@@ -209,7 +238,7 @@ class Results(NamedTuple):
             for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
         ]
         known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
-        return cls(leaves, known)
+        return cls(leaves, known, num_rows)
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
@@ -220,7 +249,7 @@ class Results(NamedTuple):
         return [
             Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
             for one in self.leaves
-            if one.kind not in _STATES and self.are_statistics(one.flow)
+            if one.kind not in (*_STATES, TERMS) and self.are_statistics(one.flow)
         ]
 
     def sums_in_states(self, way_out: str = SUM_ALL) -> list[Problem]:
@@ -231,18 +260,43 @@ class Results(NamedTuple):
             if one.kind in _STATES and one.flow.word == "linear" and not one.flow.is_mean
         ]
 
+    def of_one_tower(self) -> list[Problem]:
+        """A problem for each result that is the first tower's alone and depends on rows."""
+        return [
+            Problem("mixed rows", one.name, next(iter(one.flow.places), None), OF_ONE_TOWER)
+            for one in self.leaves
+            if one.kind == FIRST and (one.flow.word != "free" or one.has_rows)
+        ]
+
+    def steady_terms(self) -> list[Problem]:
+        """A problem for each ratio of a sum over rows and a number that all towers have."""
+        terms = [one for one in self.leaves if one.kind == TERMS]
+        return [
+            Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
+            for total, weight in zip(terms[::2], terms[1::2], strict=True)
+            if self._is_steady(total) != self._is_steady(weight)
+        ]
+
+    def _is_steady(self, one: _Result) -> bool:
+        """Whether it is one number, the same in every tower, and not a number of its rows."""
+        flow = one.flow
+        if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn:
+            return False
+        return flow.value is None or bool(flow.value % self.num_rows)
+
 
 def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
     problems: list[Problem] = []
     for one in results.leaves:
-        if one.kind in _STATES or not (averages or one.has_rows):
+        if one.kind in (*_STATES, FIRST, TERMS) or not (averages or one.has_rows):
             continue
         flow = one.flow
         unknown = {_line(root) for root in flow.roots} - results.known_lines
         if flow.mixed and unknown:
             if not told & set(flow.mixed):
                 place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
-                problems.append(Problem("mixed rows", one.name, place, MIXED))
+                is_part = place.startswith(("split at ", "slice at "))
+                problems.append(Problem("mixed rows", one.name, place, PARTS if is_part else MIXED))
         elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
             problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
         elif flow.counted:
@@ -259,4 +313,5 @@ def _name(path: tuple[Any, ...]) -> str:
     first, *rest = path
     if first.key == "model":  # its leaves are known by their numbers alone
         return "the state of the module"
-    return f"{first.key}{jax.tree_util.keystr(tuple(rest))}"
+    kind = "result" if first.key == FIRST else first.key
+    return f"{kind}{jax.tree_util.keystr(tuple(rest))}"

@@ -65,6 +65,11 @@ class ParallelCheck:
             raise OutputError(f"the function {self}")
 
 
+# The kind of results that are taken from the first tower, as out_axes=None says.
+FIRST = "first"
+# The kind of results that are pairs of a total and a weight, the terms of mt.ratio.
+TERMS = "terms"
+
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
     "function of a batch's mean are. A tower has only its own rows, so the result would differ "
@@ -72,6 +77,12 @@ MIXED = (
     'all of them, jax.lax.pmean(x.mean(0), "towers"). For a mean with weights or a mask return '
     "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
     "(BatchNorm), go on and fix the number of towers with towers=."
+)
+PARTS = (
+    "a part of the rows is taken, such as the first half. A tower has one slice of the batch, and "
+    "the first half of its rows is not the batch's. Give what belongs together the same row, for "
+    "example two views as batch['view1'] and batch['view2']; or take the part of all rows, "
+    "mt.all_rows(x)."
 )
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
@@ -83,6 +94,12 @@ RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are not sums over rows: their "
     "quotient is not that of the whole batch. Give totals and weights with one entry for every "
     "row, or their sums."
+)
+STEADY = (
+    "one of its total and its weight is a sum over rows, and the other the same number in every "
+    "tower. Towers add up both, so that with T towers this number would count T times. Give both "
+    "by row, or their sums over rows. To divide by a number of your own return one loss per row, "
+    "divided by it, and say reduction='sum'."
 )
 MEAN = (
     "it is a mean over rows, and reduction='sum' adds towers up: with T towers it would be T times "
@@ -97,6 +114,11 @@ GRADIENT = (
 WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
     "that of one device if every tower gets the whole of it: {whole}."
+)
+OF_ONE_TOWER = (
+    "it depends on the rows, and with out_axes=None it is the first tower's, which has only its "
+    "own rows. Return one value per row, with out_axes=0, and combine them outside; or combine "
+    'them over the towers, such as jax.lax.psum(x.sum(), "towers").'
 )
 TABLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the function "

@@ -205,6 +205,8 @@ class _Reader:
         if rows_out > rows_in:
             return "by row", None, place  # every row with every row
         if rows_out == 0 and rows_in > 0:
+            if _takes_one_of_each_group(equation, self._num_rows):
+                return "mixed", None, None  # x[0::2] of pairs that are neighbours
             is_sum = name in _SUMS and worst_of(inputs).word == "by row"
             return ("linear", place, None) if is_sum else ("mixed", None, place)
         return "by row", None, None
@@ -249,6 +251,15 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self._num_rows, self._all_rows)
+
+
+def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
+    """Whether it is a slice such as x[1::3] of rows that come in groups of 3."""
+    strides = equation.params.get("strides") if equation.primitive.name == "slice" else None
+    return any(
+        stride > 1 and size % num_rows == 0 and size % stride == 0
+        for stride, size in zip(strides or (), equation.invars[0].aval.shape, strict=False)
+    )
 
 
 def _numbers(inputs: Sequence[Flow]) -> list[float]:

@@ -215,7 +215,7 @@ def _psum(value: jax.Array) -> jax.Array:
 
 def _in_turn(one: Any, first: jax.Array, slots: int, rows: list[Any]) -> TowerResult:
     """Several towers on one device, one after another."""
-    blocks = [leaf.reshape(slots, -1, *leaf.shape[1:]) for leaf in rows]
+    blocks = [_in_slots(leaf, slots) for leaf in rows]
     return _joined(lax.map(lambda at: one(*at), (first + jnp.arange(slots), blocks)))
 
 
@@ -223,7 +223,7 @@ def _together(
     rounds: Rounds, shared: Shared, tower: Any, numbers: jax.Array, rows: list[Any]
 ) -> TowerResult:
     """Several towers on one device that meet: each round is one program for all of them."""
-    blocks = [leaf.reshape(len(numbers), -1, *leaf.shape[1:]) for leaf in rows]
+    blocks = [_in_slots(leaf, len(numbers)) for leaf in rows]
     own = jax.tree.leaves((blocks, jax.vmap(tower)(numbers)))
     values = dict(zip(rounds.inputs, [*jax.tree.leaves(shared), *own], strict=True))
     whole = set(rounds.inputs[: -len(own)])  # what all towers share
@@ -242,8 +242,13 @@ def _together(
     return _joined(jax.tree.unflatten(rounds.treedef, run(last.last, last.inputs)))
 
 
+def _in_slots(leaf: jax.Array, slots: int) -> jax.Array:
+    """A device's rows, one block for each of its towers; -1 for a size fails on empty arrays."""
+    return leaf.reshape(slots, leaf.shape[0] // slots, *leaf.shape[1:])
+
+
 def _joined(stacked: TowerResult) -> TowerResult:
     """The results of several towers as one: means and sums added up, rows concatenated."""
     means, sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), (stacked.means, stacked.sums))
-    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked.rows)
+    joined = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), stacked.rows)
     return TowerResult(means, sums, joined)

@@ -12,7 +12,7 @@ from jax.tree_util import treedef_is_leaf
 
 from multitower.checks.equations import Numbering, number_values
 from multitower.functions.calls import Leaves
-from multitower.functions.outputs import find_row_leaves, refuse_ragged
+from multitower.functions.outputs import check_arrays, find_row_leaves, refuse_ragged
 from multitower.models.equinox import is_equinox_state
 from multitower.models.state import as_leaf, only_first, weigh
 from multitower.towers.leaves import Constant, is_legacy_key
@@ -56,6 +56,7 @@ def sort_aux(
     Raises:
         OutputError: a leaf that cannot be combined over towers; the message names it.
     """
+    check_arrays(aux, "aux")
     aux = jax.tree.map(jnp.asarray, aux)
     paths, treedef = jax.tree_util.tree_flatten_with_path(aux)
     flat = [leaf for _, leaf in paths]

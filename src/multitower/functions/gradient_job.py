@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from multitower.checks.problems import TERMS
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower
 from multitower.errors import ArgumentError, GradientError, OutputError
@@ -38,6 +39,7 @@ from multitower.functions.ratio import (
     join_ratio,
     sums_of,
     take_ratios,
+    terms_in,
 )
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
@@ -199,9 +201,10 @@ class ValueAndGrad(NamedTuple):
         call = enter_states(call, entered, here)
         output, changed = self._call(call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
+        terms = terms_in(loss, aux)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
         loss = as_mean(loss, tower_rows, self.reduction)
-        return {"loss": loss, "aux": aux, "model": changed, "state": state}
+        return {"loss": loss, "aux": aux, "model": changed, "state": state, TERMS: terms}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """The results of all towers, put together."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.errors import OutputError
 from multitower.towers.leaves import wide_dtype
@@ -59,6 +60,26 @@ def type_in_words(value: Any) -> str:
     """The type of what a function returned; "array" for every array, traced or not."""
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     return "array" if is_array else type(value).__name__
+
+
+def check_arrays(outputs: Any, name: str) -> None:
+    """Refuses what is neither an array nor a number in what a function returned in a tower.
+
+    Raises:
+        OutputError: text, a function, or another object; the message names the first.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, jax.Array | bool | int | float | complex):
+            continue
+        what, is_number = type(leaf).__name__, hasattr(leaf, "__jax_array__")
+        if isinstance(leaf, np.ndarray | np.generic):
+            is_number = jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
+            what = f"{what} of {leaf.dtype}"
+        if not is_number:
+            raise OutputError(
+                f"{name}{jax.tree_util.keystr(path)} is {what}: in a tower a function runs inside "
+                "jax.jit and can return arrays and numbers only. Keep everything else outside."
+            )
 
 
 def wide(value: Any) -> jax.Array:

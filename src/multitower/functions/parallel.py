@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from multitower.checks.problems import FIRST
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
+from multitower.functions.outputs import check_arrays
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.callables import as_function
 from multitower.models.closures import Contents, UsedByArguments, call_opened
@@ -64,7 +66,7 @@ def make_parallel(
             tower gets a different PRNG key from a 0-d typed key; tower 0 gets the key unchanged.
             Flags, strings and functions are passed on like static arguments of `jax.jit`.
         out_axes: the axis of the rows in the results; None for a result that does not depend on
-            the rows (it is taken from the first tower).
+            the rows (it is taken from the first tower; a warning names one that does depend).
         devices: as for `multitower.devices`; all by default.
         towers: split the batch into this many towers. Called outside of `jax.jit`, the result has
             the same bits on any number of devices. Inside `jax.jit`, `jax.grad`, `jax.vmap` or
@@ -203,8 +205,19 @@ class _Parallel(NamedTuple):
         return None
 
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        outputs = self._outputs(split, shared, rows, here)
+        flat, treedef = jax.tree.flatten(outputs)
+        axes = axes_of_leaves(self.out_axes, outputs, "out_axes")
+        by_row = [
+            None if axis is None else jnp.moveaxis(leaf, axis, 0)
+            for leaf, axis in zip(flat, axes, strict=True)
+        ]
+        first = [leaf if axis is None else None for leaf, axis in zip(flat, axes, strict=True)]
+        return {"result": treedef.unflatten(by_row), FIRST: treedef.unflatten(first)}
+
+    def _outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
         call = Call(*split.rebuild(shared, rows, here))
-        return {"result": call_tower(self.fn, call, here, rows[0].shape[0])[0]}
+        return call_tower(self.fn, call, here, rows[0].shape[0])[0]
 
     def _shapes_with_one_row_more(
         self, split: Split, shared: list[Any], rows: list[Any], here: Tower
@@ -212,7 +225,7 @@ class _Parallel(NamedTuple):
         """Shapes of the results with one row more, to tell rows from classes; None if it fails."""
 
         def outputs(rows: list[Any]) -> Any:
-            return self.outputs(split, shared, rows, here)["result"]
+            return self._outputs(split, shared, rows, here)
 
         more = [
             jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows
@@ -225,6 +238,7 @@ class _Parallel(NamedTuple):
     def _sort_outputs(
         self, outputs: Any, tower_rows: int, more: list[Any] | None
     ) -> tuple[Leaves, dict[int, Any]]:
+        check_arrays(outputs, "result")
         flat, treedef = jax.tree_util.tree_flatten_with_path(outputs)
         axes = axes_of_leaves(self.out_axes, outputs, "out_axes")
         by_row: dict[int, Any] = {}

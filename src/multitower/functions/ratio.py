@@ -184,6 +184,11 @@ def take_ratios(tree: Any) -> tuple[Any, list[Ratio]]:
     return jax.tree.map(take, tree, is_leaf=is_ratio), found
 
 
+def terms_in(*trees: Any) -> list[tuple[Any, Any]]:
+    """The totals and weights of all ratios in some trees."""
+    return [term for one in take_ratios(trees)[1] for term in one.terms]
+
+
 def fill_ratios(tree: Any, values: Sequence[Any]) -> Any:
     """The tree again, with values in place of its ratios."""
     return jax.tree.map(

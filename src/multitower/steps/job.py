@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from multitower.checks.problems import TERMS
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower, trace
 from multitower.errors import OutputError
@@ -20,7 +21,14 @@ from multitower.functions.objective import (
     weights_of,
 )
 from multitower.functions.outputs import find_row_leaves, row_sum, wide
-from multitower.functions.ratio import inside_tower, is_ratio, join_ratio, sums_of, take_ratios
+from multitower.functions.ratio import (
+    inside_tower,
+    is_ratio,
+    join_ratio,
+    sums_of,
+    take_ratios,
+    terms_in,
+)
 from multitower.models.state import Changed, enter, join, sort_changes
 from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
@@ -266,7 +274,8 @@ def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tow
     output = forward(shared.state.params, shared, rows, here)
     new = join(shared.state.model_state, output.model_state)
     loss = as_mean(output.loss, len(rows[0]), step.reduction)
-    return {"loss": loss, "metrics": take_ratios(output.metrics)[0], "model_state": new}
+    metrics, terms = take_ratios(output.metrics)[0], terms_in(output.loss, output.metrics)
+    return {"loss": loss, "metrics": metrics, "model_state": new, TERMS: terms}
 
 
 def _forward(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import ArgumentError, OutputError
-from multitower.functions.outputs import check_metrics, metric_name
+from multitower.functions.outputs import check_arrays, check_metrics, metric_name
 from multitower.functions.ratio import is_ratio
 from multitower.models.modules import Model
 from multitower.steps.precision import as_given, narrow, narrow_rows
@@ -155,6 +155,8 @@ class LossFunction:
             batch = narrow_rows(batch, self.compute_dtype)
         first = self.build(params, model_state)
         output = self._complete(self.fn(first, batch, **extras), model_state)
+        for name, returned in zip(("the loss", *output._fields[1:]), output, strict=True):
+            check_arrays(returned, name)
         if self.keeps_model_state:
             state = self._model(params, model_state).state_after(first)
             output = output._replace(model_state=state)
