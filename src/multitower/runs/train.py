@@ -16,6 +16,7 @@ from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import traced_pipeline
+from multitower.runs.same_stream import check_same_stream, describe_stream
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
 from multitower.runs.setup import RecipeJob
 from multitower.steps.state.fingerprint import fingerprint
@@ -64,6 +65,7 @@ def run(
         None.
 
     Raises:
+        RunError: a resume has another seed, or other options of the recipe, than the run.
         NonFiniteError: the loss or a parameter is no longer finite.
         Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
             directory, saved.
@@ -87,6 +89,9 @@ def run(
             f"keep_best={options.keep_best}: the run has one test phase, at its end, so its last "
             "state is kept as the best. Add evaluate_every (--evaluate-every N)."
         )
+    stream = None if directory is None else describe_stream(job)
+    if directory is not None and stream is not None and resume:
+        check_same_stream(stream, directory)
     traced_before = None if directory is None else newest_trace(directory / PROFILE)
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
@@ -108,6 +113,7 @@ def run(
             steps=job.steps,
             resume=resume,
             allow_previous=allow_previous,
+            about=stream,
             evaluate=test,
             evaluate_every=options.evaluate_every or (job.steps if options.keep_best else 0),
             **job.first_state(),

@@ -189,16 +189,20 @@ class Checkpoints:
             CheckpointError: it cannot be read.
         """
         while steps := self.steps():
-            step = steps[-1]
             try:
-                return step, self._read_json(step)["about"]
-            except Exception as error:
-                if not self._manager.is_overtaken(step):
-                    raise CheckpointError(
-                        f"{self.directory}/{step} cannot be read: {first_line(error)}. Put the "
-                        "files back from a copy, or move that directory away."
-                    ) from error
+                return steps[-1], self.about_of(steps[-1])
+            except CheckpointError:
+                if not self._manager.is_overtaken(steps[-1]):
+                    raise
         return None
+
+    def about_of(self, step: int) -> dict[str, Any]:
+        """Reads the JSON values that were saved with a state, without the state.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        return self._entry(step, "about")
 
     def run_of(self, step: int) -> dict[str, Any]:
         """The settings of the run that saved a checkpoint; empty if none were saved.
@@ -209,13 +213,15 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be read.
         """
-        if step in self._runs:
-            return self._runs[step]
+        return self._runs[step] if step in self._runs else self._entry(step, "run")
+
+    def _entry(self, step: int, name: str) -> dict[str, Any]:
         try:
-            return self._read_json(step).get("run", {})
+            return self._read_json(step).get(name, {})
         except Exception as error:
             raise CheckpointError(
-                f"{self.directory}/{step} cannot be read: {first_line(error)}."
+                f"{self.directory}/{step} cannot be read: {first_line(error)}. Put the files back "
+                "from a copy, or move that directory away."
             ) from error
 
     def raise_failure(self) -> None:
