@@ -70,6 +70,21 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, numbe
     assert seen == list(range(1, 61))  # every step told once
 
 
+def test_a_second_fit_has_the_batch_size_of_its_own_batches():
+    """Lies: other bits, because towers are as large as in an earlier fit; or no larger batch."""
+
+    def fitted(*sizes):
+        trainer = mt.Trainer(losses, optax.sgd(0.1), towers=4, devices=1, sync_every=2, hooks=[])
+        for size in sizes:
+            some = lambda first, size=size: make_batches(DATA, global_batch=size, seed=0)
+            state = trainer.fit(PARAMS, some, steps=2)
+        return mt.fingerprint(state)
+
+    alone = fitted(6)
+    assert fitted(12, 6) == alone
+    assert fitted(4, 6) == alone
+
+
 def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2)
     with pytest.raises(mt.RunError, match=r"holds checkpoints of steps \[2\]: pass resume=True"):
