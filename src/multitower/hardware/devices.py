@@ -5,6 +5,7 @@ import re
 from collections.abc import Generator, Iterable, Sequence
 
 import jax
+import numpy as np
 
 from multitower.errors import DeviceError, warn
 from multitower.hardware.configuration import warn_if_threads_are_few
@@ -80,8 +81,8 @@ def _find(spec: DeviceSpec | None, soft: bool) -> list[jax.Device]:
         return list(jax.local_devices())
     if isinstance(spec, bool):
         raise _not_devices(spec)
-    if isinstance(spec, int):
-        return _first(spec, soft)
+    if isinstance(spec, int | np.integer):
+        return _first(int(spec), soft)
     if isinstance(spec, str):
         return _named(spec, soft)
     if isinstance(spec, jax.Device):

@@ -170,6 +170,7 @@ class Trainer:
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
             Kept,
             as_hooks,
+            as_python,
             check_settings,
             settings_that_decide,
             steps_per_call_of,
@@ -203,6 +204,7 @@ class Trainer:
             "momentum_correction": momentum_correction,
             "extra_metrics": extra_metrics,
         }
+        options = {name: as_python(value) for name, value in options.items()}
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
             self._settings[RULE] = early_stopping.in_words()

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import CheckpointError, warn
+from multitower.errors import CheckpointError, warn, whole_number
 from multitower.processes.together import is_first, of_first
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.steps.state.train_state import TrainState, check_is_state
-from multitower.towers.refusals import whole_number
 from multitower.training.checkpoints.orbax_library import first_line
 from multitower.training.checkpoints.orbax_manager import TRIES, OrbaxManager
 
