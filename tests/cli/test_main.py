@@ -16,6 +16,7 @@ from multitower.cli.main import main
 from multitower.cli.wording import in_flags
 from multitower.towers.placement import place
 from multitower.training.checkpoints.best import warn_of_worst
+from multitower.training.same_run import check_same_run, describe_arrays
 from processes import run_fork
 
 KEYS = {
@@ -336,6 +337,10 @@ def test_a_warning_names_flags(capsys):
     assert in_flags("write train_step(clip_norm=...), or mt.configure(simulated_devices=4)") == (
         "write --clip-norm, or --simulate 4"
     )
+    now = {"onednn": True, "versions": {}, **describe_arrays(())}
+    with pytest.raises(mt.RunError) as refused:
+        check_same_run({"onednn": False}, now, "runs/1")
+    assert in_flags(str(refused.value)).endswith("begin another run in another --run-dir.")
 
 
 @pytest.mark.parametrize(("columns", "ends"), [("80", []), ("20", ["42.0 s"])])
