@@ -110,7 +110,9 @@ def test_settings_of_jax_count(tmp_path):
     fit(tmp_path)
     with (
         jax.threefry_partitionable(False),
-        pytest.raises(mt.RunError, match="another jax_threefry_partitionable: the run .* has True"),
+        pytest.raises(
+            mt.RunError, match=r"another jax_threefry_partitionable: the run .* has True"
+        ),
     ):
         fit(tmp_path, steps=3)
 
