@@ -369,9 +369,11 @@ def test_the_version(capsys):
         (["train", "digits", "--clip-norm", "one"], "'one' is not a number, such as 0.5."),
         (["scale", "digits", "--rounds", "1.5"], "'1.5' is not a whole number, such as 8."),
         (["train", "digits", "--best", "None"], "'None' is not one of max, min."),
+        # Else the working directory, whose checkpoints/ --force would delete.
+        (["train", "digits", "--run-dir", "", "--force"], "'' is no path, such as runs/1."),
     ],
 )
-def test_a_word_in_the_place_of_a_number(words, said, capsys):
+def test_a_word_in_the_place_of_a_number_or_a_path(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -61,6 +61,8 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     assert main(["resume", str(tmp_path)]) == 2
     assert "is not the directory of a run" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
+    assert main(["resume", str(tmp_path / "config.json")]) == 2
+    assert "is not the directory of a run" in capsys.readouterr().err
     assert main(["resume", str(tmp_path)]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"recipe": "digits", "options": {}}')

@@ -33,6 +33,7 @@ from multitower.cli.flags.shared import (
     EmaDecay,
     Epochs,
     ExtraMetrics,
+    FileOrDirectory,
     MinDelta,
     OnNonfinite,
     Seed,
@@ -89,7 +90,7 @@ def train(
     ] = None,
     *,
     config: Annotated[
-        Path | None,
+        FileOrDirectory,
         flag(
             "FILE",
             "Read settings from this JSON or TOML file, such as the config.json of a run; flags "
@@ -173,7 +174,7 @@ def train(
         flag("N:M", "Write a trace of steps N to M to DIR/profile, from JAX's profiler.", "none"),
     ] = None,
     run_dir: Annotated[
-        Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
+        FileOrDirectory, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
     ] = None,
     force: Annotated[
         bool,

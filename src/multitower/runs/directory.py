@@ -220,7 +220,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise RunError(
             f"{path} does not exist, so {directory} is not the directory of a run. The last line "
             "that a run prints names its directory; by default it is under runs/."
