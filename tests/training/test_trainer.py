@@ -256,6 +256,15 @@ def test_batches_that_run_out_are_an_error():
         make_trainer(1).fit(PARAMS, [DATA], steps=5)
 
 
+def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monkeypatch):
+    """Lie: the best state, or all checkpoints, in a second directory that no resume finds."""
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(1, run_dir="run")
+    trainer.fit(PARAMS, batches, steps=1)
+    monkeypatch.chdir("/")
+    assert trainer.restore(PARAMS).step == 1
+
+
 def test_fewer_steps_than_the_run_has_made(tmp_path):
     """Lie: a finished run of a checkpoint that is of another one."""
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)

@@ -58,6 +58,7 @@ def resume(
     refuse_finished(directory, steps)
     where = start_devices(devices, simulate, options.towers, together=together)
     say(f"resuming {recipe.name} from {directory} on {where}")
+    directory = directory.absolute()  # also if the recipe changes the working directory
     with held_for_all(directory):
         if steps is not None:
             before = steps_of(recipe, options)  # may load data, so after JAX is set up

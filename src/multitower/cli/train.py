@@ -359,13 +359,14 @@ def finish(
 def told_how_to_resume(directory: Path) -> Generator[None]:
     """Adds the command that resumes a run to the error that it stops with."""
     command = f"multitower resume {shlex.quote(str(directory))}"
+    checkpoints = (directory / CHECKPOINTS).absolute()
     try:
         yield
     except Interrupted as stop:
         what, _, _ = str(stop).partition(" To continue, call fit(")
         raise Interrupted(f"{what} To continue: {command}", stop.signal) from stop
     except NonFiniteError as error:
-        if not any((directory / CHECKPOINTS).glob("*")):
+        if not any(checkpoints.glob("*")):
             raise
         raise NonFiniteError(f"{error} The steps since the last one again: {command}") from error
 

@@ -80,6 +80,8 @@ def run(
         (2, 2, True)
     """
     began = time.perf_counter()
+    if directory is not None:  # also if a recipe changes the working directory
+        directory = directory.absolute()
     write_report = None if directory is None else _find_write_report()
     check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
@@ -189,7 +191,7 @@ def score(
         CheckpointError: there is no checkpoint, or it cannot be read.
         MultitowerError: as for `Trainer.evaluate`.
     """
-    job = RecipeJob.of(recipe, options, directory, keep_best=False)
+    job = RecipeJob.of(recipe, options, directory.absolute(), keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)
     return {
         "recipe": recipe.name,
