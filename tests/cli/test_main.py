@@ -244,7 +244,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys, tmp_path):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("multitower.cli.train.run", stopped)
+    monkeypatch.setattr("multitower.cli.finish.run", stopped)
     assert main(["train", "digits", "--devices", "1", "--run-dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "multitower: stopped\n"
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import CheckpointError, warn, whole_number
-from multitower.processes.together import is_first, of_first
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.steps.state.train_state import TrainState, check_is_state
@@ -300,22 +299,14 @@ class Checkpoints:
         return [s for s in reversed(steps) if step is None or s <= step]
 
     def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
-        self._set_aside(list(failures))
+        from multitower.training.checkpoints.damaged import set_aside  # noqa: PLC0415 (rarely needed)
+
+        set_aside(self.directory, failures)
+        self._manager.reload()
         warn(
             f"{'; '.join(failures.values())}. Continuing from checkpoint {found}; the damaged "
             f"files were renamed to {self.directory}/damaged-*."
         )
-
-    def _set_aside(self, steps: list[int]) -> None:
-        # A step that is made again must be saved again, and Orbax would skip an existing number.
-        for step in steps if is_first() else ():
-            target, number = self.directory / f"damaged-{step}", 1
-            while target.exists():
-                number += 1
-                target = self.directory / f"damaged-{step}-{number}"
-            (self.directory / str(step)).rename(target)
-        of_first(0)  # other processes wait until it is done
-        self._manager.reload()
 
 
 class _DamageError(Exception):
