@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multitower.errors import CheckpointError, RunError, warn
+from multitower.processes.together import of_first
 from multitower.runs.directory import CHECKPOINTS, CONFIG
 from multitower.runs.setup import RecipeJob
 from multitower.steps.state.fingerprint import fingerprint
@@ -44,7 +45,7 @@ def check_same_stream(now: Mapping[str, Any], directory: Path) -> None:
     Raises:
         RunError: the seed or an option of the recipe differs.
     """
-    if not (directory / CHECKPOINTS).exists():
+    if not of_first((directory / CHECKPOINTS).exists()):  # process 0 may be about to create it
         return
     with Checkpoints(directory / CHECKPOINTS, read_only=True) as checkpoints:
         saved = next(_readable(checkpoints), {})
