@@ -1,5 +1,6 @@
 """Output that nobody reads, or that cannot be written, ends no run."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from multitower.cli.console import say, show_error
+from multitower.cli.starting import local_processes
 from multitower.training.console import shown_on_stderr
 
 # As a command that prints, without the seconds that its imports take.
@@ -39,6 +41,9 @@ def test_what_cannot_be_printed_ends_no_run(make, monkeypatch):
         show_error("an error")
         with shown_on_stderr(3) as display:
             display.say("step 200")
+        lines = io.StringIO("of process 0\nof process 1\n")
+        local_processes._pass_on(lines)
+        assert not lines.read()  # a process would wait for ever on a full pipe
     for file in (sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is left of /dev/full
         file.close()
