@@ -17,7 +17,12 @@ def main() -> None:
     hear_signals()
     from multitower.cli.main import main as run  # noqa: PLC0415 (from here on it is heard)
 
-    sys.exit(run())
+    try:
+        code = run()
+    except BrokenPipeError:  # nobody reads what a command prints, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more at exit
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
 
 
 def hear_signals() -> None:

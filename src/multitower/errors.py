@@ -24,13 +24,14 @@ Every class also derives from the builtin in brackets, so `except ValueError` ke
 import functools
 import importlib.metadata
 import inspect
+import operator
 import re
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -151,6 +152,36 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}? " if close else ""
+
+
+def whole_number(
+    name: str, value: Any, least: int, error: type[MultitowerError] = ArgumentError, more: str = ""
+) -> int:
+    """The value of an argument, as a Python integer.
+
+    Args:
+        name: of the argument.
+        value: what was passed; integers of NumPy and JAX count, True and False do not.
+        least: the smallest one that is accepted.
+        error: the class of the error.
+        more: the end of its first sentence.
+
+    Raises:
+        MultitowerError: it is not a whole number, or below the least one.
+
+    Example:
+        >>> import numpy as np
+        >>> from multitower.errors import whole_number
+        >>> whole_number("towers", np.int64(8), 1)
+        8
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise error(f"{name}={value!r}: it must be a whole number, {least} or more{more}.")
+    return number
 
 
 def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

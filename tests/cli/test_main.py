@@ -16,6 +16,7 @@ from multitower.cli.main import main
 from multitower.cli.wording import in_flags
 from multitower.towers.placement import place
 from multitower.training.checkpoints.best import warn_of_worst
+from multitower.training.same_run import check_same_run, describe_arrays
 from processes import run_fork
 
 KEYS = {
@@ -148,14 +149,14 @@ def test_help_reads_well(capsys):
             "reg_rate=x: this option of the r",
         ),
         (["train", "cifar10", "--synthetic", "--set", "synthetic=no"], "'synthetic' is set twice"),
-        (["train", "digits", "--steps", "0"], "--steps 0: a run makes at least one step."),
+        (["train", "digits", "--steps", "0"], "--steps 0: it must be a whole number, 1 or more."),
         (["train", "digits", "--steps", "3000000000"], "--steps 3000000000: a run makes at most"),
         (["train", "digits", "--batch-size", "0"], "a batch of 0 examples"),
         (["train", "digits", "--seed", "-1"], "--seed -1 is out of range"),
-        (["train", "digits", "--towers", "0"], "--towers 0 must be a whole number"),
+        (["train", "digits", "--towers", "0"], "--towers 0: it must be a whole number"),
         (["train", "digits", "--devices", "9"], "Use --devices 1 to 8, or simulate more"),
         (["train", "digits", "--devices", "0"], "--devices 0: this machine has cpu:0, "),
-        (["train", "digits", "--simulate", "0"], "--simulate 0 must be a whole number"),
+        (["train", "digits", "--simulate", "0"], "--simulate 0: it must be a whole number"),
         (["train", "digits", "--simulate", "5"], "--simulate 5 came too late"),
         (
             ["scale", CIRCLE, "--asynchronous", "--max-staleness", "-1"],
@@ -243,7 +244,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys, tmp_path):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("multitower.cli.train.run", stopped)
+    monkeypatch.setattr("multitower.cli.finish.run", stopped)
     assert main(["train", "digits", "--devices", "1", "--run-dir", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "multitower: stopped\n"
 
@@ -336,6 +337,10 @@ def test_a_warning_names_flags(capsys):
     assert in_flags("write train_step(clip_norm=...), or mt.configure(simulated_devices=4)") == (
         "write --clip-norm, or --simulate 4"
     )
+    now = {"onednn": True, "versions": {}, **describe_arrays(())}
+    with pytest.raises(mt.RunError) as refused:
+        check_same_run({"onednn": False}, now, "runs/1")
+    assert in_flags(str(refused.value)).endswith("begin another run in another --run-dir.")
 
 
 @pytest.mark.parametrize(("columns", "ends"), [("80", []), ("20", ["42.0 s"])])
@@ -364,9 +369,11 @@ def test_the_version(capsys):
         (["train", "digits", "--clip-norm", "one"], "'one' is not a number, such as 0.5."),
         (["scale", "digits", "--rounds", "1.5"], "'1.5' is not a whole number, such as 8."),
         (["train", "digits", "--best", "None"], "'None' is not one of max, min."),
+        # Else the working directory, whose checkpoints/ --force would delete.
+        (["train", "digits", "--run-dir", "", "--force"], "'' is no path, such as runs/1."),
     ],
 )
-def test_a_word_in_the_place_of_a_number(words, said, capsys):
+def test_a_word_in_the_place_of_a_number_or_a_path(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -139,7 +139,7 @@ def test_an_error_of_all_processes_ends_all_of_them(tmp_path):
         *("--run-dir", str(tmp_path / "none")),
     )
     assert (code, out) == (2, "")
-    assert "multitower: --steps 0: a run makes at least one step." in errors
+    assert "multitower: --steps 0: it must be a whole number, 1 or more." in errors
 
 
 @pytest.mark.slow

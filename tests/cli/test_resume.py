@@ -61,6 +61,8 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     assert main(["resume", str(tmp_path)]) == 2
     assert "is not the directory of a run" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
+    assert main(["resume", str(tmp_path / "config.json")]) == 2
+    assert "is not the directory of a run" in capsys.readouterr().err
     assert main(["resume", str(tmp_path)]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"recipe": "digits", "options": {}}')
@@ -213,7 +215,7 @@ def test_a_run_that_stops_says_how_to_resume_it(error, code, said, monkeypatch, 
     def stop(*_, **__):
         raise error
 
-    monkeypatch.setattr(importlib.import_module("multitower.cli.train"), "run", stop)
+    monkeypatch.setattr(importlib.import_module("multitower.cli.finish"), "run", stop)
     (run_dir / "config.json").write_text('{"recipe": "digits", "options": {}}')
     assert main(["resume", str(run_dir), "--devices", "1"]) == code
     assert capsys.readouterr().err.endswith(f"{said}multitower resume '{run_dir}'\n")
@@ -222,8 +224,8 @@ def test_a_run_that_stops_says_how_to_resume_it(error, code, said, monkeypatch, 
 def test_the_fingerprint_is_shown_where_it_can_be_compared(monkeypatch, tmp_path, capsys):
     """Lie: a promise of the same bits without towers."""
     result = {"test_loss": 0.5, "seconds": 1.0, "fingerprint": "f" * 64}
-    train = importlib.import_module("multitower.cli.train")
-    monkeypatch.setattr(train, "run", lambda *_, **__: result)
+    finish = importlib.import_module("multitower.cli.finish")
+    monkeypatch.setattr(finish, "run", lambda *_, **__: result)
     for number, flags in enumerate((["--towers", "2"], [])):
         words = ["train", CIRCLE, "--devices", "1", "--run-dir", str(tmp_path / str(number))]
         assert main([*words, *flags]) == 0

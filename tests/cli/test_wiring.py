@@ -25,6 +25,7 @@ from multitower.runs.options import RunOptions
 
 CIRCLE = str(places.CIRCLE)
 train_command = importlib.import_module("multitower.cli.train")
+finish_command = importlib.import_module("multitower.cli.finish")
 resume_command = importlib.import_module("multitower.cli.resume")
 verify_command = importlib.import_module("multitower.cli.verify")
 plan_command = importlib.import_module("multitower.cli.plan")
@@ -44,7 +45,7 @@ def passed(monkeypatch):
         calls.append((options, how))
         return {"step": 3, "test_loss": 0.5}
 
-    monkeypatch.setattr(train_command, "run", run)
+    monkeypatch.setattr(finish_command, "run", run)
     monkeypatch.setattr(resume_command, "score", score)
     return calls
 
@@ -230,7 +231,7 @@ def recipes(passed, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(train_command, "run", noting(train_command.run))
+    monkeypatch.setattr(finish_command, "run", noting(finish_command.run))
     monkeypatch.setattr(resume_command, "score", noting(resume_command.score))
     return found
 

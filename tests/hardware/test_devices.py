@@ -189,3 +189,17 @@ def test_trap_simulated_devices_never_dead_lock():
 @pytest.mark.parametrize(("num_devices", "num_steps"), [(2, 1000), (16, 400)])
 def test_trap_many_steps_without_a_host_sync_never_dead_lock(num_devices, num_steps):
     run_fork("-c", STEPS_WITHOUT_A_SYNC, str(num_devices), str(num_steps), timeout_s=240)
+
+
+@pytest.mark.parametrize(("error", "said"), [(AssertionError(), "jax.cuda12., is missing"),
+                                             (RuntimeError("no driver"), "no driver")])  # fmt: skip
+@pytest.mark.parametrize("spec", [None, 2, "gpu"])
+def test_devices_that_cannot_start_are_told(spec, error, said, monkeypatch):
+    """Lie: a bare AssertionError of JAX, on a machine without its package for GPUs."""
+
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    with pytest.raises(mt.DeviceError, match=f"JAX cannot start its devices: .*{said}"):
+        mt.devices(spec)

@@ -180,7 +180,7 @@ WRONG = {
         f"towers={towers}": (
             lambda towers=towers: mt.make_parallel(add_one, towers=towers),
             mt.DeviceError,
-            f"towers={towers} must be a whole number",
+            f"towers={towers}: it must be a whole number",
         )
         for towers in (0, -1, True, 2.5)
     },
@@ -790,7 +790,7 @@ WRONG = {
     "prefetch nothing": (
         lambda: mt.prefetch([X], 0),
         mt.BatchError,
-        r"prefetch\(size=0\).*at least one",
+        "size=0: it must be a whole number, 1 or more, the batches that wait",
     ),
     "prefetch as text": (lambda: mt.prefetch([X], "2"), mt.BatchError, "size='2'"),
     "prefetch for devices that are not there": (

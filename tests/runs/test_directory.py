@@ -44,6 +44,19 @@ def test_overwriting_removes_the_old_result_at_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+def test_overwriting_removes_whatever_is_there(tmp_path):
+    """Lies: checkpoints of the old run that stay behind a link; a file that stands in the way."""
+    elsewhere = tmp_path / "large disk"
+    (elsewhere / "3").mkdir(parents=True)
+    run_dir = make_run_directory(tmp_path / "run")
+    (run_dir / "checkpoints").symlink_to(elsewhere)
+    (run_dir / "best").touch()
+    (run_dir / "metrics.jsonl").mkdir()
+    make_run_directory(run_dir, overwrite=True)
+    assert [path.name for path in run_dir.iterdir() if path.name != ".lock"] == ["checkpoints"]
+    assert not list(elsewhere.iterdir())
+
+
 def test_directories_are_made_with_their_parents_and_may_exist(tmp_path):
     assert make_run_directory(tmp_path / "a" / "b").is_dir()
     assert make_run_directory(tmp_path / "a" / "b").is_dir()

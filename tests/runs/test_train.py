@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,22 @@ def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     assert scored["step"] == result["best"]["step"]
     assert scored["test_loss"] == result["best"]["loss"]
     assert score(LINE, options, tmp_path)["fingerprint"] == result["fingerprint"]
+
+
+def test_a_recipe_that_changes_the_working_directory(tmp_path, monkeypatch):
+    """Lie: a run in two directories, of which neither can be resumed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def data():
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        return load()
+
+    options = RunOptions(steps=1, devices=1, keep_best="loss", best="min", evaluate_every=1)
+    run(dataclasses.replace(LINE, data=data), options, directory=Path("run"))
+    assert not list((tmp_path / "elsewhere").iterdir())
+    made = {path.name for path in (tmp_path / "run").iterdir()}
+    assert made >= {"best", "checkpoints", "events", "metrics.jsonl", "report.html", "result.json"}
 
 
 def test_epochs_and_extra_metrics(tmp_path):

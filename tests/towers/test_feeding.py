@@ -132,6 +132,22 @@ def test_lazy_rows_are_the_rows(num_rows, towers):
         np.testing.assert_array_equal(cut["x"], x[:num_rows])
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize("feed", [mt.shard, lambda x, **how: next(mt.prefetch([x], **how))])
+def test_a_batch_larger_than_a_full_one_is_refused(feed, towers):
+    """Lie: global_batch= that counts only with towers=."""
+    with pytest.raises(mt.BatchError, match="has 4 rows and global_batch is 3"):
+        feed(np.zeros(4), towers=towers, devices=2, global_batch=3)
+    with pytest.raises(mt.BatchError, match=r"global_batch=4\.5: it must be a whole number"):
+        feed(np.zeros(4), towers=towers, devices=2, global_batch=4.5)
+
+
+def test_without_towers_batches_may_grow():
+    """Lie: the first batch as the largest one, where nothing is compiled for it."""
+    grown = list(mt.prefetch([np.zeros(4), np.zeros(6)], devices=2))
+    assert [len(batch) for batch in grown] == [4, 6]
+
+
 def test_lazy_rows_that_do_not_come():
     """Lie: a run on the few rows that came."""
     batch = mt.LazyRows(48, lambda places: {"x": np.ones((2, 3))})

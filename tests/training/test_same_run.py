@@ -105,6 +105,18 @@ def test_kernels_of_onednn_count(tmp_path, monkeypatch):
         fit(tmp_path, steps=3)
 
 
+def test_settings_of_jax_count(tmp_path):
+    """Lie: other random numbers after a resume, from an environment variable that has changed."""
+    fit(tmp_path)
+    with (
+        jax.threefry_partitionable(False),
+        pytest.raises(
+            mt.RunError, match=r"another jax_threefry_partitionable: the run .* has True"
+        ),
+    ):
+        fit(tmp_path, steps=3)
+
+
 def test_a_schedule_counts_by_what_it_computes(tmp_path):
     make = lambda last: optax.sgd(optax.linear_schedule(0.1, last, 5))
     fit(tmp_path, make(0.0))

@@ -70,6 +70,21 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, numbe
     assert seen == list(range(1, 61))  # every step told once
 
 
+def test_a_second_fit_has_the_batch_size_of_its_own_batches():
+    """Lies: other bits, because towers are as large as in an earlier fit; or no larger batch."""
+
+    def fitted(*sizes):
+        trainer = mt.Trainer(losses, optax.sgd(0.1), towers=4, devices=1, sync_every=2, hooks=[])
+        for size in sizes:
+            some = lambda first, size=size: make_batches(DATA, global_batch=size, seed=0)
+            state = trainer.fit(PARAMS, some, steps=2)
+        return mt.fingerprint(state)
+
+    alone = fitted(6)
+    assert fitted(12, 6) == alone
+    assert fitted(4, 6) == alone
+
+
 def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=2)
     with pytest.raises(mt.RunError, match=r"holds checkpoints of steps \[2\]: pass resume=True"):
@@ -241,6 +256,15 @@ def test_batches_that_run_out_are_an_error():
         make_trainer(1).fit(PARAMS, [DATA], steps=5)
 
 
+def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monkeypatch):
+    """Lie: the best state, or all checkpoints, in a second directory that no resume finds."""
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(1, run_dir="run")
+    trainer.fit(PARAMS, batches, steps=1)
+    monkeypatch.chdir("/")
+    assert trainer.restore(PARAMS).step == 1
+
+
 def test_fewer_steps_than_the_run_has_made(tmp_path):
     """Lie: a finished run of a checkpoint that is of another one."""
     make_trainer(1, run_dir=tmp_path).fit(PARAMS, batches, steps=3)
@@ -259,17 +283,34 @@ def test_fewer_steps_than_the_run_has_made(tmp_path):
         ({"check_replicas_every": -1}, "check_replicas_every=-1: it must be a whole number, 0"),
         ({"hooks": mt.EarlyStopping("loss")}, "pass it as early_stopping=EarlyStopping"),
         ({"hooks": [None]}, "hooks has None: a hook is a function"),
+        ({"towers": True}, "towers=True: it must be a whole number"),
+        ({"checkpoint_every": True}, "checkpoint_every=True: it must be a whole number"),
+        ({"profile": (1, "2"), "run_dir": "x"}, "profile=.* the first and the last step"),
         ({"callbacks": [print]}, "Trainer has no argument 'callbacks'.*are hooks="),
     ],
 )
 def test_options_that_make_no_sense(options, message):
-    with pytest.raises(mt.ArgumentError, match=message):
-        make_trainer(1, **options)
+    with pytest.raises((mt.ArgumentError, mt.DeviceError, mt.RunError), match=message):
+        mt.Trainer(losses, optax.sgd(0.1), **options)
+
+
+def test_numbers_of_numpy_are_numbers_and_the_same_run(tmp_path):
+    """Lies: eight towers that are no number; a setting that JSON refuses at the first save."""
+    numbers = {"towers": 4, "global_batch": 32, "ema_decay": 0.5, "stages": 2, "remat": False}
+    deep = lambda w, batch: mt.cut(batch["x"] @ w["w"]) ** 2
+    make = lambda options: mt.Trainer(deep, optax.sgd(0.1), run_dir=tmp_path, devices=1, **options)
+    of_numpy = make({name: np.asarray(value)[()] for name, value in numbers.items()})
+    of_numpy.fit(PARAMS, batches, steps=np.int32(1))
+    assert make(numbers).fit(PARAMS, batches, steps=2, resume=True).step == 2
 
 
 FITS = [
     ({"steps": 2.5}, "steps=2.5: it must be a whole number"),
     ({"steps": "3"}, "steps='3': it must be a whole number"),
+    ({"steps": True}, "steps=True: it must be a whole number"),
+    ({"steps": None, "epochs": "1"}, "epochs='1': it must be a number above 0"),
+    ({"steps": None, "epochs": 1, "steps_per_epoch": "2"}, "steps_per_epoch='2': it must be a num"),
+    ({"steps_per_epoch": "2"}, "steps_per_epoch='2': it must be a number above 0"),
     ({"about": {"rate": np.float32(0.1)}}, "float32 is not JSON serializable.*float"),
     ({"about": ["rate"]}, "it is not a dict"),
     ({"evaluate": len, "evaluate_every": 2.5}, "evaluate_every=2.5: it must be a whole number"),

@@ -1,6 +1,7 @@
 """Output of the command line: an animated line on a terminal, plain lines elsewhere."""
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -19,6 +20,18 @@ from multitower.training.progress import Progress
 _quiet: list[bool] = []
 
 
+class _Output(Console):
+    """What nobody reads any more is dropped, as after `| head`: it must not end a run."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def _print(text: Text, *, stderr: bool = False) -> None:
+    with contextlib.suppress(OSError):  # a log on a full disk must not end a run either
+        _Output(stderr=stderr).print(text, end=text.end, soft_wrap=True)
+
+
 def be_quiet() -> None:
     """Silences `say` and `show_progress` from now on; errors and warnings are still shown."""
     _quiet.append(True)
@@ -27,12 +40,12 @@ def be_quiet() -> None:
 def say(line: str) -> None:
     """Prints one line of any length, without wrapping."""
     if not _quiet:
-        Console().print(Text(line), soft_wrap=True)
+        _print(Text(line))
 
 
 def say_parts(parts: Sequence[str]) -> None:
     """Prints parts on one line; on a narrow terminal, it breaks lines between parts."""
-    console, lines = Console(), list(parts[:1])
+    console, lines = _Output(), list(parts[:1])
     for part in parts[1:]:
         line = f"{lines[-1]}  {part}"
         if console.is_terminal and len(line) > console.width:
@@ -45,8 +58,7 @@ def say_parts(parts: Sequence[str]) -> None:
 
 def show_error(message: str) -> None:
     """Prints an error as one red line on stderr."""
-    line = Text(f"multitower: {message}", style="red")
-    Console(stderr=True).print(line, soft_wrap=True)
+    _print(Text(f"multitower: {message}", style="red"), stderr=True)
 
 
 def make_show_warning() -> Callable[..., None]:
@@ -67,8 +79,7 @@ def make_show_warning() -> Callable[..., None]:
             text = warnings.formatwarning(message, category, filename, lineno)
         if text not in shown:
             shown.add(text)
-            line = Text(text, style="yellow" if is_ours else "")
-            Console(stderr=True).print(line, end="", soft_wrap=True)
+            _print(Text(text, style="yellow" if is_ours else "", end=""), stderr=True)
 
     return show
 
@@ -83,7 +94,7 @@ def show_progress(num_steps: int) -> Generator[Callable[[Progress], None]]:
     Yields:
         A function to call after every step.
     """
-    console = Console()
+    console = _Output()
     if _quiet:
         yield lambda _: None
         return
@@ -104,7 +115,7 @@ def show_work(doing: str) -> Generator[Callable[[str], None]]:
     Yields:
         A function to change these words.
     """
-    console = Console(stderr=True)
+    console = _Output(stderr=True)
     if _quiet or not _is_alive(console):
         yield lambda _: None
         return

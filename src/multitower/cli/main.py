@@ -3,7 +3,8 @@
 Exit codes: 0 for success; 1 if `verify` or `scale` finds a difference, or no layout of `plan` fits;
 2 for wrong flags or settings, or a run that cannot continue, with one line that explains it; 130
 when stopped with Ctrl-C (SIGINT) and 143 with SIGTERM, after the step was finished and saved; 134
-for one of several processes that JAX ends because another is missing.
+for one of several processes that JAX ends because another is missing; 141 if nobody reads what a
+command prints. A run goes on without its lines.
 """
 
 import importlib.metadata

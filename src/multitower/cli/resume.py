@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from multitower.cli.console import say
+from multitower.cli.finish import finish
 from multitower.cli.flags.settings import collect_settings
 from multitower.cli.flags.shared import (
     Data,
@@ -20,7 +21,6 @@ from multitower.cli.flags.shared import (
 )
 from multitower.cli.starting.devices import start_devices
 from multitower.cli.starting.together import ALONE, TOGETHER, Together
-from multitower.cli.train import finish
 from multitower.errors import RunError
 from multitower.processes.run_lock import held_for_all
 from multitower.processes.together import by_first, is_first
@@ -58,6 +58,7 @@ def resume(
     refuse_finished(directory, steps)
     where = start_devices(devices, simulate, options.towers, together=together)
     say(f"resuming {recipe.name} from {directory} on {where}")
+    directory = directory.absolute()  # also if the recipe changes the working directory
     with held_for_all(directory):
         if steps is not None:
             before = steps_of(recipe, options)  # may load data, so after JAX is set up

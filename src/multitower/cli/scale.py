@@ -32,6 +32,7 @@ from multitower.cli.flags.shared import (
     Count,
     Data,
     EmaDecay,
+    FileOrDirectory,
     RecipeName,
     Seed,
     SetOptions,
@@ -122,7 +123,7 @@ def scale(
     ema_decay: EmaDecay = None,
     compute_dtype: ComputeDtype = None,
     run_dir: Annotated[
-        Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-scale-DATE-TIME")
+        FileOrDirectory, flag("DIR", "Write to this directory.", "runs/RECIPE-scale-DATE-TIME")
     ] = None,
     force: Annotated[
         bool,

@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-import shlex
 from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from multitower.cli.console import say, say_parts, show_progress
+from multitower.cli.console import say
+from multitower.cli.finish import finish
 from multitower.cli.flags.config_file import Config, read_config_file
 from multitower.cli.flags.groups import (
     ASYNCHRONOUS,
@@ -33,6 +33,7 @@ from multitower.cli.flags.shared import (
     EmaDecay,
     Epochs,
     ExtraMetrics,
+    FileOrDirectory,
     MinDelta,
     OnNonfinite,
     Seed,
@@ -50,17 +51,13 @@ from multitower.cli.flags.shared import (
 )
 from multitower.cli.starting.devices import start_devices
 from multitower.cli.starting.together import ALONE, TOGETHER, Together
-from multitower.errors import Interrupted, MultitowerError, NonFiniteError, RunError
+from multitower.errors import MultitowerError, RunError
 from multitower.processes.leaving import HEARTBEAT_S
 from multitower.processes.run_lock import held_for_all, held_run_directory
 from multitower.processes.together import by_first, is_first
 from multitower.recipes.catalog import SHIPPED, find_recipe
-from multitower.recipes.definition import Recipe
 from multitower.recipes.from_file import is_file_name
 from multitower.runs.directory import (
-    CHECKPOINTS,
-    PROFILE,
-    REPORT,
     RESULT,
     fresh_run_directory,
     make_run_directory,
@@ -69,10 +66,6 @@ from multitower.runs.directory import (
     write_config,
 )
 from multitower.runs.options import RunOptions
-from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
-from multitower.runs.report_page.overview import profile_in_words
-from multitower.runs.setup import steps_of
-from multitower.runs.train import run
 from multitower.steps.rotation.options import RotationOptions
 from multitower.towers.placement import place
 
@@ -89,7 +82,7 @@ def train(
     ] = None,
     *,
     config: Annotated[
-        Path | None,
+        FileOrDirectory,
         flag(
             "FILE",
             "Read settings from this JSON or TOML file, such as the config.json of a run; flags "
@@ -173,7 +166,7 @@ def train(
         flag("N:M", "Write a trace of steps N to M to DIR/profile, from JAX's profiler.", "none"),
     ] = None,
     run_dir: Annotated[
-        Path | None, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
+        FileOrDirectory, flag("DIR", "Write to this directory.", "runs/RECIPE-DATE-TIME")
     ] = None,
     force: Annotated[
         bool,
@@ -316,60 +309,3 @@ def _with_tower_batch(options: RunOptions, tower_batch: int, batch_size: int | N
     if options.asynchronous:  # those of a group share the rows of an update
         towers //= RotationOptions(options.max_staleness, None, None).num_groups(towers)
     return dataclasses.replace(options, global_batch=tower_batch * towers)
-
-
-def finish(
-    directory: Path,
-    recipe: Recipe,
-    options: RunOptions,
-    *,
-    resume: bool = False,
-    allow_previous: bool = False,
-) -> None:
-    """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
-    known = steps_of(recipe, options) if options.epochs is None else 0  # else the data decides
-    pipeline = planned_pipeline(options)
-    if pipeline is not None:
-        say(pipeline_in_words(pipeline))
-    with told_how_to_resume(directory), show_progress(known) as watch:
-        result = run(
-            recipe,
-            options,
-            watch,
-            directory=directory,
-            resume=resume,
-            allow_previous=allow_previous,
-        )
-    if result.get("stopped"):
-        say(result["stopped"])
-    parts = [*_scores(result), f"{result['seconds']:.1f} s"]
-    if options.towers is not None:  # without, it depends on the number of devices
-        parts.append(f"fingerprint {result['fingerprint'][:12]}")
-    say_parts(parts)
-    say(f"wrote {directory / RESULT} and {directory / REPORT}")
-    found = result.get("pipeline", {})
-    if "bubble" in found and found["layout"][1] > 1:
-        say(pipeline_in_words(found))
-    if "profile" in result:
-        say(profile_in_words(directory / PROFILE, result["profile"]))
-
-
-@contextlib.contextmanager
-def told_how_to_resume(directory: Path) -> Generator[None]:
-    """Adds the command that resumes a run to the error that it stops with."""
-    command = f"multitower resume {shlex.quote(str(directory))}"
-    try:
-        yield
-    except Interrupted as stop:
-        what, _, _ = str(stop).partition(" To continue, call fit(")
-        raise Interrupted(f"{what} To continue: {command}", stop.signal) from stop
-    except NonFiniteError as error:
-        if not any((directory / CHECKPOINTS).glob("*")):
-            raise
-        raise NonFiniteError(f"{error} The steps since the last one again: {command}") from error
-
-
-def _scores(result: dict[str, Any]) -> list[str]:
-    names = sorted(name for name in result if name.startswith("test_"))
-    said = lambda value: "not finite" if value is None else f"{value:.4f}"
-    return [f"{name.replace('_', ' ')} {said(result[name])}" for name in names]

@@ -29,6 +29,7 @@ from multitower.cli.flags.shared import (
     ComputeDtype,
     Data,
     EmaDecay,
+    FileOrDirectory,
     RecipeName,
     Seed,
     SetOptions,
@@ -88,7 +89,7 @@ def verify(
     ema_decay: EmaDecay = None,
     compute_dtype: ComputeDtype = None,
     against: Annotated[
-        Path | None,
+        FileOrDirectory,
         flag(
             "FILE",
             "Compare with the run that `verify --json > FILE` has printed, perhaps in another "

@@ -29,6 +29,7 @@ _CALLS = (
     (re.compile(rf"\btrain_step\(({_NAMES})=\.\.\.\)"), lambda found: flag_of(found[1])),
     (re.compile(r"\b(?:mt\.)?configure\(simulated_devices=(\d+)\)"), r"--simulate \1"),
 )
+_CHANGES = ", choose another run_dir, or pass allow_changes=True"  # an argument of Trainer.fit
 _LEAVE = re.compile(rf"\b([Ll]eave )({_NAMES})\b(?! *=)")
 
 
@@ -40,6 +41,7 @@ def in_flags(message: str) -> str:
         >>> in_flags("stages=4 needs towers=, such as towers=8, or leave stages out.")
         '--stages 4 needs --towers, such as --towers 8, or leave --stages out.'
     """
+    message = message.replace(_CHANGES, ", or begin another run in another --run-dir")
     message = _IN_BOTH.sub(r"\4", message)
     for pattern, said in _CALLS:
         message = pattern.sub(said, message)

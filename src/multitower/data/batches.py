@@ -16,9 +16,8 @@ import jax
 import numpy as np
 
 from multitower.data.augmentation import KEYS
-from multitower.errors import BatchError
+from multitower.errors import BatchError, whole_number
 from multitower.towers.lazy_rows import LazyRows
-from multitower.towers.refusals import whole_number
 from multitower.towers.rows import take_apart
 from multitower.towers.split import on_one_device
 

@@ -100,7 +100,7 @@ class TowerFunction:
     """Runs a `Kind` on towers, eagerly or inside another transformation."""
 
     def __init__(self, kind: Kind, devices: DeviceSpec | None, towers: int | None) -> None:
-        check_towers(towers)
+        towers = check_towers(towers)
         self._kind = kind
         self._devices = devices
         self._towers = towers

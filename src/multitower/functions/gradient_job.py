@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.checks.problems import TERMS
 from multitower.engines.job import Job, Shared, TowerResult
@@ -310,7 +311,7 @@ def positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
         ArgumentError: not a position of an argument, or the same one twice.
     """
     for argnum in argnums:
-        if isinstance(argnum, bool) or not isinstance(argnum, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(argnum, bool) or not isinstance(argnum, int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(
                 f"argnums={argnum!r}: it must be a position, such as 0, or several."
             )

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from multitower.errors import ConfigurationError, warn
+from multitower.errors import ConfigurationError, warn, whole_number
 from multitower.processes.joining import join_processes
 
 # One size for every run: bits of CPU kernels depend on it (see ARCHITECTURE.md, "Same bits").
@@ -75,7 +76,10 @@ def configure(
         >>> len(mt.devices())
         8
     """
-    _check_settings(simulated_devices, memory_fraction, preallocate)
+    if simulated_devices is not None:
+        given = ("simulated_devices", simulated_devices, 1, ConfigurationError)
+        simulated_devices = whole_number(*given)
+    _check_settings(memory_fraction, preallocate)
     settings = dict(
         simulated_devices=simulated_devices,
         visible_devices=_visible_list(visible_devices),
@@ -162,17 +166,7 @@ def _warn_once(subject: str, text: str) -> None:
 _applied: dict[str, Any] = {}
 
 
-def _check_settings(
-    simulated_devices: int | None, memory_fraction: float | None, preallocate: bool | None
-) -> None:
-    if simulated_devices is not None and (
-        isinstance(simulated_devices, bool)
-        or not isinstance(simulated_devices, int)  # pyright: ignore[reportUnnecessaryIsInstance]
-        or simulated_devices < 1
-    ):
-        raise ConfigurationError(
-            f"simulated_devices={simulated_devices!r} must be a whole number, 1 or more."
-        )
+def _check_settings(memory_fraction: float | None, preallocate: bool | None) -> None:
     is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
     if memory_fraction is not None and not (is_number and 0 < memory_fraction <= 1):
         raise ConfigurationError(
@@ -188,7 +182,11 @@ def _visible_list(visible: str | int | Sequence[int] | None) -> str | None:
         return None
     text = visible if isinstance(visible, str) else None
     if text is None:
-        text = str(visible) if isinstance(visible, int) else ",".join(str(i) for i in visible)
+        text = (
+            str(visible)
+            if isinstance(visible, int | np.integer)
+            else ",".join(str(i) for i in visible)
+        )
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ConfigurationError(
             f"visible_devices={visible!r} must list GPU numbers, such as '0,1', 0 or [0, 1]."

@@ -3,8 +3,10 @@
 import contextlib
 import re
 from collections.abc import Generator, Iterable, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from multitower.errors import DeviceError, warn
 from multitower.hardware.configuration import warn_if_threads_are_few
@@ -25,7 +27,8 @@ def devices(spec: DeviceSpec | None = None, *, soft: bool = False) -> list[jax.D
         A list of `jax.Device`, at least one, without repetition.
 
     Raises:
-        DeviceError: a device does not exist (and not `soft`), or `spec` is of the wrong kind.
+        DeviceError: a device does not exist (and not `soft`), `spec` is of the wrong kind, or JAX
+            cannot start its devices.
 
     Example:
         >>> import multitower as mt
@@ -77,11 +80,11 @@ def devices_in_words(count: int) -> str:
 
 def _find(spec: DeviceSpec | None, soft: bool) -> list[jax.Device]:
     if spec is None:
-        return list(jax.local_devices())
+        return _all()
     if isinstance(spec, bool):
         raise _not_devices(spec)
-    if isinstance(spec, int):
-        return _first(spec, soft)
+    if isinstance(spec, int | np.integer):
+        return _first(int(spec), soft)
     if isinstance(spec, str):
         return _named(spec, soft)
     if isinstance(spec, jax.Device):
@@ -109,7 +112,7 @@ def _not_devices(spec: object) -> DeviceError:
 
 
 def _first(count: int, soft: bool) -> list[jax.Device]:
-    everything = list(jax.local_devices())
+    everything = _all()
     if count < 1:
         raise DeviceError(f"devices={count}: at least one device is needed.")
     if count <= len(everything):
@@ -128,6 +131,19 @@ def _first(count: int, soft: bool) -> list[jax.Device]:
     )
 
 
+def _all() -> list[jax.Device]:
+    try:
+        return list(jax.local_devices())
+    except (AssertionError, RuntimeError) as error:
+        config: Any = jax.config  # its options are not in its type
+        why = str(error) or (  # JAX asserts that it has found one
+            f"JAX_PLATFORMS={config.jax_platforms} names what it does not find: their driver, or "
+            "the package of JAX for them, such as jax[cuda12], is missing. Install it, or unset "
+            "JAX_PLATFORMS to use what there is."
+        )
+        raise DeviceError(f"JAX cannot start its devices: {why}") from error
+
+
 def _named(name: str, soft: bool) -> list[jax.Device]:
     match = re.fullmatch(r"([a-zA-Z]+)(?::(\d+))?", name)
     if not match:
@@ -135,13 +151,13 @@ def _named(name: str, soft: bool) -> list[jax.Device]:
     platform, index = match.group(1).lower(), match.group(2)
     try:
         local = jax.local_devices(backend=platform)
-    except RuntimeError:
+    except (AssertionError, RuntimeError):
         local = []
     if index is None and local:
         return list(local)
     if index is not None and int(index) < len(local):
         return [local[int(index)]]
-    there = list(jax.local_devices())
+    there = _all()
     cpus = [d for d in there if d.platform == "cpu"]
     names = ", ".join(_name(d) for d in there)
     missing = f"there is no device {name!r} in this process; it has {names}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, whole_number
 from multitower.functions.objective import check_reduction
 from multitower.hardware.devices import devices as find_devices
 from multitower.planning.apart import local_layouts, rotation_layouts
@@ -49,17 +49,16 @@ def make_plan(
     """
     loss_fn, optimizer = step
     devices, machines, towers = where
-    room = Room(len(find_devices()) if devices is None else devices, machines, towers)
-    _check(room)
-    check_numbers(options["ema_decay"], None, options["clip_norm"])
+    room = _room(len(find_devices()) if devices is None else devices, machines, towers)
+    ema_decay, _, clip_norm = check_numbers(options["ema_decay"], None, options["clip_norm"])
     check_reduction(options["reduction"])
     memory_bytes = None if memory is None else memory_in_bytes(memory)
-    apart = _apart(options, towers)
+    apart = _apart(options, room.towers)
     dtype = check_compute_dtype(options["compute_dtype"])
     check_loss_scale(dtype, {"local or asynchronous updates": apart})
     loss = replace(LossFunction.of(loss_fn), compute_dtype=dtype)
-    with_average = (loss, optimizer, options["ema_decay"])
-    last = (options["clip_norm"], options["reduction"])
+    with_average = (loss, optimizer, ema_decay)
+    last = (clip_norm, options["reduction"])
     parts = StepParts(*with_average, "mean", False, False, *last)
     params, batch, model_state, rng = given
     shapes = planned(parts, params, batch, model_state=model_state, rng=rng)
@@ -76,16 +75,13 @@ def plan_again(
         ArgumentError: `devices` or `machines` is not a whole number above 0.
     """
     given, programs, old = before
-    room = Room(devices, machines, None)
-    _check(room)
+    room = _room(devices, machines, None)
     rows, towers = (
         None if count is None else max(1, count * room.num_devices // old.num_devices)
         for count in (given.batch.num_rows, old.towers)
     )
     assert rows is not None
-    return _attributes(
-        given.with_rows(rows), programs, Room(devices, machines, towers), memory_bytes
-    )
+    return _attributes(given.with_rows(rows), programs, replace(room, towers=towers), memory_bytes)
 
 
 def _attributes(
@@ -144,8 +140,9 @@ def _apart(options: Mapping[str, Any], towers: int | None) -> LocalOptions | Rot
     return check_rotation(options["updates"], given, towers, {"sync_every": local}) or local
 
 
-def _check(room: Room) -> None:
-    for name, value in (("devices", room.devices), ("machines", room.machines)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"{name}={value!r}: it must be a whole number, 1 or more.")
-    check_towers(room.towers)
+def _room(devices: Any, machines: Any, towers: Any) -> Room:
+    return Room(
+        whole_number("devices", devices, 1),
+        whole_number("machines", machines, 1),
+        check_towers(towers),
+    )

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import numpy as np
+
 from multitower.errors import ArgumentError
 
 _UNITS = {
@@ -19,8 +21,8 @@ def memory_in_bytes(memory: Any) -> int:
     Raises:
         ArgumentError: it cannot be read as an amount of memory.
     """
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
+    if isinstance(memory, int | np.integer) and not isinstance(memory, bool) and memory > 0:
+        return int(memory)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     if not isinstance(memory, str) or not found or found[2].lower() not in _UNITS:
         raise ArgumentError(

@@ -64,7 +64,7 @@ def make_run_directory(path: Path, *, overwrite: bool = False) -> Path:
             f"{result} holds the result of another run. Use another directory, or pass --force "
             "(overwrite=True) to replace it."
         )
-    if (path / CHECKPOINTS).exists():
+    if (path / CHECKPOINTS).exists() and not overwrite:
         raise RunError(
             f"{path} holds a run that is not finished: multitower resume {path} continues it. "
             "Use another directory, or pass --force (overwrite=True) to delete it."
@@ -220,7 +220,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise RunError(
             f"{path} does not exist, so {directory} is not the directory of a run. The last line "
             "that a run prints names its directory; by default it is under runs/."
@@ -289,7 +289,16 @@ def _check_writable(path: Path) -> None:
 
 def _throw_away(path: Path) -> None:
     with held_run_directory(path):
-        for old in (CHECKPOINTS, BEST, EVENTS, PROFILE):
-            shutil.rmtree(path / old, ignore_errors=True)
-        for old in (RESULT, METRICS, REPORT, LOGGED):
-            (path / old).unlink(missing_ok=True)
+        for old in (RESULT, METRICS, REPORT, LOGGED, CHECKPOINTS, BEST, EVENTS, PROFILE):
+            _remove(path / old)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or a directory, if it is there; of a link to a directory, what is inside."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+    elif path.is_symlink():  # the user keeps these files elsewhere, such as on a larger disk
+        for inside in path.iterdir():
+            _remove(inside)
+    else:
+        shutil.rmtree(path)

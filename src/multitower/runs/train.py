@@ -16,6 +16,7 @@ from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
 from multitower.runs.drawing import drawing_libraries
 from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import traced_pipeline
+from multitower.runs.same_stream import check_same_stream, describe_stream
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
 from multitower.runs.setup import RecipeJob
 from multitower.steps.state.fingerprint import fingerprint
@@ -64,6 +65,7 @@ def run(
         None.
 
     Raises:
+        RunError: a resume has another seed, or other options of the recipe, than the run.
         NonFiniteError: the loss or a parameter is no longer finite.
         Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
             directory, saved.
@@ -78,6 +80,8 @@ def run(
         (2, 2, True)
     """
     began = time.perf_counter()
+    if directory is not None:  # also if a recipe changes the working directory
+        directory = directory.absolute()
     write_report = None if directory is None else _find_write_report()
     check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
@@ -87,6 +91,9 @@ def run(
             f"keep_best={options.keep_best}: the run has one test phase, at its end, so its last "
             "state is kept as the best. Add evaluate_every (--evaluate-every N)."
         )
+    stream = None if directory is None else describe_stream(job)
+    if directory is not None and stream is not None and resume:
+        check_same_stream(stream, directory)
     traced_before = None if directory is None else newest_trace(directory / PROFILE)
     rate: float | None = None
     tested: dict[int, dict[str, float]] = {}
@@ -108,6 +115,7 @@ def run(
             steps=job.steps,
             resume=resume,
             allow_previous=allow_previous,
+            about=stream,
             evaluate=test,
             evaluate_every=options.evaluate_every or (job.steps if options.keep_best else 0),
             **job.first_state(),
@@ -183,7 +191,7 @@ def score(
         CheckpointError: there is no checkpoint, or it cannot be read.
         MultitowerError: as for `Trainer.evaluate`.
     """
-    job = RecipeJob.of(recipe, options, directory, keep_best=False)
+    job = RecipeJob.of(recipe, options, directory.absolute(), keep_best=False)
     state = job.trainer.restore(**job.first_state(), best=best)
     return {
         "recipe": recipe.name,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from multitower.errors import ArgumentError, DeviceError, warn
+from multitower.errors import ArgumentError, DeviceError, warn, whole_number
 from multitower.towers.placement import Placement, contiguous
 
 
@@ -69,28 +69,29 @@ def moved(value: Any, source: jax.Device, target: jax.Device) -> Any:
     return value if source is target else jax.device_put(value, target)
 
 
-def check_layout(num_stages: Any, layout: Any) -> None:
-    """Checks `stages=` and `layout=` without looking at devices.
+def check_layout(num_stages: Any, layout: Any) -> tuple[int, tuple[int, int] | None]:
+    """The values of `stages=` and `layout=` as Python integers, without looking at devices.
 
     Raises:
         ArgumentError: they are not whole numbers above 0, or there are more devices than stages.
     """
-    if not _is_count(num_stages):
-        raise ArgumentError(f"stages={num_stages!r}: it must be a whole number, 1 or more.")
+    num_stages = whole_number("stages", num_stages, 1)
     if layout is None:
-        return
-    is_pair = isinstance(layout, tuple | list) and len(layout) == 2
-    if not (is_pair and all(map(_is_count, layout))):
+        return num_stages, None
+    try:
+        replicas, each = (whole_number("layout", count, 1) for count in layout)
+    except (TypeError, ValueError):  # also our own error for one of the two
         raise ArgumentError(
             f"layout={layout!r}: it must be a pair of whole numbers, 1 or more, (replicas, devices "
             "of each), such as (2, 4)."
-        )
-    if layout[1] > num_stages:
+        ) from None
+    if each > num_stages:
         raise ArgumentError(
-            f"layout={tuple(layout)} gives each replica {layout[1]} devices, and stages="
-            f"{num_stages} keep {num_stages} of them busy. Use layout=({layout[0]}, {num_stages}), "
-            "or more stages."
+            f"layout={(replicas, each)} gives each replica {each} devices, and stages={num_stages} "
+            f"keep {num_stages} of them busy. Use layout=({replicas}, {num_stages}), or more "
+            "stages."
         )
+    return num_stages, (replicas, each)
 
 
 def lay_out(
@@ -180,7 +181,3 @@ def _as_many_as_fit(
             "devices=."
         )
     return num_replicas, each
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -47,9 +47,7 @@ def stage_options(
         ArgumentError: a value is out of range or of the wrong kind, or `stages` is missing.
     """
     if stages is not None:
-        check_layout(stages, layout)
-        pair = tuple(layout) if layout else None
-        return StageOptions(stages, pair, bool(interleave), bool(remat))
+        return StageOptions(*check_layout(stages, layout), bool(interleave), bool(remat))
     if layout is not None or interleave:
         raise ArgumentError(
             "layout= and interleave= place the stages of a model on devices, and stages= is "

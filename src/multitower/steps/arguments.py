@@ -5,38 +5,40 @@ from typing import Any
 
 import jax
 
-from multitower.errors import ArgumentError
-from multitower.steps.parts import ShardOptions
+from multitower.errors import ArgumentError, whole_number
+from multitower.steps.parts import EmaDecay, ShardOptions
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import are_traced
+from multitower.towers.refusals import is_number
 from multitower.towers.rows import Parts
 
 
-def check_numbers(ema_decay: Any, global_batch: Any, clip_norm: Any) -> None:
-    """Checks `ema_decay=`, `global_batch=` and `clip_norm=`.
+def check_numbers(
+    ema_decay: Any, global_batch: Any, clip_norm: Any
+) -> tuple[EmaDecay | None, int | None, float | None]:
+    """The values of `ema_decay=`, `global_batch=` and `clip_norm=`, as numbers of Python.
 
     Raises:
         ArgumentError: a value is out of range; the message names it.
     """
-    is_number = isinstance(ema_decay, int | float) and not isinstance(ema_decay, bool)
-    if not (ema_decay is None or callable(ema_decay) or (is_number and 0 <= ema_decay <= 1)):
+    if is_number(ema_decay):
+        ema_decay = float(ema_decay)  # one of NumPy would set the dtype of the average
+    is_share = isinstance(ema_decay, float) and 0 <= ema_decay <= 1
+    if not (ema_decay is None or callable(ema_decay) or is_share):
         raise ArgumentError(
             f"ema_decay={ema_decay!r}: it must be a number from 0 to 1, such as 0.999, or a "
             "function of the number of updates that returns one."
         )
-    is_count = isinstance(global_batch, int) and not isinstance(global_batch, bool)
-    if not (global_batch is None or (is_count and global_batch >= 1)):
-        raise ArgumentError(
-            f"global_batch={global_batch!r}: it must be a whole number, 1 or more: the rows of a "
-            "full batch."
-        )
+    if global_batch is not None:
+        more = ": the rows of a full batch"
+        global_batch = whole_number("global_batch", global_batch, 1, more=more)
     if clip_norm is None:
-        return
-    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
-    if not (is_number and 0 < clip_norm < math.inf):
+        return ema_decay, global_batch, None
+    if not (is_number(clip_norm) and 0 < clip_norm < math.inf):
         raise ArgumentError(
             f"clip_norm={clip_norm!r}: it must be a number above 0, such as 1.0, or None."
         )
+    return ema_decay, global_batch, float(clip_norm)
 
 
 def check_shards(

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from multitower.errors import ArgumentError, BatchError
+from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.processes.together import are_several
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import Metrics, fast_step
@@ -47,11 +47,7 @@ def check_loop(
     """
     if steps_per_call is None:
         return None
-    is_count = isinstance(steps_per_call, int) and not isinstance(steps_per_call, bool)
-    if not (is_count and steps_per_call >= 1):
-        raise ArgumentError(
-            f"steps_per_call={steps_per_call!r}: it must be a whole number, 1 or more."
-        )
+    steps_per_call = whole_number("steps_per_call", steps_per_call, 1)
     if is_local:
         return LoopOptions(steps_per_call)
     given = [name for name, value in others.items() if value]

@@ -115,6 +115,11 @@ class Makers:
         self.newest = self._find(loss, kind)
         return self.newest
 
+    def forget_seen(self) -> None:
+        """Has every batch taken apart anew, since another number of rows is a full batch."""
+        for maker in self._all:
+            maker.seen.clear()
+
     def of_state(self, state: TrainState) -> Maker:
         """The maker that trains a state: the one whose model the state was made of, if known.
 

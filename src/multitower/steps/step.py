@@ -54,7 +54,8 @@ class TrainStep:
         self._step = step
         self._devices = devices
         self._towers = towers
-        self._global_batch = global_batch
+        self._given_batch = global_batch
+        self._global_batch = global_batch  # else that of the first batch
         self._division = division
         self._way: Whole | None = None
         if devices is not None:
@@ -133,12 +134,15 @@ class TrainStep:
 
         In your own program, pass `train_step(global_batch=...)` instead. This method is for
         training loops that learn the number after the step is made: `Trainer` reads it from a
-        checkpoint. It has no effect if the step was made with `global_batch`, or has run a batch.
+        checkpoint, and forgets that of an earlier run. It has no effect if the step was made with
+        `global_batch`.
 
         Args:
-            global_batch: rows over all towers; None if unknown.
+            global_batch: rows over all towers; None for those of the next batch.
         """
-        self._global_batch = self._global_batch or global_batch
+        if self._given_batch is None and self._global_batch != global_batch:
+            self._global_batch = global_batch
+            self._makers.forget_seen()  # each with a runner for the rows of the earlier batches
 
     def model(self, state: TrainState) -> Any:
         """Returns the parameters or the module with the values of a state.

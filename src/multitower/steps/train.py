@@ -238,8 +238,8 @@ def train_step(
         )
     if model_state_from not in ("mean", "first"):
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
-    check_numbers(ema_decay, global_batch, clip_norm)
-    check_towers(towers)
+    ema_decay, global_batch, clip_norm = check_numbers(ema_decay, global_batch, clip_norm)
+    towers = check_towers(towers)
     check_reduction(reduction)
     shards = check_shards(shard_update, shard_params, towers, stages, skip_nonfinite)
     cut = check_stages(stages, layout, interleave, remat, towers=towers, shard_update=shard_update)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.errors import ArgumentError, BatchError
+from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.hardware.devices import DeviceSpec
 from multitower.towers.global_arrays import stacked
 from multitower.towers.lazy_rows import LazyRows
@@ -41,15 +41,17 @@ def shard(
             not split.
         devices: as for `multitower.devices`.
         towers: the number of towers, the same as for the function that takes the batch.
-        global_batch: rows of a full batch. A smaller batch then fills the first towers and leaves
-            the last ones empty, so that no new program is compiled. Ignored without `towers`.
+        global_batch: rows of a full batch; a larger one is refused. With `towers`, a smaller batch
+            then fills the first towers and leaves the last ones empty, so that no new program is
+            compiled.
 
     Returns:
         The same pytree. Without `towers`: `jax.Array`s split over the devices (whole on every
         device where the rows do not divide evenly). With `towers`: `TowerRows` in place of arrays.
 
     Raises:
-        BatchError: no rows, different row counts, or more rows than `global_batch`.
+        BatchError: no rows, different row counts, or more rows than `global_batch`, which is a
+            whole number.
         ArgumentError: leaves that are not numbers, such as strings.
         DeviceError: more devices than there are, or an unknown name.
 
@@ -66,10 +68,12 @@ def shard(
     elif not placement.spans_processes:
         parts = _read(batch, np.arange(batch.num_rows))
     elif towers is None:
+        size_of_towers(batch.num_rows, placement, global_batch)  # checks it
         return _read_evenly(batch, placement)
     else:
         return _read_towers(batch, placement, global_batch)
     if towers is None:
+        size_of_towers(parts.num_rows, placement, global_batch)  # checks it
         return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
     return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
 
@@ -115,20 +119,19 @@ def prefetch(
         >>> [int(batch["x"].sum()) for batch in mt.prefetch(stream, devices=2)]
         [0, 8, 16]
     """
-    if not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BatchError(f"prefetch(size={size!r}): at least one batch must be able to wait.")
+    size = whole_number("size", size, 1, BatchError, ", the batches that wait on the devices")
     if not is_stream(batches):
         raise ArgumentError(
             f"batches is {shown(batches)}: pass an iterator or a list of batches. For one batch "
             "call mt.shard."
         )
     place(devices, towers)  # a wrong placement is an error now, not at the first batch
-    return ahead(
-        batches,
-        size,
-        lambda batch, full: shard(batch, devices=devices, towers=towers, global_batch=full),
-        global_batch,
-    )
+
+    def put(batch: Any, full: int | None) -> Any:
+        most = global_batch if towers is None else full  # without towers, batches may grow
+        return shard(batch, devices=devices, towers=towers, global_batch=most)
+
+    return ahead(batches, size, put, global_batch)
 
 
 def is_stream(batches: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from multitower.errors import BatchError
+from multitower.errors import BatchError, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,4 @@ class LazyRows:
     read: Callable[[np.ndarray[Any, Any]], Any]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_rows, int | np.integer) or self.num_rows < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BatchError(
-                f"LazyRows(num_rows={self.num_rows!r}): it must be a whole number, 1 or more."
-            )
+        whole_number("num_rows", self.num_rows, 1, BatchError, ", the rows of LazyRows")

@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from multitower.errors import DeviceError, warn
+from multitower.errors import DeviceError, warn, whole_number
 from multitower.hardware.configuration import warn_if_bits_depend_on_threads
 from multitower.hardware.devices import DeviceSpec
 from multitower.hardware.devices import devices as find_devices
@@ -109,7 +110,7 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
         DeviceError: a device does not exist, `towers` is not a whole number above 0, or this
             process would have no tower.
     """
-    check_towers(towers)
+    towers = check_towers(towers)
     found = find_all(devices)
     if towers is None:
         placement = contiguous(found, len(found))
@@ -174,15 +175,12 @@ def contiguous(devices: Sequence[jax.Device], num_towers: int) -> Placement:
     return Placement(tuple(devices), tuple(owners))
 
 
-def check_towers(towers: int | None) -> None:
-    """Checks `towers=`.
+def check_towers(towers: Any) -> int | None:
+    """The value of `towers=`, as a Python integer or None.
 
     Raises:
-        DeviceError: `towers` is neither None nor a whole number above 0.
+        DeviceError: it is neither None nor a whole number above 0.
     """
     if towers is None:
-        return
-    if isinstance(towers, bool) or not isinstance(towers, int) or towers < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise DeviceError(
-            f"towers={towers!r} must be a whole number, 1 or more, or None for one per device."
-        )
+        return None
+    return whole_number("towers", towers, 1, DeviceError, ", or None for one per device")

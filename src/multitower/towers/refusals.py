@@ -1,6 +1,5 @@
 """Refuses what can neither be cut into towers nor shared, and says what to pass instead."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -8,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from multitower.errors import ArgumentError, MultitowerError
+from multitower.errors import ArgumentError
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.leaves import Constant, leaves_in_lists
 
@@ -198,26 +197,3 @@ def shown(value: Any) -> str:
     """A value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
-
-
-def whole_number(
-    name: str, value: Any, least: int, error: type[MultitowerError] = ArgumentError
-) -> int:
-    """The value of an argument, as a Python integer.
-
-    Args:
-        name: of the argument.
-        value: what was passed; integers of NumPy and JAX count.
-        least: the smallest one that is accepted.
-        error: the class of the error.
-
-    Raises:
-        MultitowerError: it is not a whole number, or below the least one.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise error(f"{name}={value!r}: it must be a whole number, {least} or more.")
-    return number

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import ArgumentError, BatchError
+from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.processes.together import spans_processes, spread
 from multitower.towers.placement import Placement
 
@@ -124,9 +124,11 @@ def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None
     """Rows that every tower holds: those of a full batch, divided by towers and rounded up.
 
     Raises:
-        BatchError: more rows than `global_batch`.
+        BatchError: more rows than `global_batch`, or it is not a whole number above 0.
     """
-    size = num_rows if global_batch is None else global_batch
+    size = num_rows
+    if global_batch is not None:
+        size = whole_number("global_batch", global_batch, 1, BatchError)
     if num_rows > size:
         raise BatchError(
             f"the batch has {num_rows} rows and global_batch is {size}, which was passed, or else "

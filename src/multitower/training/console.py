@@ -41,11 +41,15 @@ def shown_on_stderr(num_steps: int) -> Generator[Display]:
     """
     console = _terminal()
     if console is None:
-        say = lambda line: print(line, file=sys.stderr, flush=True)
-        yield Display(plain_lines(say), say)
+        yield Display(plain_lines(_print_on_stderr), _print_on_stderr)
         return
     with live_line(num_steps, console) as display:
         yield display
+
+
+def _print_on_stderr(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it, or the disk is full: no reason to stop
+        print(line, file=sys.stderr, flush=True)
 
 
 def _terminal() -> "Console | None":

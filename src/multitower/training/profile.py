@@ -1,5 +1,6 @@
 """Profiles: JAX's trace of some steps of a run, and a profile of device memory after them."""
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,13 @@ def check_profile(profile: tuple[int, int], steps: int | None = None) -> None:
         Traceback (most recent call last):
         multitower.RunError: profile=10:13, and the run makes 12 steps: ...
     """
-    first, last = profile
+    try:
+        first, last = map(operator.index, profile)
+    except (TypeError, ValueError) as error:
+        raise RunError(
+            f"profile={profile!r}: it must be the numbers of the first and the last step, such as "
+            "(10, 13)."
+        ) from error
     if not 1 <= first <= last:
         raise RunError(
             f"profile={first}:{last}: say the numbers of the first and the last step, such as "

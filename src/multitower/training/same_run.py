@@ -29,6 +29,8 @@ _WAY_OUT = (
     "Resuming would give the results of neither run. Use the saved settings, choose another "
     "run_dir, or pass allow_changes=True."
 )
+# Settings of JAX that change random numbers or rounding.
+_OF_JAX = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_matmul_precision")
 # How many constants of an optimizer's update are kept, to name a learning rate that differs.
 _MANY = 40
 
@@ -65,6 +67,8 @@ def describe_run(
     # With optax.inject_hyperparams the learning rate is in the state, not a constant of the update.
     found["first optimizer state"] = _program(jax.make_jaxpr(optimizer.init)(shapes))
     found["onednn"] = uses_onednn()
+    config: Any = jax.config  # its options are not in its type
+    found |= {name: getattr(config, name, None) for name in _OF_JAX}
     found |= describe_arrays(untrained)
     return {**found, "versions": {name: versions()[name] for name in ("jax", "optax")}}
 

@@ -170,11 +170,14 @@ class Trainer:
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
             Kept,
             as_hooks,
+            as_python,
             check_settings,
             settings_that_decide,
             steps_per_call_of,
         )
 
+        if run_dir is not None:  # also if the program changes its working directory later
+            run_dir = Path(run_dir).absolute()
         kept = Kept(run_dir, checkpoint_every, keep_last, keep_best, best, profile)
         check_settings(kept, on_nonfinite, check_replicas_every, early_stopping)
         options: dict[str, Any] = {
@@ -203,6 +206,7 @@ class Trainer:
             "momentum_correction": momentum_correction,
             "extra_metrics": extra_metrics,
         }
+        options = {name: as_python(value) for name, value in options.items()}
         self._settings = settings_that_decide(options, on_nonfinite)
         if early_stopping is not None:
             self._settings[RULE] = early_stopping.in_words()
@@ -224,10 +228,10 @@ class Trainer:
         self._checkpoint_every = checkpoint_every
         self._on_nonfinite = on_nonfinite
         self._keep_last = keep_last
-        self._directory = None if run_dir is None else Path(run_dir) / "checkpoints"
+        self._directory = None if run_dir is None else run_dir / "checkpoints"
         self._best = None
         if run_dir is not None and keep_best is not None:
-            self._best = BestCheckpoint(Path(run_dir) / "best", keep_best, best)
+            self._best = BestCheckpoint(run_dir / "best", keep_best, best)
         # Asynchronous updates have one copy of a leaf: there is nothing to compare.
         self._check_replicas_every = check_replicas_every if updates == "synchronous" else 0
 

@@ -63,7 +63,7 @@ def check_parallel(
         (False, 'sum')
     """
     check_reduction(reduction)
-    check_towers(towers)
+    towers = check_towers(towers)
     from multitower.trials.trial import Trial  # noqa: PLC0415 (at the first call: importing stays quick)
     from multitower.trials.verdict import judge  # noqa: PLC0415 (at the first call: importing stays quick)
 

@@ -3,11 +3,13 @@
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from multitower.training.scoring.exact_sums import ExactSums
 
+MOST = float(np.finfo(np.float64).max)
 numbers = st.lists(st.floats(-1e300, 1e300, allow_nan=False), min_size=1, max_size=20)
 
 
@@ -28,3 +30,23 @@ def test_whole_numbers_and_what_is_not_finite():
     for row in ([1.0, 2.0**52, math.inf, math.inf], [3.0, -(2.0**52), 1.0, -math.inf]):
         sums.add(np.array([row], np.float64))
     np.testing.assert_array_equal(sums.total(), [4.0, 0.0, math.inf, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("rows", "total"),
+    [
+        ([MOST, MOST, -MOST], MOST),
+        ([MOST, -MOST, MOST, 1.0, -MOST], 1.0),
+        ([MOST, MOST], math.inf),
+        ([-MOST, -MOST, 3.0], -math.inf),
+        ([MOST, MOST, -math.inf], -math.inf),
+        ([MOST, MOST, math.nan], math.nan),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_sums_beyond_float64(rows, total, size):
+    """Lies: an OverflowError in place of scores; an infinity that depends on global_batch."""
+    sums = ExactSums(())
+    for start in range(0, len(rows), size):
+        sums.add(np.array(rows[start : start + size]))
+    np.testing.assert_equal(sums.total(), total)

@@ -78,3 +78,6 @@ def test_what_is_no_output_per_row_is_refused():
     meets = lambda w, x: x - jax.lax.pmean(x.mean(0), "towers")
     with pytest.raises(mt.OutputError, match="the last batch is filled up"):
         mt.predict(meets, 0.0, X, global_batch=8, devices=2)
+    keys = lambda w, x: {"key": jax.random.split(jax.random.key(0), len(x))}
+    with pytest.raises(mt.OutputError, match=r"\['key'\] has typed PRNG keys, .*key_data"):
+        mt.predict(keys, 0.0, X, global_batch=8, devices=2)

@@ -49,6 +49,12 @@ def _number(words: list[str]) -> float:
         raise ValueError(f"{words[0]!r} is not a number, such as 0.5.") from None
 
 
+def _path(words: list[str]) -> Path:
+    if not words[0]:  # from an empty variable of a shell; to Python it is the working directory
+        raise ValueError("'' is no path, such as runs/1.")
+    return Path(words[0])
+
+
 def one_of(*choices: str) -> Any:
     """Reads one of these words; tyro itself would also offer None."""
 
@@ -66,13 +72,13 @@ def one_of(*choices: str) -> Any:
     )
 
 
-def _from_word(convert: Callable[[list[str]], float], metavar: str) -> Any:
-    """Reads a number. For a word that is not one, tyro's own message lists all its attempts."""
+def _from_word(convert: Callable[[list[str]], float | Path], metavar: str) -> Any:
+    """Reads a word in our own way. For a wrong one, tyro's own message lists all its attempts."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
         instance_from_str=convert,
-        is_instance=lambda value: value is None or isinstance(value, int | float),
+        is_instance=lambda value: value is None or isinstance(value, int | float | Path),
         str_from_instance=lambda value: [str(value)],
     )
 
@@ -80,6 +86,7 @@ def _from_word(convert: Callable[[list[str]], float], metavar: str) -> Any:
 WholeNumber = Annotated[int | None, _from_word(_whole_number, "N")]
 Count = Annotated[int, _from_word(_whole_number, "N")]
 Number = Annotated[float | None, _from_word(_number, "X")]
+FileOrDirectory = Annotated[Path | None, _from_word(_path, "PATH")]
 
 Devices = Annotated[
     WholeNumber,
@@ -96,7 +103,7 @@ Simulate = Annotated[
     flag("N", "Use N simulated CPU devices, even if there are accelerators.", "none"),
 ]
 Data = Annotated[
-    Path | None,
+    FileOrDirectory,
     flag(
         "DIR",
         "Read the data set from this directory; gpt also reads one text file.",
@@ -205,6 +212,7 @@ RecipeName = Annotated[
 ]
 RunDirectory = Annotated[
     Path,
+    _from_word(_path, "DIR"),
     tyro.conf.Positional,
     tyro.conf.arg(metavar="DIR", help="The directory of the run.", help_behavior_hint=""),
 ]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, whole_number
 
 if TYPE_CHECKING:
     import optax
@@ -69,11 +69,8 @@ def check_local(
                 "leave them out."
             )
         return None
-    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
-        raise ArgumentError(
-            f"sync_every={sync_every!r}: it must be a whole number, 1 or more: the steps from one "
-            "meeting of the towers to the next."
-        )
+    more = ": the steps from one meeting of the towers to the next"
+    sync_every = whole_number("sync_every", sync_every, 1, more=more)
     given = [name for name, value in others.items() if value]
     if given:
         raise ArgumentError(

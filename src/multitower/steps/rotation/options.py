@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, whole_number
 from multitower.processes.together import are_several
 
 Updates = Literal["synchronous", "asynchronous"]
@@ -117,27 +117,23 @@ def refuse_meeting(meets: str) -> ArgumentError:
 def _checked_staleness(value: Any) -> int | None:
     if value is None:
         return None
-    if not _is_whole(value) or value < 0:
-        raise ArgumentError(
-            f"max_staleness={value!r}: it must be a whole number, 0 or more: with S, the towers "
-            "take turns in S + 1 groups."
-        )
-    return value
+    more = ": with S, the towers take turns in S + 1 groups"
+    return whole_number("max_staleness", value, 0, more=more)
 
 
 def _checked_rotation(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, Sequence) or not value or not all(map(_is_whole, value)):
+    try:
+        order = tuple(whole_number("rotation", group, 0) for group in value)
+    except (TypeError, ValueError):  # also our own error for one of them
+        order = ()
+    if not order:
         raise ArgumentError(
-            f"rotation={value!r}: it must be the numbers of groups in the order of their turns, "
-            "such as (0, 1, 0, 2)."
+            f"rotation={value!r}: it must be the numbers of groups, from 0, in the order of their "
+            "turns, such as (0, 1, 0, 2)."
         )
-    return tuple(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return order
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import CheckpointError, warn
-from multitower.processes.together import is_first, of_first
+from multitower.errors import CheckpointError, warn, whole_number
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.leaves import check_same_leaves, leaf_like, named_leaves, on_host
 from multitower.steps.state.train_state import TrainState, check_is_state
-from multitower.towers.refusals import whole_number
 from multitower.training.checkpoints.orbax_library import first_line
 from multitower.training.checkpoints.orbax_manager import TRIES, OrbaxManager
 
@@ -189,16 +187,20 @@ class Checkpoints:
             CheckpointError: it cannot be read.
         """
         while steps := self.steps():
-            step = steps[-1]
             try:
-                return step, self._read_json(step)["about"]
-            except Exception as error:
-                if not self._manager.is_overtaken(step):
-                    raise CheckpointError(
-                        f"{self.directory}/{step} cannot be read: {first_line(error)}. Put the "
-                        "files back from a copy, or move that directory away."
-                    ) from error
+                return steps[-1], self.about_of(steps[-1])
+            except CheckpointError:
+                if not self._manager.is_overtaken(steps[-1]):
+                    raise
         return None
+
+    def about_of(self, step: int) -> dict[str, Any]:
+        """Reads the JSON values that were saved with a state, without the state.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        return self._entry(step, "about")
 
     def run_of(self, step: int) -> dict[str, Any]:
         """The settings of the run that saved a checkpoint; empty if none were saved.
@@ -209,13 +211,15 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be read.
         """
-        if step in self._runs:
-            return self._runs[step]
+        return self._runs[step] if step in self._runs else self._entry(step, "run")
+
+    def _entry(self, step: int, name: str) -> dict[str, Any]:
         try:
-            return self._read_json(step).get("run", {})
+            return self._read_json(step).get(name, {})
         except Exception as error:
             raise CheckpointError(
-                f"{self.directory}/{step} cannot be read: {first_line(error)}."
+                f"{self.directory}/{step} cannot be read: {first_line(error)}. Put the files back "
+                "from a copy, or move that directory away."
             ) from error
 
     def raise_failure(self) -> None:
@@ -295,22 +299,14 @@ class Checkpoints:
         return [s for s in reversed(steps) if step is None or s <= step]
 
     def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
-        self._set_aside(list(failures))
+        from multitower.training.checkpoints.damaged import set_aside  # noqa: PLC0415 (rarely needed)
+
+        set_aside(self.directory, failures)
+        self._manager.reload()
         warn(
             f"{'; '.join(failures.values())}. Continuing from checkpoint {found}; the damaged "
             f"files were renamed to {self.directory}/damaged-*."
         )
-
-    def _set_aside(self, steps: list[int]) -> None:
-        # A step that is made again must be saved again, and Orbax would skip an existing number.
-        for step in steps if is_first() else ():
-            target, number = self.directory / f"damaged-{step}", 1
-            while target.exists():
-                number += 1
-                target = self.directory / f"damaged-{step}-{number}"
-            (self.directory / str(step)).rename(target)
-        of_first(0)  # other processes wait until it is done
-        self._manager.reload()
 
 
 class _DamageError(Exception):

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from multitower.errors import ArgumentError, RunError
+from multitower.errors import ArgumentError, RunError, whole_number
 from multitower.processes.together import of_first
+from multitower.towers.refusals import is_number
 from multitower.training.checkpoints.best import check_score
 
 RULE = "early_stopping"
@@ -44,12 +45,9 @@ class EarlyStopping:
     best: Literal["max", "min"] = "max"
 
     def __post_init__(self) -> None:
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"patience={self.patience!r}: it must be a whole number.")
-        if self.patience < 1 or not 0 <= self.min_delta < math.inf:
-            raise ArgumentError(
-                f"patience={self.patience} must be 1 or more, min_delta={self.min_delta} 0 or more."
-            )
+        whole_number("patience", self.patience, 1)
+        if not (is_number(self.min_delta) and 0 <= self.min_delta < math.inf):
+            raise ArgumentError(f"min_delta={self.min_delta!r}: it must be a number, 0 or more.")
         if self.best not in ("max", "min"):
             raise ArgumentError(f"best={self.best!r}: say 'max' or 'min'.")
 

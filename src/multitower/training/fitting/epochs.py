@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from multitower.errors import ArgumentError, RunError
-from multitower.towers.refusals import whole_number
+from multitower.errors import ArgumentError, RunError, whole_number
 
 # `TrainState.step` is int32.
 MOST_STEPS = 2**31 - 1
@@ -22,8 +21,8 @@ def steps_of_epoch(batches: Any, said: Any) -> Any:
         ArgumentError: it is not a finite number above 0.
     """
     size = getattr(batches, "steps_per_epoch", None) if said is None else said
-    if size is not None and not 0 < size < math.inf:
-        raise ArgumentError(f"steps_per_epoch={size}: it must be a number above 0.")
+    if size is not None and not _is_above_0(size):
+        raise ArgumentError(f"steps_per_epoch={size!r}: it must be a number above 0.")
     return size
 
 
@@ -43,14 +42,9 @@ def steps_of_run(
             "or the passes over the data."
         )
     if epochs is None:
-        assert steps is not None
-        is_whole = isinstance(steps, float) and steps.is_integer()  # such as 1e5
-        # The last step is saved, and of 2.5 steps none is the last.
-        steps = whole_number("steps", int(steps) if is_whole else steps, 1, RunError)
-        check_steps(steps)
-        return steps
-    if not 0 < epochs < math.inf:
-        raise RunError(f"epochs={epochs}: a run makes more than 0 epochs.")
+        return check_steps(steps)
+    if not _is_above_0(epochs):
+        raise RunError(f"epochs={epochs!r}: it must be a number above 0.")
     size = steps_of_epoch(batches, said)
     if size is None:
         first = batches(0)
@@ -67,14 +61,26 @@ def steps_of_run(
     return steps_in(epochs, size)
 
 
-def check_steps(steps: float) -> None:
-    """Refuses a number of updates out of range.
+def _is_above_0(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and bool(0 < value < math.inf)
+    except (TypeError, ValueError):  # a word, or an array
+        return False
+
+
+def check_steps(steps: Any) -> int:
+    """A number of updates, as a Python integer; of 2.5 steps none is the last, which is saved.
 
     Raises:
-        RunError: fewer than one, or more than int32 can count.
+        RunError: it is not a whole number, fewer than one, or more than int32 can count.
     """
-    if steps < 1:
-        raise RunError(f"steps={steps}: a run makes at least one step.")
+    is_whole = isinstance(steps, float) and steps.is_integer()  # such as 1e5
+    number = whole_number("steps", int(steps) if is_whole else steps, 1, RunError)
+    _refuse_too_many(number)
+    return number
+
+
+def _refuse_too_many(steps: float) -> None:
     if steps > MOST_STEPS:
         # Python cannot format a larger integer as a float.
         said = f"steps={steps:.15g}" if steps < 1e300 else "steps above 1e300"
@@ -96,5 +102,5 @@ def steps_in(epochs: float, size: float) -> int:
         steps = max(1, round(epochs * size, 9))
     except OverflowError:  # an integer too large for a float
         steps = math.inf
-    check_steps(steps)
+    _refuse_too_many(steps)
     return math.ceil(steps)

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, whole_number
 from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
-from multitower.towers.refusals import whole_number
 from multitower.training.checkpoints.best import warn_of_worst
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping
 from multitower.training.profile import check_profile
@@ -93,6 +93,12 @@ def as_hooks(hooks: Any) -> list[Hook]:
     return found
 
 
+def as_python(value: Any) -> Any:
+    """A number or flag of NumPy or JAX as Python's, which JSON can hold; others as they are."""
+    is_number = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
+    return value.item() if is_number else value
+
+
 def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[str, Any]:
     """The settings that are saved with checkpoints, and compared at a resume.
 
@@ -114,7 +120,8 @@ def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[
     if options["updates"] != "synchronous":
         order = options["rotation"]
         settings |= {name: options[name] for name in _ASYNCHRONOUS}
-        settings["rotation"] = None if order is None else list(order)  # as JSON returns it
+        # As JSON returns it.
+        settings["rotation"] = None if order is None else [as_python(group) for group in order]
     return settings
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, whole_number
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.refusals import whole_number
 from multitower.training.fitting.early_stopping import Patience
 
 

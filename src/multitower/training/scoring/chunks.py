@@ -9,10 +9,9 @@ import jax
 import numpy as np
 
 from multitower.engines.tracing import some_rows_repeat
-from multitower.errors import BatchError
+from multitower.errors import BatchError, whole_number
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
-from multitower.towers.refusals import whole_number
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.split import on_one_device
 

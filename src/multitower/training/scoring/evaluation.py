@@ -77,7 +77,8 @@ def evaluate(
     Returns:
         For each name the mean (the sum, the ratio) over all examples: a float; or, if each row has
         an array, a NumPy array of float64 of the shape of one row's entry. Sums are exact until
-        they are rounded once to float64, so that they do not depend on the order of the examples.
+        they are rounded once to float64 (infinity if that cannot hold them), so that they do not
+        depend on the order of the examples.
 
     Raises:
         BatchError: no examples, arrays with different numbers of rows, a batch without rows, or an

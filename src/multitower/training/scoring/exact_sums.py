@@ -1,7 +1,7 @@
 """Exact sums over rows, element by element, which do not depend on the order of the rows."""
 
 import math
-from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class ExactSums:
     def add(self, rows: np.ndarray[Any, Any]) -> None:
         """Adds rows, shape (rows, *shape)."""
         rows = rows.reshape(len(rows), -1).astype(np.float64)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             if (rows == np.rint(rows)).all() and np.abs(rows).sum() < _EXACT:
                 rows = rows.sum(0, keepdims=True)  # counts, which are many in a confusion matrix
         for number, column in enumerate(rows.T.tolist()):
@@ -42,11 +42,21 @@ def _few(values: list[float]) -> list[float]:
     while (rest := _sum(values)) and math.isfinite(rest):
         found.append(rest)
         values = [*values, -rest]
+    if math.isinf(rest) and all(map(math.isfinite, values)):
+        return [*found, *values]  # later rows may bring the sum back into the range of float64
     return [*found, rest] if rest else found
 
 
-def _sum(values: Iterable[float]) -> float:
+def _sum(values: list[float]) -> float:
     try:
         return math.fsum(values)
     except ValueError:  # infinities of both signs
         return math.nan
+    except OverflowError:  # the sum of some of them is beyond float64
+        if not all(map(math.isfinite, values)):
+            return _sum([value for value in values if not math.isfinite(value)])
+        total = sum(map(Fraction, values))
+        try:
+            return float(total)
+        except OverflowError:
+            return math.inf if total > 0 else -math.inf

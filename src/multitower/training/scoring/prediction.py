@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.errors import refuse_foreign
+from multitower.errors import OutputError, refuse_foreign
 from multitower.functions.parallel import make_parallel
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import takes_model_state
+from multitower.towers.leaves import is_key
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
 
@@ -62,8 +63,8 @@ def predict(
 
     Raises:
         BatchError: no rows, arrays with different numbers of rows, or an iterator without batches.
-        OutputError: an output without an axis of rows; or a function that exchanges values between
-            towers, if `global_batch` does not divide the number of rows.
+        OutputError: an output without an axis of rows, or of typed PRNG keys; or a function that
+            exchanges values between towers, if `global_batch` does not divide the number of rows.
         ArgumentError: `fn` cannot be cut into so many stages.
 
     Example:
@@ -110,7 +111,14 @@ def _runner(
 
     def run(shared: tuple[Any, Any], batch: Any) -> Any:
         params, model_state = shared
-        return fn(params, batch, **({"model_state": model_state} if takes_state else {}))
+        found = fn(params, batch, **({"model_state": model_state} if takes_state else {}))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+            if is_key(leaf):
+                raise OutputError(
+                    f"fn(params, batch){jax.tree_util.keystr(path)} has typed PRNG keys, and "
+                    "predict returns NumPy arrays: return jax.random.key_data(keys) instead."
+                )
+        return found
 
     where: dict[str, Any] = {"devices": devices, "towers": towers}
     return make_parallel(run, in_axes=(None, 0), **where, **cut)
