@@ -371,6 +371,7 @@ def test_the_version(capsys):
         (["train", "digits", "--best", "None"], "'None' is not one of max, min."),
         # Else the working directory, whose checkpoints/ --force would delete.
         (["train", "digits", "--run-dir", "", "--force"], "'' is no path, such as runs/1."),
+        (["train", "digits", "--run-dir", "~nobody-here/1"], "'~nobody-here/1' is no path"),
     ],
 )
 def test_a_word_in_the_place_of_a_number_or_a_path(words, said, capsys):
@@ -380,6 +381,14 @@ def test_a_word_in_the_place_of_a_number_or_a_path(words, said, capsys):
     assert words[2] in shown
     assert said in shown
     assert f"multitower {words[0]} --help" in shown
+
+
+def test_the_home_directory_in_a_flag(tmp_path, monkeypatch, capsys):
+    """Lie: a directory that is called ~, since shells leave that of --data=~/images as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_dir = str(tmp_path / "run")
+    assert main(["train", "mnist", "--devices", "1", "--data=~/images", "--run-dir", run_dir]) == 2
+    assert f"{tmp_path}/images/train-images" in capsys.readouterr().err
 
 
 def test_a_mistyped_file_name(tmp_path, capsys):

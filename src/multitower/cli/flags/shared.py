@@ -52,7 +52,10 @@ def _number(words: list[str]) -> float:
 def _path(words: list[str]) -> Path:
     if not words[0]:  # from an empty variable of a shell; to Python it is the working directory
         raise ValueError("'' is no path, such as runs/1.")
-    return Path(words[0])
+    try:
+        return Path(words[0]).expanduser()  # shells leave the ~ of --run-dir=~/x as it is
+    except RuntimeError as error:
+        raise ValueError(f"{words[0]!r} is no path: {error}") from None
 
 
 def one_of(*choices: str) -> Any:

@@ -127,9 +127,7 @@ def _wait(running: Sequence[subprocess.Popen[str]]) -> int | None:
 def _pass_on(stream: IO[str] | None) -> None:
     assert stream is not None
     for line in stream:
-        with contextlib.suppress(
-            OSError
-        ):  # nobody reads it, and the process must not wait for that
+        with contextlib.suppress(OSError):  # nobody reads it: the process must not wait for that
             sys.stderr.write(line)
             sys.stderr.flush()
 
