@@ -7,28 +7,14 @@ things on purpose.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import (
-    COUNTED,
-    FIRST,
-    MIXED,
-    OF_ONE_TOWER,
-    PARTS,
-    STATISTICS,
-    STEADY,
-    SUM_ALL,
-    TERMS,
-    Problem,
-    same_numbers,
-    summed,
-    summed_state,
-    table,
-)
+from multitower.checks.problems import SUM_ALL, same_numbers, table
+from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
 from multitower.errors import warn
@@ -39,8 +25,6 @@ from multitower.towers.rows import Tower
 _TOWERS = 7
 # A divisor of this is tried if a function does not work with a prime number of rows.
 _GROUPS = 5040
-# State for the next step. The towers' states are averaged, which is right for statistics.
-_STATES = ("model", "model_state", "state")
 
 
 def look(
@@ -81,7 +65,7 @@ def look(
     found = [
         *(table(*named(n), place) for n, place in reading.tables.items()),
         *same_numbers(reading.draws),
-        *_of_results(results, averages, {*reading.tables.values()}),
+        *results.mixed_or_summed(averages, {*reading.tables.values()}),
         *results.sums_in_states(of_state_sums),
         *results.of_one_tower(),
         *results.steady_terms(),
@@ -198,120 +182,3 @@ def _sure_of_counts(
         for one, other in zip(reading.outputs, flows, strict=True)
     ]
     return reading._replace(outputs=sure), tree, num_rows
-
-
-class _Result(NamedTuple):
-    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result, first or a state."""
-
-    kind: str
-    name: str
-    flow: Flow
-    has_rows: bool
-    ndim: int
-
-    @property
-    def is_statistic(self) -> bool:
-        """Whether it is an array of means over rows, such as BatchNorm keeps."""
-        is_array = self.ndim > 0 and not self.has_rows and self.flow.word != "free"
-        if self.kind in _STATES:
-            return is_array
-        return self.kind == "aux" and is_array and self.flow.is_mean and not self.flow.mixed
-
-
-class Results(NamedTuple):
-    """All results, and the lines where returned statistics come from.
-
-    A function that returns such statistics is meant to have some for each tower, so these lines
-    cause no warning; anything else that mixes rows does.
-    """
-
-    leaves: list[_Result]
-    known_lines: set[str]
-    num_rows: int
-
-    @classmethod
-    def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
-        """From what a program does with rows, and the tree of what it returns, by kind."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        leaves = [
-            _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
-            for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
-        ]
-        known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
-        return cls(leaves, known, num_rows)
-
-    def are_statistics(self, flow: Flow) -> bool:
-        """Whether rows are brought together by nothing but returned statistics."""
-        return bool(flow.mixed) and {_line(root) for root in flow.roots} <= self.known_lines
-
-    def statistics(self, num_towers: int) -> list[Problem]:
-        """A problem for each result that depends on statistics of a tower's rows."""
-        return [
-            Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
-            for one in self.leaves
-            if one.kind not in (*_STATES, TERMS) and self.are_statistics(one.flow)
-        ]
-
-    def sums_in_states(self, way_out: str = SUM_ALL) -> list[Problem]:
-        """A problem for each state that adds up the rows of a tower."""
-        return [
-            summed_state(one.name, one.flow.origin, way_out)
-            for one in self.leaves
-            if one.kind in _STATES and one.flow.word == "linear" and not one.flow.is_mean
-        ]
-
-    def of_one_tower(self) -> list[Problem]:
-        """A problem for each result that is the first tower's alone and depends on rows."""
-        return [
-            Problem("mixed rows", one.name, next(iter(one.flow.places), None), OF_ONE_TOWER)
-            for one in self.leaves
-            if one.kind == FIRST and (one.flow.word != "free" or one.has_rows)
-        ]
-
-    def steady_terms(self) -> list[Problem]:
-        """A problem for each ratio of a sum over rows and a number that all towers have."""
-        terms = [one for one in self.leaves if one.kind == TERMS]
-        return [
-            Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
-            for total, weight in zip(terms[::2], terms[1::2], strict=True)
-            if self._is_steady(total) != self._is_steady(weight)
-        ]
-
-    def _is_steady(self, one: _Result) -> bool:
-        """Whether it is one number, the same in every tower, and not a number of its rows."""
-        flow = one.flow
-        if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn:
-            return False
-        return flow.value is None or bool(flow.value % self.num_rows)
-
-
-def _of_results(results: Results, averages: bool, told: set[str]) -> list[Problem]:
-    problems: list[Problem] = []
-    for one in results.leaves:
-        if one.kind in (*_STATES, FIRST, TERMS) or not (averages or one.has_rows):
-            continue
-        flow = one.flow
-        unknown = {_line(root) for root in flow.roots} - results.known_lines
-        if flow.mixed and unknown:
-            if not told & set(flow.mixed):
-                place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
-                is_part = place.startswith(("split at ", "slice at "))
-                problems.append(Problem("mixed rows", one.name, place, PARTS if is_part else MIXED))
-        elif flow.word == "linear" and not flow.is_mean and not (one.kind == "aux" and one.ndim):
-            problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
-        elif flow.counted:
-            problems.append(Problem("row count", one.name, flow.counted, COUNTED))
-    return problems
-
-
-def _line(place: str) -> str:
-    """The line of a place such as `reduce_sum at model.py:30: y = x - x.mean(0)`."""
-    return place.partition(" at ")[2] or place
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    first, *rest = path
-    if first.key == "model":  # its leaves are known by their numbers alone
-        return "the state of the module"
-    kind = "result" if first.key == FIRST else first.key
-    return f"{kind}{jax.tree_util.keystr(tuple(rest))}"

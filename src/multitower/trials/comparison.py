@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.first_look import Results
 from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     BAKED,
@@ -20,6 +19,7 @@ from multitower.checks.problems import (
     Problem,
     summed,
 )
+from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading
 from multitower.functions.ratio import RatioSums, join_ratio
 

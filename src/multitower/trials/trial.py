@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.first_look import Results, read_tower
+from multitower.checks.first_look import read_tower
+from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading
 from multitower.engines.collectives import axis_of, first_collective, needs_axis
 from multitower.errors import ArgumentError, BatchError

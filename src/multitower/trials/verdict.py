@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from multitower.checks.first_look import Results
 from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     GRADIENT,
@@ -20,6 +19,7 @@ from multitower.checks.problems import (
     same_numbers,
     table,
 )
+from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading
 from multitower.hardware.devices import devices
 from multitower.towers.leaves import is_key

@@ -1,0 +1,152 @@
+"""What the results of a tower's program show: which of them depend on how rows are cut."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from multitower.checks.flow import Flow
+from multitower.checks.problems import (
+    COUNTED,
+    FIRST,
+    MIXED,
+    OF_ONE_TOWER,
+    PARTS,
+    STATISTICS,
+    STEADY,
+    SUM_ALL,
+    TERMS,
+    Problem,
+    summed,
+    summed_state,
+)
+from multitower.checks.row_flow import Reading
+
+# State for the next step. The towers' states are averaged, which is right for statistics.
+_STATES = ("model", "model_state", "state")
+
+
+class _Result(NamedTuple):
+    """A leaf of what a tower computes; `kind` is loss, aux, metrics, result, first or a state."""
+
+    kind: str
+    name: str
+    flow: Flow
+    has_rows: bool
+    ndim: int
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over rows, and no mean."""
+        return self.flow.word == "linear" and not self.flow.is_mean
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it is an array of means over rows, such as BatchNorm keeps."""
+        is_array = self.ndim > 0 and not self.has_rows and self.flow.word != "free"
+        if self.kind in _STATES:
+            return is_array
+        return self.kind == "aux" and is_array and self.flow.is_mean and not self.flow.mixed
+
+
+class Results(NamedTuple):
+    """All results, and the lines where returned statistics come from.
+
+    A function that returns such statistics is meant to have some for each tower, so these lines
+    cause no warning; anything else that mixes rows does.
+    """
+
+    leaves: list[_Result]
+    known_lines: set[str]
+    num_rows: int
+
+    @classmethod
+    def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
+        """From what a program does with rows, and the tree of what it returns, by kind."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        leaves = [
+            _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
+            for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
+        ]
+        known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
+        return cls(leaves, known, num_rows)
+
+    def are_statistics(self, flow: Flow) -> bool:
+        """Whether rows are brought together by nothing but returned statistics."""
+        return bool(flow.mixed) and {_line(root) for root in flow.roots} <= self.known_lines
+
+    def mixed_or_summed(self, averages: bool, told: set[str]) -> list[Problem]:
+        """A problem for each result that mixes rows, is a sum of rows, or counts them.
+
+        Args:
+            averages: whether results without rows are averaged over towers.
+            told: the places where rows were mixed that have been told of already.
+        """
+        problems: list[Problem] = []
+        for one in self.leaves:
+            if one.kind in (*_STATES, FIRST, TERMS) or not (averages or one.has_rows):
+                continue
+            flow = one.flow
+            unknown = {_line(root) for root in flow.roots} - self.known_lines
+            if flow.mixed and unknown:
+                if not told & set(flow.mixed):
+                    place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
+                    why = PARTS if place.startswith(("split at ", "slice at ")) else MIXED
+                    problems.append(Problem("mixed rows", one.name, place, why))
+            elif one.is_sum and not (one.kind == "aux" and one.ndim):
+                problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
+            elif flow.counted:
+                problems.append(Problem("row count", one.name, flow.counted, COUNTED))
+        return problems
+
+    def statistics(self, num_towers: int) -> list[Problem]:
+        """A problem for each result that depends on statistics of a tower's rows."""
+        return [
+            Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
+            for one in self.leaves
+            if one.kind not in (*_STATES, TERMS) and self.are_statistics(one.flow)
+        ]
+
+    def sums_in_states(self, way_out: str = SUM_ALL) -> list[Problem]:
+        """A problem for each state that adds up the rows of a tower."""
+        return [
+            summed_state(one.name, one.flow.origin, way_out)
+            for one in self.leaves
+            if one.kind in _STATES and one.is_sum
+        ]
+
+    def of_one_tower(self) -> list[Problem]:
+        """A problem for each result that is the first tower's alone and depends on rows."""
+        return [
+            Problem("mixed rows", one.name, next(iter(one.flow.places), None), OF_ONE_TOWER)
+            for one in self.leaves
+            if one.kind == FIRST and (one.flow.word != "free" or one.has_rows)
+        ]
+
+    def steady_terms(self) -> list[Problem]:
+        """A problem for each ratio of a sum over rows and a number that all towers have."""
+        terms = [one for one in self.leaves if one.kind == TERMS]
+        return [
+            Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
+            for total, weight in zip(terms[::2], terms[1::2], strict=True)
+            if self._is_steady(total) != self._is_steady(weight)
+        ]
+
+    def _is_steady(self, one: _Result) -> bool:
+        """Whether it is one number, the same in every tower, and not a number of its rows."""
+        flow = one.flow
+        if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn:
+            return False
+        return flow.value is None or bool(flow.value % self.num_rows)
+
+
+def _line(place: str) -> str:
+    """The line of a place such as `reduce_sum at model.py:30: y = x - x.mean(0)`."""
+    return place.partition(" at ")[2] or place
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    first, *rest = path
+    if first.key == "model":  # its leaves are known by their numbers alone
+        return "the state of the module"
+    kind = "result" if first.key == FIRST else first.key
+    return f"{kind}{jax.tree_util.keystr(tuple(rest))}"
