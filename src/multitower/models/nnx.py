@@ -99,6 +99,12 @@ def nnx_in_evaluation_mode(module: Any) -> Any:
     return copy
 
 
+def is_in_training_mode(module: Any) -> bool:
+    """Whether `module.eval()` would change anything, such as dropout that is on."""
+    nnx: Any = sys.modules["flax.nnx"]
+    return nnx.graphdef(module) != nnx.graphdef(nnx_in_evaluation_mode(module))
+
+
 def variables_of(module: Any) -> dict[int, str]:
     """The Variables of a module, by id, with their paths."""
     nnx: Any = sys.modules["flax.nnx"]
