@@ -324,3 +324,23 @@ def test_model_state_next_to_a_module():
             mt.ArgumentError, match=r"a Net keeps its own: write loss_fn\(model, batch\)"
         ):
             step.init(module, model_state={"a": 1.0})
+
+
+def test_a_module_in_an_object_that_the_loss_uses_may_change():
+    """Lie: a target network that an agent keeps, `self.target`, stays that of the first call."""
+
+    class Agent:
+        def __init__(self):
+            self.target = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+            self.scale = nnx.Variable(jnp.ones(()))
+
+        def loss(self, w, x):
+            return (x @ w - self.scale[...] * self.target(x)[:, 0]) ** 2
+
+    agent, w = Agent(), jnp.ones(4)
+    value_and_grad = mt.value_and_grad(agent.loss, towers=2, devices=1)
+    for change in (lambda: None, lambda: agent.target.bias.set_value(jnp.full(1, 3.0))):
+        change()
+        np.testing.assert_allclose(value_and_grad(w, X[0])[0], agent.loss(w, X[0]).mean(), 1e-5)
+    agent.scale[...] = 2.0
+    np.testing.assert_allclose(value_and_grad(w, X[0])[0], agent.loss(w, X[0]).mean(), 1e-5)

@@ -351,13 +351,18 @@ def scores(params, batch):
 
 def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     # The lies: a test phase that changes what is trained; "best" that is merely the last.
-    told = []
+    told, of = [], set()
+
+    def note(progress):
+        told.append((progress.phase, progress.step))
+        of.add(progress.num_steps)
+
     trainer = make_trainer(
         2,
         run_dir=tmp_path,
         keep_best="loss",
         best="min",
-        hooks=[lambda progress: told.append((progress.phase, progress.step))],
+        hooks=[note],
     )
     # One test set after another is harder: so the first of them has the best score.
     tests = iter([{"x": DATA["x"], "y": DATA["y"] + far} for far in (5.0, 0.0, 9.0)])
@@ -370,6 +375,7 @@ def test_phases_alternate_and_the_best_state_is_kept(tmp_path, undisturbed):
     state = trainer.fit(PARAMS, batches, steps=60, evaluate=evaluate, evaluate_every=20)
     assert mt.fingerprint(state) == undisturbed
     assert [step for phase, step in told if phase == "test"] == [20, 40, 60]
+    assert of == {60}  # the lie: every test phase is that of the last step
     assert told.index(("test", 20)) == told.index(("train", 20)) + 1
     assert trainer.best is not None
     assert trainer.best[0] == 40

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from multitower.models.bytecode import Chain, Free, Imported, Names
+from multitower.models.nnx import classes_of_nnx, contents_of_nnx, is_of_nnx
 from multitower.models.values import (
     METHOD,
     UnknownDependencyError,
@@ -105,6 +106,8 @@ class Reader:
         return self._looked_into(value)
 
     def _looked_into(self, value: Any) -> Any:
+        if is_of_nnx(value):
+            return self._nnx(value)
         described = next((own for kind, own in _DESCRIPTIONS if isinstance(value, kind)), None)
         if described is None and not is_value(value):
             return self._instance(value)
@@ -113,6 +116,12 @@ class Reader:
             return found
         # The methods of its class count too, and a subclass of list, say, may have attributes.
         return found, self.if_comparable(type(value)), described and self._state(value)
+
+    def _nnx(self, value: Any) -> Any:
+        """The description of an NNX module, which changes in place: its arrays and all else."""
+        graphdef, arrays = contents_of_nnx(value)
+        classes = tuple(map(self.if_comparable, classes_of_nnx(value)))
+        return "nnx", id(value), graphdef, classes, self.all_of(arrays)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
         """The descriptions of several values."""

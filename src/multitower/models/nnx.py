@@ -14,6 +14,18 @@ def is_nnx(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
+def is_of_nnx(value: Any) -> bool:
+    """Whether a value is an NNX module or the like, or an `nnx.Variable`. Imports nothing."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def contents_of_nnx(value: Any) -> tuple[Any, list[Any]]:
+    """Everything in a module or Variable except arrays, hashable; and its arrays."""
+    graphdef, state = sys.modules["flax.nnx"].split(value)
+    return graphdef, jax.tree.leaves(state)
+
+
 def classes_of_nnx(module: Any) -> list[type]:
     """The classes of a module and of everything in it."""
     nnx: Any = sys.modules["flax.nnx"]
@@ -97,6 +109,12 @@ def nnx_in_evaluation_mode(module: Any) -> Any:
     if isinstance(copy, nnx.Module):
         copy.eval()
     return copy
+
+
+def is_in_training_mode(module: Any) -> bool:
+    """Whether `module.eval()` would change anything, such as dropout that is on."""
+    nnx: Any = sys.modules["flax.nnx"]
+    return nnx.graphdef(module) != nnx.graphdef(nnx_in_evaluation_mode(module))
 
 
 def variables_of(module: Any) -> dict[int, str]:

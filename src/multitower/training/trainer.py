@@ -222,6 +222,7 @@ class Trainer:
         self._early_stopping = early_stopping
         self._patience: Patience | None = None
         self._steps_per_epoch: Any = None
+        self._num_steps = 0  # of the newest `fit`
         self._options = options
         self._optimizer = optimizer
         self._profile = profile
@@ -459,7 +460,8 @@ class Trainer:
         number = int(state.step)  # host-device sync
         epoch = epoch_of(number, self._steps_per_epoch)
         numbers = {name: score for name, score in scores.items() if not np.ndim(score)}
-        self._tell(Progress("test", number, number, numbers, state=state, epoch=epoch))
+        num_steps = max(number, self._num_steps)
+        self._tell(Progress("test", number, num_steps, numbers, state=state, epoch=epoch))
         if self._patience is not None:
             self._patience.see(number, numbers)
         if self._best is not None:
@@ -536,13 +538,14 @@ class Trainer:
     ) -> Generator[None]:
         """Counts test phases while the run lasts, and shows progress unless the user gave hooks."""
         self._patience, self._steps_per_epoch = patience, steps_per_epoch
+        first, self._num_steps = steps
         try:
             if not self._is_shown or not is_first():
                 yield
                 return
             from multitower.training.console import shown_on_stderr  # noqa: PLC0415 (importing stays quick)
 
-            first, last = steps
+            last = self._num_steps
             with shown_on_stderr(last) as self._display:
                 if 0 < first < last:
                     self._display.say(f"continuing after step {first} of {last}")

@@ -289,6 +289,11 @@ def test_equinox_modules_are_scored_in_inference_mode():
             r"metrics\['mean'\] has shape \(\) for . rows: return one entry per row",
         ),
         (
+            lambda w, x: {"top": {"1": x, "5": x}},
+            r"metrics\['top'\] is dict: each name has one array .* names .* such as 'top/1'",
+        ),
+        (lambda w, x: {"top": [x, x]}, r"metrics\['top'\] is list: each name has one array"),
+        (
             lambda w, x: {"table": jnp.zeros((3, 3)) + x.sum()},
             r"result\['table'\] has shape \(3, 3\) for .* Return something per row .* outside\.\n",
         ),

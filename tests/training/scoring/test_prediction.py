@@ -1,5 +1,7 @@
 """predict: the outputs for every row, in order, each once, with one program and little memory."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -70,6 +72,21 @@ def test_dropout_is_off_and_the_module_keeps_its_mode():
     found = mt.predict(lambda model, x: model(x), model, X, global_batch=16, devices=2)
     np.testing.assert_array_equal(found, X)
     assert not model.deterministic
+
+
+@pytest.mark.parametrize("run", [mt.predict, mt.evaluate])
+def test_a_closed_over_module_in_training_mode_is_told(run):
+    """Lie: predictions with dropout, since only modules in `params` get evaluation mode."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    closed = lambda _, x: {"x": model(x)}
+    partial = functools.partial(lambda model, _, x: {"x": model(x)}, model)
+    for fn in (closed, partial):
+        with pytest.warns(mt.MultitowerWarning, match=r"the module Dropout in training mode: .*"):
+            run(fn, None, X[:4], global_batch=4, devices=1)
+    model.eval()
+    found = run(closed, None, X[:4], global_batch=4, devices=1)["x"]  # without a warning
+    np.testing.assert_allclose(found, X[:4] if run is mt.predict else X[:4].mean(0), rtol=1e-6)
 
 
 def test_what_is_no_output_per_row_is_refused():

@@ -94,6 +94,8 @@ def evaluate(
         >>> mt.evaluate(metrics, 7.0, np.arange(10.0), global_batch=4)
         {'above': 0.2}
     """
+    from multitower.training.scoring.modes import warn_of_training_mode  # noqa: PLC0415 (importing stays quick)
+
     check_reduction(reduction)
     where = tuple(devices) if isinstance(devices, list) else devices
     cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
@@ -102,6 +104,7 @@ def evaluate(
     except TypeError:  # an unhashable callable cannot be cached
         score = _scorer.__wrapped__(metrics, where, towers, **cut)
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
+    warn_of_training_mode(metrics, "metrics", "evaluate")
     shared = (in_evaluation_mode(params), model_state if takes_state else None)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
@@ -142,7 +145,7 @@ def _quotient(total: float, weight: float) -> float:
 
 
 def _check(found: Any, num_rows: int) -> None:
-    """Refuses a result that is not a dict, complex numbers, and numbers averaged over rows.
+    """Refuses what is not a dict of arrays, complex numbers, and numbers averaged over rows.
 
     Raises:
         OutputError: `metrics` returned one of these.
@@ -158,8 +161,16 @@ def _check(found: Any, num_rows: int) -> None:
                 f"metrics[{name!r}] is complex, and scores are real numbers: return its .real and "
                 ".imag by names of their own, or jnp.abs of it."
             )
+        if isinstance(value, Ratio):
+            continue
+        if not (hasattr(value, "shape") or isinstance(value, bool | int | float)):
+            raise OutputError(
+                f"metrics[{name!r}] is {type_in_words(value)}: each name has one array with one "
+                "entry per row, or one mt.ratio. Give its parts names of their own, such as "
+                f"{f'{name}/1'!r}, or leave it out."
+            )
         # `make_parallel` checks whether arrays have one entry per row.
-        if not isinstance(value, Ratio) and jnp.shape(value) == ():
+        if jnp.shape(value) == ():
             raise OutputError(
                 f"metrics[{name!r}] has shape () for {num_rows} rows: return one entry per row, "
                 "or mt.ratio(total, weight); evaluate takes the mean over the examples itself, or "

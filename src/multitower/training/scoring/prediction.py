@@ -73,6 +73,8 @@ def predict(
         >>> mt.predict(lambda w, x: w * x, 2.0, np.arange(5.0), global_batch=2)
         array([0., 2., 4., 6., 8.], dtype=float32)
     """
+    from multitower.training.scoring.modes import warn_of_training_mode  # noqa: PLC0415 (importing stays quick)
+
     where = tuple(devices) if isinstance(devices, list) else devices
     cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:
@@ -80,6 +82,7 @@ def predict(
     except TypeError:  # an unhashable callable cannot be cached
         run = _runner.__wrapped__(fn, where, towers, **cut)
     takes_state = takes_model_state(fn, "the function", "predict")
+    warn_of_training_mode(fn, "fn", "predict")
     state = model_state if takes_state else None
     shared = (in_evaluation_mode(params), state)
     if stages is not None:
