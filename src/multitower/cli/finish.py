@@ -24,7 +24,7 @@ def finish(
     *,
     resume: bool = False,
     allow_previous: bool = False,
-    begins: Callable[[], None] = lambda: None,
+    begins: Callable[[], object] = lambda: None,
 ) -> None:
     """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
     known = steps_of(recipe, options) if options.epochs is None else 0  # else the data decides

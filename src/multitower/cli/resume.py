@@ -1,7 +1,9 @@
 """`multitower resume DIR` and `multitower eval DIR`: what goes on from a run's directory."""
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -60,15 +62,12 @@ def resume(
     say(f"resuming {recipe.name} from {directory} on {where}")
     directory = directory.absolute()  # also if the recipe changes the working directory
     with held_for_all(directory):
+        begins: Callable[[], object] = lambda: None
         if steps is not None:
             before = steps_of(recipe, options)  # may load data, so after JAX is set up
             options = dataclasses.replace(options, steps=steps, epochs=None)
             by_first(lambda: check_extension(directory, recipe, options, before))
-
-        def begins() -> None:
-            if steps is not None:
-                by_first(lambda: extend_run(directory, steps))
-
+            begins = functools.partial(by_first, functools.partial(extend_run, directory, steps))
         finish(
             directory, recipe, options, resume=True, allow_previous=allow_previous, begins=begins
         )

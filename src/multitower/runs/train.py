@@ -36,7 +36,7 @@ def run(
     directory: Path | None = None,
     resume: bool = False,
     allow_previous: bool = False,
-    begins: Callable[[], None] = lambda: None,
+    begins: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Trains a recipe and scores it on its test set.
 
