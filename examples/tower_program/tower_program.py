@@ -113,4 +113,6 @@ def main(run_dir, epochs=10):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("say where to write: python tower_program.py RUN_DIR [EPOCHS]")
     main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -29,6 +29,16 @@ def test_a_finished_run_is_extended(tmp_path, capsys):
     assert main([*resume, "--steps", "2"]) == 2
     assert "makes 3 steps. Pass more to extend it" in capsys.readouterr().err
     assert result_of(run_dir)["steps"] == 3  # a refused run keeps its result
+    # Lie: settings that are compared after the result has been deleted.
+    config = run_dir / "config.json"
+    begun = config.read_text()
+    for name, other in (("seed", 1), ("clip_norm", 0.5)):
+        read = json.loads(begun)
+        changed = json.dumps({**read, "options": {**read["options"], name: other}})
+        config.write_text(changed)
+        assert main([*resume, "--steps", "5"]) == 2, name
+        assert (result_of(run_dir)["steps"], config.read_text()) == (3, changed)
+    config.write_text(begun)
 
     assert main([*resume, "--steps", "5"]) == 0
     for name in ("fingerprint", "steps", "test_loss"):

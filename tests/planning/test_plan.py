@@ -198,7 +198,7 @@ def test_amounts_of_memory(text, expected):
     assert memory_in_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5])
+@pytest.mark.parametrize("text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5, "0GiB"])
 def test_no_amounts_of_memory(text):
     with pytest.raises(mt.ArgumentError, match="such as 24GiB"):
         memory_in_bytes(text)
@@ -209,6 +209,7 @@ def test_bytes_in_words():
         0: "0 B",
         999: "999 B",
         1024: "1 KiB",
+        1_023_900: "0.976 MiB",
         2**20 * 3 // 2: "1.5 MiB",
         2**50: "1.02e+03 TiB",
     }

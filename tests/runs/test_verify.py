@@ -312,7 +312,16 @@ def test_a_run_is_compared_with_a_file(tmp_path, monkeypatch, capsys):
     assert "holds a run of circle, and this is digits" in capsys.readouterr().err
     change_results(monkeypatch, divide_parameters)
     assert main(against) == 1
-    assert f"{file} (1 device) and 2 devices part in the update" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"{file} (1 device) and 2 devices part in the update" in shown
+    assert "other versions" not in shown
+    # Lie: the layout is to blame for what another version of JAX computes.
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "versions": {**facts["versions"], "jax": "0.9.9"}}))
+    assert main(against) == 1
+    assert f"{file} was made with jax 0.9.9, and this is jax {jax.__version__}: other" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,14 @@ def test_a_nan_is_null(tmp_path):
     assert read_lines(tmp_path / "m") == [{"phase": "train", "step": 1, "loss": None}]
 
 
+def test_a_nan_is_a_point_and_no_line_on_the_terminal(tmp_path, caplog):
+    """Lie: a warning of a library at every step, under which the run's own lines are lost."""
+    with EventFiles(tmp_path) as hook:
+        hook(mt.Progress("train", 1, 1, {"loss": float("nan")}))
+    assert np.isnan(events_of(tmp_path / "train").Scalars("loss")[0].value)
+    assert caplog.records == []
+
+
 def test_what_cannot_be_written_anew_leaves_the_lines_that_there_were(tmp_path, monkeypatch):
     """Lie: a disk that is full at a resume, or a kill there, takes the lines of the whole run."""
     path = tmp_path / "metrics.jsonl"

@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ def finish(
     *,
     resume: bool = False,
     allow_previous: bool = False,
+    begins: Callable[[], object] = lambda: None,
 ) -> None:
     """Trains, from the start or from a checkpoint, writes the result and the report; says so."""
     known = steps_of(recipe, options) if options.epochs is None else 0  # else the data decides
@@ -38,6 +39,7 @@ def finish(
             directory=directory,
             resume=resume,
             allow_previous=allow_previous,
+            begins=begins,
         )
     if result.get("stopped"):
         say(result["stopped"])

@@ -1,7 +1,9 @@
 """`multitower resume DIR` and `multitower eval DIR`: what goes on from a run's directory."""
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +30,7 @@ from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.recipes.options import convert_options
 from multitower.runs.directory import CONFIG, RESULT, read_config
-from multitower.runs.extension import extend_run
+from multitower.runs.extension import check_extension, extend_run
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import steps_of
 from multitower.runs.train import score
@@ -60,11 +62,15 @@ def resume(
     say(f"resuming {recipe.name} from {directory} on {where}")
     directory = directory.absolute()  # also if the recipe changes the working directory
     with held_for_all(directory):
+        begins: Callable[[], object] = lambda: None
         if steps is not None:
             before = steps_of(recipe, options)  # may load data, so after JAX is set up
             options = dataclasses.replace(options, steps=steps, epochs=None)
-            by_first(lambda: extend_run(directory, recipe, options, before))
-        finish(directory, recipe, options, resume=True, allow_previous=allow_previous)
+            by_first(lambda: check_extension(directory, recipe, options, before))
+            begins = functools.partial(by_first, functools.partial(extend_run, directory, steps))
+        finish(
+            directory, recipe, options, resume=True, allow_previous=allow_previous, begins=begins
+        )
 
 
 def refuse_finished(directory: Path, steps: int | None) -> None:

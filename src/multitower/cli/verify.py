@@ -156,6 +156,11 @@ def verify(
             _say_table(found)
         for difference in found.differences:
             show_error(str(difference))
+        if before is not None and found.differences and (unlike := before.other_software()):
+            show_error(
+                f"{against} was {unlike}: other versions may give other bits. Compare runs of the "
+                "same versions."
+            )
     return 1 if found.differences else 0
 
 

@@ -23,20 +23,22 @@ def memory_in_bytes(memory: Any) -> int:
     """
     if isinstance(memory, int | np.integer) and not isinstance(memory, bool) and memory > 0:
         return int(memory)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
-    if not isinstance(memory, str) or not found or found[2].lower() not in _UNITS:
+    text = memory if isinstance(memory, str) else ""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    amount = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
+    if amount < 1:
         raise ArgumentError(
             f"memory={memory!r} is not an amount of memory. Write a number of bytes, or a number "
             "and a unit: KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (of 1000), such as "
             "24GiB."
         )
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return amount
 
 
 def in_words(num_bytes: int) -> str:
     """Bytes as text with three digits and a unit, such as "1.5 GiB"."""
     value, units = float(num_bytes), ["TiB", "GiB", "MiB", "KiB", "B"]
-    while value >= 1000 and len(units) > 1:
+    while value >= 999.5 and len(units) > 1:  # three digits round it up to 1000
         value /= 1024
         units.pop()
     return f"{num_bytes} B" if len(units) == 5 else f"{value:.3g} {units[-1]}"

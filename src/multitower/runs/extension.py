@@ -9,8 +9,8 @@ from multitower.runs.options import RunOptions
 from multitower.runs.setup import RecipeJob, make_optimizer, steps_of
 
 
-def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int) -> str:
-    """Writes the new number of steps into a run's configuration; its old result is deleted.
+def check_extension(directory: Path, recipe: Recipe, options: RunOptions, before: int) -> str:
+    """Refuses a number of steps that a run cannot be given; changes no file.
 
     Args:
         directory: the directory of the run.
@@ -31,6 +31,22 @@ def extend_run(directory: Path, recipe: Recipe, options: RunOptions, before: int
             f"--steps {steps}: the run in {directory} makes {before} steps. Pass more to extend it."
         )
     _refuse_another_optimizer(recipe, options, before)
+    return str(directory)
+
+
+def extend_run(directory: Path, steps: int) -> str:
+    """Writes the new number of steps into a run's configuration; its old result is deleted.
+
+    Args:
+        directory: the directory of the run.
+        steps: the number of steps that it makes now, in all.
+
+    Returns:
+        The directory.
+
+    Raises:
+        RunError: a file cannot be read or written.
+    """
     config = read_config(directory)
     # In this order, because a run without a result can be resumed with any number of steps.
     (directory / RESULT).unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +36,7 @@ def run(
     directory: Path | None = None,
     resume: bool = False,
     allow_previous: bool = False,
+    begins: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Trains a recipe and scores it on its test set.
 
@@ -48,6 +49,7 @@ def run(
             write `result.json` and `report.html` at the end; None for none of them.
         resume: continue from the newest checkpoint there, if there is one.
         allow_previous: if it is damaged, continue from the one before.
+        begins: called in every process before the first step, once nothing can refuse a resume.
 
     Returns:
         The content of `result.json`: `recipe`, `options` (the recipe's), `seed`, `steps` made,
@@ -108,10 +110,14 @@ def run(
     def test(state: TrainState) -> None:
         tested[int(state.step)] = job.test(state)
 
+    def batches(first: int) -> Iterator[Any]:
+        begins()
+        return job.batches(first)
+
     with _observers(directory, job, resume) as observers:
         job.trainer.hooks.extend([note, *observers])
         state = job.trainer.fit(
-            batches=job.batches,
+            batches=batches,
             steps=job.steps,
             resume=resume,
             allow_previous=allow_previous,

@@ -27,6 +27,8 @@ OPTIONS = (
     "remat",
     *OF_UPDATES,
 )
+# Software that may compute other bits in another version.
+_DECIDE_BITS = ("jax", "jaxlib", "numpy", "optax", "multitower")
 _PATH = "data"  # a setting that may differ: the same files may be in another directory
 
 
@@ -39,6 +41,7 @@ class Verified(NamedTuple):
         settings: the settings of the recipe, as text.
         options: the options of the run, as for `RunOptions`.
         steps: the record of its steps.
+        versions: of the software that made it, by name.
     """
 
     run: str
@@ -46,6 +49,17 @@ class Verified(NamedTuple):
     settings: dict[str, str]
     options: dict[str, Any]
     steps: list[StepRecord]
+    versions: Mapping[str, str] = {}
+
+    def other_software(self) -> str | None:
+        """What of the software that decides the bits differs here, in words; None if nothing."""
+        now = versions()
+        pairs = [(name, self.versions.get(name, now[name]), now[name]) for name in _DECIDE_BITS]
+        there, here = (
+            " and ".join(f"{pair[0]} {pair[side]}" for pair in pairs if pair[1] != pair[2])
+            for side in (1, 2)
+        )
+        return f"made with {there}, and this is {here}" if there else None
 
     def settings_for(self, recipe: str, given: Mapping[str, str], path: Path) -> dict[str, str]:
         """The settings of a run to be compared: what is given must mean the same.
@@ -177,4 +191,5 @@ def verified_from(text: str) -> Verified:
         dict(facts["settings"]),
         {name: facts["options"][name] for name in OPTIONS},
         from_facts(facts["first_run"]),
+        dict(facts["versions"]),
     )

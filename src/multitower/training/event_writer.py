@@ -1,5 +1,6 @@
 """TensorBoard's event files, by tensorboardX, whose thread would lose errors of the disk."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,8 @@ def open_writer(directory: Path, first_step: int) -> tuple[Any, EventFile]:
     """
     from tensorboardX import SummaryWriter, record_writer  # noqa: PLC0415 (slow, and optional)
 
+    # Its warning of each number that is not finite, with no name in it, would fill the terminal.
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
     record_writer.register_writer_factory(_PREFIX, _FILES)
     writer = SummaryWriter(f"{_PREFIX}:{os.path.abspath(directory)}", purge_step=first_step)
     assert _FILES.newest is not None
