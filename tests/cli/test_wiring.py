@@ -37,8 +37,9 @@ def passed(monkeypatch):
     """What `run` and `score` are called with, instead of training."""
     calls = []
 
-    def run(recipe, options, watch, **how):
+    def run(recipe, options, watch, *, begins, **how):
         calls.append((options, how))
+        begins()  # as a run does before its first step
         return {"test_loss": 0.0, "seconds": 0.0, "fingerprint": "0" * 64}
 
     def score(recipe, options, directory, **how):

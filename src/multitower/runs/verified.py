@@ -191,5 +191,5 @@ def verified_from(text: str) -> Verified:
         dict(facts["settings"]),
         {name: facts["options"][name] for name in OPTIONS},
         from_facts(facts["first_run"]),
-        dict(facts["versions"]),
+        dict(facts.get("versions", {})),
     )
