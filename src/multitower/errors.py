@@ -184,6 +184,17 @@ def whole_number(
     return number
 
 
+def true_or_false(**flags: Any) -> None:
+    """Refuses what is neither True nor False, such as `remat="no"`, which Python takes for True.
+
+    Raises:
+        ArgumentError: a flag has another value; 0 and 1 are accepted.
+    """
+    for name, value in flags.items():
+        if isinstance(value, str) or str(value) not in ("True", "False", "0", "1"):
+            raise ArgumentError(f"{name}={value!r}: say True or False.")
+
+
 def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a decorator that turns wrong keyword arguments into an `ArgumentError` with a hint.
 

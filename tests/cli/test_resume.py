@@ -205,6 +205,7 @@ def test_clip_norm_is_kept_by_a_resume(tmp_path):
             130,
             "saved. To continue: ",
         ),
+        (mt.RunError("no batch. To continue, call fit(x)."), 2, "no batch. To continue: "),
         (mt.NonFiniteError("step 9 of 9: the loss is nan."), 2, "last one again: "),
     ],
 )

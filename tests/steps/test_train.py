@@ -507,6 +507,17 @@ def test_an_empty_parameter_tree_still_counts_the_loss():
         step.init({})
 
 
+@pytest.mark.parametrize(
+    "flag", ["diagnostics", "skip_nonfinite", "shard_update", "shard_params", "interleave", "remat"]
+)
+def test_a_flag_is_true_or_false(flag):
+    """Lie: remat="no" is remat=True, because Python takes every word for true."""
+    for wrong in ("no", None, jax.checkpoint_policies.dots_saveable):
+        with pytest.raises(mt.ArgumentError, match=f"{flag}=.*: say True or False"):
+            mt.train_step(losses, optax.sgd(0.1), towers=4, **{flag: wrong})
+    mt.train_step(losses, optax.sgd(0.1), towers=4, **{flag: np.bool_(flag == "remat")})
+
+
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_a_nan_of_the_other_sign_ends_as_the_one_nan_in_metrics_and_state(num_devices):
     """The lie: the sign of a NaN, which follows the order of operands, passes for the same bits."""

@@ -106,6 +106,6 @@ def test_other_terminals(clock):
 
 
 def test_numbers_that_four_digits_would_hide():
-    metrics = {"loss": 1.0, "learning_rate": 2.5e-5, "loss_scale": 32768.0, "skipped": 0.0}
-    expected = ["loss 1.0000", "learning_rate 2.5e-05", "loss_scale 32768", "skipped 0"]
+    metrics = {"loss": 2e-6, "learning_rate": 2.5e-5, "loss_scale": 32768.0, "skipped": 0.0}
+    expected = ["loss 2.000e-06", "learning_rate 2.5e-05", "loss_scale 32768", "skipped 0"]
     assert numbers_in_words(mt.Progress("train", 1, 2, metrics)) == expected

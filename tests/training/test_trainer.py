@@ -256,6 +256,29 @@ def test_batches_that_run_out_are_an_error():
         make_trainer(1).fit(PARAMS, [DATA], steps=5)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_batches_that_end_or_fail_lose_no_step(tmp_path, fails, undisturbed):
+    """Lie: the steps since the last checkpoint are lost, because the loader failed."""
+
+    def until_50(first):
+        for number, batch in enumerate(batches(first), first):
+            if number == 50:
+                break
+            yield batch
+        if fails:
+            raise OSError("the disk of the data is gone")
+
+    trainer = make_trainer(2, run_dir=tmp_path, checkpoint_every=20)
+    with pytest.raises(OSError if fails else mt.RunError) as error:
+        trainer.fit(PARAMS, until_50, steps=60)
+    said = [str(error.value), *getattr(error.value, "__notes__", [])]
+    assert f"The state after step 50 is saved in {tmp_path / 'checkpoints'}." in said[-1]
+    seen = []
+    again = make_trainer(1, run_dir=tmp_path, hooks=[lambda progress: seen.append(progress.step)])
+    assert mt.fingerprint(again.fit(PARAMS, batches, steps=60, resume=True)) == undisturbed
+    assert seen == list(range(51, 61))
+
+
 def test_a_run_stays_where_it_is_if_the_working_directory_changes(tmp_path, monkeypatch):
     """Lie: the best state, or all checkpoints, in a second directory that no resume finds."""
     monkeypatch.chdir(tmp_path)
@@ -533,6 +556,11 @@ def test_what_keep_best_needs_is_said(tmp_path):
         make_trainer(1, keep_best="loss")
     with pytest.raises(mt.ArgumentError, match="say 'max' or 'min'"):
         make_trainer(1, best="highest")
+    with pytest.raises(mt.ArgumentError, match="keep_best=3: say the name of a score"):
+        make_trainer(1, run_dir=tmp_path, keep_best=3)
+    for path in ("", 3):  # "" is an empty variable; to Python it is the working directory
+        with pytest.raises(mt.ArgumentError, match=f"run_dir={path!r}: say a directory"):
+            make_trainer(1, run_dir=path)
     trainer = make_trainer(1, run_dir=tmp_path, keep_best="f1")
     with pytest.raises(mt.ArgumentError, match="pass evaluate="):
         trainer.fit(PARAMS, batches, steps=1, evaluate_every=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multitower.cli.console import say, say_parts, show_progress
-from multitower.errors import Interrupted, NonFiniteError
+from multitower.errors import Interrupted, NonFiniteError, RunError
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import CHECKPOINTS, PROFILE, REPORT, RESULT
 from multitower.runs.options import RunOptions
@@ -15,6 +15,7 @@ from multitower.runs.pipeline import pipeline_in_words, planned_pipeline
 from multitower.runs.report_page.overview import profile_in_words
 from multitower.runs.setup import steps_of
 from multitower.runs.train import run
+from multitower.training.display import number_in_words
 
 
 def finish(
@@ -63,15 +64,22 @@ def told_how_to_resume(directory: Path) -> Generator[None]:
     try:
         yield
     except Interrupted as stop:
-        what, _, _ = str(stop).partition(" To continue, call fit(")
-        raise Interrupted(f"{what} To continue: {command}", stop.signal) from stop
+        raise Interrupted(_continued(stop, command), stop.signal) from stop
+    except RunError as error:  # such as batches that ran out
+        raise RunError(_continued(error, command)) from error
     except NonFiniteError as error:
         if not any(checkpoints.glob("*")):
             raise
         raise NonFiniteError(f"{error} The steps since the last one again: {command}") from error
 
 
+def _continued(error: Exception, command: str) -> str:
+    """The message of an error, with a command in place of a call of `fit`."""
+    what, call, _ = str(error).partition(" To continue, call fit(")
+    return f"{what} To continue: {command}" if call else what
+
+
 def _scores(result: dict[str, Any]) -> list[str]:
     names = sorted(name for name in result if name.startswith("test_"))
-    said = lambda value: "not finite" if value is None else f"{value:.4f}"
+    said = lambda value: "not finite" if value is None else number_in_words(value)
     return [f"{name.replace('_', ' ')} {said(result[name])}" for name in names]

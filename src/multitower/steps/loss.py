@@ -203,6 +203,29 @@ def takes_model_state(fn: Callable[..., Any], what: str, caller: str) -> bool:
     return LossFunction.of(fn, what, caller, frozenset({"model_state"})).takes_model_state
 
 
+def model_state_for(fn: Callable[..., Any], model_state: Any, what: str, caller: str) -> Any:
+    """The model state that such a function is called with; None if it takes none.
+
+    Args:
+        fn: as for `takes_model_state`.
+        model_state: what the user gave, or None.
+        what: as for `takes_model_state`.
+        caller: likewise.
+
+    Raises:
+        ArgumentError: as for `LossFunction.of`; or `fn` needs a model state, and there is none.
+    """
+    if not takes_model_state(fn, what, caller):
+        return None
+    parameter = inspect.signature(fn).parameters["model_state"]
+    if model_state is None and parameter.default is inspect.Parameter.empty:
+        raise ArgumentError(
+            f"{what} takes model_state, and {caller} got none. Pass mt.{caller}(..., "
+            "model_state=state.model_state); if the model has no state, remove the argument."
+        )
+    return model_state
+
+
 def _refuse_equal_names(metrics: Any) -> None:
     """Refuses metrics that would have the same name in logs and tables.
 

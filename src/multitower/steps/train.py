@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from multitower.errors import ArgumentError, refuse_foreign
+from multitower.errors import ArgumentError, refuse_foreign, true_or_false
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.hardware.devices import DeviceSpec
 from multitower.steps.arguments import check_numbers, check_shards
@@ -238,6 +238,15 @@ def train_step(
         )
     if model_state_from not in ("mean", "first"):
         raise ArgumentError(f"model_state_from={model_state_from!r}: say 'mean' or 'first'.")
+    true_or_false(
+        diagnostics=diagnostics,
+        skip_nonfinite=skip_nonfinite,
+        shard_update=shard_update,
+        shard_params=shard_params,
+        interleave=interleave,
+        remat=remat,
+        momentum_correction=momentum_correction,
+    )
     ema_decay, global_batch, clip_norm = check_numbers(ema_decay, global_batch, clip_norm)
     towers = check_towers(towers)
     check_reduction(reduction)

@@ -3,6 +3,7 @@
 `rich.live.Live(RunLine(100))` draws it; rich itself, which is optional, is not imported here.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ _FRAMES, _ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _FRAMES_PER_S = 10
 _SHORTEST_BAR, _LONGEST_BAR = 10, 40
 _GAP = "  "
-# Formats of whole numbers and of very small ones; other metrics have four decimals.
+# Formats of whole numbers and of very small ones; others see `number_in_words`.
 _FORMATS = {"staleness": ".0f", "skipped": ".0f", "loss_scale": ".0f", "learning_rate": ".3g"}
 
 
@@ -141,6 +142,18 @@ class RunLine:
         return full * done + empty * (width - done)
 
 
+def number_in_words(value: float) -> str:
+    """A metric with four decimals, or with an exponent where these would say little.
+
+    Example:
+        >>> from multitower.training.display import number_in_words
+        >>> [number_in_words(value) for value in (0.5, 0.0, 0.00012345, -2.5e9)]
+        ['0.5000', '0.0000', '1.234e-04', '-2.500e+09']
+    """
+    is_usual = not value or not math.isfinite(value) or 1e-3 <= abs(value) < 1e9
+    return f"{value:.4f}" if is_usual else f"{value:.3e}"
+
+
 def numbers_in_words(now: Progress) -> list[str]:
     """The loss first, then the other metrics by name, then the epoch and the speed.
 
@@ -151,7 +164,10 @@ def numbers_in_words(now: Progress) -> list[str]:
         ['loss 2.0000', 'accuracy 0.5000', '1,234 examples/s']
     """
     names = sorted(now.metrics, key=lambda name: (name != "loss", name))
-    words = [f"{name} {now.metrics[name]:{_FORMATS.get(name, '.4f')}}" for name in names]
+    said = lambda name, value: (
+        f"{value:{_FORMATS[name]}}" if name in _FORMATS else number_in_words(value)
+    )
+    words = [f"{name} {said(name, now.metrics[name])}" for name in names]
     if now.epoch is not None and now.phase == "train":
         words.append(f"epoch {now.epoch:.2f}")
     if now.examples_per_s is not None:

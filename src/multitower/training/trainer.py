@@ -176,10 +176,10 @@ class Trainer:
             steps_per_call_of,
         )
 
-        if run_dir is not None:  # also if the program changes its working directory later
-            run_dir = Path(run_dir).absolute()
         kept = Kept(run_dir, checkpoint_every, keep_last, keep_best, best, profile)
         check_settings(kept, on_nonfinite, check_replicas_every, early_stopping)
+        if run_dir is not None:  # also if the program changes its working directory later
+            run_dir = Path(run_dir).absolute()
         options: dict[str, Any] = {
             "devices": devices,
             "towers": towers,
@@ -306,7 +306,8 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written or read.
             RunError: there are checkpoints or a best state and `resume` is false, or the
                 checkpoints are of a run with other settings; another run uses `run_dir`; or the
-                iterator of batches ended before `steps`.
+                iterator of batches ended before `steps`. The steps so far are then saved, with a
+                `run_dir` and one process; as they are if the iterator raises an error of its own.
         """
         from multitower.training.checkpoints.about import check_about  # noqa: PLC0415 (importing stays quick)
         from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)

@@ -217,6 +217,22 @@ def test_model_state_goes_to_metrics_that_take_it():
     assert evaluate(metrics, 2.0, {"x": VALUES}, **options)["value"] == 2 * EXACT
 
 
+def test_a_model_state_that_is_missing_is_named():
+    """Lie: a TypeError inside the user's own function, about None."""
+
+    def needs(scale, batch, *, model_state):
+        return {"value": batch["x"] * model_state["factor"]}
+
+    def may_do_without(scale, batch, *, model_state=None):
+        return {"value": batch["x"] if model_state is None else batch["x"] * 0}
+
+    rows = {"x": VALUES}
+    for score in (evaluate, mt.predict):
+        with pytest.raises(mt.ArgumentError, match=r"takes model_state, and \w+ got none"):
+            score(needs, 2.0, rows, global_batch=7, devices=3)
+    assert evaluate(may_do_without, 2.0, rows, global_batch=7, devices=3)["value"] == EXACT
+
+
 def test_the_second_evaluation_compiles_nothing():
     # The lie: an evaluation after every epoch that costs a compilation each time.
     traces = []

@@ -92,14 +92,11 @@ def check_rotation(
             f"stale_scale={stale_scale!r}: it must be a function of the staleness, such as "
             "lambda staleness: 1 / (1 + staleness)."
         )
-    momentum_correction = given["momentum_correction"]
-    if not isinstance(momentum_correction, bool):
-        raise ArgumentError(f"momentum_correction={momentum_correction!r}: say True or False.")
     options = RotationOptions(
         _checked_staleness(given["max_staleness"]),
         _checked_rotation(given["rotation"]),
         stale_scale,
-        momentum_correction,
+        given["momentum_correction"],
     )
     if towers is not None:
         options.num_groups(towers)

@@ -45,6 +45,16 @@ class Saver:
             self._checkpoints.wait()
             note_tested(self._checkpoints.directory / str(number), counted)
 
+    def kept_in_words(self, number: int) -> str:
+        """Where the state after this step is saved, and how to continue; waits for the disk."""
+        if self._checkpoints is None:
+            return ""
+        self._checkpoints.wait()
+        return (
+            f"The state after step {number} is saved in {self._checkpoints.directory}. To "
+            "continue, call fit(..., resume=True)."
+        )
+
     def interrupted(self, number: int, step: int) -> Interrupted:
         """The error to raise after a signal; waits until everything is on disk."""
         text = f"{signal.Signals(number).name}: stopped after step {step} of {self._last}"

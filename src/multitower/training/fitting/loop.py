@@ -63,12 +63,17 @@ class Loop(NamedTuple):
         calls = self.feeding.calls(batches, first, last)
         with closing(calls) as ahead, self.profile as profile:
             while number < last:
-                call = next(ahead, None)
+                try:
+                    call = next(ahead, None)
+                except Exception as error:  # of the user's loader, or of a wrong batch
+                    if saved := self._save_before_error(number, first, state):
+                        error.add_note(saved)
+                    raise
                 if call is None:
-                    reader.read_waiting()
+                    saved = self._save_before_error(number, first, state)
                     raise RunError(
                         f"the batches ran out after step {number} of {last}: batches(first) "
-                        "must return an iterator that does not end before the run."
+                        f"must return an iterator that does not end before the run. {saved}".strip()
                     )
                 num_rows = call.num_rows
                 profile.before(number, len(num_rows), state)
@@ -102,6 +107,17 @@ class Loop(NamedTuple):
                     raise self.saver.interrupted(stop, number)
         reader.read_waiting()
         return state
+
+    def _save_before_error(self, number: int, first: int, state: TrainState) -> str:
+        """Saves the steps so far, before an error of the batches ends the run; says so."""
+        self.reader.read_waiting()  # host-device sync: hooks get all steps
+        # Other processes may be in the middle of a step, and a save takes all of them.
+        if number == first or self.step.placement.spans_processes:
+            return ""
+        if self.check_replicas_every:
+            check_replicas(state)  # host-device sync
+        self._save(number, state)
+        return self.saver.kept_in_words(number)
 
     def _save(self, number: int, state: TrainState) -> None:
         self.reader.read_waiting()  # host-device sync: only a good state is saved

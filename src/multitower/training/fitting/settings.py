@@ -1,5 +1,6 @@
 """The settings of a trainer: checks them, and selects those that determine its results."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,15 @@ def check_settings(
     """
     _check_one_of("on_nonfinite", on_nonfinite, ("stop", "skip"))
     _check_one_of("best", kept.best, ("max", "min"))
+    is_path = isinstance(kept.run_dir, str | os.PathLike)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if kept.run_dir is not None and not (is_path and os.fspath(kept.run_dir)):
+        raise ArgumentError(f"run_dir={kept.run_dir!r}: say a directory, such as 'runs/1'.")
     if kept.keep_best is not None:
+        if not isinstance(kept.keep_best, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"keep_best={kept.keep_best!r}: say the name of a score of your test phase, such "
+                "as 'accuracy'. keep_last= is how many checkpoints to keep."
+            )
         if kept.run_dir is None:
             raise ArgumentError(f"keep_best={kept.keep_best!r} needs a run_dir to keep it in.")
         warn_of_worst("keep_best", kept.keep_best, kept.best)

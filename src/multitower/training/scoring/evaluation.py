@@ -16,7 +16,7 @@ from multitower.functions.ratio import Ratio, by_row, inside_tower
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
-from multitower.steps.loss import takes_model_state
+from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 from multitower.training.scoring.exact_sums import ExactSums
 
@@ -85,7 +85,8 @@ def evaluate(
             iterator without batches.
         OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
             values between towers, if `global_batch` does not divide the number of examples.
-        ArgumentError: `metrics` cannot be cut into so many stages.
+        ArgumentError: `metrics` needs a `model_state` and there is none, or it cannot be cut into
+            so many stages.
 
     Example:
         >>> import numpy as np
@@ -103,9 +104,9 @@ def evaluate(
         score = _scorer(metrics, where, towers, **cut)
     except TypeError:  # an unhashable callable cannot be cached
         score = _scorer.__wrapped__(metrics, where, towers, **cut)
-    takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
+    state = model_state_for(metrics, model_state, "the function metrics", "evaluate")
     warn_of_training_mode(metrics, "metrics", "evaluate")
-    shared = (in_evaluation_mode(params), model_state if takes_state else None)
+    shared = (in_evaluation_mode(params), state)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
     seen: dict[str, list[ExactSums]] = {}

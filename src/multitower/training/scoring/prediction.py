@@ -12,7 +12,7 @@ from multitower.functions.parallel import make_parallel
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
-from multitower.steps.loss import takes_model_state
+from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.towers.leaves import is_key
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 
@@ -65,7 +65,8 @@ def predict(
         BatchError: no rows, arrays with different numbers of rows, or an iterator without batches.
         OutputError: an output without an axis of rows, or of typed PRNG keys; or a function that
             exchanges values between towers, if `global_batch` does not divide the number of rows.
-        ArgumentError: `fn` cannot be cut into so many stages.
+        ArgumentError: `fn` needs a `model_state` and there is none, or it cannot be cut into so
+            many stages.
 
     Example:
         >>> import numpy as np
@@ -81,9 +82,8 @@ def predict(
         run = _runner(fn, where, towers, **cut)
     except TypeError:  # an unhashable callable cannot be cached
         run = _runner.__wrapped__(fn, where, towers, **cut)
-    takes_state = takes_model_state(fn, "the function", "predict")
+    state = model_state_for(fn, model_state, "the function", "predict")
     warn_of_training_mode(fn, "fn", "predict")
-    state = model_state if takes_state else None
     shared = (in_evaluation_mode(params), state)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
