@@ -82,7 +82,8 @@ def _fed(batches: Iterator[Any], where: Mapping[str, Any]) -> Iterator[tuple[Any
 
 
 def _wait(state: TrainState, metrics: dict[str, jax.Array]) -> None:
-    jax.block_until_ready((state.parts() or state.fields(), metrics))  # host-device sync
+    state.block_until_ready()  # host-device sync
+    jax.block_until_ready(metrics)  # host-device sync
 
 
 class _Stages:

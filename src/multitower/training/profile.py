@@ -1,7 +1,6 @@
 """Profiles: JAX's trace of some steps of a run, and a profile of device memory after them."""
 
 import operator
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 
 from multitower.errors import RunError
 from multitower.processes.together import is_first
+from multitower.steps.state.train_state import TrainState
 
 MEMORY = "memory.prof"
 
@@ -36,7 +36,7 @@ class Profile:
     def __exit__(self, *_: object) -> None:
         self._stop()  # for a run that stops early
 
-    def before(self, number: int, count: int, state: Any) -> None:
+    def before(self, number: int, count: int, state: TrainState) -> None:
         """Starts a trace if it is due.
 
         Args:
@@ -48,14 +48,15 @@ class Profile:
             return
         first, last = self._steps
         if number + count >= first and number < last:
-            jax.block_until_ready(jax.tree.leaves(state))  # host-device sync: once in a run
+            state.block_until_ready()  # host-device sync: once in a run
             jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True)
             self._is_tracing = True
 
-    def after(self, number: int, results: Sequence[Any]) -> None:
-        """Ends the trace if it is due; `results` are the results of the call, to wait for."""
+    def after(self, number: int, state: TrainState, metrics: Any) -> None:
+        """Ends the trace if it is due; waits for the results of the call, `state` and `metrics`."""
         if self._is_tracing and self._steps is not None and number >= self._steps[1]:
-            jax.block_until_ready(jax.tree.leaves(results))  # host-device sync: once in a run
+            state.block_until_ready()  # host-device sync: once in a run
+            jax.block_until_ready(metrics)  # host-device sync: likewise
             self._stop()
             jax.profiler.save_device_memory_profile(str(self._directory / MEMORY))
 

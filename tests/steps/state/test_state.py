@@ -36,6 +36,18 @@ def test_a_state_that_was_given_to_a_step_is_gone(towers):
     assert int(new.step) == 1
 
 
+def test_waiting_for_a_state_makes_no_arrays():
+    """Lie: whole copies of the optimizer state, or, in one of several processes, a wait forever."""
+    step, state = made(towers=2, shard_update=True, ema_decay=0.9)
+    state, _ = step(state, np.ones((4, 3), np.float32))
+    before = len(jax.live_arrays())
+    assert state.block_until_ready() is state
+    assert len(jax.live_arrays()) == before
+    step(state, np.ones((4, 3), np.float32))
+    with pytest.raises(mt.StateError, match="overwritten"):
+        state.block_until_ready()
+
+
 @pytest.mark.parametrize("towers", [None, 4])
 def test_a_copy_stays(towers):
     step, state = made(towers=towers)

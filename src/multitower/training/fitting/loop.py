@@ -79,7 +79,7 @@ class Loop(NamedTuple):
                 profile.before(number, len(num_rows), state)
                 state, metrics = self.step(state, call.batch)
                 del call  # frees its batches on the devices, for the next ones
-                profile.after(number + len(num_rows), (state, metrics))
+                profile.after(number + len(num_rows), state, metrics)
                 is_first, number = number == first, number + len(num_rows)
                 # Metrics are read one call late, or a whole rotation late. Reading those of this
                 # call would leave the devices idle, and reading none would let the host run ahead
