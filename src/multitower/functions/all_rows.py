@@ -1,6 +1,6 @@
 """Rows of the whole batch inside of a tower: for losses that compare rows with each other."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from multitower.errors import ArgumentError
 from multitower.towers.placement import AXIS
 from multitower.towers.surroundings import is_inside_a_tower
 
+_T = TypeVar("_T")
 
-def all_rows(x: Any) -> Any:
+
+def all_rows(x: _T) -> _T:
     """Returns the rows of all towers, in order: the rows of the whole batch.
 
     Use it in a loss that compares each row with all others, such as a contrastive loss. Inside a

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 
@@ -19,6 +19,8 @@ from multitower.models.nnx import diff_state
 from multitower.towers.leaves import is_traced
 from multitower.towers.surroundings import refuse_inside_a_tower
 
+_P = ParamSpec("_P")
+
 
 @refuse_foreign(
     axis_name="Inside the function, the axis is always called 'towers'.",
@@ -26,7 +28,7 @@ from multitower.towers.surroundings import refuse_inside_a_tower
     allow_int="Gradients are taken of floats.",
 )
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[_P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
@@ -34,7 +36,7 @@ def value_and_grad(
     devices: DeviceSpec | None = None,
     towers: int | None = None,
     reduction: Reduction = "mean",
-) -> Callable[..., Any]:
+) -> Callable[_P, tuple[Any, Any]]:
     """Computes loss and gradients of the mean over all rows, on all devices.
 
     The result equals `jax.value_and_grad(lambda *args: jnp.mean(fun(*args)))` on one device, up to
@@ -138,7 +140,7 @@ def value_and_grad(
     allow_int="Gradients are taken of floats.",
 )
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[_P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
@@ -146,7 +148,7 @@ def grad(
     devices: DeviceSpec | None = None,
     towers: int | None = None,
     reduction: Reduction = "mean",
-) -> Callable[..., Any]:
+) -> Callable[_P, Any]:
     """Computes gradients of the mean over all rows, on all devices; see `value_and_grad`.
 
     Args:

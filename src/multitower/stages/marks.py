@@ -1,14 +1,15 @@
 """Marks: places where the user allows the program to be cut."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 _NAME = "multitower.cut"
+_T = TypeVar("_T")
 
 
-def cut(tree: Any) -> Any:
+def cut(tree: _T) -> _T:
     """Marks a place where `train_step` and `make_parallel` with `stages=S` may cut the model.
 
     Everywhere else it is the identity: `mt.cut(h)` equals `h`. Each mark that the result depends
