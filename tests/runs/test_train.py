@@ -19,6 +19,7 @@ from multitower.runs.setup import RecipeJob
 from multitower.runs.train import run, score
 from multitower.stages.layout import lay_out
 from multitower.stages.order import Segments
+from multitower.training.observe import EventFiles
 
 TRUE = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -300,6 +301,20 @@ def test_a_run_that_ends_early_scores_what_it_has(tmp_path):
     assert either.stopping_rule() == options.stopping_rule()
     with pytest.raises(mt.RunError, match="early_stopping='lost': the test phase has no such"):
         run(still, dataclasses.replace(options, early_stopping="lost"))
+
+
+def test_trackers_are_told_the_batch_size_that_the_recipe_chose(monkeypatch, tmp_path):
+    """Lie: global_batch None beside each of two runs that are compared."""
+    told = []
+
+    class Events(EventFiles):
+        def __init__(self, directory, texts):
+            told.append(json.loads(texts["configuration"].strip("`")))
+            super().__init__(directory, texts)
+
+    monkeypatch.setattr("multitower.runs.train.EventFiles", Events)
+    run(LINE, RunOptions(devices=1, towers=2), directory=tmp_path)
+    assert (told[0]["steps"], told[0]["global_batch"]) == (LINE.steps, LINE.global_batch)
 
 
 def test_every_option_of_a_run_reaches_its_trainer(monkeypatch, tmp_path):

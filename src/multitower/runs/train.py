@@ -225,7 +225,8 @@ def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generato
     if directory is None or not is_first():  # with several processes only process 0 writes
         yield []
         return
-    options = {**job.recipe.options, **asdict(job.options)}
+    found = {"steps": job.steps, "global_batch": job.global_batch}  # also where no flag says it
+    options = {**job.recipe.options, **asdict(job.options), **found}
     config = {"recipe": job.recipe.name, **options}
     text = json.dumps(config, indent=2)
     with ExitStack() as opened:
