@@ -610,6 +610,12 @@ def test_a_generator_takes_nothing_but_the_number_of_rows(loss, key):
         grad(lambda *a: loss(*a).sum())(W, key, X)
 
 
+def test_a_permutation_mixes_no_rows():
+    # The lie: the sort that makes a permutation out of noise is blamed for bringing rows together.
+    in_any_order = lambda w, key, x: losses(w, x) * jax.random.permutation(key, len(x))
+    mt.grad(in_any_order, devices=2, in_axes=(None, 0, 0))(W, jax.random.key(0), X)
+
+
 @pytest.mark.parametrize("towers", [None, 8])
 def test_a_forgotten_array_beside_one_row_per_tower_is_told(towers):
     # The lie: in a tower of one row (1, 1) - (8, 1) broadcasts, to a loss of no program.

@@ -198,6 +198,8 @@ class _Reader:
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
         place = self.where(equation)
         if works_along_rows(equation, inputs, self._num_rows, self._all_rows):
+            if not any(flow.sources for flow in inputs):
+                return "free", None, None  # noise alone, such as what makes a permutation
             # A sorted array, as of a quantile, is no table.
             if name == "gather" and len(inputs[0].sources) == 1 and not inputs[0].mixed:
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
