@@ -248,6 +248,25 @@ def test_batch_norm_without_towers_is_told_once(run):
     np.testing.assert_allclose(run(devices=1), whole, rtol=1e-6)  # as it says
 
 
+def test_two_batch_norms_whose_statistics_the_loss_closes_over():
+    # The lie: Flax's ImageNet example is told, five times, that it brings rows together.
+    def gradient(old, **options):
+        def loss(w):  # as with TrainState.batch_stats
+            first = X.mean(0)
+            hidden = jnp.tanh(X - first)
+            second = hidden.mean(0)
+            new = [0.9 * a + 0.1 * b for a, b in zip(old, (first, second), strict=True)]
+            return losses(w, hidden - second).mean(), new
+
+        return mt.grad(loss, has_aux=True, in_axes={"X": 0}, devices=2, **options)(W)
+
+    old = [jnp.zeros(3), jnp.zeros(3)]
+    gradient(old, towers=2)  # warnings are errors here
+    with pytest.warns(mt.MultitowerWarning, match="rows are normalised with statistics") as told:
+        gradient(old)
+    assert len(told) == 1
+
+
 # ---------------------------------------------------------------- a state that adds up rows
 
 
