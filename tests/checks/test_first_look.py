@@ -248,6 +248,25 @@ def test_batch_norm_without_towers_is_told_once(run):
     np.testing.assert_allclose(run(devices=1), whole, rtol=1e-6)  # as it says
 
 
+def test_two_batch_norms_whose_statistics_the_loss_closes_over():
+    # The lie: Flax's ImageNet example is told, five times, that it brings rows together.
+    def gradient(old, **options):
+        def loss(w):  # as with TrainState.batch_stats
+            first = X.mean(0)
+            hidden = jnp.tanh(X - first)
+            second = hidden.mean(0)
+            new = [0.9 * a + 0.1 * b for a, b in zip(old, (first, second), strict=True)]
+            return losses(w, hidden - second).mean(), new
+
+        return mt.grad(loss, has_aux=True, in_axes={"X": 0}, devices=2, **options)(W)
+
+    old = [jnp.zeros(3), jnp.zeros(3)]
+    gradient(old, towers=2)  # warnings are errors here
+    with pytest.warns(mt.MultitowerWarning, match="rows are normalised with statistics") as told:
+        gradient(old)
+    assert len(told) == 1
+
+
 # ---------------------------------------------------------------- a state that adds up rows
 
 
@@ -583,6 +602,57 @@ def test_what_is_right_is_not_blamed(loss):
 def test_they_are_right(loss):
     # The lie: a wrong program among them, which nobody blames.
     assert mt.check_parallel(loss, W, X)
+
+
+def generated(w, key, x):
+    noise = jax.random.normal(key, (x.shape[0], 3))
+    return jax.nn.softplus(noise @ w)
+
+
+def generated_with_a_key_per_row(w, key, x):
+    keys = jax.random.split(key, len(x))
+    return jax.nn.softplus(jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys) @ w)
+
+
+@pytest.mark.parametrize(
+    ("loss", "key"),
+    [
+        (generated, jax.random.PRNGKey(0)),
+        (generated_with_a_key_per_row, jax.random.key(0)),
+    ],
+)
+def test_a_generator_takes_nothing_but_the_number_of_rows(loss, key):
+    # The lie: a GAN's generator is blamed for a mean over noise that is drawn for every row.
+    grad = lambda loss: mt.grad(loss, devices=2, in_axes=(None, 0, 0))
+    grad(lambda *a: loss(*a).mean())(W, key, X)  # warnings are errors here
+    with pytest.warns(mt.MultitowerWarning, match="it is a sum over rows"):
+        grad(lambda *a: loss(*a).sum())(W, key, X)
+
+
+def test_a_permutation_mixes_no_rows():
+    # The lie: the sort that makes a permutation out of noise is blamed for bringing rows together.
+    in_any_order = lambda w, key, x: losses(w, x) * jax.random.permutation(key, len(x))
+    mt.grad(in_any_order, devices=2, in_axes=(None, 0, 0))(W, jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("towers", [None, 8])
+def test_a_forgotten_array_beside_one_row_per_tower_is_told(towers):
+    # The lie: in a tower of one row (1, 1) - (8, 1) broadcasts, to a loss of no program.
+    def gradient(names, x, y):
+        loss = lambda w: ((x @ w[:, None] - y) ** 2).mean()
+        return mt.grad(loss, in_axes=names, devices=8, towers=towers)(W)
+
+    y = jnp.arange(8.0)[:, None]
+    with pytest.warns(mt.MultitowerWarning, match=r"shape \(8, 1\), with one entry per row"):
+        wrong = gradient({"x": 0}, X, y)
+    right = gradient({"x": 0, "y": 0}, X, y)  # as it says
+    np.testing.assert_allclose(right, jax.grad(lambda w: losses_of(w, y).mean())(W), rtol=1e-5)
+    assert not np.allclose(wrong, right)
+    gradient({"x": 0, "y": None}, X, y)  # as it says: every tower needs the whole
+
+
+def losses_of(w, y):
+    return (X @ w[:, None] - y) ** 2
 
 
 def test_means_of_complex_numbers():

@@ -170,6 +170,16 @@ def test_an_error_in_a_tower_says_so(fixed, towers):
         assert any(rows in note for note in told.value.__notes__)
 
 
+@EACH
+def test_a_forgotten_array_is_told(towers):
+    """Lie: JAX's words about shapes, where in_axes names one of two arrays with rows."""
+    y = jnp.ones(8)
+    forgetful = lambda w: ((w * X - y) ** 2).mean()
+    with pytest.raises(TypeError, match="shapes") as told:
+        mt.grad(forgetful, in_axes={"X": 0}, devices=2, towers=towers)(1.0)
+    assert any("name its variable too, as in in_axes={'x'" in one for one in told.value.__notes__)
+
+
 def test_a_state_of_the_rows_is_told_where_it_belongs():
     """Lie: JAX's words about shapes, and no word about a recurrent network's carry."""
     step = mt.train_step(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import SUM_ALL, same_numbers, table
+from multitower.checks.problems import SUM_ALL, WHOLE_BESIDE_ONE_ROW, same_numbers, table
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
@@ -36,6 +36,7 @@ def look(
     num_devices: int,
     named: Callable[[int], tuple[str, str]],
     of_state_sums: str = SUM_ALL,
+    beside_one_row: Sequence[Any] = (),
 ) -> None:
     """Warns if a function is not safe to run data parallel, as far as its program shows.
 
@@ -49,6 +50,8 @@ def look(
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
         of_state_sums: what becomes of a state that adds up rows, and what to write instead.
+        beside_one_row: if a tower has one row, what is closed over with an entry for every row of
+            the batch.
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
@@ -57,6 +60,8 @@ def look(
             works, or out_axes=None takes what depends on rows from the first tower.
     """
     traced = read_tower(outputs, rows, others) or _read_in_groups(outputs, rows, others)
+    if traced is None and beside_one_row:
+        warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if traced is None:
         return  # it needs a fixed number of rows, or has a mistake that the call itself reports
     if any(flow.counted for flow in traced[0].outputs):

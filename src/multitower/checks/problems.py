@@ -133,12 +133,19 @@ SUMMED_STATE = "it is kept for the next step, and it adds up rows. {way_out}"
 SUM_ALL = (
     "Every tower has the sum over its own rows, and the state gets the mean of these, or tower 0's "
     'if they are integers. For the sum over all rows add jax.lax.psum(x.sum(0), "towers") to the '
-    "old value; or keep a mean."
+    'old value (a layer of a library may have an argument for it: cross_replica_axis="towers" in '
+    "Haiku); or keep a mean."
 )
 # With sync_every and asynchronous updates, which refuse a psum.
 KEEP_A_MEAN = (
     "Towers exchange no values in this step, so each adds up its own rows alone, and no state has "
     "the sum over all rows. Keep a mean instead."
+)
+WHOLE_BESIDE_ONE_ROW = (
+    "this function works with one row per tower and not with more, and it closes over an array of "
+    "shape {shape}, with one entry per row of the batch. Every tower has the whole of that array, "
+    "which broadcasts against its one row. Make it an argument, or name its variable too, as in "
+    "in_axes={{'x': 0, 'y': 0}}; None there says that every tower needs the whole."
 )
 BAKED = (
     "the number of rows of the whole batch is written into it, and a tower has fewer rows. Divide "

@@ -39,13 +39,17 @@ class _Result(NamedTuple):
         """Whether it is a sum over rows, and no mean."""
         return self.flow.word == "linear" and not self.flow.is_mean
 
-    @property
-    def is_statistic(self) -> bool:
-        """Whether it is an array of means over rows, such as BatchNorm keeps."""
+    def is_statistic(self, known: set[str]) -> bool:
+        """Whether it is an array of means over rows, such as BatchNorm keeps.
+
+        Args:
+            known: the lines where other statistics come from: a network has several BatchNorms.
+        """
         is_array = self.ndim > 0 and not self.has_rows and self.flow.word != "free"
         if self.kind in _STATES:
             return is_array
-        return self.kind == "aux" and is_array and self.flow.is_mean and not self.flow.mixed
+        is_mean = self.kind == "aux" and is_array and self.flow.is_mean
+        return is_mean and {_line(root) for root in self.flow.roots} <= known
 
 
 class Results(NamedTuple):
@@ -67,7 +71,12 @@ class Results(NamedTuple):
             _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
             for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
         ]
-        known = {_line(root) for one in leaves if one.is_statistic for root in one.flow.all_roots}
+        known: set[str] = set()
+        for _ in leaves:  # the statistics of a layer depend on those of the layers before
+            found = [one.flow.all_roots for one in leaves if one.is_statistic(known)]
+            before, known = known, {_line(root) for roots in found for root in roots}
+            if known == before:
+                break
         return cls(leaves, known, num_rows)
 
     def are_statistics(self, flow: Flow) -> bool:

@@ -181,9 +181,9 @@ class _Reader:
     ) -> tuple[Word, str | None, str | None]:
         """A result's word, the operation that summed over rows, and the one that mixes them now."""
         words = {flow.word for flow in inputs}
-        if words <= {"free"}:
-            return "free", None, None
         has_rows = any(self.row_axes(atom) for atom in equation.outvars)
+        if words <= {"free"}:  # noise that is drawn for every row is rows
+            return ("by row" if name in _DRAWS and has_rows else "free"), None, None
         if "mixed" in words and "by row" not in words:
             return ("by row" if has_rows else "mixed"), None, None
         if "linear" in words and "mixed" not in words:
@@ -198,6 +198,8 @@ class _Reader:
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
         place = self.where(equation)
         if works_along_rows(equation, inputs, self._num_rows, self._all_rows):
+            if not any(flow.sources for flow in inputs):
+                return "free", None, None  # noise alone, such as what makes a permutation
             # A sorted array, as of a quantile, is no table.
             if name == "gather" and len(inputs[0].sources) == 1 and not inputs[0].mixed:
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)

@@ -177,6 +177,8 @@ class TowerFunction:
             return arguments.of(path), arguments.whole(path, tree, axes)
 
         averages = self._kind.averages
+        one_row = 1 < parts.num_rows <= self.placement().num_towers
+        closed_over = tree[-1] if one_row else ()
         look(
             outputs_with(None),
             parts.rows,
@@ -184,6 +186,7 @@ class TowerFunction:
             averages=averages,
             num_devices=0 if self._towers else self.placement().num_towers,
             named=named,
+            beside_one_row=[x for x in closed_over if jnp.shape(x)[:1] == (parts.num_rows,)],
         )
         for number, name in _shared_keys(parts, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)

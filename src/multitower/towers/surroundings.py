@@ -31,7 +31,9 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
     except Exception as error:
         note = (
             f"multitower called this function with the rows of one tower, {tower_rows} of the "
-            "batch's. A number of rows that is written into the function, or more of them than a "
+            "batch's. An array that it closes over is whole in every tower: if it has one entry "
+            "per row, make it an argument, or name its variable too, as in in_axes={'x': 0, "
+            "'y': 0}. A number of rows that is written into the function, or more of them than a "
             "tower has (reshape, top_k), fails here: take it from the argument, x.shape[0], or use "
             "fewer towers. So does a state with one entry per row of the batch, such as an RNN's "
             "carry: make it an argument of mt.value_and_grad, and return it in aux."
