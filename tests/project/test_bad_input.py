@@ -429,6 +429,15 @@ WRONG = {
         mt.OutputError,
         r"metrics\['hits'\] has dtype int32 and no axis of rows.*correct = prediction == label",
     ),
+    "keys as metrics": (
+        lambda: step(
+            lambda w, x: (losses(w, x), {"k": jax.random.split(jax.random.key(0), len(x))}),
+            W,
+            X[:8],
+        ),
+        mt.OutputError,
+        r"metrics\['k'\] holds PRNG keys: .*keys have no mean",
+    ),
     "a metric of rows by rows": (
         lambda: step(lambda w, x: (losses(w, x), {"gram": x @ x.T}), W, X[:8]),
         mt.OutputError,
