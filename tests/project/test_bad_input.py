@@ -378,6 +378,11 @@ WRONG = {
         mt.OutputError,
         r"dtype int32.*astype\(jnp.float32\)",
     ),
+    "a Python number as a loss of local updates": (
+        lambda: step(lambda w, x: 0.0, W, X[:8], sync_every=1),
+        mt.OutputError,
+        "the loss is float, not an array",
+    ),
     "no loss": (lambda: grads(lambda w, x: None), mt.OutputError, "the loss is NoneType"),
     "no loss in a step": (lambda: step(lambda w, x: None), mt.OutputError, "loss is NoneType"),
     "a pair without has_aux": (
