@@ -569,6 +569,10 @@ def convolved_features(w, x):
     return jax.vmap(lambda row: jnp.convolve(row, w, mode="same"))(x).sum(1)
 
 
+def mapped_in_batches(w, x):
+    return jax.lax.map(lambda row: jnp.tanh(row @ w), x, batch_size=4)
+
+
 RIGHT = [
     summed_after_it_was_divided,
     weighted,
@@ -585,6 +589,7 @@ RIGHT = [
     looked_up,
     each_until_small,
     convolved_features,
+    mapped_in_batches,
 ]
 
 

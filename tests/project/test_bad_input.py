@@ -378,6 +378,11 @@ WRONG = {
         mt.OutputError,
         r"dtype int32.*astype\(jnp.float32\)",
     ),
+    "a Python number as a loss of local updates": (
+        lambda: step(lambda w, x: 0.0, W, X[:8], sync_every=1),
+        mt.OutputError,
+        "the loss is float, not an array",
+    ),
     "no loss": (lambda: grads(lambda w, x: None), mt.OutputError, "the loss is NoneType"),
     "no loss in a step": (lambda: step(lambda w, x: None), mt.OutputError, "loss is NoneType"),
     "a pair without has_aux": (
@@ -428,6 +433,15 @@ WRONG = {
         lambda: step(lambda w, x: (losses(w, x), {"hits": (x[:, 0] > 0).sum()}), W, X[:8]),
         mt.OutputError,
         r"metrics\['hits'\] has dtype int32 and no axis of rows.*correct = prediction == label",
+    ),
+    "keys as metrics": (
+        lambda: step(
+            lambda w, x: (losses(w, x), {"k": jax.random.split(jax.random.key(0), len(x))}),
+            W,
+            X[:8],
+        ),
+        mt.OutputError,
+        r"metrics\['k'\] holds PRNG keys: .*keys have no mean",
     ),
     "a metric of rows by rows": (
         lambda: step(lambda w, x: (losses(w, x), {"gram": x @ x.T}), W, X[:8]),

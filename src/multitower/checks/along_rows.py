@@ -55,6 +55,33 @@ def row_axes(shape: Sequence[int], num_rows: int, all_rows: int) -> list[int]:
     ]
 
 
+def batches_of_rows(program: Any, num_rows: int) -> set[Any]:
+    """What `jax.lax.map(f, x, batch_size=)` takes of rows: the full batches, and the rest.
+
+    Args:
+        program: a jaxpr, closed or open.
+        num_rows: the size of every axis of rows.
+
+    Returns:
+        The results of these slices, which hold all rows together.
+    """
+    equations = getattr(program, "jaxpr", program).eqns
+    reshaped = {id(e.invars[0]): e for e in equations if e.primitive.name == "reshape"}
+    cuts: dict[tuple[int, int, int], Any] = {}  # by the array, the first row and the end
+    for equation in equations:
+        if equation.primitive.name == "slice" and equation.invars[0].aval.shape[:1] == (num_rows,):
+            start, end = (equation.params[name][0] for name in ("start_indices", "limit_indices"))
+            cuts[id(equation.invars[0]), start, end] = equation.outvars[0]
+    found = set[Any]()
+    for (array, start, end), batches in cuts.items():
+        rest, groups = cuts.get((array, end, num_rows)), reshaped.get(id(batches))
+        if start == 0 and rest is not None and groups is not None:
+            num_groups, *of_one = groups.outvars[0].aval.shape
+            if of_one and num_groups * of_one[0] == end and num_rows - end < of_one[0]:
+                found |= {batches, rest}
+    return found
+
+
 def _row_axes(atom: Any, num_rows: int, all_rows: int) -> list[int]:
     return row_axes(getattr(atom.aval, "shape", ()), num_rows, all_rows)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.along_rows import row_axes, works_along_rows
+from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
 from multitower.checks.equations import computed, follow, program_inside, small_constant
 from multitower.checks.flow import Flow, Word, all_places, roots_of, worst_of
 from multitower.checks.loops import INSIDE
@@ -88,11 +88,13 @@ class _Reader:
         self._all_rows = all_rows
         self._batch_rows = batch_rows
         self._calls: list[Any] = []
+        self._batches = set[Any]()
         self.draws: list[str] = []
         self.baked: list[str] = []
         self.tables: dict[int, str] = {}
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
+        self._batches |= batches_of_rows(program, self._num_rows)
         constant = lambda value, _: Flow(value=small_constant(value))
         return follow(program, inputs, constant, self._equation)
 
@@ -207,8 +209,9 @@ class _Reader:
         if rows_out > rows_in:
             return "by row", None, place  # every row with every row
         if rows_out == 0 and rows_in > 0:
-            if _takes_one_of_each_group(equation, self._num_rows):
-                return "mixed", None, None  # x[0::2] of pairs that are neighbours
+            is_group = _takes_one_of_each_group(equation, self._num_rows)
+            if is_group or equation.outvars[0] in self._batches:
+                return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
             is_sum = name in _SUMS and worst_of(inputs).word == "by row"
             return ("linear", place, None) if is_sum else ("mixed", None, place)
         return "by row", None, None

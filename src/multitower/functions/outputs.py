@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import OutputError
-from multitower.towers.leaves import wide_dtype
+from multitower.towers.leaves import is_key, wide_dtype
 from multitower.towers.rows import Tower
 
 # What train_step itself puts into the metrics.
@@ -179,7 +179,7 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
 
 
 def check_metrics(metrics: Any) -> None:
-    """Refuses metrics that are not a dict, or that would replace the loss.
+    """Refuses metrics that are not a dict, hold keys, or would replace the loss.
 
     Raises:
         OutputError: the metrics are wrong.
@@ -194,6 +194,12 @@ def check_metrics(metrics: Any) -> None:
             raise OutputError(
                 f"the metrics hold an entry {name!r}: train_step adds its own under that name. "
                 f"Rename yours, e.g. '{'cross_entropy' if name == 'loss' else f'my_{name}'}'."
+            )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(metrics)[0]:
+        if is_key(leaf):
+            raise OutputError(
+                f"metrics{jax.tree_util.keystr(path)} holds PRNG keys: a metric is averaged over "
+                "rows or towers, and keys have no mean. Return numbers, or leave it out."
             )
 
 

@@ -20,7 +20,7 @@ from multitower.functions.objective import (
     share_of,
     weights_of,
 )
-from multitower.functions.outputs import find_row_leaves, row_sum, wide
+from multitower.functions.outputs import find_row_leaves, is_per_example, row_sum, wide
 from multitower.functions.ratio import (
     inside_tower,
     is_ratio,
@@ -312,7 +312,7 @@ def own_mean(loss: Any, here: Tower, tower_rows: int, reduction: Reduction) -> j
         sums = sums_of(loss, alone, tower_rows)
         known = [jnp.where(weight == 0, 1, weight) for weight in sums.weights]
         return join_ratio(sums, known)
-    if loss.ndim:
+    if is_per_example(loss, tower_rows):
         return row_sum(wide(loss), here) / jnp.maximum(here.num_rows, 1).astype(wide(loss).dtype)
     return wide(loss) if reduction == "mean" else wide(loss) / tower_rows
 

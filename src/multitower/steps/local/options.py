@@ -13,9 +13,13 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's
 
 def refuse_meeting(meets: str) -> ArgumentError:
     """The error for a loss in which towers exchange values; `meets` names the first place."""
+    does, way_out = f"exchanges values between towers ({meets})", "leave the exchange out"
+    if meets == "axis_index":
+        does = "asks for the tower's number, as mt.row_index does"
+        way_out = "pass the numbers of the rows as an array of the batch"
     return ArgumentError(
-        f"the loss exchanges values between towers ({meets}), and with sync_every= towers exchange "
-        "nothing between two meetings. Leave sync_every= out, or the exchange."
+        f"the loss {does}, and with sync_every= towers exchange nothing between two meetings. "
+        f"Leave sync_every= out, or {way_out}."
     )
 
 
