@@ -24,6 +24,7 @@ Every class also derives from the builtin in brackets, so `except ValueError` ke
 import functools
 import importlib.metadata
 import inspect
+import math
 import operator
 import re
 import shlex
@@ -198,8 +199,8 @@ def true_or_false(**flags: Any) -> None:
 def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a decorator that turns wrong keyword arguments into an `ArgumentError` with a hint.
 
-    It raises for an argument that the function does not have, and for a keyword-only argument that
-    it requires and the call does not pass.
+    It raises for an argument that the function does not have, and for a required argument that has
+    a hint and that the call does not pass.
 
     Args:
         **hints: by name of the argument, what to write instead of an argument that similar
@@ -218,22 +219,21 @@ def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         known = inspect.signature(function).parameters
-        needed = [
-            name
-            for name, one in known.items()
-            if one.kind is one.KEYWORD_ONLY and one.default is one.empty
-        ]
+        called = function.__qualname__.removesuffix(".__init__")
+        needed = {
+            name: math.inf if one.kind is one.KEYWORD_ONLY else place
+            for place, (name, one) in enumerate(known.items())
+            if one.default is one.empty and name in hints
+        }
 
         @functools.wraps(function)
         def call(*args: _P.args, **given: _P.kwargs) -> _R:
             for name in given:
                 if name not in known:
                     hint = hints.get(name) or did_you_mean(name, known) or "Leave it out."
-                    called = function.__qualname__.removesuffix(".__init__")
                     raise ArgumentError(f"{called} has no argument {name!r}. {hint.strip()}")
-            for name in needed:
-                if name in hints and name not in given:
-                    called = function.__qualname__
+            for name, place in needed.items():
+                if len(args) <= place and name not in given:
                     raise ArgumentError(f"{called} needs {name}=. {hints[name]}")
             return function(*args, **given)
 

@@ -598,6 +598,16 @@ WRONG = {
         mt.ArgumentError,
         r"train_step has no argument 'has_aux'\. A loss may return \(loss, metrics\) as it is\.",
     ),
+    "a decorator with arguments, as for eqx.filter_value_and_grad": (
+        lambda: mt.value_and_grad(has_aux=True),
+        mt.ArgumentError,
+        r"value_and_grad needs fun=\. A decorator .* is @functools\.partial\(mt\.value_and_grad, ",
+    ),
+    "a decorator with arguments for a function of rows": (
+        lambda: mt.make_parallel(towers=8),
+        mt.ArgumentError,
+        r"make_parallel needs fn=\. .*functools\.partial\(mt\.make_parallel, towers=8\)",
+    ),
     "axis_name, as for jax.pmap": (
         lambda: mt.make_parallel(add_one, axis_name="batch"),
         mt.ArgumentError,

@@ -23,6 +23,7 @@ _P = ParamSpec("_P")
 
 
 @refuse_foreign(
+    fun="A decorator with arguments is @functools.partial(mt.value_and_grad, has_aux=True).",
     axis_name="Inside the function, the axis is always called 'towers'.",
     holomorphic="Gradients are those of real functions.",
     allow_int="Gradients are taken of floats.",
@@ -135,6 +136,7 @@ def value_and_grad(
 
 
 @refuse_foreign(
+    fun="A decorator with arguments is @functools.partial(mt.grad, has_aux=True).",
     axis_name="Inside the function, the axis is always called 'towers'.",
     holomorphic="Gradients are those of real functions.",
     allow_int="Gradients are taken of floats.",

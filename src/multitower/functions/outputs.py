@@ -135,7 +135,7 @@ def find_row_leaves(
                 f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
                 f"{tower_rows + 1}: it can neither be averaged over towers nor concatenated. "
                 "Return one entry per row on axis 0, or something whose shape does not depend on "
-                f"the rows.{hint}"
+                f"the rows; or leave it out.{hint}"
             )
         if not by_row and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise OutputError(

@@ -34,6 +34,7 @@ class _Where(NamedTuple):
 
 
 @refuse_foreign(
+    fn="A decorator with arguments is @functools.partial(mt.make_parallel, towers=8).",
     axis_name="Inside the function, the axis is always called 'towers'.",
     mesh="Say devices=.",
     in_specs="Say in_axes=, as for jax.vmap.",
