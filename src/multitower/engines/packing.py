@@ -98,13 +98,32 @@ def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Arr
     """
     counts = Counter(end - start for start, end in places)
     starts: list[np.int32] = [np.int32(start) for start, _ in places]
-    hidden = jax.lax.optimization_barrier(starts)
+    many = vector.size > 0 and max(counts.values(), default=0) >= _MANY
+    hidden = _hidden(vector, starts) if many else starts
     return [
         jax.lax.dynamic_slice(vector, (begin,), (end - start,), allow_negative_indices=False)
         if counts[end - start] >= _MANY
         else jax.lax.slice(vector, (start,), (end,))
         for (start, end), begin in zip(places, hidden, strict=True)
     ]
+
+
+def _hidden(vector: jax.Array, starts: list[np.int32]) -> list[Any]:
+    """The same numbers, where XLA does not know them."""
+
+    def barrier(_: Any) -> list[Any]:
+        return jax.lax.optimization_barrier(starts)
+
+    def numbers(_: Any) -> list[Any]:
+        return [jnp.int32(start) for start in starts]
+
+    def either(vector: jax.Array) -> list[Any]:
+        return jax.lax.cond(vector[0] == 0, numbers, numbers, vector)
+
+    if jax.__version_info__ >= (0, 11):
+        return barrier(vector)
+    # On CPUs XLA looked through a barrier. It does not see that two branches give the same.
+    return jax.lax.platform_dependent(vector, cpu=either, default=barrier)
 
 
 def _addable(leaf: Any) -> tuple[Any, Any, str | None]:
