@@ -570,6 +570,20 @@ def test_what_keep_best_needs_is_said(tmp_path):
         trainer.evaluate(scores, state, DATA, global_batch=64)
 
 
+def test_a_test_phase_that_is_not_made_or_keeps_nothing_is_said_once(tmp_path):
+    """Lies: `evaluate=` that is never called; a run that ends, and its best state is missing."""
+    trainer = make_trainer(1, run_dir=tmp_path / "best", keep_best="loss", best="min", hooks=[])
+    given = {"steps": 2, "evaluate": lambda state: {"loss": 1.0}}
+    with pytest.warns(mt.MultitowerWarning) as seen:
+        trainer.fit(PARAMS, batches, evaluate_every=1, **given)
+    assert len(seen) == 1
+    assert "keep_best='loss': the test phase did not call trainer.evaluate" in str(seen[0].message)
+    trainer = make_trainer(1, hooks=[])
+    with pytest.warns(mt.MultitowerWarning, match="without evaluate_every=: this fit makes no"):
+        trainer.fit(PARAMS, batches, **given)
+    trainer.fit(PARAMS, batches, evaluate_every=0, **given)
+
+
 def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undisturbed):
     make_trainer(1, run_dir=tmp_path, checkpoint_every=20).fit(PARAMS, batches, steps=40)
     (tmp_path / "checkpoints" / "40" / "about" / "metadata").unlink()

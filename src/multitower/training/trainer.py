@@ -259,7 +259,7 @@ class Trainer:
         allow_changes: bool = False,
         about: Mapping[str, Any] | None = None,
         evaluate: Callable[[TrainState], Any] | None = None,
-        evaluate_every: int = 0,
+        evaluate_every: int | None = None,
     ) -> TrainState:
         """Trains until `steps` updates have been made, from the start or from a checkpoint.
 
@@ -288,9 +288,10 @@ class Trainer:
             about: JSON values to keep with every checkpoint, such as the configuration.
             evaluate: the test phase, a function that is called with the state; usually it calls
                 `Trainer.evaluate`.
-            evaluate_every: steps from one test phase to the next; 0 for none. A run that is resumed
-                at the step of a test phase begins with this phase, which may not have been made
-                before. A finished run does not repeat its last one.
+            evaluate_every: steps from one test phase to the next; 0 for none, which is also the
+                default, with a warning if `evaluate` is given. A run that is resumed at the step of
+                a test phase begins with this phase, which may not have been made before. A finished
+                run does not repeat its last one.
 
         Returns:
             The state after the last step, also if the run ended early. `restore(best=True)` reads
@@ -331,7 +332,10 @@ class Trainer:
         self._loss.check_extras(model_state, rng, "trainer.fit(..., ")
         steps = steps_of_run(steps, epochs, steps_per_epoch, batches)
         if not evaluate_every:
-            check_no_test_phase(self._best, self._early_stopping)
+            is_forgotten = evaluate is not None and evaluate_every is None
+            check_no_test_phase(self._best, self._early_stopping, is_forgotten=is_forgotten)
+        elif self._best is not None and callable(evaluate):
+            evaluate = self._best.watched(evaluate)
         warn_of_a_last_meeting(steps, self._options["sync_every"])
         if self._profile is not None:
             from multitower.training.profile import check_profile  # noqa: PLC0415 (likewise)
@@ -341,7 +345,7 @@ class Trainer:
             hosts_of_all()  # a process that fails later can then name the host of a missing one
         self.stopped = None
         how = Resume(steps, resume, allow_previous, allow_changes)
-        call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every)
+        call = FitCall(batches, steps_per_epoch, how, about or {}, evaluate, evaluate_every or 0)
         state = self.step.init(params, model_state=model_state, rng=rng)
         given = (self._settings, self.step.untrained)
         run = describe_run(self._optimizer, state.params_shapes(), *given)

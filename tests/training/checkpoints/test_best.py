@@ -1,6 +1,7 @@
 """The best state: kept by its score alone, whatever comes after it."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import optax
@@ -19,9 +20,11 @@ def test_only_a_better_score_replaces_the_best(mode, sign, tmp_path):
     assert best.scores() is None
     offers = [(math.nan, False), (3.0, True), (4.0, False), (math.nan, False), (3.0, False)]
     offers += [(2.0, True), (2.5, False)]
+    warning = pytest.warns(mt.MultitowerWarning, match="keep_best='score': the score is NaN")
     for number, (score, is_kept) in enumerate(offers, start=1):
         scores = {"score": sign * score, "other": float(number)}
-        assert best.offer(number, step.init(np.float32(number)), scores) == is_kept, number
+        with warning if number == 1 else nullcontext():  # the lie: a NaN that nobody hears of
+            assert best.offer(number, step.init(np.float32(number)), scores) == is_kept, number
     assert best.scores() == (6, {"score": sign * 2.0, "other": 6.0})
     with mt.Checkpoints(tmp_path / "best", read_only=True) as checkpoints:
         assert float(checkpoints.restore(like=step.init(np.float32(0))).state.params) == 6

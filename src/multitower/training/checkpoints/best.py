@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from multitower.errors import RunError, warn
 from multitower.processes.together import of_first
@@ -16,7 +17,8 @@ _TURNED_AROUND = {"neg", "negative", "minus"}
 _STEP = "step"
 
 
-class BestCheckpoint(NamedTuple):
+@dataclass
+class BestCheckpoint:
     """Keeps the best state so far; the old one is deleted when the better one is complete.
 
     Attributes:
@@ -40,6 +42,22 @@ class BestCheckpoint(NamedTuple):
     directory: Path
     metric: str
     mode: Literal["max", "min"]
+    _num_offers: int = field(default=0, init=False)
+    _has_warned: bool = field(default=False, init=False)
+
+    def watched(self, test_phase: Callable[[TrainState], Any]) -> Callable[[TrainState], None]:
+        """A test phase that warns, once, if it offers no state."""
+
+        def watched_phase(state: TrainState) -> None:
+            before = self._num_offers
+            test_phase(state)
+            if self._num_offers == before:
+                self._warn(
+                    "the test phase did not call trainer.evaluate, which passes the scores on, so "
+                    "its state is not kept. Call it in evaluate=."
+                )
+
+        return watched_phase
 
     def offer(
         self,
@@ -63,11 +81,16 @@ class BestCheckpoint(NamedTuple):
             RunError: the scores, or those of the best state so far, lack `metric`.
             CheckpointError: the state cannot be written, or the kept one cannot be read.
         """
+        self._num_offers += 1
         check_score(self.metric, scores)
+        if math.isnan(scores[self.metric]):
+            self._warn(
+                "the score is NaN, and such a state is not kept as the best. Check the metrics of "
+                "the test phase: a mean over no rows is NaN, for example."
+            )
+            return False
         kept = self._kept()
         if kept is not None and not self._is_better(scores[self.metric], kept[1]):
-            return False
-        if math.isnan(scores[self.metric]):
             return False
         # The newest checkpoint must have the highest number. A run that is resumed from an earlier
         # step, or scored again on other data, may find a better state at a lower step.
@@ -84,6 +107,11 @@ class BestCheckpoint(NamedTuple):
         """
         kept = self._kept()
         return None if kept is None else (kept[1].get(_STEP, kept[0]), kept[1]["scores"])
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(f"keep_best={self.metric!r}: {why}")
 
     def _kept(self) -> tuple[int, dict[str, Any]] | None:
         """The number under which the best state is kept, and what was saved with it."""
@@ -133,5 +161,5 @@ def check_score(metric: str, scores: Iterable[str], option: str = "keep_best") -
     if metric not in scores:
         raise RunError(
             f"{option}={metric!r}: the test phase has no such score. It has: "
-            f"{', '.join(sorted(scores)) or 'none'}."
+            f"{', '.join(sorted(scores)) or 'none that is one number'}."
         )

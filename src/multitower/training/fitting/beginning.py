@@ -121,8 +121,15 @@ def begin_at(
     return first, state, saved
 
 
-def check_no_test_phase(best: BestCheckpoint | None, early_stopping: EarlyStopping | None) -> None:
+def check_no_test_phase(
+    best: BestCheckpoint | None, early_stopping: EarlyStopping | None, *, is_forgotten: bool
+) -> None:
     """Checks options that need scores, for a run without a test phase: warns of `keep_best`.
+
+    Args:
+        best: the best checkpoint; None if none is kept.
+        early_stopping: as for `Trainer`.
+        is_forgotten: whether `evaluate` is given and `evaluate_every` is not.
 
     Raises:
         ArgumentError: `early_stopping` is given.
@@ -132,6 +139,12 @@ def check_no_test_phase(best: BestCheckpoint | None, early_stopping: EarlyStoppi
             f"keep_best={best.metric!r}: this fit makes no test phase, and no state is kept unless "
             "you call trainer.evaluate yourself. Pass fit(evaluate=..., evaluate_every=...), with "
             "a function that calls trainer.evaluate."
+        )
+    elif is_forgotten and early_stopping is None:
+        warn(
+            "fit(evaluate=...) without evaluate_every=: this fit makes no test phase. Pass the "
+            "number of steps from one test phase to the next, such as evaluate_every=100, or "
+            "evaluate_every=0 if you want none."
         )
     if early_stopping is not None:
         raise ArgumentError(
