@@ -5,6 +5,8 @@ first words of `message` name what was given, the last ones the way out.
 """
 
 import functools
+from collections import UserDict
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,11 @@ OPAQUE_SAM = optax.contrib.sam(SGD, optax.sgd(0.05), opaque_mode=True, reset_sta
 LOOKAHEAD = optax.lookahead(SGD, 2, 0.5)
 FAST_AND_SLOW = optax.LookaheadParams.init_synced(jnp.ones(3))
 WITH_PHASE = optax.GradientTransformationExtraArgs(lambda params: (), with_phase)
+
+
+@dataclass
+class Rows:
+    x: np.ndarray
 
 
 class Keras:
@@ -200,6 +207,29 @@ WRONG = {
         lambda: parallel(add_one, 3.0),
         mt.BatchError,
         "no array to split.*asarray",
+    ),
+    "a key alone": (
+        lambda: step(losses, W, jax.random.key(0)),
+        mt.BatchError,
+        r"batch has a key and no array.*no rows.*jax.random.split\(key, n\)",
+    ),
+    **{
+        f"a mapping that is no pytree, {name}": (
+            use,
+            mt.ArgumentError,
+            rf"^{given} is a UserDict, which is not a pytree. Pass dict\({given}\)",
+        )
+        for name, given, use in (
+            ("in a step", "batch", lambda: step(losses, W, UserDict(x=X))),
+            ("as parameters", "w", lambda: grads(losses, UserDict(w=W))),
+            ("scored", "data", lambda: mt.evaluate(losses, W, UserDict(x=X), global_batch=5)),
+            ("in a run", "batch", lambda: TRAINER.fit(W, lambda _: iter([UserDict(x=X)]), steps=1)),
+        )
+    },
+    "a dataclass that is no pytree": (
+        lambda: parallel(add_one, Rows(X)),
+        mt.ArgumentError,
+        "^x is a Rows, which is not a pytree.*register_dataclass",
     ),
     "a string in the batch": (
         lambda: step(losses, W, {"x": X, "id": "a"}),

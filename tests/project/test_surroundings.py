@@ -180,6 +180,23 @@ def test_a_forgotten_array_is_told(towers):
     assert any("name its variable too, as in in_axes={'x'" in one for one in told.value.__notes__)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "given", "note"),
+    [
+        (lambda x, n: x[:, : int(n)], (X[:, None], 2), "close over it, functools.partial"),
+        (lambda x, n: x.reshape(-1, n), (X, 1), "close over it, functools.partial"),
+        (lambda x, n: x * np.asarray(x), (X, 1), "those of jax.numpy"),
+        (lambda x, n: x if (x > n).all() else -x, (X, 1), "jnp.where"),
+        (lambda key, n: jax.random.normal(key, (n,)), (np.uint32([0, 1]), 1), "counts as two rows"),
+    ],
+)
+def test_a_value_that_python_needs_is_told_what_to_do(wrong, given, note):
+    """Lie: JAX's words about a tracer, or words about rows, where a number cannot be traced."""
+    with pytest.raises(Exception, match=r"concrete|traced|key data") as told:
+        mt.make_parallel(wrong, (0, None), devices=2)(*given)
+    assert any(note in one for one in told.value.__notes__)
+
+
 def test_a_state_of_the_rows_is_told_where_it_belongs():
     """Lie: JAX's words about shapes, and no word about a recurrent network's carry."""
     step = mt.train_step(

@@ -44,7 +44,7 @@ from multitower.functions.ratio import (
 )
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
-from multitower.towers.refusals import is_state_of_linen, refuse_holder
+from multitower.towers.refusals import is_state_of_linen, refuse_holder, refuse_mapping
 from multitower.towers.rows import Split, Tower
 
 
@@ -290,7 +290,9 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
         is_number = isinstance(leaf, int | float | complex)
         dtype = jnp.result_type(leaf) if is_number else getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.inexact):
-            refuse_holder(leaf, lambda path=path: f"{name()}{jax.tree_util.keystr(path)}")
+            where = lambda path=path: f"{name()}{jax.tree_util.keystr(path)}"
+            refuse_holder(leaf, where)
+            refuse_mapping(leaf, where)
             if is_state_of_linen(tree):
                 raise ArgumentError(
                     f"{name()} is a {type(tree).__name__}, which holds an optimizer and its state, "

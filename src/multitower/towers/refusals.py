@@ -1,6 +1,7 @@
 """Refuses what can neither be cut into towers nor shared, and says what to pass instead."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -84,10 +85,26 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
             "mt.shard, with the same towers= and devices=, and the function what these return."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        refuse_mapping(leaf, where)
         raise ArgumentError(
             f"{where()} is {shown(leaf)}: towers take arrays and numbers. Convert it with "
             "numpy.asarray, or close over it with functools.partial."
         )
+
+
+def refuse_mapping(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses a mapping or a dataclass that JAX takes for one leaf.
+
+    Raises:
+        ArgumentError: the leaf is one; the message says how to make a pytree of it.
+    """
+    if isinstance(leaf, Mapping):
+        how = f"Pass dict({where()})."
+    elif dataclasses.is_dataclass(leaf):
+        how = "Register its class once, with jax.tree_util.register_dataclass, or pass a dict."
+    else:
+        return
+    raise ArgumentError(f"{where()} is a {type(leaf).__name__}, which is not a pytree. {how}")
 
 
 def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:

@@ -263,17 +263,21 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
 
 
 def _nothing_to_split(name: str | Names, has_key: bool) -> BatchError:
-    if has_key and not isinstance(name, str):
+    given = name if isinstance(name, str) else "the call"
+    if has_key:
+        text = (
+            f"{given} has a key and no array to split: a key alone has no rows. For n draws pass n "
+            "keys, jax.random.split(key, n), and draw with jax.vmap(draw)(keys)."
+        )
+        if isinstance(name, str):
+            return BatchError(text)
         return BatchError(
-            "the call has a key and no array to split: a key alone has no rows. For n draws pass n "
-            "keys, jax.random.split(key, n), and draw with jax.vmap(draw)(keys). If the function "
-            "closes over its rows, it must take them as an argument; or tell mt.value_and_grad the "
-            "name of its variable, such as in_axes={'batch': 0}."
+            f"{text} If the function closes over its rows, it must take them as an argument; or "
+            "tell mt.value_and_grad the name of its variable, such as in_axes={'batch': 0}."
         )
     text = (
-        f"{name if isinstance(name, str) else 'the call'} has no array to split: its leaves are "
-        "numbers, 0-d arrays or shared. Pass the rows as arrays with at least one axis, np.asarray "
-        "of a list"
+        f"{given} has no array to split: its leaves are numbers, 0-d arrays or shared. Pass the "
+        "rows as arrays with at least one axis, np.asarray of a list"
     )
     if isinstance(name, str):
         return BatchError(f"{text}.")

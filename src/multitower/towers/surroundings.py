@@ -29,15 +29,12 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             f'{_OWN[0]}". Write that, or drop the axis.'
         ) from error
     except Exception as error:
-        note = (
-            f"multitower called this function with the rows of one tower, {tower_rows} of the "
-            "batch's. An array that it closes over is whole in every tower: if it has one entry "
-            "per row, make it an argument, or name its variable too, as in in_axes={'x': 0, "
-            "'y': 0}. A number of rows that is written into the function, or more of them than a "
-            "tower has (reshape, top_k), fails here: take it from the argument, x.shape[0], or use "
-            "fewer towers. So does a state with one entry per row of the batch, such as an RNN's "
-            "carry: make it an argument of mt.value_and_grad, and return it in aux."
-        )
+        if isinstance(error, _NEEDS_A_VALUE) or "concrete values" in str(error):
+            note = _OF_A_TRACED_VALUE
+        elif "PRNG key data" in str(error):
+            note = _OF_A_KEY
+        else:
+            note = _OF_ROWS.format(tower_rows)
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
@@ -91,6 +88,32 @@ def refuse_disabled_jit() -> None:
 
 
 _OWN = ("towers",)
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,  # also of a condition
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_OF_A_TRACED_VALUE = (
+    "multitower compiles this function, as jax.jit does, so its arguments have no value while it "
+    "is traced, numbers among them. A number that Python needs, such as a size, must not be an "
+    "argument: close over it, functools.partial(fn, n=3). For a condition on values write "
+    "jnp.where, for NumPy's functions those of jax.numpy, and return what you want to see as a "
+    "metric (aux) instead of calling float() or .item()."
+)
+_OF_A_KEY = (
+    "A key of jax.random.PRNGKey counts as two rows if multitower finds no other rows in the call. "
+    "Pass it beside the rows; or, for n draws, pass jax.random.split(key, n), and draw with "
+    "jax.vmap(draw)(keys)."
+)
+_OF_ROWS = (
+    "multitower called this function with the rows of one tower, {} of the batch's. An array that "
+    "it closes over is whole in every tower: if it has one entry per row, make it an argument, or "
+    "name its variable too, as in in_axes={{'x': 0, 'y': 0}}. A number of rows that is written "
+    "into the function, or more of them than a tower has (reshape, top_k), fails here: take it "
+    "from the argument, x.shape[0], or use fewer towers. So does a state with one entry per row of "
+    "the batch, such as an RNN's carry: make it an argument of mt.value_and_grad, and return it in "
+    "aux."
+)
 _PLAIN = {
     "grad": "jax.grad",
     "value_and_grad": "jax.value_and_grad",

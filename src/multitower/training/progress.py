@@ -188,6 +188,6 @@ def epoch_of(step: int, steps_per_epoch: Any) -> float | None:
 def num_rows_of(batch: Any) -> int:
     """The rows of a batch of arrays, `TowerRows` or `LazyRows`; 0 if it has none."""
     leaves = jax.tree.leaves(batch)
-    counts = (leaf.shape[0] for leaf in leaves if np.ndim(leaf))
+    counts = (leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ()))
     lazy = (leaf.num_rows for leaf in leaves if isinstance(leaf, LazyRows))
     return max((*counts, *lazy), default=0)

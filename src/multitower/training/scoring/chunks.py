@@ -1,7 +1,7 @@
 """Chunks: the rows of a data set, or of an iterator of batches, `global_batch` at a time."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -39,7 +39,8 @@ def is_iterator(data: Any) -> bool:
     if isinstance(data, Iterator):
         return True
     is_leaf = jax.tree.structure(data) == jax.tree.structure(0)
-    return is_leaf and isinstance(data, Iterable) and not hasattr(data, "shape")
+    is_batch = isinstance(data, Mapping) or hasattr(data, "shape")
+    return is_leaf and isinstance(data, Iterable) and not is_batch
 
 
 def chunks(
