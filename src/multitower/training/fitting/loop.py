@@ -73,7 +73,9 @@ class Loop(NamedTuple):
                     saved = self._save_before_error(number, first, state)
                     raise RunError(
                         f"the batches ran out after step {number} of {last}: batches(first) "
-                        f"must return an iterator that does not end before the run. {saved}".strip()
+                        "must return an iterator that does not end before the run. For a loader "
+                        "that ends after an epoch, yield its batches again: while True: yield from "
+                        f"loader. {saved}".strip()
                     )
                 num_rows = call.num_rows
                 profile.before(number, len(num_rows), state)
