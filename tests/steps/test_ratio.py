@@ -92,10 +92,8 @@ def test_weights_that_are_drawn_by_towers_of_a_model_in_parts(num_towers, option
     # totals; the weights of one ratio in the place of another's.
     each = -(-12 // num_towers)
     draw = lambda key: 1 + jax.random.uniform(key, (each,))
-    key, params = (
-        jax.random.key(3),
-        {"in": np.eye(64, dtype=np.float32), "out": PARAMS[0] * np.ones(64, np.float32)},
-    )
+    key = jax.random.key(3)
+    params = {"in": np.eye(64, dtype=np.float32), "out": -np.ones(64, np.float32)}
 
     def loss(params, batch, drawn):
         wrong = (jnp.tanh(batch["x"].reshape(-1, 12) @ params["in"][:12]) @ params["out"] - 1) ** 2
