@@ -165,15 +165,34 @@ def test_a_loop_gathers_one_layer_at_a_time():
     }
 
 
-def test_a_loop_that_uses_a_layer_twice_keeps_none():
+def twice(h, w):
+    return jnp.tanh(h @ w) @ w[:, ::-1]
+
+
+def turned(h, w):
+    w = w.T
+    return jnp.tanh(h @ w) @ w
+
+
+def loop_in_a_loop(h, w):
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, jnp.ones((3, 6)))[0]
+
+
+@pytest.mark.parametrize("layer", [twice, jax.jit(twice), turned, loop_in_a_loop])
+def test_a_loop_that_uses_a_layer_twice_keeps_none(layer):
     # The lie: one gather in a turn, and the whole stack kept for the backward pass.
-    turn = lambda h, w: (jnp.tanh(h @ w) @ w[:, ::-1], None)
-    loop = only("layers", lambda w, rows: jax.lax.scan(turn, jnp.ones((2, 6)), w)[0].sum())
-    found = collectives(loop, {"layers": PARAMS["layers"]}, ROWS)
+    turn = lambda h, w: (layer(h, w), None)
+    loss = lambda w, rows: (jax.lax.scan(turn, rows[:, :1] + jnp.ones(6), w)[0] ** 2).sum()
+    loop, given = only("layers", loss), {"layers": PARAMS["layers"]}
+    found = collectives(loop, given, ROWS)
     assert found[("f32[6,6]", "all_gather")] == 2
     assert found[("f32[6,3]", "reduce_scatter")] == 1
-    (outer,) = jax.make_jaxpr(loop)({"layers": PARAMS["layers"]}, ROWS).eqns
+    (outer,) = jax.make_jaxpr(loop)(given, ROWS).eqns
     assert "f32[4,6,6]" not in str(outer.params["jaxpr"])
+    gradients = jax.jit(jax.grad(loss))(given["layers"], ROWS)
+    np.testing.assert_allclose(
+        jax.jit(loop)(given, ROWS)[2]["layers"], gradients, rtol=1e-3, atol=1e-5
+    )
 
 
 def test_16_bits_are_sent_and_gradients_are_added_in_32():

@@ -159,6 +159,15 @@ def test_argnums_and_in_axes_as_in_jax(towers):
         assert_close(found, jax.jit(jax.value_and_grad(mean_of(loss), argnums))(*args))
 
 
+def test_one_axis_of_rows_for_all_arguments():
+    # The lie: rows along the first axis, of which some arrays have as many.
+    loss = lambda w, x, y, scale: (w @ x + y.sum((0, 1))) ** 2 * scale
+    w, x, y = np.ones(5, np.float32), np.arange(25.0).reshape(5, 5), np.ones((5, 2, 5))
+    args = (w, x.astype(np.float32), y.astype(np.float32), 2.0)
+    found = mt.value_and_grad(loss, in_axes=-1, devices=2, towers=3)(*args)
+    assert_close(found, jax.value_and_grad(mean_of(loss))(*args))
+
+
 @pytest.mark.parametrize(
     ("num_rows", "towers"),
     [

@@ -65,6 +65,14 @@ def test_fewer_rows_than_towers_and_a_tower_for_each_replica(num_rows):
                                                      rows[:, 0]))  # fmt: skip
 
 
+def test_rows_and_constants_that_are_results_as_they_are():
+    # The lie: what no stage computes comes from another tower, or as another result.
+    net = lambda w, x: (mt.cut(x.reshape(3, 4) @ w) @ w, x, np.arange(3, dtype=np.int32))
+    infer = mt.make_parallel(net, in_axes=(None, 0), towers=4, stages=2, devices=2)
+    w = np.asarray(WEIGHTS[0])
+    close(infer(w, X), (X @ w @ w, X, np.tile(np.arange(3, dtype=np.int32), 4)))
+
+
 def test_no_marks_calls_in_calls_and_a_number_that_is_closed_over():
     factor = 3.0
 

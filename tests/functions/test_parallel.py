@@ -290,6 +290,15 @@ def test_law_l3_in_a_with_block(setting):
     assert found[0] == found[1]
 
 
+def test_in_axes_in_a_list_as_in_vmap():
+    x, y = np.arange(14.0).reshape(2, 7), np.arange(21.0).reshape(1, 3, 7)
+    add = lambda pair, w: (w @ pair[0] + pair[1].sum((0, 1)), pair[0])
+    w, towers = np.array([1.0, 2.0]), {"towers": 3, "devices": 2}
+    run = mt.make_parallel(add, in_axes=[[1, -1], None], out_axes=(0, -1), **towers)
+    for found, expected in zip(run([x, y], w), add([x, y], w), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_python_number_takes_the_dtype_of_the_rows(devices):
     """Lie: the program of the call before, whose number was a float32."""

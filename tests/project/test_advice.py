@@ -24,6 +24,7 @@ TARGET = [
     {"b": np.ones(4, np.float32), "w": np.ones((3, 4), np.float32)},
     {"b": np.ones(8, np.float32), "w": np.ones((4, 8), np.float32)},
 ]
+WITH_CLASSES = {"y": Y, "classes": CLASSES}
 batch = {"x": X, "y": Y}  # a global variable, as in a notebook
 
 
@@ -45,6 +46,10 @@ def of_global(params):
 
 def weighted_batch(params, batch, classes=None):
     return of_batch(params, batch) * (batch["classes"] if classes is None else classes).sum()
+
+
+def weighted_by_two(params, batch, other):
+    return weighted_batch(params, batch) * other["y"] * other["classes"].sum()
 
 
 def predict(params, x):
@@ -162,6 +167,30 @@ ADVICE = {
             W,
             {**batch, "classes": CLASSES},
             in_axes=(None, {"classes": None, "x": 0, "y": 0}),
+        ),
+    ),
+    "rows differ, inside two arguments": (
+        lambda: grads(weighted_by_two, W, {**batch, "classes": CLASSES}, WITH_CLASSES),
+        "batch['classes'] has 5 rows and batch['x'] has 8: all split arrays need the same number "
+        "of rows. If every tower needs the whole of batch['classes'] and other['classes']: "
+        "in_axes=(None, {'classes': None, 'x': 0, 'y': 0}, {'classes': None, 'y': 0}).",
+        lambda: grads(
+            weighted_by_two,
+            W,
+            {**batch, "classes": CLASSES},
+            WITH_CLASSES,
+            in_axes=(None, {"classes": None, "x": 0, "y": 0}, {"classes": None, "y": 0}),
+        ),
+    ),
+    "rows differ, inside an argument beside rows": (
+        lambda: grads(weighted, W, X, {"y": Y, "z": Y, "classes": CLASSES}),
+        "whole of weights['classes']: in_axes=(None, 0, {'classes': None, 'y': 0, 'z': 0}).",
+        lambda: grads(
+            lambda params, x, weights: weighted(params, x, weights["classes"]),
+            W,
+            X,
+            {"y": Y, "z": Y, "classes": CLASSES},
+            in_axes=(None, 0, {"classes": None, "y": 0, "z": 0}),
         ),
     ),
     "rows differ, in a second set of weights": (

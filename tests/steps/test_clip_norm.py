@@ -160,7 +160,6 @@ def test_a_norm_of_zero_is_no_division_by_zero():
         np.testing.assert_array_equal(state.params["w"], np.ones(5))
 
 
-@pytest.mark.slow
 def test_complex_parameters():
     """Lie: a move of the right length in another direction, as by a norm of the real part."""
     fun = lambda p, x: jnp.abs(p * x) ** 2

@@ -158,6 +158,34 @@ def test_states_go_from_one_way_to_the_other(looped, single):
         make(**{**RICH, "devices": 1}, steps_per_call=4)(state, BATCHES[:1])
 
 
+def test_a_replay_in_numpy_with_metrics_that_a_loss_averages_itself():
+    # The lies: a sum of the towers' means; the metric of one tower; a meeting that is left out.
+    def loss(w, x):
+        return (w * x - 1) ** 2, {"w": w, "x": x.mean()}
+
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    step = mt.train_step(
+        loss, optax.sgd(0.1), devices=2, sync_every=2, steps_per_call=4, outer_optimizer=outer
+    )
+    batches = [one["x"].ravel()[:8] for one in BATCHES if len(one["x"]) == 8][:5]
+    state, w, own, velocity, expected = step.init(np.float32(0.5)), 0.5, [0.5] * 2, 0.0, []
+    for number, x in enumerate(np.array(batches, float).reshape(5, 2, 4), start=1):
+        errors = [w * rows - 1 for w, rows in zip(own, x, strict=True)]
+        expected.append({"loss": np.square(errors).mean(), "w": np.mean(own), "x": x.mean()})
+        own = [w - 0.2 * np.mean(e * rows) for w, e, rows in zip(own, errors, x, strict=True)]
+        if number % 2 == 0:
+            moved = w - np.mean(own)
+            velocity = moved + 0.9 * velocity
+            w -= 0.7 * (moved + 0.9 * velocity)
+            own = [w] * 2
+    state, found = by_call(step, state, batches, [4, 1])
+    for name, values in found.items():
+        wanted = [one[name] for one in expected]
+        np.testing.assert_allclose(values, wanted, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(state.params, w, rtol=1e-5)
+    np.testing.assert_allclose(state.local.params, own, rtol=1e-5)
+
+
 def test_what_is_written_into_a_state_is_that_of_every_tower():
     outcomes = []
     for options in ({}, {"steps_per_call": 2}):

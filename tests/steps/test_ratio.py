@@ -1,11 +1,13 @@
 """mt.ratio and reduction="sum" in train_step and in evaluations: exact for any rows and towers."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import multitower as mt
+from tower_keys import tower_key
 
 WAYS = {
     "fast": {"devices": 2},
@@ -78,6 +80,41 @@ def test_a_masked_loss_and_its_metrics(options):
         assert set(metrics) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("num_towers", "options"),
+    [(2, {"shard_params": True}), (2, {"shard_update": True}), (4, {"towers": 4, "stages": 2})],
+    ids=["shard_params", "shard_update", "stages"],
+)
+def test_weights_that_are_drawn_by_towers_of_a_model_in_parts(num_towers, options):
+    # The lies: weights of one tower, of rows that only fill up, or drawn with another key than the
+    # totals; the weights of one ratio in the place of another's.
+    each = -(-12 // num_towers)
+    draw = lambda key: 1 + jax.random.uniform(key, (each,))
+    key = jax.random.key(3)
+    params = {"in": np.eye(64, dtype=np.float32), "out": -np.ones(64, np.float32)}
+
+    def loss(params, batch, drawn):
+        wrong = (jnp.tanh(batch["x"].reshape(-1, 12) @ params["in"][:12]) @ params["out"] - 1) ** 2
+        weight = batch["scale"] * batch["mask"].sum(1) * drawn
+        return mt.ratio(wrong * weight, weight) - 0.5 * mt.ratio(wrong, drawn) + 0.1
+
+    step = mt.train_step(
+        lambda params, batch, *, rng: loss(params, batch, draw(rng)), optax.sgd(0.1), devices=2,
+        global_batch=12, **options,
+    )  # fmt: skip
+    state, expected = step.init(params, rng=key), params
+    for number, batch in enumerate(BATCHES[:2]):
+        batch = {**batch, "scale": np.float32(3)}
+        keys = [tower_key(jax.random.fold_in(key, number), tower) for tower in range(num_towers)]
+        drawn = jnp.concatenate([draw(one) for one in keys])[: len(batch["x"])]
+        total, gradients = jax.value_and_grad(loss)(expected, batch, drawn)
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, gradients)
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], total, rtol=1e-5)
+        for name, leaf in expected.items():
+            np.testing.assert_allclose(state.params[name], leaf, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

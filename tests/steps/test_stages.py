@@ -17,6 +17,7 @@ from multitower.steps.staged.update import may_be_split
 from multitower.steps.state.replicas import check_replicas
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
+from trees import assert_close
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(3, 8, 4)).astype(np.float32)
@@ -457,6 +458,47 @@ def test_state_that_never_changes_is_where_its_parameter_is():
     assert set(state.parts().head.opt_state) == {0, 7, 8, 9}  # counts and rates
     one, _ = train(make(optimizer=optimizer, devices=1), batches=X[:2])
     assert mt.fingerprint(one) == mt.fingerprint(state)
+
+
+def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
+    # The lies: another stage's layers, or their first weights or squares; a cast that is made in
+    # one stage alone.
+    stacked = {"layers": STACKED["layers"][:4], "head": STACKED["head"], "shift": WEIGHTS[0][:1]}
+    optimizer = optax.chain(optax.trace(0.9), KEEPS_FIRST, optax.scale(-0.1))
+
+    def loss(params, batch):
+        shift = params["shift"].T[:, 0]
+        layer = lambda h, w: (jnp.tanh(h @ w) + h, None)
+        h, _ = jax.lax.scan(layer, batch + shift, params["layers"])
+        return (h @ params["head"] + shift.sum()) ** 2
+
+    @jax.jit
+    def plain(params, opt_state, average, batch):
+        total, gradients = jax.value_and_grad(lambda p: loss(p, batch).mean())(params)
+        norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
+        gradients = jax.tree.map(lambda g: g * 0.5 / norm, gradients)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+        return (params, opt_state, average), {"loss": total, "gradient_norm": norm}
+
+    step = make(
+        loss, optimizer, stages=2, devices=2, towers=2, clip_norm=0.5, ema_decay=0.9,
+        diagnostics=True, extra_metrics=["gradient_norm"],
+    )  # fmt: skip
+    state, expected = step.init(stacked), (stacked, optimizer.init(stacked), stacked)
+    for batch in X[:2]:
+        state, metrics = step(state, batch)
+        expected, wanted = plain(*expected, batch)
+        assert wanted["gradient_norm"] > 0.5
+        assert metrics["finite_params"].tolist() == [True] * 3
+        found = (state.params, state.opt_state, state.ema_params)
+        assert_close((found, {name: metrics[name] for name in wanted}), (expected, wanted), 2e-4)
+    assert [block.params[1].shape for block in state.parts().blocks[0]] == [(2, 4, 4)] * 2
+    assert state.opt_state[1]["first"]["shift"].devices() == state.params["shift"].devices()
+    made, _ = step(step.init(lambda: jax.tree.map(jnp.positive, stacked)), X[0])
+    given, _ = step(step.init(stacked), X[0])
+    assert mt.fingerprint(made) == mt.fingerprint(given)
 
 
 def _over_their_number(updates, state, params=None):

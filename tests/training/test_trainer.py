@@ -368,6 +368,28 @@ def test_a_device_with_other_bits_is_named(towers):
         check_replicas(state.replace(params={"w": broken}))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (jnp.complex64([1 + 2j]), jnp.complex64([1 + 3j])),
+        (jnp.complex64([1 + 2j]), jnp.complex64([2 + 1j])),
+        (jnp.bfloat16([1, 2]), jnp.bfloat16([2, 1])),
+        (jnp.array([True, False]), jnp.array([False, True])),
+        (jax.random.key(0), jax.random.key(1)),
+    ],
+    ids=["complex", "complex, exchanged", "bfloat16", "bool", "key"],
+)
+def test_other_bits_of_every_kind_are_found(first, second):
+    # The lies: a sum that takes the real part alone, or in which numbers may change places.
+    state = mt.train_step(losses, optax.sgd(0.1), devices=2).init(PARAMS)
+    like = state.params["w"].sharding
+    arrays = [jax.device_put(one, d) for one, d in zip((first, second), mt.devices(2), strict=True)]
+    broken = jax.make_array_from_single_device_arrays(first.shape, like, arrays)
+    with pytest.raises(mt.StateError, match=r"cpu:1 holds .* state\.params than cpu:0"):
+        check_replicas(state.replace(params=broken))
+    check_replicas(state.replace(params=jax.device_put(first, like)))
+
+
 def scores(params, batch):
     return {"loss": losses(params, batch)}
 

@@ -253,7 +253,7 @@ def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:
         return found[:num_carried], found[num_carried:]
 
     own = [num_fixed + at for at, value in enumerate(stacked) if isinstance(value, Shard)]
-    if _is_any_reused(inner.jaxpr, own):
+    if _is_any_kept(inner.jaxpr, own):
         # A layer that is gathered once per turn would be kept from every turn: the whole stack.
         body = jax.checkpoint(body, policy=_is_no_leaf, prevent_cse=False)
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
@@ -261,24 +261,28 @@ def _scanned(equation: Any, given: list[Any]) -> Sequence[Any]:
     return [*last, *every]
 
 
-def _is_any_reused(jaxpr: Any, numbers: Sequence[int]) -> bool:
-    """Whether a program uses one of these arguments in several places."""
+def _is_any_kept(jaxpr: Any, numbers: Sequence[int]) -> bool:
+    """Whether the backward pass would find one of these arguments whole, and not gather it again.
+
+    So it is if a program uses one in several places, or in a loop or a branch.
+    """
     own = {jaxpr.invars[number] for number in numbers}
-    uses = Counter(a for e in jaxpr.eqns for a in e.invars if not isinstance(a, core.Literal))
-    if any(uses[variable] > 1 for variable in own):
-        return True
-    return any(
-        _is_any_reused(
-            equation.params[_CALLS[equation.primitive.name]].jaxpr,
-            [
-                at
-                for at, atom in enumerate(equation.invars)
-                if not isinstance(atom, core.Literal) and atom in own
-            ],
-        )
-        for equation in jaxpr.eqns
-        if equation.primitive.name in _CALLS
-    )
+    atoms = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    uses = Counter(atom for atom in atoms if not isinstance(atom, core.Literal))
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, equation.invars
+        found = [x for x in enumerate(given) if not isinstance(x[1], core.Literal) and x[1] in own]
+        if any(uses[atom] > 1 for _, atom in found):
+            return True
+        if not found or name in _REMAT or name in _USES:
+            continue
+        if name in _FORMS:
+            own.update(equation.outvars)
+        elif name not in _CALLS or _is_any_kept(
+            equation.params[_CALLS[name]].jaxpr, [at for at, _ in found]
+        ):
+            return True
+    return False
 
 
 def _is_no_leaf(primitive: Any, *_: Any, **params: Any) -> bool:

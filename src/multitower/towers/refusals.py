@@ -43,7 +43,7 @@ def refuse_lists_for_rows(
         raise ArgumentError(
             f"{path_of(tree, wrong[0], name)} is {shown(suspects[wrong[0]])}, in a list, which "
             "cannot be cut into towers: pass rows as an array of numbers (numpy.asarray). If every "
-            f"tower needs the whole of it: {whole_of(tree, wrong[0], name, given_axes, up=1)}."
+            f"tower needs the whole of it: {whole_of(tree, wrong[0], name, given_axes)}."
         )
 
 
@@ -59,7 +59,7 @@ def refuse_numbers_for_rows(
                 f"{name_of(path, name)} is a list of {num_rows} numbers, and the batch has "
                 f"{num_rows} rows: every tower would get all of them. Pass an array, "
                 "numpy.asarray(...), to cut them into towers. If every tower needs all of them: "
-                f"{whole_of(tree, number, name, given_axes, up=1)}."
+                f"{whole_of(tree, number, name, given_axes)}."
             )
         number += len(sub) if is_list(sub) else 1
 
@@ -182,20 +182,19 @@ def name_of(path: Sequence[Any], name: str | Names) -> str:
     return name + jax.tree_util.keystr(tuple(path)) if isinstance(name, str) else name.of(path)
 
 
-def whole_of(tree: Any, number: int, name: str | Names, axes: Any, up: int = 0) -> str:
-    """What to write so that every tower gets the whole of a leaf.
+def whole_of(tree: Any, number: int, name: str | Names, axes: Any) -> str:
+    """What to write so that every tower gets the whole list that a leaf lies in.
 
     Args:
         tree: the tree.
         number: the place of the leaf among the tree's leaves.
         name: the name of the tree, which then has no in_axes; or the names of its leaves.
         axes: the in_axes that were given for the tree.
-        up: 0 for the leaf itself, 1 for the list that it lies in.
     """
     path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
     if isinstance(name, str):
         return taken_out_of(name)
-    return name.whole(path[: len(path) - up], tree, axes)
+    return name.whole(path[:-1], tree, axes)
 
 
 def taken_out_of(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.errors import BatchError
-from multitower.towers.refusals import Names, name_of, path_of, taken_out_of, whole_of
+from multitower.towers.refusals import Names, name_of, path_of, taken_out_of
 
 _SHOWN = 3  # a message names at most so many arrays of an argument
 
@@ -50,24 +50,28 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
         axes: the in_axes that were given for it.
         kinds: for each leaf its kind, as in `Split`; an int is the axis of its rows.
     """
-    error = _argument_differs(tree, name, axes, _arguments(tree, name, kinds))
-    return BatchError(f"{error}{_or_turn(tree, name, kinds)}")
+    # If no argument as a whole has other rows, entries are compared, such as those of a batch.
+    start = 1 if isinstance(name, str) else 2  # a call is (args, kwargs, ...)
+    deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+    levels = (_at(depth, tree, kinds) for depth in range(start, deepest + 1))
+    found = (_arguments_differ(tree, name, axes, arguments) for arguments in levels)
+    return BatchError(f"{next(filter(None, found))}{_or_turn(tree, name, kinds)}")
 
 
-def _argument_differs(
+def _arguments_differ(
     tree: Any, name: str | Names, axes: Any, arguments: Sequence[_Argument]
-) -> str:
+) -> str | None:
     """Names the arguments that seem not to be rows, since others agree on a number of rows."""
     agreeing = [one for one in arguments if one.rows() is not None]
     if not agreeing:
-        return _leaf_differs(tree, name, axes, _merged(arguments))
+        return None
     ranked = Counter(one.rows() for one in agreeing).most_common()
     # If votes are equal, the larger number: a batch has more rows than most weights have inputs.
     num_rows = max(count for count, votes in ranked if votes == ranked[0][1] and count is not None)
     mixed = [one for one in arguments if one.rows() is None and one.may_be_a_batch(num_rows)]
     no_rows = [one for one in arguments if one.rows() != num_rows and one not in mixed]
     if not no_rows:
-        return _leaf_differs(tree, name, axes, _merged(arguments))
+        return None
     other = next(one for one in agreeing if one.rows() == num_rows)
     return (
         f"{_has_rows(tree, name, no_rows)} and {path_of(tree, min(other.counts), name)} has "
@@ -75,14 +79,6 @@ def _argument_differs(
         f"whole of {_in_words([name_of(one.path, name) for one in no_rows])}: "
         f"{_wholes(tree, name, axes, no_rows)}.{_or_else(tree, name, axes, arguments, no_rows)}"
     )
-
-
-def _arguments(tree: Any, name: str | Names, kinds: Sequence[Any]) -> list[_Argument]:
-    start = 1 if isinstance(name, str) else 2  # a call is (args, kwargs, ...)
-    # In one argument alone, such as a batch, its entries are compared.
-    deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
-    levels = [_at(depth, tree, kinds) for depth in range(start, deepest + 1)]
-    return next((found for found in levels if len(found) > 1), levels[-1])
 
 
 def _at(depth: int, tree: Any, kinds: Sequence[Any]) -> list[_Argument]:
@@ -98,25 +94,10 @@ def _at(depth: int, tree: Any, kinds: Sequence[Any]) -> list[_Argument]:
     return list(found.values())
 
 
-def _merged(arguments: Sequence[_Argument]) -> dict[int, int]:
-    return {number: count for one in arguments for number, count in one.counts.items()}
-
-
-def _leaf_differs(tree: Any, name: str | Names, axes: Any, counts: dict[int, int]) -> str:
-    """Names the first leaf whose number of rows is not the most frequent one."""
-    (usual, _), *_ = Counter(counts.values()).most_common()  # the first, if votes are equal
-    first = next(n for n, count in counts.items() if count == usual)
-    other = next(n for n, count in counts.items() if count != usual)
-    return (
-        f"{path_of(tree, other, name)} has {counts[other]} rows and {path_of(tree, first, name)} "
-        f"has {usual}: all split arrays need the same number of rows. If every tower needs the "
-        f"whole of {path_of(tree, other, name)}: {whole_of(tree, other, name, axes)}."
-    )
-
-
 def _has_rows(tree: Any, name: str | Names, no_rows: Sequence[_Argument]) -> str:
     """Such as `q['w'] has 8 rows, q['b'] has 32`: one array for each number of rows."""
-    of_count = {count: n for one in no_rows for n, count in reversed(one.counts.items())}
+    counts = [pair for one in no_rows for pair in one.counts.items()]
+    of_count = {count: n for n, count in reversed(counts)}
     told = [(n, count) for count, n in of_count.items()]
     told.sort()
     texts = [f"{path_of(tree, n, name)} has {count}" for n, count in told[:_SHOWN]]

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import multitower as mt
+from tower_keys import tower_key
 
 WAYS = {
     "fast": {},
@@ -93,6 +94,29 @@ def test_parameters_averages_and_model_state(way):
     for leaf in (state.params["w"], state.model_state["seen"]):
         assert leaf.is_fully_replicated
         assert leaf.sharding.device_set == set(mt.devices(2))
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_a_key_in_the_model_state(towers):
+    def draws(w, x, *, model_state):
+        key = model_state["key"]
+        return w * jax.random.normal(key, (len(x),)), {}, {"key": jax.random.fold_in(key, 1)}
+
+    step = mt.train_step(draws, optax.sgd(1.0), devices=2, towers=towers)
+    towers = towers or 2
+    keys = [jax.random.key(n) for n in (0, 5)]
+    state, _ = step(step.init(np.float32(0), model_state={"key": keys[0]}), ROWS[0])
+    state.model_state["key"] = keys[1]
+    state, _ = step(state, ROWS[0])
+    drawn = [
+        jax.random.normal(tower_key(key, t), (8 // towers,)) for key in keys for t in range(towers)
+    ]
+    np.testing.assert_allclose(state.params, -2 * np.mean(drawn), rtol=1e-5)
+    assert state.model_state["key"] == jax.random.fold_in(keys[1], 1)
+    for other in (jax.random.split(keys[0]), jax.random.key(0, impl="rbg"), jnp.zeros(2, int)):
+        state.model_state["key"] = other
+        with pytest.raises(mt.StateError, match=r"state.model_state\['key'\] is .* keep shape"):
+            step(state, ROWS[0])
 
 
 @every_way

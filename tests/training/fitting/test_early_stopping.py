@@ -131,8 +131,9 @@ def test_patience_in_numbers():
         run = {}
         patience = Patience(mt.EarlyStopping("score", **options), run, {})
         for step, score in enumerate(scores, start=1):
-            patience.see(step, {"score": score})
-            patience.see(step, {"score": 100.0})  # a second evaluation after the same step
+            if score is not None:
+                patience.see(step, {"score": score})
+                patience.see(step, {"score": 100.0})  # a second evaluation after the same step
             if patience.reason():
                 return step
         return None
@@ -143,6 +144,10 @@ def test_patience_in_numbers():
     assert last_step([3, 2, 2, 2], patience=2, best="min") == 4
     assert last_step([float("nan")] * 3, patience=3) == 3
     assert last_step([float("inf"), 1.0, 2.0], patience=2) is None
+    # Test phases that do not compute the score do not count.
+    assert last_step([None, None, 2, 1, None, 1, 1, 1], patience=3) == 7
+    with pytest.raises(mt.RunError, match=r"did not call trainer\.evaluate"):
+        last_step([None] * 3, patience=3)
 
 
 @pytest.mark.slow

@@ -30,6 +30,19 @@ def test_it_equals_the_function_of_all_rows(global_batch, towers):
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
 
 
+def test_a_model_in_stages_with_weights_that_change_between_calls():
+    # The lie: the copies of the call before.
+    fn = lambda w, x, *, model_state: mt.cut(x @ w) * model_state["scale"]
+    w, scale = W.copy(), np.array([2, 4], np.float32)
+    for factor in (1, 4):
+        found = mt.predict(
+            fn, w, X, global_batch=8, devices=2, towers=4, stages=2, model_state={"scale": scale}
+        )
+        np.testing.assert_array_equal(found, X[:, :2] * [2, 4] * factor)
+        w *= 2
+        scale *= 2
+
+
 def test_an_iterator_of_batches_and_progress():
     done = []
     sizes = [8, 3, 10, 8]
