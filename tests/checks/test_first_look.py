@@ -1,5 +1,6 @@
 """The first look: every entry point warns once of what no tower should do, and of nothing else."""
 
+import functools
 import warnings
 
 import jax
@@ -308,6 +309,37 @@ def test_a_state_that_adds_up_rows_is_told(loss, dtype):
     assert len(told) == 1
     assert 'jax.lax.psum(x.sum(0), "towers") to the old value' in str(told[0].message)
     np.testing.assert_array_equal(after_a_step(counting_all, dtype), (X > 0).sum(0))  # as it says
+
+
+def queueing(rows, w, batch, *, model_state):
+    """A queue of the newest rows, as momentum contrast keeps one."""
+    return losses(w, batch), {}, jnp.concatenate([rows(batch), model_state])[:300]
+
+
+def queueing_in_place(rows, w, batch, *, model_state):
+    new = rows(batch)
+    return losses(w, batch), {}, model_state.at[jnp.arange(len(new))].set(new)
+
+
+def largest(rows, w, batch, *, model_state):
+    top = jnp.full((300, 3), rows(batch).max())
+    return losses(w, batch), {}, jnp.maximum(model_state, top)
+
+
+@pytest.mark.parametrize("loss", [queueing, queueing_in_place, largest])
+def test_a_state_that_holds_rows_is_told(loss):
+    # The lie: a queue of rows that no batch has, means of different rows; a largest that is none.
+    def queue(rows):
+        step = mt.train_step(functools.partial(loss, rows), optax.sgd(0.1), devices=2, towers=4)
+        return step(step.init(W, model_state=jnp.zeros((300, 3))), X)[0].model_state
+
+    said = r"model_state \((concatenate|scatter|reduce_max) .*\): it is kept .* it holds rows"
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        wrong = queue(lambda x: x)
+    assert len(told) == 1
+    on_one_device = loss(lambda x: x, W, X, model_state=jnp.zeros((300, 3)))[2]
+    np.testing.assert_array_equal(queue(mt.all_rows), on_one_device)  # as it says
+    assert (wrong != on_one_device).any()
 
 
 APART = {"towers": 4, "sync_every": 2, "outer_optimizer": optax.sgd(1.0)}

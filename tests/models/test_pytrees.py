@@ -119,7 +119,7 @@ def test_state_that_comes_back_as_aux():
     np.testing.assert_allclose(again["mean"], new["mean"])
 
 
-@pytest.mark.filterwarnings("ignore:aux.'seen'.")  # a maximum over a tower's rows, to tell towers
+@pytest.mark.filterwarnings("ignore:state.'seen'.")  # a maximum over a tower's rows, to tell towers
 @pytest.mark.parametrize("towers", [None, 4])
 def test_state_of_a_ragged_batch(towers):
     """Lie: a tower with one row counts as much as a full one, or an empty one counts."""

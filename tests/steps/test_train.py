@@ -214,6 +214,7 @@ def statistics_loss(params, batch, *, model_state):
     return losses(params, batch), {}, new
 
 
+@pytest.mark.filterwarnings("ignore:model_state.* holds rows")  # one, to tell towers
 @pytest.mark.parametrize(
     ("source", "towers"),
     [
@@ -278,6 +279,7 @@ def test_model_state_that_a_loss_returns_may_be_a_number():
     assert state.model_state == 2
 
 
+@pytest.mark.filterwarnings("ignore:model_state.* holds rows")  # one, to tell towers
 @both_ways
 def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     """tensorflow#41657; here it even returns NaN as its statistics."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import SUM_ALL, WHOLE_BESIDE_ONE_ROW, same_numbers, table
+from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, same_numbers, table
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of, first_collective
@@ -35,7 +35,7 @@ def look(
     averages: bool,
     num_devices: int,
     named: Callable[[int], tuple[str, str]],
-    of_state_sums: str = SUM_ALL,
+    exchange: bool = True,
     beside_one_row: Sequence[Any] = (),
 ) -> None:
     """Warns if a function is not safe to run data parallel, as far as its program shows.
@@ -49,15 +49,16 @@ def look(
         num_devices: the number of towers, one per device, if `towers` was not given; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
-        of_state_sums: what becomes of a state that adds up rows, and what to write instead.
+        exchange: whether towers may exchange values.
         beside_one_row: if a tower has one row, what is closed over with an entry for every row of
             the batch.
 
     Warns:
-        MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a row is divided by
-            the number of rows, a sum over rows and a number make a mt.ratio, all towers draw the
-            same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
-            works, or out_axes=None takes what depends on rows from the first tower.
+        MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
+            row is divided by the number of rows, a sum over rows and a number make a mt.ratio, all
+            towers draw the same numbers, a table is cut, the number of devices decides over how
+            many rows BatchNorm works, or out_axes=None takes what depends on rows from the first
+            tower.
     """
     traced = read_tower(outputs, rows, others) or _read_in_groups(outputs, rows, others)
     if traced is None and beside_one_row:
@@ -71,7 +72,7 @@ def look(
         *(table(*named(n), place) for n, place in reading.tables.items()),
         *same_numbers(reading.draws),
         *results.mixed_or_summed(averages, {*reading.tables.values()}),
-        *results.sums_in_states(of_state_sums),
+        *results.kept_in_states(exchange=exchange),
         *results.of_one_tower(),
         *results.steady_terms(),
     ]

@@ -33,6 +33,8 @@ class Flow:
         is_index: whether it depends on the numbers of the rows, 0, 1, 2 ..., and so may be an index
             that finds row i.
         sources: the numbers of the arguments with rows that it depends on.
+        held: for a mixed value, the operation that wrote rows into it, took one of them or their
+            largest, and its line: it is no mean over rows.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
             the program, as the product of a shape. A scalar for an array of equal elements.
     """
@@ -48,6 +50,7 @@ class Flow:
     is_index: bool = False
     sources: frozenset[int] = frozenset()
     value: Any = field(default=None, compare=False)
+    held: str | None = None
 
     @property
     def all_roots(self) -> frozenset[str]:
@@ -109,6 +112,7 @@ def join(a: Flow, b: Flow) -> Flow:
         a.is_drawn or b.is_drawn,
         a.is_index and b.is_index,
         a.sources | b.sources,
+        held=(a.held or b.held) if word == "mixed" else None,
     )
 
 

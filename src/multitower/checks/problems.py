@@ -136,10 +136,18 @@ SUM_ALL = (
     'old value (a layer of a library may have an argument for it: cross_replica_axis="towers" in '
     "Haiku); or keep a mean."
 )
+HELD_IN_STATE = (
+    "it is kept for the next step, and it holds rows, or their largest or smallest. {way_out}"
+)
+HOLD_ALL = (
+    "Every tower has its own rows, and the state gets the mean of what towers keep, or what tower "
+    "0 keeps if they are integers. Keep rows of the whole batch, mt.all_rows(x); for a maximum "
+    'jax.lax.pmax(x.max(), "towers").'
+)
 # With sync_every and asynchronous updates, which refuse a psum.
 KEEP_A_MEAN = (
-    "Towers exchange no values in this step, so each adds up its own rows alone, and no state has "
-    "the sum over all rows. Keep a mean instead."
+    "Towers exchange no values in this step, so each has its own rows alone, and no state has the "
+    "sum over all rows, or all rows. Keep a mean instead."
 )
 WHOLE_BESIDE_ONE_ROW = (
     "this function works with one row per tower and not with more, and it closes over an array of "
@@ -200,6 +208,11 @@ def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
 def summed_state(name: str, place: str | None, way_out: str) -> Problem:
     """The problem that a state for the next step adds up the rows of a tower."""
     return Problem("sum", name, place, SUMMED_STATE.format(way_out=way_out))
+
+
+def held_in_state(name: str, place: str, way_out: str) -> Problem:
+    """The problem that a state for the next step holds rows of a tower."""
+    return Problem("mixed rows", name, place, HELD_IN_STATE.format(way_out=way_out))
 
 
 def same_numbers(draws: Iterable[str]) -> list[Problem]:

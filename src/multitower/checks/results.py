@@ -8,6 +8,8 @@ from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     COUNTED,
     FIRST,
+    HOLD_ALL,
+    KEEP_A_MEAN,
     MIXED,
     OF_ONE_TOWER,
     PARTS,
@@ -16,6 +18,7 @@ from multitower.checks.problems import (
     SUM_ALL,
     TERMS,
     Problem,
+    held_in_state,
     summed,
     summed_state,
 )
@@ -115,12 +118,17 @@ class Results(NamedTuple):
             if one.kind not in (*_STATES, TERMS) and self.are_statistics(one.flow)
         ]
 
-    def sums_in_states(self, way_out: str = SUM_ALL) -> list[Problem]:
-        """A problem for each state that adds up the rows of a tower."""
+    def kept_in_states(self, *, exchange: bool = True) -> list[Problem]:
+        """A problem for each state that adds up the rows of a tower, or holds some of them.
+
+        Args:
+            exchange: whether towers may exchange values.
+        """
+        states = [one for one in self.leaves if one.kind in _STATES]
+        of_sums, of_rows = (SUM_ALL, HOLD_ALL) if exchange else (KEEP_A_MEAN, KEEP_A_MEAN)
         return [
-            summed_state(one.name, one.flow.origin, way_out)
-            for one in self.leaves
-            if one.kind in _STATES and one.is_sum
+            *(summed_state(one.name, one.flow.origin, of_sums) for one in states if one.is_sum),
+            *(held_in_state(one.name, one.flow.held, of_rows) for one in states if one.flow.held),
         ]
 
     def of_one_tower(self) -> list[Problem]:

@@ -33,6 +33,11 @@ _LINEAR_ALONE = {
 _LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 # Operations that write into an array: the inputs that are the array, and what is written.
 _WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
+# Operations that hold rows, or one of their elements, in a value without an axis of rows.
+_HOLDS = {
+    "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min", "scatter",
+    "slice",
+}  # fmt: skip
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
 # Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
@@ -126,8 +131,16 @@ class _Reader:
             any(flow.is_index for flow in inputs) or self._is_row_index(equation),
             frozenset[int]().union(*(flow.sources for flow in inputs)),
             computed(equation, [flow.value for flow in inputs]),
+            self._held(name, word, mixing, inputs),
         )
         return [flow] * len(equation.outvars)
+
+    def _held(self, name: str, word: Word, mixing: str | None, inputs: list[Flow]) -> str | None:
+        """Where a mixed value got hold of rows, or of their largest."""
+        if word != "mixed":
+            return None
+        is_now = name in _HOLDS and worst_of(inputs).word == "by row"
+        return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
 
     def _is_row_index(self, equation: Any) -> bool:
         """Whether an equation makes the numbers of the rows: 0, 1, 2 ..."""

@@ -171,9 +171,10 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
     nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
     fewer = [number for number in range(2, num_towers) if num_rows % number == 0]
     fitting = f", or devices={fewer[-1]} (towers={fewer[-1]}, where that is set)" if fewer else ""
+    by_row = "mt.ratio of one total and one weight" if "ratio of sums" in what else "one value"
     return OutputError(
         f"the batch has {num_rows} rows and {what}: {num_rows} rows do not fill {num_towers} "
-        "towers evenly, so the mean over towers would be wrong. Return one value per example, or "
+        f"towers evenly, so the mean over towers would be wrong. Return {by_row} per example, or "
         f"use {nearest} rows{fitting}."
     )
 

@@ -227,7 +227,6 @@ def look_at_loss(
     look_at = lambda: _look(traced.shapes, run, rows, here)
     found = look_in_tower(look_at, num_towers)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
-    from multitower.checks.problems import KEEP_A_MEAN, SUM_ALL  # noqa: PLC0415
 
     look(
         lambda rows, here: _by_name(step, parts.split, shared, rows, here),
@@ -239,7 +238,7 @@ def look_at_loss(
             name_of(parts.split.row_paths()[number], "batch"),
             taken_out_of("batch"),
         ),
-        of_state_sums=SUM_ALL if exchange else KEEP_A_MEAN,
+        exchange=exchange,
     )
     return found._replace(meets=traced.meets)
 

@@ -47,7 +47,7 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     read = trial.reading() or trial.reading(times=tower_rows)
     problems = [*_values(trial, tower_rows, read), *same_numbers(read[0].draws if read else ())]
     problems = _blame_tables(trial, tower_rows, read, problems)
-    problems += read[1].sums_in_states() if read else []
+    problems += read[1].kept_in_states() if read else []
     return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
 
 
