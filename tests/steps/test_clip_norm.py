@@ -160,16 +160,14 @@ def test_a_norm_of_zero_is_no_division_by_zero():
         np.testing.assert_array_equal(state.params["w"], np.ones(5))
 
 
-def test_complex_parameters():
+@fast_and_same_bits
+def test_complex_parameters(options):
     """Lie: a move of the right length in another direction, as by a norm of the real part."""
-    fun = lambda p, x: jnp.abs(p * x) ** 2
     first, rows = np.complex64(3 + 4j), np.linspace(-1, 2, 12, dtype=np.float32)
-    gradient = jax.grad(lambda p: fun(p, rows).mean())(first)
-    expected = first - 0.5 * gradient / np.abs(gradient)
-    for options in WAYS.values():
-        step = mt.train_step(fun, optax.sgd(1.0), clip_norm=0.5, **options)
-        state, _ = step(step.init(first), rows)
-        np.testing.assert_allclose(state.params, expected, rtol=1e-5)
+    gradient = 2 * np.conj(first) * (rows**2).mean()  # of |p x|^2, as JAX has it
+    step = mt.train_step(lambda p, x: jnp.abs(p * x) ** 2, optax.sgd(1.0), clip_norm=0.5, **options)
+    state, _ = step(step.init(first), rows)
+    np.testing.assert_allclose(state.params, first - 0.5 * gradient / np.abs(gradient), rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, True, "1", float("inf"), float("nan")])

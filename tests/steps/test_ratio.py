@@ -100,6 +100,13 @@ def test_weights_that_are_drawn_by_towers_of_a_model_in_parts(num_towers, option
         weight = batch["scale"] * batch["mask"].sum(1) * drawn
         return mt.ratio(wrong * weight, weight) - 0.5 * mt.ratio(wrong, drawn) + 0.1
 
+    @jax.jit
+    def plain(params, batch, number):
+        keys = [tower_key(jax.random.fold_in(key, number), tower) for tower in range(num_towers)]
+        drawn = jnp.concatenate([draw(one) for one in keys])[: len(batch["x"])]
+        total, gradients = jax.value_and_grad(loss)(params, batch, drawn)
+        return total, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
     step = mt.train_step(
         lambda params, batch, *, rng: loss(params, batch, draw(rng)), optax.sgd(0.1), devices=2,
         global_batch=12, **options,
@@ -107,10 +114,7 @@ def test_weights_that_are_drawn_by_towers_of_a_model_in_parts(num_towers, option
     state, expected = step.init(params, rng=key), params
     for number, batch in enumerate(BATCHES[:2]):
         batch = {**batch, "scale": np.float32(3)}
-        keys = [tower_key(jax.random.fold_in(key, number), tower) for tower in range(num_towers)]
-        drawn = jnp.concatenate([draw(one) for one in keys])[: len(batch["x"])]
-        total, gradients = jax.value_and_grad(loss)(expected, batch, drawn)
-        expected = jax.tree.map(lambda p, g: p - 0.1 * g, expected, gradients)
+        total, expected = plain(expected, batch, number)
         state, metrics = step(state, batch)
         np.testing.assert_allclose(metrics["loss"], total, rtol=1e-5)
         for name, leaf in expected.items():
