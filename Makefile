@@ -15,12 +15,13 @@ JOBS      ?= auto
 MAX_JOBS  ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-cluster test-all mutants check format bench docs package lock clean
+.PHONY: help setup train test test-slow test-cluster test-all test-oldest mutants check format bench docs package lock clean
 
 bin   := $(VENV)/bin
 stamp := $(VENV)/.set-up
 engines := $(VENV)/.set-up-engines
 mutator := $(VENV)-mutants/bin/python
+oldest := $(VENV)-oldest/.set-up
 
 # An environment that is there already keeps its Python; otherwise $(PYTHON) makes it.
 builder := $(if $(wildcard $(bin)/pip),$(bin)/python,$(PYTHON))
@@ -50,15 +51,15 @@ train: $(stamp)  ## the main job: train the digits recipe
 
 # Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
 # (The tests of the same bits over processes do without, see tests/shared/same_bits_program.py.)
-test test-slow test-all mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
-test test-slow test-all mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test test-slow test-all mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+test test-slow test-all test-oldest mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
+test test-slow test-all test-oldest mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+test test-slow test-all test-oldest mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # NumPy's threads would wait for work while the cores have other tests to run.
-test test-slow test-cluster test-all mutants: export OPENBLAS_NUM_THREADS := 1
+test test-slow test-cluster test-all test-oldest mutants: export OPENBLAS_NUM_THREADS := 1
 # Python keeps what it compiles too, whatever the shell says: hundreds of processes read our sources.
-test test-slow test-cluster test-all mutants: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-cluster test-all test-oldest mutants: export PYTHONDONTWRITEBYTECODE :=
 # Nor do tests wait for most optimizations, but where bits are what is tested (conftest.py).
-test test-slow test-cluster test-all mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+test test-slow test-cluster test-all test-oldest mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
@@ -73,6 +74,10 @@ test-cluster: $(engines)  ## SLURM, Open MPI, Ray, two hosts, XLA's compiler for
 
 test-all: $(engines)  ## all of them at once, as CI does: while some wait, others compute
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) -m "" $(ARGS)
+
+# What pyproject.toml promises, and the locks do not show. The oldest NumPy needs Python 3.11 or 3.12.
+test-oldest: $(oldest)  ## everyday tests with the oldest releases that pyproject.toml admits
+	$(VENV)-oldest/bin/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
 
 mutants: $(stamp) $(mutator)  ## do tests notice small bugs? MODULE=engines/reduction
 	$(mutator) benchmarks/mutants.py $(abspath $(bin)/python) $(MODULE) $(ARGS)
@@ -130,7 +135,7 @@ lock: | $(bin)/uv  ## write requirements/*.txt anew from pyproject.toml
 	@sed -i.old '/^-/d' requirements/mutants.txt && rm -f requirements/mutants.txt.old
 
 clean:  ## remove the virtual environments, caches and build products
-	rm -rf $(VENV) $(VENV)-mutants .venv-ci-* build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-mutants $(VENV)-oldest .venv-ci-* build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # ------------------------------------------------------------------ the virtual environment
@@ -171,6 +176,16 @@ $(engines): requirements/cluster-$(notdir $(lock)) requirements/cuda-$(notdir $(
 $(mutator): requirements/mutants.txt
 	@$(builder) -m venv $(VENV)-mutants
 	@$(mutator) -m pip install -qq --require-hashes -r $<
+	@touch $@
+
+# Not a lock: what the index has is resolved anew whenever pyproject.toml changes.
+$(oldest): pyproject.toml $(stamp)
+	@rm -rf $(VENV)-oldest
+	@$(bin)/python -m venv $(VENV)-oldest
+	@$(bin)/uv pip compile pyproject.toml --extra dev --resolution lowest-direct --quiet \
+	  --python $(bin)/python --no-annotate --no-header -o $(VENV)-oldest/oldest.txt >/dev/null
+	@$(VENV)-oldest/bin/python -m pip install -qq -r $(VENV)-oldest/oldest.txt
+	@$(VENV)-oldest/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 # For `make lock` alone: the locks that are to be replaced bring the tool that replaces them.

@@ -124,7 +124,7 @@ def install_command(*packages: str) -> str:
         requirements = importlib.metadata.requires("multitower") or []
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    # A line of the metadata: "orbax-checkpoint>=0.11.1; extra == 'checkpoint'".
+    # A line of the metadata: "orbax-checkpoint>=0.11.20; extra == 'checkpoint'".
     needed = [line.partition(";")[0].strip() for line in requirements]
     ranges = {_normalized(re.split(r"[^\w.-]", one)[0]): one for one in needed}
     return "pip install " + shlex.join(ranges.get(_normalized(name), name) for name in packages)
