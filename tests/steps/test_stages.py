@@ -1,6 +1,7 @@
 """train_step(stages=): what a step can do, each against the same step without stages."""
 
 import pickle
+from typing import NamedTuple
 
 import equinox as eqx
 import haiku as hk
@@ -102,6 +103,40 @@ def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
     assert metrics["skipped"] == (bad is not None)
     assert metrics["finite_params"].shape == (3,)
     assert int(found.step) == 2
+
+
+class Rate(NamedTuple):
+    hyperparams: dict
+
+
+def _by_its_own_rate(gradients, state, params=None):
+    """The first weights have a learning rate of their own, which follows their gradient."""
+    rate = 0.1 / (1 + jnp.abs(gradients[0]).max())
+    scaled = [-rate * gradients[0], *(-0.1 * g for g in gradients[1:])]
+    return scaled, Rate({"learning_rate": rate})
+
+
+def test_means_and_rates_are_told_and_a_bad_step_changes_no_stage():
+    # The lies: a sum of towers told as their mean; a rate that only the first stage knows; one
+    # replica, or one stage, that moves in a step that is skipped.
+    first = lambda params: Rate({"learning_rate": jnp.float32(0.1)})
+    loss = lambda params, x: (losses(params, x).mean(), {"most": x.max(1).mean()})
+    optimizer = optax.GradientTransformation(first, _by_its_own_rate)
+    more = {"skip_nonfinite": True, "extra_metrics": ["gradient_norm", "learning_rate"]}
+    step = make(loss, optimizer, stages=2, layout=(2, 1), towers=2, **more)
+    state, metrics = step(step.init(WEIGHTS[:2]), X[0])
+    total, gradients = jax.value_and_grad(lambda p: loss(p, X[0])[0])(WEIGHTS[:2])
+    updates, wanted = _by_its_own_rate(gradients, None)
+    norm = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in gradients))
+    expected = {"loss": total, "most": X[0].max(1).mean(), "gradient_norm": norm, "skipped": 0.0}
+    expected |= wanted.hyperparams
+    params = [w + update for w, update in zip(WEIGHTS, updates, strict=False)]
+    assert_close((state.params, metrics), (params, expected), 1e-4)
+    before = mt.fingerprint((state.params, state.opt_state))
+    state, metrics = step(state, np.nan * X[1])
+    assert metrics["skipped"] == 1
+    check_replicas(state)
+    assert mt.fingerprint((state.params, state.opt_state)) == before
 
 
 @pytest.mark.slow
@@ -464,7 +499,7 @@ def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
     # The lies: another stage's layers, or their first weights or squares; a cast that is made in
     # one stage alone.
     stacked = {"layers": STACKED["layers"][:4], "head": STACKED["head"], "shift": WEIGHTS[0][:1]}
-    optimizer = optax.chain(optax.trace(0.9), KEEPS_FIRST, optax.scale(-0.1))
+    optimizer = optax.chain(KEEPS_FIRST, optax.trace(0.9), optax.scale(-0.1))
 
     def loss(params, batch):
         shift = params["shift"].T[:, 0]
@@ -495,7 +530,7 @@ def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
         found = (state.params, state.opt_state, state.ema_params)
         assert_close((found, {name: metrics[name] for name in wanted}), (expected, wanted), 2e-4)
     assert [block.params[1].shape for block in state.parts().blocks[0]] == [(2, 4, 4)] * 2
-    assert state.opt_state[1]["first"]["shift"].devices() == state.params["shift"].devices()
+    assert state.opt_state[0]["first"]["shift"].devices() == state.params["shift"].devices()
     made, _ = step(step.init(lambda: jax.tree.map(jnp.positive, stacked)), X[0])
     given, _ = step(step.init(stacked), X[0])
     assert mt.fingerprint(made) == mt.fingerprint(given)
