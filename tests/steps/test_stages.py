@@ -14,7 +14,11 @@ from flax import linen, nnx
 
 import multitower as mt
 from multitower.errors import ArgumentError, DeviceError
-from multitower.steps.staged.update import may_be_split
+from multitower.stages.chain import SPLIT
+from multitower.steps.loss import LossFunction
+from multitower.steps.parts import StepParts
+from multitower.steps.staged.update import WholeUpdate, may_be_split
+from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
@@ -273,8 +277,8 @@ def test_trap_a_resume_on_another_layout(tmp_path):
         ({"layout": (1, 4)}, ArgumentError, "use|Use"),
         ({"layout": (2, 2), "devices": 3}, DeviceError, "needs 4 devices, and there are 3"),
         ({"layout": (2, 1), "towers": 1}, DeviceError, "2 replicas, and towers=1"),
-        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
-         ArgumentError, "clip_norm="),
+        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "stages": 2,
+          "devices": 2}, ArgumentError, r"of stages \[0, 1\].*clip_norm="),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, ArgumentError, "more towers"),
     ],
 )  # fmt: skip
@@ -534,6 +538,25 @@ def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
     made, _ = step(step.init(lambda: jax.tree.map(jnp.positive, stacked)), X[0])
     given, _ = step(step.init(stacked), X[0])
     assert mt.fingerprint(made) == mt.fingerprint(given)
+
+
+def _one_late(gradients, state, params=None):
+    return state["before"], {"before": state["last"], "last": gradients}
+
+
+def test_state_is_kept_with_its_parameter_whatever_it_depends_on():
+    # The lies: stacks of other lengths that are all split like the first; state that depends on
+    # other state alone, on the last device.
+    params = {"long": jnp.zeros((4, 2)), "one": jnp.zeros(3), "short": jnp.zeros((2, 2))}
+    begin = lambda params: {"before": params, "last": params}
+    optimizer = optax.GradientTransformation(begin, _one_late)
+    loss = LossFunction.of(losses)
+    step = StepParts(loss, optimizer, None, "mean", False, False, None, "mean")
+    rows = {0: {0: (0, 2), 1: (2, 4)}, 2: {0: (0, 1), 1: (1, 2)}}
+    fields = Fields(jnp.int32(0), params, begin(params), None, (), None)
+    homes = WholeUpdate(step, fields, ((SPLIT, 1, SPLIT), rows), jnp.float32(0)).homes
+    assert homes.opt_state == (SPLIT, 1, SPLIT) * 2
+    assert homes.rows_of_state == {0: rows[0], 2: rows[2], 3: rows[0], 5: rows[2]}
 
 
 def _over_their_number(updates, state, params=None):
