@@ -50,6 +50,11 @@ TESTS = {
         "engines/test_exchanges::test_negative_zeros_and_nans_arrive_as_they_are",
         "engines/test_exchanges::test_one_nan_comes_of_many",
     ],
+    "engines/collectives": ["engines/test_exchanges"],
+    "engines/reduction": [
+        "engines/test_reduction",
+        "engines/test_same_bits::test_same_bits_for_seven_towers",
+    ],
     "engines/rounds": [
         "engines/test_exchanges::test_collectives_that_do_not_need_each_other_share_a_round",
         "engines/test_exchanges::test_collectives_are_those_of_jax[psum]",

@@ -77,6 +77,11 @@ def test_a_step_of_numpy_or_jax_is_that_number(kind):
     )
 
 
+def test_an_epoch_is_the_rows_over_those_of_a_batch():
+    dataset = {"x": np.zeros((6, 5)), "y": np.zeros(6)}
+    assert make_batches(dataset, global_batch=4, seed=0).steps_per_epoch == 1.5
+
+
 def test_epochs_and_seeds_differ():
     orders = {
         tuple(make_batch(np.arange(50), global_batch=50, seed=seed, step=epoch))

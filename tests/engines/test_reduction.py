@@ -1,5 +1,7 @@
 """The reduction: one order of additions, whatever the placement."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 import multitower as mt
 from multitower.engines.reduction import (
+    SMALL_BYTES,
     Sum,
     Sums,
     add_buffers,
@@ -129,6 +132,16 @@ def test_every_device_gets_the_block_rows_of_its_own_towers(owners):
                 if s.index[0].start in (7 * device, None)
             ]
             assert np.asarray(found).tobytes() == expected[tower].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "exchanges"), [(0, ["all_gather"]), (4, ["all_to_all", "all_gather"])]
+)
+def test_small_sums_need_one_exchange_and_large_ones_send_less(more, exchanges):
+    """Lies: a wait more for every small sum; all devices send all of a large one to all."""
+    buffer = jax.ShapeDtypeStruct((4, (SMALL_BYTES + more) // 4), np.float32)  # of 4 devices
+    program = jax.make_jaxpr(make_reduction(contiguous(mt.devices(4), 4)))([[buffer]], [[]])
+    assert re.findall(r" (all_\w+)\[", str(program)) == exchanges
 
 
 def test_integers_are_added_without_rounding():

@@ -125,7 +125,7 @@ def test_it_is_the_algorithm_of_the_paper(rows, rate, clip_norm):
 def test_a_meeting_in_every_step_is_synchronous_training(reduction, source):
     # Law L2, ragged rows included. The lies: a mean of towers' means; a tower's sum for all.
     def loss(params, batch, *, model_state):
-        found = losses(params, batch) + 0.1 * model_state["mean"]
+        found = losses(params, batch) * batch["scale"] + 0.1 * model_state["mean"]
         mean = 0.5 * (model_state["mean"] + batch["x"].mean())
         return found, {"size": jnp.abs(batch["y"])}, {"mean": mean, "n": model_state["n"] + 1}
 
@@ -137,8 +137,8 @@ def test_a_meeting_in_every_step_is_synchronous_training(reduction, source):
         step = mt.train_step(loss, optax.sgd(0.01), **where, **options, **extra)
         model_state = {"mean": np.float32(1), "n": np.int32(0)}
         state = step.init(PARAMS, model_state=model_state)
-        rows = [batch(0, 8), batch(1, 7)] if source == "mean" else [batch(0, 8), batch(1, 3)]
-        state, history = train(step, state, rows)
+        rows = [batch(0, 8), batch(1, 7 if source == "mean" else 3)]
+        state, history = train(step, state, [{**one, "scale": np.float32(0.9)} for one in rows])
         outcomes.append([state.params, state.ema_params, state.model_state, history])
     assert_close(outcomes[1], outcomes[0])
 
@@ -285,6 +285,13 @@ def test_between_meetings_no_program_spans_devices(monkeypatch):
         assert all(len(home.device_set) == 1 for home in homes)
 
 
+def test_a_tower_alone_has_a_state_of_its_own():
+    statistics = {"mean": np.zeros(3, np.float32), "key": jax.random.key(3)}
+    begin = {"model_state": statistics, "rng": jax.random.key(7)}
+    own = make(loss=noisy, towers=1).init(PARAMS, **begin).local
+    assert (own.params["w"].shape, own.model_state["key"].shape) == ((1, 3), (1,))
+
+
 def test_every_tower_has_memory_of_its_own():
     step = make(towers=4, devices=1)
     state = step.init({"w": np.ones(300, np.float32), "b": np.float32(0)})
@@ -324,9 +331,14 @@ def test_what_is_not_finite_stays_in_its_tower():
 
 def test_what_is_written_into_a_state_is_used():
     hyper = optax.inject_hyperparams(optax.sgd)
-    step = make(hyper(learning_rate=0.1), outer_optimizer=hyper(learning_rate=1.0))
+    optimizers = {
+        "optimizer": hyper(learning_rate=0.1),
+        "outer_optimizer": hyper(learning_rate=1.0),
+    }
+    step = make(**optimizers, ema_decay=0.5)
     state = step.init(PARAMS)
     state, _ = step(state, batch(0))
+    state.ema_params["w"] = np.float32([3, 2, 1])
     state.params["w"] = np.float32([1, 2, 3])
     state.local.opt_state.hyperparams["learning_rate"] = np.float32([0.0, 0.5])
     state.opt_state.hyperparams["learning_rate"] = 0.25
@@ -339,6 +351,7 @@ def test_what_is_written_into_a_state_is_used():
     )
     moved = 0.5 * 2 * batch(1)["x"][4:].T @ signed / 4
     assert_close(np.asarray(new.params["w"]), np.float32([1, 2, 3]) - 0.25 * moved / 2, rtol=1e-4)
+    assert_close(new.ema_params["w"], (np.float32([3, 2, 1]) + new.params["w"]) / 2)
     state = new
     state.params["w"] = np.ones(4, np.float32)
     with pytest.raises(mt.StateError, match="same shape"):

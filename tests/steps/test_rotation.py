@@ -17,6 +17,7 @@ import pytest
 import multitower as mt
 from multitower.errors import ArgumentError, CheckpointError, NonFiniteError, RunError, StateError
 from multitower.steps.rotation.options import RotationOptions
+from multitower.steps.rotation.stale import for_stale_gradients
 from multitower.steps.rotation.turns import Turns
 from multitower.steps.step import TrainStep
 from multitower.towers.placement import contiguous
@@ -168,6 +169,18 @@ def test_momentum_correction_equals_a_numpy_replay(optimizer, in_numpy, name):
     state, _ = train(step, state, range(6, 12))
     expected = replayed_with_less_momentum(in_numpy())
     np.testing.assert_allclose(state.params["w"], expected, rtol=2e-5)
+
+
+def test_the_momentum_of_an_optimizer_inside_of_another_is_lowered():
+    inner = optax.inject_hyperparams(optax.sgd)(0.05, momentum=0.9)
+    outer = optax.inject_hyperparams(lambda rate: optax.chain(inner, optax.scale(rate)))(rate=2.0)
+    options = RotationOptions(None, None, None, momentum_correction=True)
+    optimizer = for_stale_gradients(outer, options, jnp.int32(1))
+    state = optimizer.init(jnp.float32(0))
+    _, state = optimizer.update(jnp.float32(1), state)
+    update, state = optimizer.update(jnp.float32(1), state)
+    assert float(update) == pytest.approx(-2 * 0.05 * (1 + 0.9 - 1 / 2))
+    assert state.inner_state[0].hyperparams["momentum"] == np.float32(0.9)
 
 
 @pytest.mark.parametrize(

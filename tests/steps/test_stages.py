@@ -1,6 +1,7 @@
 """train_step(stages=): what a step can do, each against the same step without stages."""
 
 import pickle
+from typing import NamedTuple
 
 import equinox as eqx
 import haiku as hk
@@ -13,7 +14,11 @@ from flax import linen, nnx
 
 import multitower as mt
 from multitower.errors import ArgumentError, DeviceError
-from multitower.steps.staged.update import may_be_split
+from multitower.stages.chain import SPLIT
+from multitower.steps.loss import LossFunction
+from multitower.steps.parts import StepParts
+from multitower.steps.staged.update import WholeUpdate, may_be_split
+from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
@@ -102,6 +107,40 @@ def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
     assert metrics["skipped"] == (bad is not None)
     assert metrics["finite_params"].shape == (3,)
     assert int(found.step) == 2
+
+
+class Rate(NamedTuple):
+    hyperparams: dict
+
+
+def _by_its_own_rate(gradients, state, params=None):
+    """The first weights have a learning rate of their own, which follows their gradient."""
+    rate = 0.1 / (1 + jnp.abs(gradients[0]).max())
+    scaled = [-rate * gradients[0], *(-0.1 * g for g in gradients[1:])]
+    return scaled, Rate({"learning_rate": rate})
+
+
+def test_means_and_rates_are_told_and_a_bad_step_changes_no_stage():
+    # The lies: a sum of towers told as their mean; a rate that only the first stage knows; one
+    # replica, or one stage, that moves in a step that is skipped.
+    first = lambda params: Rate({"learning_rate": jnp.float32(0.1)})
+    loss = lambda params, x: (losses(params, x).mean(), {"most": x.max(1).mean()})
+    optimizer = optax.GradientTransformation(first, _by_its_own_rate)
+    more = {"skip_nonfinite": True, "extra_metrics": ["gradient_norm", "learning_rate"]}
+    step = make(loss, optimizer, stages=2, layout=(2, 1), towers=2, **more)
+    state, metrics = step(step.init(WEIGHTS[:2]), X[0])
+    total, gradients = jax.value_and_grad(lambda p: loss(p, X[0])[0])(WEIGHTS[:2])
+    updates, wanted = _by_its_own_rate(gradients, None)
+    norm = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in gradients))
+    expected = {"loss": total, "most": X[0].max(1).mean(), "gradient_norm": norm, "skipped": 0.0}
+    expected |= wanted.hyperparams
+    params = [w + update for w, update in zip(WEIGHTS, updates, strict=False)]
+    assert_close((state.params, metrics), (params, expected), 1e-4)
+    before = mt.fingerprint((state.params, state.opt_state))
+    state, metrics = step(state, np.nan * X[1])
+    assert metrics["skipped"] == 1
+    check_replicas(state)
+    assert mt.fingerprint((state.params, state.opt_state)) == before
 
 
 @pytest.mark.slow
@@ -238,8 +277,8 @@ def test_trap_a_resume_on_another_layout(tmp_path):
         ({"layout": (1, 4)}, ArgumentError, "use|Use"),
         ({"layout": (2, 2), "devices": 3}, DeviceError, "needs 4 devices, and there are 3"),
         ({"layout": (2, 1), "towers": 1}, DeviceError, "2 replicas, and towers=1"),
-        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))},
-         ArgumentError, "clip_norm="),
+        ({"optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "stages": 2,
+          "devices": 2}, ArgumentError, r"of stages \[0, 1\].*clip_norm="),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, ArgumentError, "more towers"),
     ],
 )  # fmt: skip
@@ -464,7 +503,7 @@ def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
     # The lies: another stage's layers, or their first weights or squares; a cast that is made in
     # one stage alone.
     stacked = {"layers": STACKED["layers"][:4], "head": STACKED["head"], "shift": WEIGHTS[0][:1]}
-    optimizer = optax.chain(optax.trace(0.9), KEEPS_FIRST, optax.scale(-0.1))
+    optimizer = optax.chain(KEEPS_FIRST, optax.trace(0.9), optax.scale(-0.1))
 
     def loss(params, batch):
         shift = params["shift"].T[:, 0]
@@ -495,10 +534,29 @@ def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
         found = (state.params, state.opt_state, state.ema_params)
         assert_close((found, {name: metrics[name] for name in wanted}), (expected, wanted), 2e-4)
     assert [block.params[1].shape for block in state.parts().blocks[0]] == [(2, 4, 4)] * 2
-    assert state.opt_state[1]["first"]["shift"].devices() == state.params["shift"].devices()
+    assert state.opt_state[0]["first"]["shift"].devices() == state.params["shift"].devices()
     made, _ = step(step.init(lambda: jax.tree.map(jnp.positive, stacked)), X[0])
     given, _ = step(step.init(stacked), X[0])
     assert mt.fingerprint(made) == mt.fingerprint(given)
+
+
+def _one_late(gradients, state, params=None):
+    return state["before"], {"before": state["last"], "last": gradients}
+
+
+def test_state_is_kept_with_its_parameter_whatever_it_depends_on():
+    # The lies: stacks of other lengths that are all split like the first; state that depends on
+    # other state alone, on the last device.
+    params = {"long": jnp.zeros((4, 2)), "one": jnp.zeros(3), "short": jnp.zeros((2, 2))}
+    begin = lambda params: {"before": params, "last": params}
+    optimizer = optax.GradientTransformation(begin, _one_late)
+    loss = LossFunction.of(losses)
+    step = StepParts(loss, optimizer, None, "mean", False, False, None, "mean")
+    rows = {0: {0: (0, 2), 1: (2, 4)}, 2: {0: (0, 1), 1: (1, 2)}}
+    fields = Fields(jnp.int32(0), params, begin(params), None, (), None)
+    homes = WholeUpdate(step, fields, ((SPLIT, 1, SPLIT), rows), jnp.float32(0)).homes
+    assert homes.opt_state == (SPLIT, 1, SPLIT) * 2
+    assert homes.rows_of_state == {0: rows[0], 2: rows[2], 3: rows[0], 5: rows[2]}
 
 
 def _over_their_number(updates, state, params=None):

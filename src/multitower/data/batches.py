@@ -188,9 +188,7 @@ def _shuffled(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     # All versions of NumPy give the same raw numbers of a bit generator, but not the same result of
     # Generator.permutation (NEP 19). Sorting random 64-bit numbers is a fair shuffle.
     raw = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
-    order = np.argsort(raw, kind="stable")
-    order.setflags(write=False)
-    return order
+    return np.argsort(raw, kind="stable")
 
 
 @functools.lru_cache(maxsize=4)
@@ -198,9 +196,7 @@ def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
     """A key for every example of one epoch, uint32, shape (num_rows, 2)."""
     source = np.random.SeedSequence([seed, epoch], spawn_key=(2,))
     raw = np.random.Philox(source).random_raw(num_rows)
-    keys = np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
-    keys.setflags(write=False)
-    return keys
+    return np.stack([raw >> np.uint64(32), raw & np.uint64(2**32 - 1)], axis=1).astype(np.uint32)
 
 
 def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:

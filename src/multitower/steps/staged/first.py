@@ -11,7 +11,6 @@ from multitower.engines.segments import is_call, open_calls, slice_of
 from multitower.functions.outputs import wide
 from multitower.stages.layout import Layout
 from multitower.steps.parts import StepParts
-from multitower.steps.runner import own_copy
 from multitower.steps.staged.state import Block, Head, Parts, Trees, copied
 from multitower.steps.staged.update import SHARED, Homes
 from multitower.steps.state.fields import Fields, shapes_of
@@ -153,7 +152,8 @@ class _Beginning:
 
         def begin(values: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
             found = [
-                _strong(x, dtypes[place]) for x, place in zip(segment(values), places, strict=True)
+                jnp.array(x, dtype=dtypes[place], copy=True)  # of a strong type
+                for x, place in zip(segment(values), places, strict=True)
             ]
             state = dict(zip(of_state, found, strict=False))
             return state, dict(zip(of_ema, found[len(of_state) :], strict=True))
@@ -178,11 +178,6 @@ def _on_host(leaf: Any) -> Any:
     copy = np.array(leaf, dtype=device_dtype(leaf))
     copy.flags.writeable = False  # what a user wrote into it would be lost
     return copy
-
-
-def _strong(leaf: Any, dtype: Any) -> Any:
-    """A new copy of a strong type."""
-    return own_copy(leaf) if is_key(leaf) else jnp.array(leaf, dtype=dtype, copy=True)
 
 
 def _host() -> jax.Device:

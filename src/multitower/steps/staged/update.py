@@ -116,7 +116,6 @@ class WholeUpdate:
         flat, _ = jax.tree_util.tree_flatten_with_path(fields.params)
         self._names = [f"params{jax.tree_util.keystr(path)}" for path, _ in flat]
         self._whole = _trace(step, shapes, loss)
-        self._is_array = [leaf.ndim > 0 for leaf in jax.tree.leaves(shapes.opt_state)]
         params, rows = homes
         # Leaves that are split in the same way count as a stage of their own, numbered -3, -4, ...
         self._ways = list({tuple(own.items()): own for own in rows.values()}.values())
@@ -230,14 +229,14 @@ class WholeUpdate:
     def _never_changed(
         self, needs: Mapping[int, frozenset[int]], known: Mapping[int, int]
     ) -> dict[int, int]:
-        """Arrays of the state that no update changes, and the stage that alone uses each.
+        """Leaves of the state that no update changes, and the stage that alone uses each.
 
         An example are the first weights, for an optimizer that pulls parameters back to them.
         """
         program, (_, _, opt_state, _, _), (_, new_state, _) = self._whole
         found: dict[int, int] = {}
-        for number, x, is_array in zip(opt_state, new_state, self._is_array, strict=True):
-            if not is_array or number in known or number != x:
+        for number, x in zip(opt_state, new_state, strict=True):
+            if number in known or number != x:
                 continue
             users = [x for x in numbers_in(program.outputs) if number in needs[x]]
             stages = {stage for x in users for stage in self._stages(needs, x, known)}
