@@ -583,6 +583,10 @@ def picked_by_class(w, x):
     return -jax.nn.log_softmax(logits)[jnp.arange(x.shape[0]), (x[:, 0] > 0).astype(int)]
 
 
+def picked_by_numbers_of_numpy(w, x):
+    return -jax.nn.log_softmax(x * w)[np.arange(len(x)), (x[:, 0] > 0).astype(int)]
+
+
 def picked_along_axis(w, x):
     largest = jnp.argmax(x, axis=1)
     return jnp.take_along_axis(x * w, largest[:, None], axis=1)[:, 0]
@@ -617,6 +621,7 @@ RIGHT = [
     summed_by_a_scan,
     with_split,
     picked_by_class,
+    picked_by_numbers_of_numpy,
     picked_along_axis,
     looked_up,
     each_until_small,

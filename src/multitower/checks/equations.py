@@ -34,11 +34,18 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 
 def small_constant(value: Any) -> Any:
     """A number, or a few of them, that a program holds; None if it is anything else."""
+    return np.asarray(value) if _is_known(value) and np.size(value) <= _SMALL else None
+
+
+def is_arange(value: Any, size: int) -> bool:
+    """Whether a constant's elements are 0, 1, 2 ..."""
+    return _is_known(value) and np.array_equal(np.ravel(value), np.arange(size))
+
+
+def _is_known(value: Any) -> bool:
     if isinstance(value, jax.Array):
-        is_known = not is_traced(value) and not is_key(value) and value.is_fully_addressable
-    else:
-        is_known = isinstance(value, np.ndarray | np.generic | bool | int | float)
-    return np.asarray(value) if is_known and np.size(value) <= _SMALL else None
+        return not is_traced(value) and not is_key(value) and value.is_fully_addressable
+    return isinstance(value, np.ndarray | np.generic | bool | int | float)
 
 
 def computed(equation: Any, inputs: Sequence[Any]) -> Any:

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
-from multitower.checks.equations import computed, follow, program_inside, small_constant
+from multitower.checks.equations import (
+    computed,
+    follow,
+    is_arange,
+    program_inside,
+    small_constant,
+)
 from multitower.checks.flow import Flow, Word, all_places, roots_of, worst_of
 from multitower.checks.loops import INSIDE
 from multitower.engines.collectives import needs_axis
@@ -100,8 +106,13 @@ class _Reader:
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         self._batches |= batches_of_rows(program, self._num_rows)
-        constant = lambda value, _: Flow(value=small_constant(value))
-        return follow(program, inputs, constant, self._equation)
+        return follow(program, inputs, self._constant, self._equation)
+
+    def _constant(self, value: Any, kind: Any) -> Flow:
+        """What is known of a constant; `numpy.arange(len(x))` is the numbers of the rows."""
+        size = math.prod(getattr(kind, "shape", ()))
+        is_index = bool(size) and size % self._num_rows == 0 and is_arange(value, size)
+        return Flow(value=small_constant(value), is_index=is_index)
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
