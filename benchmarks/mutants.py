@@ -94,6 +94,7 @@ TESTS = {
         "functions/test_autodiff",
     ],
     "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
+    "functions/ratio": ["functions/test_ratio", "steps/test_ratio"],
     "models/closures": [
         "models/test_closures",
         "models/test_flax_nnx::test_a_module_that_is_read_as_a_global",
@@ -129,6 +130,29 @@ TESTS = {
         "steps/test_sharded_update",
         "steps/test_clip_norm",
     ],
+    "steps/local/calls": ["steps/test_local_calls"],
+    "steps/local/job": ["steps/test_local_updates", "steps/test_local_loops"],
+    "steps/local/looped": ["steps/test_local_loops"],
+    "steps/local/meeting": ["steps/test_local_updates"],
+    "steps/local/runner": ["steps/test_local_updates", "steps/test_local_calls"],
+    "steps/local/state": ["steps/test_local_updates", "steps/test_local_loops"],
+    "steps/local/way": [
+        "steps/test_local_updates",
+        "steps/test_local_calls",
+        "steps/test_local_loops",
+        "checks/test_first_look::test_towers_that_exchange_nothing_are_not_told_to_add_up_a_state",
+    ],
+    **{
+        f"steps/rotation/{name}": ["steps/test_rotation"]
+        for name in ("runner", "stale", "state", "sums", "turns")
+    },
+    "steps/shards/job": ["steps/test_shards", "steps/test_ratio"],
+    **{
+        f"steps/staged/{name}": ["steps/test_stages"]
+        for name in ("job", "runner", "state", "update", "updates")
+    },
+    "steps/staged/first": ["steps/test_stages", "steps/test_unmade"],
+    "steps/staged/weights": ["steps/test_ratio", "steps/test_stages"],
     "steps/state/changes": ["steps/state/test_changed_state"],
     "steps/state/leaves": ["steps/state/test_leaves", "training/checkpoints/test_checkpoint"],
     "towers/rows": [

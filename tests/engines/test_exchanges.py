@@ -94,7 +94,10 @@ COLLECTIVES = {
 TOGETHER = {
     "all": [name for name in COLLECTIVES if name != "in a rule"],
     "in a rule": ["in a rule"],
-    "of parts": ["all_gather, axis 1", "psum_scatter", "all_to_all", "most along an axis of vmap"],
+    "of parts": [
+        *("all_gather, axis 1", "psum_scatter", "all_to_all", "pmin of integers"),
+        "most along an axis of vmap",
+    ],
 }
 
 

@@ -290,6 +290,8 @@ def test_a_tower_alone_has_a_state_of_its_own():
     begin = {"model_state": statistics, "rng": jax.random.key(7)}
     own = make(loss=noisy, towers=1).init(PARAMS, **begin).local
     assert (own.params["w"].shape, own.model_state["key"].shape) == ((1, 3), (1,))
+    with pytest.raises(ValueError, match="read-only"):
+        own.params["w"][0] = 0  # it would be lost
 
 
 def test_every_tower_has_memory_of_its_own():

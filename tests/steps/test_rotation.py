@@ -48,11 +48,11 @@ def make(loss=losses, optimizer=None, towers=3, devices=1, **options):
     )
 
 
-def train(step, state, numbers):
+def train(step, state, numbers, **more):
     """Trains on these batches; returns the state and the metrics of every update."""
     seen = []
     for number in numbers:
-        state, metrics = step(state, batch_of(number))
+        state, metrics = step(state, {**batch_of(number), **more})
         seen.append(metrics)
     return state, seen
 
@@ -202,10 +202,13 @@ def test_momentum_that_is_not_known_is_refused(optimizer, message):
 
 
 def test_no_staleness_is_synchronous_training():
-    step = make(towers=4, max_staleness=0, ema_decay=0.5)
-    state, seen = train(step, step.init({"w": W}), range(3))
-    plain = mt.train_step(losses, optax.sgd(0.05, momentum=0.9), towers=4, devices=1, ema_decay=0.5)
-    expected, wanted = train(plain, plain.init({"w": W}), range(3))
+    loss = lambda params, batch: batch["scale"] * losses(params, batch)
+    step = make(loss, towers=4, max_staleness=0, ema_decay=0.5)
+    state, seen = train(step, step.init({"w": W}), range(3), scale=np.float32(0.9))
+    with pytest.raises(ValueError, match="read-only"):
+        state.local["params"]["w"][0] = 0  # it would be lost
+    plain = mt.train_step(loss, optax.sgd(0.05, momentum=0.9), towers=4, devices=1, ema_decay=0.5)
+    expected, wanted = train(plain, plain.init({"w": W}), range(3), scale=np.float32(0.9))
     assert mt.fingerprint(state.replace(local=None)) == mt.fingerprint(expected)
     for metrics in seen:
         assert int(metrics.pop("staleness")) == 0
