@@ -49,17 +49,20 @@ setup: $(stamp)  ## make the virtual environment, without running anything
 train: $(stamp)  ## the main job: train the digits recipe
 	@$(bin)/multitower train digits $(ARGS)
 
+cached  := test test-slow test-all test-oldest mutants
+testing := $(cached) test-cluster
+
 # Compiling is what tests wait for, and many of them compile the same: JAX keeps the programs.
 # (The tests of the same bits over processes do without, see tests/shared/same_bits_program.py.)
-test test-slow test-all test-oldest mutants: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
-test test-slow test-all test-oldest mutants: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-test test-slow test-all test-oldest mutants: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
+$(cached): export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/jax-cache
+$(cached): export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+$(cached): export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := -1
 # NumPy's threads would wait for work while the cores have other tests to run.
-test test-slow test-cluster test-all test-oldest mutants: export OPENBLAS_NUM_THREADS := 1
+$(testing): export OPENBLAS_NUM_THREADS := 1
 # Python keeps what it compiles too, whatever the shell says: hundreds of processes read our sources.
-test test-slow test-cluster test-all test-oldest mutants: export PYTHONDONTWRITEBYTECODE :=
+$(testing): export PYTHONDONTWRITEBYTECODE :=
 # Nor do tests wait for most optimizations, but where bits are what is tested (conftest.py).
-test test-slow test-cluster test-all test-oldest mutants: export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
+$(testing): export JAX_DISABLE_MOST_OPTIMIZATIONS := 1
 
 test: $(stamp)  ## everyday tests and all docstring examples
 	$(bin)/python -m pytest -n $(JOBS) --maxprocesses $(MAX_JOBS) $(ARGS)
