@@ -8,6 +8,9 @@ from multitower.checks.flow import Flow
 _ALONG_AXIS = (
     "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argsort",
 )  # fmt: skip
+SCATTERS = (
+    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
+)  # fmt: skip
 # These work on the matrices in the last two axes.
 _OF_MATRICES = (
     "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",
@@ -132,8 +135,7 @@ _Rule = Callable[[Any, Sequence[Flow], Sequence[int], int], bool]
 _RULES: Mapping[str, _Rule] = {
     "dot_general": _product,
     "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
     "fft": _fft,
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(SCATTERS, _scatter),
 }

@@ -42,6 +42,14 @@ def is_arange(value: Any, size: int) -> bool:
     return _is_known(value) and np.array_equal(np.ravel(value), np.arange(size))
 
 
+def differs_along(value: Any, axis: int) -> bool:
+    """Whether a constant's entries along an axis differ."""
+    if not _is_known(value):
+        return False
+    entries = np.asarray(value)  # JAX would trace the comparison
+    return bool(np.any(entries != entries.take([0], axis)))
+
+
 def _is_known(value: Any) -> bool:
     if isinstance(value, jax.Array):
         return not is_traced(value) and not is_key(value) and value.is_fully_addressable

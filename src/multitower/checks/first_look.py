@@ -65,7 +65,7 @@ def look(
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if traced is None:
         return  # it needs a fixed number of rows, or has a mistake that the call itself reports
-    if any(flow.counted for flow in traced[0].outputs):
+    if any(flow.counted or flow.placed for flow in traced[0].outputs):
         traced = _sure_of_counts(traced, outputs, rows, others)
     reading, results = traced[0], Results.of(*traced)
     found = [
@@ -179,12 +179,16 @@ def _sure_of_counts(
     rows: Sequence[Any],
     others: Any,
 ) -> tuple[Reading, dict[str, Any], int]:
-    """The reading, where `counted` is kept only if another number of rows gives the same."""
+    """The reading; `counted` and `placed` stay only if another number of rows gives the same."""
     reading, tree, num_rows = traced
     again = read_tower(outputs, rows, (others, jax.ShapeDtypeStruct((num_rows,), jnp.float32)))
     flows = again[0].outputs if again else [Flow()] * len(reading.outputs)
     sure = [
-        one if other.counted == one.counted else replace(one, counted=None)
+        replace(
+            one,
+            counted=one.counted if other.counted == one.counted else None,
+            placed=one.placed if other.placed == one.placed else None,
+        )
         for one, other in zip(reading.outputs, flows, strict=True)
     ]
     return reading._replace(outputs=sure), tree, num_rows

@@ -106,8 +106,9 @@ class Results(NamedTuple):
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif one.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
-            elif flow.counted:
-                problems.append(Problem("row count", one.name, flow.counted, COUNTED))
+            elif flow.counted or flow.placed:
+                where = flow.counted or flow.placed
+                problems.append(Problem("row count", one.name, where, COUNTED))
         return problems
 
     def statistics(self, num_towers: int) -> list[Problem]:
@@ -151,7 +152,7 @@ class Results(NamedTuple):
     def _is_steady(self, one: _Result) -> bool:
         """Whether it is one number, the same in every tower, and not a number of its rows."""
         flow = one.flow
-        if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn:
+        if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn or flow.placed:
             return False
         return flow.value is None or bool(flow.value % self.num_rows)
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
-from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
+from multitower.checks.along_rows import SCATTERS, batches_of_rows, row_axes, works_along_rows
+from multitower.checks.counts import LINEAR_TOGETHER, counts_rows, divides, is_mean, numbers_of
 from multitower.checks.equations import (
     computed,
+    differs_along,
     follow,
     is_arange,
     program_inside,
@@ -36,7 +37,6 @@ _LINEAR_ALONE = {
     "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
     "optimization_barrier", "cumsum", "name", "sharding_constraint",
 }  # fmt: skip
-_LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 # Operations that write into an array: the inputs that are the array, and what is written.
 _WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # Operations that hold rows, or one of their elements, in a value without an axis of rows.
@@ -47,6 +47,11 @@ _HOLDS = {
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
 # Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
+# Operations that find a place by its numbers: the inputs that are no such numbers.
+_FINDS = {
+    "gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0, 1),
+    **dict.fromkeys(SCATTERS, (0, 2)),
+}  # fmt: skip
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
@@ -110,15 +115,20 @@ class _Reader:
 
     def _constant(self, value: Any, kind: Any) -> Flow:
         """What is known of a constant; `numpy.arange(len(x))` is the numbers of the rows."""
-        size = math.prod(getattr(kind, "shape", ()))
+        shape = getattr(kind, "shape", ())
+        size = math.prod(shape)
         is_index = bool(size) and size % self._num_rows == 0 and is_arange(value, size)
-        return Flow(value=small_constant(value), is_index=is_index)
+        axes = row_axes(shape, self._num_rows, self._all_rows)
+        is_placed = any(differs_along(value, axis) for axis in axes)
+        placed = "an array with an entry for every row" if is_placed else None
+        return Flow(value=small_constant(value), is_index=is_index, placed=placed)
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
         if needs_axis(equation):
             is_drawn = any(flow.is_drawn for flow in inputs)
-            own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn)
+            placed = self._placed(equation, name, "mixed", inputs)
+            own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn, placed=placed)
             return [own] * len(equation.outvars)
         inside, program = INSIDE.get(name), program_inside(equation.params, len(inputs))
         if inside is not None or program is not None:
@@ -135,11 +145,12 @@ class _Reader:
             origin,
             all_places(inputs, [mixing] if mixing else ()),
             roots_of(inputs, mixing),
-            word == "linear" and self._is_mean(name, inputs),
+            word == "linear" and is_mean(name, inputs, self._num_rows),
             self._counted(equation, name, word, inputs),
             varies,
             name in _DRAWS or any(flow.is_drawn for flow in inputs),
             any(flow.is_index for flow in inputs) or self._is_row_index(equation),
+            self._placed(equation, name, word, inputs),
             frozenset[int]().union(*(flow.sources for flow in inputs)),
             computed(equation, [flow.value for flow in inputs]),
             self._held(name, word, mixing, inputs),
@@ -159,19 +170,26 @@ class _Reader:
             return False
         return equation.params["shape"][equation.params["dimension"]] % self._num_rows == 0
 
-    def _is_mean(self, name: str, inputs: list[Flow]) -> bool:
-        linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
-        if linear and all(linear):
-            return True
-        unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
-        if name not in _LINEAR_TOGETHER and any(flow.counted for flow in unknown):
-            return True
-        numbers = _numbers(inputs)
-        if name == "div":
-            return any(_divides(self._num_rows, number) for number in numbers)
-        if name in ("mul", "dot_general"):
-            return any(_divides(self._num_rows, 1 / n) or self._is_share(n) for n in numbers)
-        return False
+    def _placed(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
+        """Where the numbers of the rows come from, if a result depends on them."""
+        if word == "free" and self._makes_places(equation):
+            return self.where(equation)
+        if name == "rem" or name in _DRAWS:
+            return None  # its place among neighbours, or the seed of random numbers
+        if word == "free" and any(flow.varies for flow in inputs):
+            return None  # the number of the tower went into it, too
+        if name in _FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
+            inputs = [inputs[n] for n in _FINDS[name]]  # row i of what belongs to rows
+        return next((flow.placed for flow in inputs if flow.placed), None)
+
+    def _makes_places(self, equation: Any) -> bool:
+        """Whether it numbers the rows, or puts them together as `jnp.linspace(0, 1, n)` does."""
+        name = equation.primitive.name
+        if name not in ("iota", "concatenate"):
+            return False
+        axis = equation.params["dimension"]
+        of_rows = [axis in self.row_axes(atom) for atom in equation.invars]
+        return axis in self.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
 
     def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
         """Where it was multiplied or divided by the number of rows; a second time cancels that."""
@@ -180,27 +198,15 @@ class _Reader:
             return None  # it may be a share of the rows of all towers, or a place among them
         handed_on: set[Word] = {"free", "by row"}
         if word == "linear":
-            handed_on = {"linear", "free"} if name in _LINEAR_TOGETHER else {"linear"}
+            handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
         unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
         if word in ("linear", "mixed"):
             return before if word == "linear" else None
-        numbers = _numbers(inputs) if name in ("mul", "div") else []
-        if any(self._has_number_of_rows(abs(number)) for number in numbers):
+        numbers = numbers_of(inputs) if name in ("mul", "div") else []
+        if any(counts_rows(abs(number), self._num_rows) for number in numbers):
             return None if before else self.where(equation)
         return before
-
-    def _has_number_of_rows(self, number: float) -> bool:
-        """Whether a number is `N * rows`, `1 / (N * rows)` or `N / rows` for a whole number N."""
-        if _is_whole(number / self._num_rows) or _is_whole(1 / number / self._num_rows):
-            return True
-        return _is_whole(number * self._num_rows) and not _is_whole(number)
-
-    def _is_share(self, number: float) -> bool:
-        """Whether a number is N / rows, for a data set of N rows."""
-        times = abs(number) * self._num_rows
-        is_whole = abs(times - round(times)) < 1e-6 * times and round(times) >= 1
-        return is_whole and abs(number - round(number)) > 1e-6
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]
@@ -233,12 +239,21 @@ class _Reader:
         if rows_out > rows_in:
             return "by row", None, place  # every row with every row
         if rows_out == 0 and rows_in > 0:
-            is_group = _takes_one_of_each_group(equation, self._num_rows)
-            if is_group or equation.outvars[0] in self._batches:
-                return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
-            is_sum = name in _SUMS and worst_of(inputs).word == "by row"
-            return ("linear", place, None) if is_sum else ("mixed", None, place)
+            return self._without_rows(equation, name, inputs)
         return "by row", None, None
+
+    def _without_rows(
+        self, equation: Any, name: str, inputs: list[Flow]
+    ) -> tuple[Word, str | None, str | None]:
+        """What becomes of rows in a result that has no axis of rows."""
+        place = self.where(equation)
+        if name in ("gather", "dynamic_slice") and any(flow.is_index for flow in inputs[1:]):
+            return "by row", None, None  # x[i] in a loop over the numbers of the rows
+        is_group = _takes_one_of_each_group(equation, self._num_rows)
+        if is_group or equation.outvars[0] in self._batches:
+            return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
+        is_sum = name in _SUMS and worst_of(inputs).word == "by row"
+        return ("linear", place, None) if is_sum else ("mixed", None, place)
 
     def _from_linear(
         self, equation: Any, name: str, inputs: list[Flow], has_rows: bool
@@ -253,7 +268,7 @@ class _Reader:
         scaled = scaled or (is_first_alone and name == "div")
         if scaled:
             self._look_for_baked(equation, inputs)
-        together = name in _LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
+        together = name in LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
         written = _WRITTEN.get(name, ())
         together |= all(n in written for n, word in enumerate(words) if word == "linear")
         if scaled or together or (is_first_alone and name in _LINEAR_ALONE):
@@ -263,8 +278,8 @@ class _Reader:
     def _look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
         if self._batch_rows < 2 or self._batch_rows == self._num_rows:
             return
-        for number in _numbers(inputs):
-            if number == self._batch_rows or _divides(self._batch_rows, 1 / number, exact=True):
+        for number in numbers_of(inputs):
+            if number == self._batch_rows or divides(self._batch_rows, 1 / number, exact=True):
                 self.baked.append(self.where(equation))
 
     def where(self, equation: Any) -> str:
@@ -289,26 +304,6 @@ def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
         stride > 1 and size % num_rows == 0 and size % stride == 0
         for stride, size in zip(strides or (), equation.invars[0].aval.shape, strict=False)
     )
-
-
-def _numbers(inputs: Sequence[Flow]) -> list[float]:
-    """The scalar constants among an equation's inputs that are finite, real and not zero."""
-    values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
-    real = [float(np.real(value)) for value in values if not np.imag(value)]
-    return [number for number in real if math.isfinite(number)]
-
-
-def _is_whole(times: float) -> bool:
-    """Whether a float32 number is 1, 2, 3 ...; False above 1e5, where too many are whole."""
-    return 0.5 < times < 1e5 and abs(times - round(times)) < 3e-7 * times
-
-
-def _divides(rows: int, number: float, *, exact: bool = False) -> bool:
-    """Whether a float32 number is `rows` or, if not `exact`, a multiple of it."""
-    times = number / rows
-    if not math.isfinite(times):
-        return False
-    return round(times) >= 1 and abs(times - (1 if exact else round(times))) < 1e-5 * times
 
 
 def unused_size(sizes: Sequence[int]) -> int:

@@ -1,0 +1,61 @@
+"""Counts: the numbers of a program that are the number of its rows, or made of it."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from multitower.checks.flow import Flow
+
+# Operations that turn several sums over rows into another one.
+LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
+
+
+def is_mean(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Whether an operation makes a mean of sums over rows, or of other means."""
+    linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
+    if linear and all(linear):
+        return True
+    unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
+    if name not in LINEAR_TOGETHER and any(flow.counted for flow in unknown):
+        return True
+    numbers = numbers_of(inputs)
+    if name == "div":
+        return any(divides(num_rows, number) for number in numbers)
+    if name in ("mul", "dot_general"):
+        return any(divides(num_rows, 1 / n) or _is_share(n, num_rows) for n in numbers)
+    return False
+
+
+def counts_rows(number: float, num_rows: int) -> bool:
+    """Whether a number is `N * rows`, `1 / (N * rows)` or `N / rows` for a whole number N."""
+    if _is_whole(number / num_rows) or _is_whole(1 / number / num_rows):
+        return True
+    return _is_whole(number * num_rows) and not _is_whole(number)
+
+
+def _is_share(number: float, num_rows: int) -> bool:
+    """Whether a number is N / rows, for a data set of N rows."""
+    times = abs(number) * num_rows
+    is_whole = abs(times - round(times)) < 1e-6 * times and round(times) >= 1
+    return is_whole and abs(number - round(number)) > 1e-6
+
+
+def numbers_of(inputs: Sequence[Flow]) -> list[float]:
+    """The scalar constants among an equation's inputs that are finite, real and not zero."""
+    values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
+    real = [float(np.real(value)) for value in values if not np.imag(value)]
+    return [number for number in real if math.isfinite(number)]
+
+
+def _is_whole(times: float) -> bool:
+    """Whether a float32 number is 1, 2, 3 ...; False above 1e5, where too many are whole."""
+    return 0.5 < times < 1e5 and abs(times - round(times)) < 3e-7 * times
+
+
+def divides(rows: int, number: float, *, exact: bool = False) -> bool:
+    """Whether a float32 number is `rows` or, if not `exact`, a multiple of it."""
+    times = number / rows
+    if not math.isfinite(times):
+        return False
+    return round(times) >= 1 and abs(times - (1 if exact else round(times))) < 1e-5 * times

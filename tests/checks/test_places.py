@@ -1,0 +1,125 @@
+"""A row's place in the batch: what the first look says of a function that depends on it.
+
+Row 0 of a tower is not row 0 of the batch, so that `jnp.arange(len(x))` begins anew in every tower.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multitower as mt
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+W = jnp.asarray(np.ones(3, np.float32))
+
+
+def losses(w, x):
+    return (x @ w - 1) ** 2
+
+
+def ratio_of_the_first(w, x):
+    mask = jnp.arange(len(x)) < 5
+    return mt.ratio((losses(w, x) * mask).sum(), mask.sum())
+
+
+def with_a_place_for_a_feature(w, x):
+    return losses(w, x.at[:, 0].set(jnp.arange(len(x), dtype=x.dtype)))
+
+
+WRONG = {
+    "weights": lambda w, x: losses(w, x) * jnp.arange(len(x)),
+    "as a mean": lambda w, x: (losses(w, x) * jnp.arange(len(x))).mean(),
+    "a ramp": lambda w, x: losses(w, x) * jnp.linspace(0, 1, len(x)),
+    "a mask": lambda w, x: jnp.where(jnp.arange(len(x)) < 5, losses(w, x), 0).mean(),
+    "a ratio": ratio_of_the_first,
+    "a feature": with_a_place_for_a_feature,
+    "along an axis": lambda w, x: losses(w, x + jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)),
+    "by vmap": lambda w, x: jax.vmap(lambda row, i: losses(w, row) * i)(x, jnp.arange(len(x))),
+    "in a loop": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]) * i, jnp.arange(len(x))),
+    "in a table": lambda w, x: losses(w, x) * jnp.linspace(1, 2, 300)[jnp.arange(len(x))],
+    "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
+    "a mask of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) < 5),
+    "numbers of NumPy": lambda w, x: losses(w, x) * np.random.default_rng(0).random(len(x)),
+}  # fmt: skip
+
+
+def contrast(w, x):
+    return optax.softmax_cross_entropy_with_integer_labels(
+        (x * w) @ mt.all_rows(x).T, mt.row_index(x)
+    )
+
+
+def with_noise_for_every_row(w, key, x):
+    draw = lambda i, row: losses(w, row + jax.random.normal(jax.random.fold_in(key, i), row.shape))
+    return jax.vmap(draw)(jnp.arange(len(x)), x)
+
+
+def each_beside_its_neighbour(w, x):
+    pairs = jnp.repeat(x @ w, 2) * (jnp.arange(2 * len(x)) % 2)
+    return pairs.reshape(-1, 2).sum(1)
+
+
+def in_segments(w, x):
+    return jax.ops.segment_sum((x * w).ravel(), jnp.repeat(jnp.arange(len(x)), 3), len(x))
+
+
+RIGHT = {
+    "row_index": lambda w, x: jnp.where(mt.row_index(x) < 5, losses(w, x), 0),
+    "contrast": contrast,
+    "ones": lambda w, x: losses(w, x) * np.ones(len(x), np.float32),
+    "columns": lambda w, x: losses(w, x * jnp.stack([jnp.ones(len(x))] * 3, 1)),
+    "its own row": lambda w, x: losses(w, x[jnp.arange(len(x))]),
+    "its own column": lambda w, x: x.at[jnp.arange(len(x)), jnp.argmax(x, 1)].mul(2.0) @ w,
+    "one by one": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]), jnp.arange(len(x))),
+    "a flat index": lambda w, x: (x * w).ravel()[3 * jnp.arange(len(x)) + jnp.argmax(x, 1)],
+    "noise": with_noise_for_every_row,
+    "a permutation": lambda w, key, x: losses(w, x * jax.random.permutation(key, len(x))[:, None]),
+    "neighbours": each_beside_its_neighbour,
+    "segments": in_segments,
+}  # fmt: skip
+
+
+def look_at(loss):
+    """Traces a call, and compiles nothing."""
+    key = (jax.random.key(0),) if "key" in inspect.signature(loss).parameters else ()
+    jax.eval_shape(mt.value_and_grad(loss, devices=2), W, *key, X)
+
+
+@pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
+def test_a_row_s_place_in_its_tower_is_told(loss):
+    # The lie: a mask of the first five rows masks the first five rows of every tower.
+    said = r"loss \((iota|concatenate|an array).*\): it depends on the number.*mt.row_index"
+    with pytest.warns(mt.MultitowerWarning, match=said) as told:
+        look_at(loss)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
+def test_nothing_is_said_of_places_that_are_right(loss):
+    look_at(loss)  # warnings are errors
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_way_out_is_that_of_one_device(reduction):
+    def loss(place):
+        return lambda w, batch: jnp.where(place(batch["x"]) < batch["n"], losses(w, batch["x"]), 0)
+
+    def value(place, devices):
+        step = mt.train_step(loss(place), optax.sgd(0.1), devices=devices, reduction=reduction)
+        return step(step.init(W), {"x": X, "n": np.int32(5)})[1]["loss"]
+
+    with pytest.warns(mt.MultitowerWarning, match="it depends on the number of rows"):
+        value(lambda x: jnp.arange(len(x)), 2)
+    expected = np.where(np.arange(8) < 5, (X @ np.ones(3) - 1) ** 2, 0)
+    expected = expected.mean() if reduction == "mean" else expected.sum()
+    np.testing.assert_allclose(value(mt.row_index, 2), expected, rtol=1e-6)  # as it says
+
+
+def test_numbers_of_rows_that_are_handed_out_are_told():
+    # The lie: predictions beside the numbers of rows, 0 to 3 and again 0 to 3.
+    with pytest.warns(mt.MultitowerWarning, match=r"result\['row'\] \(iota .*it depends on"):
+        mt.make_parallel(lambda x: {"row": jnp.arange(len(x)), "x": x}, devices=2)(X)
