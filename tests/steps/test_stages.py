@@ -499,6 +499,36 @@ def test_state_that_never_changes_is_where_its_parameter_is():
     assert mt.fingerprint(one) == mt.fingerprint(state)
 
 
+def test_a_rate_of_one_stage_alone_is_used_as_written_there():
+    # The lie: a rate that never changes and that one group has, left at its first value.
+    rates = {
+        "first": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+        "rest": optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+    }
+    optimizer = optax.multi_transform(rates, lambda params: ["first", "rest", "rest"])
+
+    def run(**options):
+        step = make(optimizer=optimizer, **options)
+        state, _ = train(step, batches=X[:1])
+        inner = dict(state.opt_state.inner_states)
+        kept = inner["first"].inner_state
+        kept = kept._replace(hyperparams={"learning_rate": jnp.float32(0.4)})
+        inner["first"] = inner["first"]._replace(inner_state=kept)
+        changed = state.replace(opt_state=state.opt_state._replace(inner_states=inner))
+        return step(changed, X[1])[0]
+
+    found, one = run(stages=2, devices=2), run(stages=2, devices=1)
+    assert mt.fingerprint(found) == mt.fingerprint(one)
+    params, opt_state = WEIGHTS, optimizer.init(WEIGHTS)
+    for n, batch in enumerate(X[:2]):
+        gradients = jax.grad(lambda p, x: losses(p, x).mean())(params, batch)
+        if n:
+            opt_state.inner_states["first"].inner_state.hyperparams["learning_rate"] = 0.4
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(found.params, params, rtol=1e-4)
+
+
 def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
     # The lies: another stage's layers, or their first weights or squares; a cast that is made in
     # one stage alone.
