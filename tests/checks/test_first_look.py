@@ -91,6 +91,24 @@ def test_a_mean_whose_number_of_rows_is_computed():
         mt.grad(lambda w, x: divided(w, x, (2,)), devices=2)(W, X)
 
 
+def test_the_number_of_rows_of_all_towers():
+    # The lies: the rows of a tower divided by those of all towers, T times too small, and nobody is
+    # told; a warning where that number is right.
+    every = lambda x: jax.lax.psum(len(x), "towers")
+    over_all = lambda w, x: losses(w, x).sum() / every(x)
+    with pytest.warns(mt.MultitowerWarning, match="sum over rows"):
+        mt.grad(over_all, devices=2)(W, X)
+    expected = losses(W, X).mean()
+    value, _ = mt.value_and_grad(over_all, devices=2, reduction="sum")(W, X)  # as it says
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for loss in (
+        lambda w, x: jax.lax.psum(losses(w, x).sum(), "towers") / every(x),
+        lambda w, x: losses(w, x) + (w**2).sum() / every(x) - (W**2).sum() / 8,
+    ):
+        value, _ = mt.value_and_grad(loss, devices=2)(W, X)  # warnings are errors
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
 def per_token(w, x, num_tokens):
     return mt.ratio(losses(w, x).sum(), num_tokens)
 

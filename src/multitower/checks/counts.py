@@ -11,15 +11,21 @@ from multitower.checks.flow import Flow
 LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 
 
-def is_mean(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
-    """Whether an operation makes a mean of sums over rows, or of other means."""
+def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_rows: int) -> bool:
+    """Whether an operation makes a mean of sums over rows, or of other means.
+
+    Args:
+        name: the operation.
+        inputs: what is known of its inputs.
+        numbers: the numbers among these; see `numbers_of`.
+        num_rows: the number of rows.
+    """
     linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
     if linear and all(linear):
         return True
     unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
     if name not in LINEAR_TOGETHER and any(flow.counted for flow in unknown):
         return True
-    numbers = numbers_of(inputs)
     if name == "div":
         return any(divides(num_rows, number) for number in numbers)
     if name in ("mul", "dot_general"):
@@ -41,11 +47,21 @@ def _is_share(number: float, num_rows: int) -> bool:
     return is_whole and abs(number - round(number)) > 1e-6
 
 
-def numbers_of(inputs: Sequence[Flow]) -> list[float]:
-    """The scalar constants among an equation's inputs that are finite, real and not zero."""
+def numbers_of(inputs: Sequence[Flow], whole: int = 0) -> list[float]:
+    """The scalar constants among an equation's inputs that are finite, real and not zero.
+
+    Args:
+        inputs: what is known of the inputs.
+        whole: the number of rows of all towers, where it is no multiple of a tower's by chance; its
+            own multiples, and what it divides, count no rows of a tower. 0 if it is not known.
+    """
     values = [flow.value for flow in inputs if np.ndim(flow.value) == 0 and flow.value]
     real = [float(np.real(value)) for value in values if not np.imag(value)]
-    return [number for number in real if math.isfinite(number)]
+    finite = [number for number in real if math.isfinite(number)]
+    if not whole:
+        return finite
+    times = [(abs(number) / whole, 1 / abs(number) / whole) for number in finite]
+    return [n for n, both in zip(finite, times, strict=True) if not any(map(_is_whole, both))]
 
 
 def _is_whole(times: float) -> bool:

@@ -16,13 +16,13 @@ from multitower.checks.flow import Flow, rows_of
 from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, same_numbers, table
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
-from multitower.engines.collectives import axis_of, first_collective
+from multitower.engines.collectives import axis_of
 from multitower.errors import warn
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Tower
 
-# An unusual number of towers, so that an axis with the rows of all towers is known by its size.
-_TOWERS = 7
+# Unusual numbers of towers, so that an axis with the rows of all towers is known by its size.
+_TOWERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 # A divisor of this is tried if a function does not work with a prime number of rows.
 _GROUPS = 5040
 
@@ -133,21 +133,21 @@ def read_tower(
         None if the function fails with a number of rows that the reader chooses.
     """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
-    num_rows = times * unused_size([*sizes, *(size for x in rows for size in x.shape[1:])])
+    sizes += [size for x in rows for size in x.shape[1:]]
+    num_rows, num_towers = times * unused_size(sizes), unused_size([*sizes, times], _TOWERS)
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
         return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(num_rows)))
 
     try:
-        make = jax.make_jaxpr(run, axis_env=axis_of(_TOWERS), return_shape=True)
+        make = jax.make_jaxpr(run, axis_env=axis_of(num_towers), return_shape=True)
         program, tree = make(shapes, jnp.int32(0))
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
-    all_rows = num_rows * _TOWERS if first_collective(program) is not None else 0
     try:
-        return read(program, flows, num_rows, batch_rows, all_rows), tree, num_rows
+        return read(program, flows, num_rows, batch_rows, num_towers), tree, num_rows
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
             "this function runs without a look at its rows, which failed: "

@@ -26,7 +26,7 @@ from multitower.checks.equations import (
 )
 from multitower.checks.flow import Flow, Word, all_places, roots_of, worst_of
 from multitower.checks.loops import INSIDE
-from multitower.engines.collectives import needs_axis
+from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
 
 # Operations that sum over rows. Below: operations that turn a sum over rows into another one.
@@ -52,6 +52,9 @@ _FINDS = {
     "gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0, 1),
     **dict.fromkeys(SCATTERS, (0, 2)),
 }  # fmt: skip
+_NUMBERS_OF_ROWS = (
+    211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271, 277, 281, 283, 293,
+)  # fmt: skip
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
@@ -77,7 +80,7 @@ def read(
     inputs: Sequence[Flow],
     num_rows: int,
     batch_rows: int = 0,
-    all_rows: int = 0,
+    num_towers: int = 0,
 ) -> Reading:
     """Reads what a program does with rows.
 
@@ -86,22 +89,24 @@ def read(
         inputs: what is known of its arguments; for one with rows it is `rows_of(number)`.
         num_rows: the size of every axis of rows, which no other axis has.
         batch_rows: the number of rows of the real batch, to look for among constants.
-        all_rows: the number of rows of all towers, where they meet; else 0. An axis of this size
-            does not count as an axis of rows: a function that asks for the rows of all towers means
-            to bring rows together.
+        num_towers: the number of towers, which divides the size of no other axis; 0 if the function
+            cannot tell. Where towers meet, an axis with the rows of all towers does not count as an
+            axis of rows: a function that asks for these means to bring rows together.
 
     Returns:
         The reading.
     """
-    reader = _Reader(num_rows, batch_rows, all_rows)
+    meets = first_collective(program) is not None
+    reader = _Reader(num_rows, batch_rows, num_rows * num_towers, meets=meets)
     outputs = reader.run(program, list(inputs))
     return Reading(outputs, reader.draws, reader.baked, reader.tables)
 
 
 class _Reader:
-    def __init__(self, num_rows: int, batch_rows: int, all_rows: int) -> None:
+    def __init__(self, num_rows: int, batch_rows: int, whole: int, *, meets: bool) -> None:
         self._num_rows = num_rows
-        self._all_rows = all_rows
+        self._whole = whole
+        self._all_rows = whole if meets else 0
         self._batch_rows = batch_rows
         self._calls: list[Any] = []
         self._batches = set[Any]()
@@ -145,7 +150,7 @@ class _Reader:
             origin,
             all_places(inputs, [mixing] if mixing else ()),
             roots_of(inputs, mixing),
-            word == "linear" and is_mean(name, inputs, self._num_rows),
+            word == "linear" and is_mean(name, inputs, self._numbers(inputs), self._num_rows),
             self._counted(equation, name, word, inputs),
             varies,
             name in _DRAWS or any(flow.is_drawn for flow in inputs),
@@ -203,7 +208,7 @@ class _Reader:
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
         if word in ("linear", "mixed"):
             return before if word == "linear" else None
-        numbers = numbers_of(inputs) if name in ("mul", "div") else []
+        numbers = self._numbers(inputs) if name in ("mul", "div") else []
         if any(counts_rows(abs(number), self._num_rows) for number in numbers):
             return None if before else self.where(equation)
         return before
@@ -282,6 +287,10 @@ class _Reader:
             if number == self._batch_rows or divides(self._batch_rows, 1 / number, exact=True):
                 self.baked.append(self.where(equation))
 
+    def _numbers(self, inputs: list[Flow]) -> list[float]:
+        """The constants among the inputs, without those that count the rows of all towers."""
+        return numbers_of(inputs, self._whole)
+
     def where(self, equation: Any) -> str:
         """The operation and its line: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
         # The equations in a library's jitted function have the line of its first call, which may be
@@ -306,14 +315,14 @@ def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
     )
 
 
-def unused_size(sizes: Sequence[int]) -> int:
-    """A number of rows that divides the size of no other axis.
+def unused_size(sizes: Sequence[int], primes: Sequence[int] = _NUMBERS_OF_ROWS) -> int:
+    """A number of rows, or one of `primes`, that divides the size of no other axis.
 
     Args:
         sizes: the sizes of all axes that are not axes of rows.
+        primes: what to choose from; small ones, because the function may loop over them in Python.
 
     Returns:
-        A prime; a small one, because the function may loop over rows in Python.
+        One of them.
     """
-    primes = (211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271, 277, 281, 283, 293)
     return next(p for p in primes if all(size % p for size in sizes if size))
