@@ -627,7 +627,21 @@ def mapped_in_batches(w, x):
     return jax.lax.map(lambda row: jnp.tanh(row @ w), x, batch_size=4)
 
 
+def by_the_mean_of_weights(w, x):  # as detectors divide by the mean number of boxes
+    boxes = x[:, 0] > 0
+    number = jax.lax.pmean(boxes.sum(), "towers")
+    return (losses(w, x) * boxes).sum() / jnp.maximum(number, 1e-3)
+
+
+def by_their_clipped_mean(w, x):
+    boxes = (x[:, 0] > 0).astype(jnp.float32)
+    number = jax.lax.psum(boxes.sum(), "towers") / jax.lax.axis_size("towers")
+    return 2 * (losses(w, x) * boxes).sum() / jnp.clip(number, 1e-3) + 0.1 * (w**2).sum()
+
+
 RIGHT = [
+    by_the_mean_of_weights,
+    by_their_clipped_mean,
     summed_after_it_was_divided,
     weighted,
     divided_and_multiplied,
@@ -653,8 +667,29 @@ def test_what_is_right_is_not_blamed(loss):
     # The lie: warnings at right programs, until nobody reads them. (Warnings are errors here.)
     if loss is not each_until_small:  # a while loop has no reverse mode
         look_at(mt.value_and_grad(loss, devices=2), X)
-    if jax.eval_shape(loss, W, X).ndim:
+    is_asking = loss in (by_the_mean_of_weights, by_their_clipped_mean)  # of the other towers
+    if not is_asking and jax.eval_shape(loss, W, X).ndim:
         look_at(mt.make_parallel(loss, in_axes=(None, 0), devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda weights: jax.lax.psum(weights.sum(), "towers"),
+        lambda weights: jax.lax.psum(weights.sum(), "towers") / 2,
+        lambda weights: jax.lax.pmax(weights.sum(), "towers"),
+        lambda weights: jax.lax.pmean(weights.mean(), "towers"),
+        lambda weights: jnp.log(jax.lax.pmean(weights.sum(), "towers")),
+    ],
+)
+def test_a_sum_that_is_divided_by_no_mean_of_sums_is_blamed(number):
+    # The lie: any number of all towers makes a mean of a sum.
+    def loss(w, x):
+        weights = x[:, 0] ** 2
+        return (losses(w, x) * weights).sum() / number(weights)
+
+    with pytest.warns(mt.MultitowerWarning, match="it is a sum over rows"):
+        mt.grad(loss, devices=4)(W, X)
 
 
 @pytest.mark.slow

@@ -150,3 +150,11 @@ assert not loaded, loaded
 def test_no_framework_is_imported():
     """Lie: who has JAX alone pays for the others, or cannot import it at all."""
     run_python("-c", NOTHING)
+
+
+def test_two_arrays_of_a_named_tuple_are_taken_out_of_it_together():
+    """Lie: the same advice, once for each of them."""
+    batch = Params([Layer(np.ones(8), np.ones(8)), Layer(np.ones(3), np.ones(5))], np.ones(8))
+    with pytest.raises(mt.BatchError) as told:
+        mt.value_and_grad(lambda w, batch: w * batch.layers[0].w, devices=2)(1.0, batch)
+    assert str(told.value).count("take it out of batch and close over it") == 1

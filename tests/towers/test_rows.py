@@ -1,5 +1,7 @@
 """Rows: which leaves are cut, along which axis, into which towers."""
 
+from typing import Any, NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -114,3 +116,25 @@ def test_no_rows_are_another_number_than_some(counts):
     tree = tuple(np.ones((count, 2)) for count in counts)
     with pytest.raises(mt.BatchError, match=r"rows and .* need the same number"):
         take_apart(tree, 0, name="batch")
+
+
+class Graphs(NamedTuple):
+    """The fields of jraph's GraphsTuple."""
+
+    nodes: Any
+    edges: Any
+    senders: Any
+    receivers: Any
+    globals: Any
+    n_node: Any
+    n_edge: Any
+
+
+def test_a_batch_of_graphs_is_no_batch_of_rows():
+    """Lie: its nodes and edges were weights that every tower needs whole."""
+    nodes, edges, each = np.ones((9, 2)), np.ones(12, int), np.ones(4, int)
+    graphs = Graphs(nodes, edges, edges, edges, each, each, each)
+    loss = lambda w, graphs: (graphs.nodes @ w).mean()
+    for arguments in ((graphs,), ({"graphs": graphs, "y": each},)):
+        with pytest.raises(mt.BatchError, match=r"a batch of graphs.*Pad every graph.*jax.vmap"):
+            mt.value_and_grad(loss, devices=2)(np.ones(2), *arguments)

@@ -420,3 +420,16 @@ def test_parameters_in_numpy_arrays_are_indexed_as_in_a_real_call():
 def test_ragged_rows_are_tried_in_as_many_towers_as_asked_for():
     check = mt.check_parallel(lambda w, x: (x - w) ** 2, 1.0, np.arange(22.0), towers=4)
     assert str(check) == "safe to run data parallel (tried with 22 rows in 4 towers)"
+
+
+def test_a_loss_may_ask_for_the_number_of_towers_alone():
+    """The lie: such a loss names an axis that does not exist, since its program has no exchange."""
+
+    def right(w, batch):
+        return by_row(w, batch).sum() / jax.lax.pmean(len(batch["x"]), "towers")
+
+    def wrong(w, batch):
+        return by_row(w, batch) / jax.lax.axis_size("towers")
+
+    assert check_parallel(right, W, BATCH)
+    assert not check_parallel(wrong, W, BATCH)

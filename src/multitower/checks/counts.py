@@ -7,6 +7,11 @@ import numpy as np
 
 from multitower.checks.flow import Flow
 
+# Operations that leave a number that is as large as one tower's sum over rows about as large.
+_KEEP_THE_SIZE = {
+    "add", "broadcast_in_dim", "convert_element_type", "copy", "max", "mul", "reshape", "squeeze",
+    "stop_gradient", "sub",
+}  # fmt: skip
 # Operations that turn several sums over rows into another one.
 LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 
@@ -27,10 +32,29 @@ def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_row
     if name not in LINEAR_TOGETHER and any(flow.counted for flow in unknown):
         return True
     if name == "div":
-        return any(divides(num_rows, number) for number in numbers)
+        return inputs[1].is_share or any(divides(num_rows, number) for number in numbers)
     if name in ("mul", "dot_general"):
         return any(divides(num_rows, 1 / n) or _is_share(n, num_rows) for n in numbers)
     return False
+
+
+def is_of_all(name: str, inputs: Sequence[Flow]) -> bool:
+    """Whether an operation keeps a sum over the rows of all towers: it makes a float of it."""
+    return name == "convert_element_type" and inputs[0].of_all
+
+
+def is_share(name: str, inputs: Sequence[Flow], num_towers: int) -> bool:
+    """Whether an operation makes the mean over towers of a sum over rows, or keeps it.
+
+    Args:
+        name: the operation; its inputs are free of rows.
+        inputs: what is known of its inputs.
+        num_towers: the number of towers, 0 where they do not meet.
+    """
+    if name == "div" and inputs[0].of_all:
+        return inputs[1].value == num_towers
+    unknown = [flow.is_share for flow in inputs if flow.value is None]
+    return name in _KEEP_THE_SIZE and bool(unknown) and all(unknown)
 
 
 def counts_rows(number: float, num_rows: int) -> bool:

@@ -35,6 +35,10 @@ class Flow:
         placed: where the numbers of the rows come from, if they are part of the value itself: it
             depends on a row's place in the batch.
         sources: the numbers of the arguments with rows that it depends on.
+        of_all: whether it is a sum over the rows of all towers. Divided by their number, it is as
+            large as one tower's sum: `is_share`.
+        is_share: whether it is the mean over towers of a sum over rows, `jax.lax.pmean(mask.sum(),
+            "towers")`. A sum over rows divided by it is a mean.
         held: for a mixed value, the operation that wrote rows into it, took one of them or their
             largest, and its line: it is no mean over rows.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
@@ -54,6 +58,8 @@ class Flow:
     sources: frozenset[int] = frozenset()
     value: Any = field(default=None, compare=False)
     held: str | None = None
+    of_all: bool = False
+    is_share: bool = False
 
     @property
     def all_roots(self) -> frozenset[str]:
@@ -117,6 +123,8 @@ def join(a: Flow, b: Flow) -> Flow:
         a.placed or b.placed,
         a.sources | b.sources,
         held=(a.held or b.held) if word == "mixed" else None,
+        of_all=a.of_all and b.of_all,
+        is_share=a.is_share and b.is_share,
     )
 
 

@@ -10,12 +10,21 @@ should not report one that is not there.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from multitower.checks.along_rows import SCATTERS, batches_of_rows, row_axes, works_along_rows
-from multitower.checks.counts import LINEAR_TOGETHER, counts_rows, divides, is_mean, numbers_of
+from multitower.checks.counts import (
+    LINEAR_TOGETHER,
+    counts_rows,
+    divides,
+    is_mean,
+    is_of_all,
+    is_share,
+    numbers_of,
+)
 from multitower.checks.equations import (
     computed,
     differs_along,
@@ -134,7 +143,10 @@ class _Reader:
             is_drawn = any(flow.is_drawn for flow in inputs)
             placed = self._placed(equation, name, "mixed", inputs)
             own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn, placed=placed)
-            return [own] * len(equation.outvars)
+            if name not in _SUMS or len(inputs) != len(equation.outvars):
+                return [own] * len(equation.outvars)
+            sums = [flow.word == "linear" and not flow.is_mean for flow in inputs]
+            return [replace(own, of_all=is_sum) for is_sum in sums]
         inside, program = INSIDE.get(name), program_inside(equation.params, len(inputs))
         if inside is not None or program is not None:
             self._calls.append(equation)
@@ -159,6 +171,8 @@ class _Reader:
             frozenset[int]().union(*(flow.sources for flow in inputs)),
             computed(equation, [flow.value for flow in inputs]),
             self._held(name, word, mixing, inputs),
+            of_all=word == "free" and is_of_all(name, inputs),
+            is_share=word == "free" and is_share(name, inputs, self._all_rows // self._num_rows),
         )
         return [flow] * len(equation.outvars)
 

@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
     def all_whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
         """The same for several leaves or arguments: one `in_axes` for all that it can name."""
         said: dict[Any, Any] = {}
-        others: list[str] = []
+        others: dict[str, None] = {}  # several leaves of one argument are taken out of it together
         for part, *rest in paths:
             try:
                 if (part.idx != _ARGS or axes[_ROWS]) and part.idx != _ROWS:
@@ -61,7 +61,7 @@ class Arguments(NamedTuple):
                 so_far = said.get(part.idx, axes[part.idx])
                 said[part.idx] = _with_none(so_far, tree[part.idx], rest)
             except LookupError:  # no in_axes for it, or a container of the user's own
-                others.append(self._without_axes((part, *rest)))
+                others[self._without_axes((part, *rest))] = None
         return " and ".join([*(f"in_axes={one!r}" for one in said.values()), *others])
 
     def _without_axes(self, path: Sequence[Any]) -> str:

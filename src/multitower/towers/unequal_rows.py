@@ -15,6 +15,12 @@ from multitower.errors import BatchError
 from multitower.towers.refusals import Names, name_of, path_of, taken_out_of
 
 _SHOWN = 3  # a message names at most so many arrays of an argument
+_GRAPHS = (
+    "a batch of graphs in one, like jraph's GraphsTuple, has no rows that can be cut: its arrays "
+    "hold the nodes and edges of all graphs, and an edge may point into another tower. Pad every "
+    "graph to the same number of nodes and edges, stack the graphs on axis 0, and apply the model "
+    "of one graph with jax.vmap."
+)
 
 
 class _Argument(NamedTuple):
@@ -50,12 +56,19 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
         axes: the in_axes that were given for it.
         kinds: for each leaf its kind, as in `Split`; an int is the axis of its rows.
     """
+    graphs = jax.tree.leaves(tree, is_leaf=_is_batch_of_graphs)
+    if any(map(_is_batch_of_graphs, graphs)):
+        return BatchError(_GRAPHS)
     # If no argument as a whole has other rows, entries are compared, such as those of a batch.
     start = 1 if isinstance(name, str) else 2  # a call is (args, kwargs, ...)
     deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
     levels = (_at(depth, tree, kinds) for depth in range(start, deepest + 1))
     found = (_arguments_differ(tree, name, axes, arguments) for arguments in levels)
     return BatchError(f"{next(filter(None, found))}{_or_turn(tree, name, kinds)}")
+
+
+def _is_batch_of_graphs(node: Any) -> bool:
+    return all(hasattr(node, name) for name in ("n_node", "n_edge", "senders", "receivers"))
 
 
 def _arguments_differ(
