@@ -105,6 +105,7 @@ class _Reader:
         self._batch_rows = batch_rows
         self._calls: list[Any] = []
         self._batches = set[Any]()
+        self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
         self.draws: list[str] = []
         self.baked: list[str] = []
         self.tables: dict[int, str] = {}
@@ -201,11 +202,17 @@ class _Reader:
             handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
         unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
-        if word in ("linear", "mixed"):
-            return before if word == "linear" else None
+        if word == "mixed" or _loses_count(equation, name, inputs):
+            return None
+        sums = [x for x in inputs if x.word == "linear"]
+        if word == "linear" and not (sums and all(x.is_mean for x in sums)):
+            rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
+            self._means |= {self.where(equation): place for place in rows[:1]}
+            return before  # the number of rows makes a mean of a sum
         numbers = numbers_of(inputs) if name in ("mul", "div") else []
         if any(counts_rows(abs(number), self._num_rows) for number in numbers):
-            return None if before else self.where(equation)
+            where = self.where(equation)  # or where the rows of a mean were divided before
+            return None if before else next((self._means.get(x.origin, where) for x in sums), where)
         return before
 
     def _word(
@@ -295,6 +302,16 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self._num_rows, self._all_rows)
+
+
+def _loses_count(equation: Any, name: str, inputs: list[Flow]) -> bool:
+    """Whether a number of rows in its inputs is not in its result.
+
+    `sign(x / n)` is `sign(x)`, and a gradient of a mean is often divided by its own norm.
+    """
+    counted = [atom for atom, x in zip(equation.invars, inputs, strict=True) if x.counted]
+    both = len(counted) == 2 and counted[0] is not counted[1]
+    return name == "sign" or (name in ("mul", "div") and both)
 
 
 def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
