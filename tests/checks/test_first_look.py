@@ -628,6 +628,13 @@ def looked_up(w, x):
     return w[(x[:, 0] > 0).astype(int)] * x[:, 1]
 
 
+def halved_by_a_solver(w, x):  # Diffrax batches its loops itself
+    halve = jax.jit(lambda z: jnp.where(z > 1, z / 2, z))
+    body = lambda z: jnp.squeeze(halve(z[:, None]), 1)
+    start = jax.lax.stop_gradient(losses(w, x)) + 2
+    return losses(w, x) * jax.lax.while_loop(lambda z: jnp.any(z > 1), body, start)
+
+
 def each_until_small(w, x):
     halve = lambda z: jax.lax.while_loop(lambda z: z > 1, lambda z: z / 2, z)
     return jax.vmap(halve)((x @ w) ** 2)
@@ -659,6 +666,7 @@ RIGHT = [
     picked_by_numbers_of_numpy,
     picked_along_axis,
     looked_up,
+    halved_by_a_solver,
     each_until_small,
     convolved_features,
     mapped_in_batches,

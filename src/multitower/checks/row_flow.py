@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from multitower.checks.along_rows import SCATTERS, batches_of_rows, row_axes, works_along_rows
-from multitower.checks.counts import LINEAR_TOGETHER, counts_rows, divides, is_mean, numbers_of
+from multitower.checks.counts import (
+    LINEAR_TOGETHER,
+    counts_rows,
+    divides,
+    is_mean,
+    loses_count,
+    numbers_of,
+)
 from multitower.checks.equations import (
     computed,
     differs_along,
@@ -202,7 +209,7 @@ class _Reader:
             handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
         unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
-        if word == "mixed" or _loses_count(equation, name, inputs):
+        if word == "mixed" or loses_count(equation, name, inputs):
             return None
         sums = [x for x in inputs if x.word == "linear"]
         if word == "linear" and not (sums and all(x.is_mean for x in sums)):
@@ -302,16 +309,6 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self._num_rows, self._all_rows)
-
-
-def _loses_count(equation: Any, name: str, inputs: list[Flow]) -> bool:
-    """Whether a number of rows in its inputs is not in its result.
-
-    `sign(x / n)` is `sign(x)`, and a gradient of a mean is often divided by its own norm.
-    """
-    counted = [atom for atom, x in zip(equation.invars, inputs, strict=True) if x.counted]
-    both = len(counted) == 2 and counted[0] is not counted[1]
-    return name == "sign" or (name in ("mul", "div") and both)
 
 
 def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
