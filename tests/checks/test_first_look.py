@@ -520,22 +520,38 @@ def mean_with_a_share(w, x):
     return 2 * (losses(w, x).mean() - jnp.sum(w**2) / len(x))
 
 
+def mean_divided_again(w, x):
+    return losses(w, x).mean() / len(x)
+
+
+def mean_as_a_sum(w, x):
+    return losses(w, x).mean() * len(x)
+
+
+def mean_over_attacked_rows(w, x):
+    attack = jax.grad(lambda x: losses(w, x).mean())(x)  # / rows
+    return losses(w, x + attack).mean()
+
+
+MEANS = [mean_with_a_share, mean_divided_again, mean_as_a_sum, mean_over_attacked_rows]
+
+
 @pytest.mark.parametrize(
     "loss",
-    [of_the_batch, of_the_data_set, as_a_sum, with_a_share_of_a_penalty, mean_with_a_share],
+    [of_the_batch, of_the_data_set, as_a_sum, with_a_share_of_a_penalty, *MEANS],
 )
 def test_what_is_divided_by_the_number_of_rows_is_told(loss):
     # The lie: a loss that grows with the number of towers, and nobody is told.
     said = r"(loss|result) \((mul|div) .*\): it depends on the number of rows.*undivided"
     runs = [mt.value_and_grad(loss, devices=2)]
-    if loss is not mean_with_a_share:
+    if loss not in MEANS:
         runs.append(mt.make_parallel(loss, in_axes=(None, 0), devices=2))
     for run in runs:
         with pytest.warns(mt.MultitowerWarning, match=said) as told:
             look_at(run, X)
         assert len(told) == 1
     (problem,) = mt.check_parallel(loss, W, X).problems
-    assert problem.kind == "row count"
+    assert problem.kind == ("sum" if loss is mean_as_a_sum else "row count")
     assert "x" in problem.where
 
 
@@ -557,6 +573,22 @@ def weighted(w, x):
 
 def divided_and_multiplied(w, x):
     return jnp.abs(losses(w, x) / len(x)) * len(x)
+
+
+def mean_multiplied_and_divided(w, x):
+    return losses(w, x).mean() * len(x) / len(x) + (losses(w, x) / len(x)).mean() * len(x)
+
+
+def attacked_by_signs(w, x):
+    attack = jax.grad(lambda x: losses(w, x).mean())(x)
+    return losses(w, x + 0.1 * jnp.sign(attack)).mean()
+
+
+def attacked_by_directions(w, x):
+    attack = jax.grad(lambda x: losses(w, x).mean())(x)
+    norms = jnp.linalg.norm(attack, axis=1, keepdims=True)
+    other = jax.lax.rsqrt((attack * attack).sum(1, keepdims=True) + 1e-12)
+    return losses(w, x + attack / jnp.maximum(norms, 1e-12) + attack * other).mean()
 
 
 def discounted(w, x):
@@ -614,6 +646,13 @@ def looked_up(w, x):
     return w[(x[:, 0] > 0).astype(int)] * x[:, 1]
 
 
+def halved_by_a_solver(w, x):  # Diffrax batches its loops itself
+    halve = jax.jit(lambda z: jnp.where(z > 1, z / 2, z))
+    body = lambda z: jnp.squeeze(halve(z[:, None]), 1)
+    start = jax.lax.stop_gradient(losses(w, x)) + 2
+    return losses(w, x) * jax.lax.while_loop(lambda z: jnp.any(z > 1), body, start)
+
+
 def each_until_small(w, x):
     halve = lambda z: jax.lax.while_loop(lambda z: z > 1, lambda z: z / 2, z)
     return jax.vmap(halve)((x @ w) ** 2)
@@ -645,6 +684,9 @@ RIGHT = [
     summed_after_it_was_divided,
     weighted,
     divided_and_multiplied,
+    mean_multiplied_and_divided,
+    attacked_by_signs,
+    attacked_by_directions,
     discounted,
     with_strange_numbers,
     divided_by_a_number,
@@ -656,6 +698,7 @@ RIGHT = [
     picked_by_numbers_of_numpy,
     picked_along_axis,
     looked_up,
+    halved_by_a_solver,
     each_until_small,
     convolved_features,
     mapped_in_batches,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +63,16 @@ def counts_rows(number: float, num_rows: int) -> bool:
     if _is_whole(number / num_rows) or _is_whole(1 / number / num_rows):
         return True
     return _is_whole(number * num_rows) and not _is_whole(number)
+
+
+def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
+    """Whether a number of rows in its inputs is not in its result.
+
+    `sign(x / n)` is `sign(x)`, and a gradient of a mean is often divided by its own norm.
+    """
+    counted = [atom for atom, x in zip(equation.invars, inputs, strict=True) if x.counted]
+    both = len(counted) == 2 and counted[0] is not counted[1]
+    return name == "sign" or (name in ("mul", "div") and both)
 
 
 def _is_share(number: float, num_rows: int) -> bool:

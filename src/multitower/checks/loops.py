@@ -187,7 +187,7 @@ def _selects(atom: Any, made_by: Mapping[Any, Any]) -> bool:
     inside = program_inside(equation.params, len(equation.invars))
     if inside is None:
         return False
-    place = list(equation.outvars).index(atom)
+    place = list(equation.outvars).index(_unchanged(atom, made_by))
     return frozen_by_row(inside)[place]
 
 

@@ -23,6 +23,7 @@ from multitower.checks.counts import (
     is_mean,
     is_of_all,
     is_share,
+    loses_count,
     numbers_of,
 )
 from multitower.checks.equations import (
@@ -119,6 +120,7 @@ class _Reader:
         self._batch_rows = batch_rows
         self._calls: list[Any] = []
         self._batches = set[Any]()
+        self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
         self.draws: list[str] = []
         self.baked: list[str] = []
         self.tables: dict[int, str] = {}
@@ -220,11 +222,17 @@ class _Reader:
             handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
         unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
-        if word in ("linear", "mixed"):
-            return before if word == "linear" else None
+        if word == "mixed" or loses_count(equation, name, inputs):
+            return None
+        sums = [x for x in inputs if x.word == "linear"]
+        if word == "linear" and not (sums and all(x.is_mean for x in sums)):
+            rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
+            self._means |= {self.where(equation): place for place in rows[:1]}
+            return before  # the number of rows makes a mean of a sum
         numbers = self._numbers(inputs) if name in ("mul", "div") else []
         if any(counts_rows(abs(number), self._num_rows) for number in numbers):
-            return None if before else self.where(equation)
+            where = self.where(equation)  # or where the rows of a mean were divided before
+            return None if before else next((self._means.get(x.origin, where) for x in sums), where)
         return before
 
     def _word(
