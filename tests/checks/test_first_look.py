@@ -537,6 +537,14 @@ def test_what_is_divided_by_the_number_of_rows_is_told(loss):
     assert "x" in problem.where
 
 
+def test_a_share_of_a_penalty_is_told_if_its_value_is_known():
+    # The lie: outside of jit a few parameters are constants of the program that is looked at, and
+    # what was made of constants alone was not followed any further.
+    loss = lambda w, x: losses(w, x).mean() + jnp.sum(w) / len(x)
+    with pytest.warns(mt.MultitowerWarning, match="it depends on the number of rows"):
+        mt.value_and_grad(loss, devices=2)(W, X)
+
+
 # ---------------------------------------------------------------- what it used to cry wolf at
 
 

@@ -207,7 +207,8 @@ class _Reader:
         handed_on: set[Word] = {"free", "by row"}
         if word == "linear":
             handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
-        unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
+        is_product = name in ("mul", "div")  # whose constants are looked at below
+        unknown = [flow for flow in inputs if flow.value is None or not is_product]
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
         if word == "mixed" or loses_count(equation, name, inputs):
             return None
@@ -216,7 +217,7 @@ class _Reader:
             rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
             self._means |= {self.where(equation): place for place in rows[:1]}
             return before  # the number of rows makes a mean of a sum
-        numbers = numbers_of(inputs) if name in ("mul", "div") else []
+        numbers = numbers_of(inputs) if is_product else []
         if any(counts_rows(abs(number), self._num_rows) for number in numbers):
             where = self.where(equation)  # or where the rows of a mean were divided before
             return None if before else next((self._means.get(x.origin, where) for x in sums), where)
