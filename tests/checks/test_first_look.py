@@ -155,6 +155,13 @@ def test_nothing_is_said_of_groups_of_rows(loss):
     mt.grad(loss, devices=2)(W, X)  # warnings are errors
 
 
+def test_nothing_is_said_of_groups_that_a_library_makes():
+    # The lie: Optax reshapes the rows, and a reshape without a line of the user's was no reshape.
+    mean, kind = lambda w, x: losses(w, x).mean(), optax.microbatching.AccumulationType.MEAN
+    loss = optax.microbatching.microbatch(mean, 1, microbatch_size=2, accumulator=kind)
+    mt.grad(loss, devices=2)(W, X)
+
+
 def test_a_matrix_that_mixes_rows():
     # The lie: the sums up to each row begin anew in every tower.
     with pytest.warns(mt.MultitowerWarning, match=r"result \(dot_general .*\): rows are brought"):
