@@ -52,6 +52,8 @@ _HOLDS = {
     "slice",
 }  # fmt: skip
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
+# Equinox asks so whether any row needs a branch, whose result the other rows do not take.
+_WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
 # Operations that find a place by its numbers: the inputs that are no such numbers.
@@ -227,6 +229,8 @@ class _Reader:
         self, equation: Any, name: str, inputs: list[Flow]
     ) -> tuple[Word, str | None, str | None]:
         """A result's word, the operation that summed over rows, and the one that mixes them now."""
+        if name in _WHETHER_ANY:
+            return "free", None, None
         words = {flow.word for flow in inputs}
         has_rows = any(self.row_axes(atom) for atom in equation.outvars)
         if words <= {"free"}:  # noise that is drawn for every row is rows
