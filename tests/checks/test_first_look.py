@@ -173,6 +173,13 @@ def test_nothing_is_said_of_groups_of_rows(loss):
     mt.grad(loss, devices=2)(W, X)  # warnings are errors
 
 
+def test_nothing_is_said_of_groups_that_a_library_makes():
+    # The lie: Optax reshapes the rows, and a reshape without a line of the user's was no reshape.
+    mean, kind = lambda w, x: losses(w, x).mean(), optax.microbatching.AccumulationType.MEAN
+    loss = optax.microbatching.microbatch(mean, 1, microbatch_size=2, accumulator=kind)
+    mt.grad(loss, devices=2)(W, X)
+
+
 def test_a_matrix_that_mixes_rows():
     # The lie: the sums up to each row begin anew in every tower.
     with pytest.warns(mt.MultitowerWarning, match=r"result \(dot_general .*\): rows are brought"):
@@ -553,6 +560,14 @@ def test_what_is_divided_by_the_number_of_rows_is_told(loss):
     (problem,) = mt.check_parallel(loss, W, X).problems
     assert problem.kind == ("sum" if loss is mean_as_a_sum else "row count")
     assert "x" in problem.where
+
+
+def test_a_share_of_a_penalty_is_told_if_its_value_is_known():
+    # The lie: outside of jit a few parameters are constants of the program that is looked at, and
+    # what was made of constants alone was not followed any further.
+    loss = lambda w, x: losses(w, x).mean() + jnp.sum(w) / len(x)
+    with pytest.warns(mt.MultitowerWarning, match="it depends on the number of rows"):
+        mt.value_and_grad(loss, devices=2)(W, X)
 
 
 # ---------------------------------------------------------------- what it used to cry wolf at

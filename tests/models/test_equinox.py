@@ -374,3 +374,16 @@ def test_law_l4_a_resume_with_other_integers_is_refused(tmp_path):
 
 def line_losses(model, x):
     return (jax.vmap(model)(x) - x.sum(-1)) ** 2
+
+
+def test_a_branch_that_any_row_needs_mixes_no_rows():
+    # The lie: Diffrax with adaptive steps "brings rows together".
+    def of_row(w, x):
+        loss = jnp.sum((x @ w - 1) ** 2)
+        is_large = eqx.internal.unvmap_any(loss > 1)
+        return jax.lax.cond(is_large, lambda: jnp.where(loss > 1, loss / 2, loss), lambda: loss)
+
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    loss = jax.vmap(of_row, in_axes=(None, 0))
+    value, _ = mt.value_and_grad(loss, devices=2)(np.ones(3, np.float32), x)  # warnings are errors
+    np.testing.assert_allclose(value, loss(np.ones(3, np.float32), x).mean(), rtol=1e-6)

@@ -391,6 +391,16 @@ def test_dropout_of_modules_is_not_blamed():
     assert check_parallel(of_key, VECTOR, X, jax.random.key(0))
 
 
+def test_a_legacy_key_that_is_returned_for_the_next_step_is_right():
+    # The lie: towers have different keys, so the returned key "depends on the number of rows".
+    def with_next_key(w, x, key):
+        key, own = jax.random.split(key)
+        return (x @ w + jax.random.normal(own, (len(x),))) ** 2, key
+
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        assert check_parallel(with_next_key, W[:, 0], BATCH["x"], key)
+
+
 def test_batch_norm_is_told_once():
     def normalised(w, x, *, model_state):
         mean = x.mean(0)

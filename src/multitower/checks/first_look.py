@@ -167,7 +167,7 @@ def _read_in_groups(
     if found is None:
         return None
     flows = [
-        replace(flow, mixed=tuple(p for p in flow.mixed if not p.startswith("reshape at ")))
+        replace(flow, mixed=tuple(p for p in flow.mixed if p.split(" at ")[0] != "reshape"))
         for flow in found[0].outputs
     ]
     return found[0]._replace(outputs=flows), *found[1:]

@@ -102,7 +102,7 @@ class Results(NamedTuple):
             if flow.mixed and unknown:
                 if not told & set(flow.mixed):
                     place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
-                    why = PARTS if place.startswith(("split at ", "slice at ")) else MIXED
+                    why = PARTS if place.split(" at ")[0] in ("split", "slice") else MIXED
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif one.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))

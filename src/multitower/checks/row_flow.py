@@ -55,6 +55,8 @@ _HOLDS = {
     "slice",
 }  # fmt: skip
 _LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
+# Equinox asks so whether any row needs a branch, whose result the other rows do not take.
+_WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Operations whose result is the same in every tower.
 _ALIKE = {"psum", "pmax", "pmin", "all_gather"}
 # Operations that find a place by its numbers: the inputs that are no such numbers.
@@ -220,7 +222,8 @@ class _Reader:
         handed_on: set[Word] = {"free", "by row"}
         if word == "linear":
             handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
-        unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
+        is_product = name in ("mul", "div")  # whose constants are looked at below
+        unknown = [flow for flow in inputs if flow.value is None or not is_product]
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
         if word == "mixed" or loses_count(equation, name, inputs):
             return None
@@ -229,7 +232,7 @@ class _Reader:
             rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
             self._means |= {self.where(equation): place for place in rows[:1]}
             return before  # the number of rows makes a mean of a sum
-        numbers = self._numbers(inputs) if name in ("mul", "div") else []
+        numbers = self._numbers(inputs) if is_product else []
         if any(counts_rows(abs(number), self._num_rows) for number in numbers):
             where = self.where(equation)  # or where the rows of a mean were divided before
             return None if before else next((self._means.get(x.origin, where) for x in sums), where)
@@ -239,6 +242,8 @@ class _Reader:
         self, equation: Any, name: str, inputs: list[Flow]
     ) -> tuple[Word, str | None, str | None]:
         """A result's word, the operation that summed over rows, and the one that mixes them now."""
+        if name in _WHETHER_ANY:
+            return "free", None, None
         words = {flow.word for flow in inputs}
         has_rows = any(self.row_axes(atom) for atom in equation.outvars)
         if words <= {"free"}:  # noise that is drawn for every row is rows
