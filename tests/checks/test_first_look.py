@@ -314,6 +314,20 @@ def averaging_in_place(w, batch, *, model_state):
     return losses(w, batch), {}, model_state.at[1].set(batch.mean())
 
 
+def revived_by_where(counts):  # codes that nobody uses get the count of the one that most use
+    return jnp.where(counts < 0.1, counts.max() / 2, counts)
+
+
+def revived_by_a_condition(counts):
+    return jax.lax.cond((counts < 0.1).any(), revived_by_where, lambda counts: counts, counts)
+
+
+def revived_in_a_loop(counts):
+    is_unused = lambda counts: (counts < 0.1).any()
+    split = lambda counts: counts.at[counts.argmin()].set(counts.max() / 2)
+    return jax.lax.while_loop(is_unused, split, counts)
+
+
 def after_a_step(loss, dtype=jnp.float32):
     step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
     state, _ = step(step.init(W, model_state=jnp.zeros(3, dtype)), X)
@@ -334,6 +348,28 @@ def test_a_state_that_adds_up_rows_is_told(loss, dtype):
     assert len(told) == 1
     assert 'jax.lax.psum(x.sum(0), "towers") to the old value' in str(told[0].message)
     np.testing.assert_array_equal(after_a_step(counting_all, dtype), (X > 0).sum(0))  # as it says
+
+
+@pytest.mark.parametrize("revived", [revived_by_where, revived_by_a_condition, revived_in_a_loop])
+@pytest.mark.parametrize("towers", [None, 4])
+def test_a_state_of_sums_is_told_when_unused_entries_are_replaced(revived, towers):
+    # The lie: replacing the codes that nobody uses makes a mean of the counts of a codebook.
+    def with_state(update):
+        loss = lambda w, kept, x: (
+            losses(w, x),
+            {"seen": revived(0.9 * kept["seen"] + update(x))},
+        )
+        run = mt.value_and_grad(
+            loss, has_aux=True, in_axes=(None, None, 0), devices=2, towers=towers
+        )
+        run(W, {"seen": jnp.ones(3)}, X)
+
+    with pytest.warns(mt.MultitowerWarning, match="state.* and it adds up rows"):
+        with_state(lambda x: (x > 0).sum(0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "state.* and it adds up rows")
+        with_state(lambda x: (x > 0).mean(0))
+        with_state(lambda x: jax.lax.psum((x > 0).sum(0), "towers"))
 
 
 def queueing(rows, w, batch, *, model_state):

@@ -151,7 +151,12 @@ def grown(**options):
     return made(state, {"x": X})
 
 
+def with_two_states(params, x, seen, other):  # one row in each, as BatchNorm of Haiku keeps
+    return losses(params, x + seen["mean"] + other["mean"])
+
+
 mean = lambda params, x: losses(params, x).mean()
+SEEN = {"mean": np.zeros((1, 3), np.float32), "var": np.ones((1, 3), np.float32)}
 ADVICE = {
     "rows differ": (
         lambda: grads(weighted, W, X, CLASSES),
@@ -199,6 +204,11 @@ ADVICE = {
         "split arrays need the same number of rows. If every tower needs the whole of target: "
         "in_axes=(None, None, 0).",
         lambda: grads(against, W, TARGET, X, in_axes=(None, None, 0)),
+    ),
+    "rows differ, in the states of two networks": (
+        lambda: grads(with_two_states, W, X, SEEN, SEEN),
+        "If every tower needs the whole of seen and other: in_axes=(None, 0, None, None).",
+        lambda: grads(with_two_states, W, X, SEEN, SEEN, in_axes=(None, 0, None, None)),
     ),
     "rows differ, in two arguments and a third": (
         lambda: grads(against_two, W, TARGET, {"x": X, "y": Y}, TARGET[0]),

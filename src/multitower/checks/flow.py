@@ -35,6 +35,8 @@ class Flow:
         placed: where the numbers of the rows come from, if they are part of the value itself: it
             depends on a row's place in the batch.
         sources: the numbers of the arguments with rows that it depends on.
+        summed: for a mixed value, the operation that summed over rows, and its line, if it may be
+            that sum: some of its entries were replaced, or it is the sum in one case of several.
         of_all: whether it is a sum over the rows of all towers. Divided by their number, it is as
             large as one tower's sum: `is_share`.
         is_share: whether it is the mean over towers of a sum over rows, `jax.lax.pmean(mask.sum(),
@@ -58,8 +60,14 @@ class Flow:
     sources: frozenset[int] = frozenset()
     value: Any = field(default=None, compare=False)
     held: str | None = None
+    summed: str | None = None
     of_all: bool = False
     is_share: bool = False
+
+    @property
+    def a_sum(self) -> str | None:
+        """Where it was summed over rows, if it is or may be such a sum, and no mean."""
+        return self.origin if self.word == "linear" and not self.is_mean else self.summed
 
     @property
     def all_roots(self) -> frozenset[str]:
@@ -123,6 +131,7 @@ def join(a: Flow, b: Flow) -> Flow:
         a.placed or b.placed,
         a.sources | b.sources,
         held=(a.held or b.held) if word == "mixed" else None,
+        summed=(a.a_sum or b.a_sum) if word == "mixed" else None,
         of_all=a.of_all and b.of_all,
         is_share=a.is_share and b.is_share,
     )

@@ -85,6 +85,7 @@ def _while(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             word=_mixed(reader, atom),
             mixed=all_places([flow], [place]),
             roots=roots_of([flow], place),
+            summed=flow.a_sum,
         )
         for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
     ]
@@ -103,6 +104,7 @@ def _cond(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             mixed=all_places([flow, decision], decision.places),
             roots=flow.all_roots | decision.all_roots,
             varies=True,
+            summed=flow.a_sum,
         )
         for atom, flow in zip(equation.outvars, joined, strict=True)
     ]

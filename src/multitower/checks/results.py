@@ -128,7 +128,7 @@ class Results(NamedTuple):
         states = [one for one in self.leaves if one.kind in _STATES]
         of_sums, of_rows = (SUM_ALL, HOLD_ALL) if exchange else (KEEP_A_MEAN, KEEP_A_MEAN)
         return [
-            *(summed_state(one.name, one.flow.origin, of_sums) for one in states if one.is_sum),
+            *(summed_state(x.name, x.flow.a_sum, of_sums) for x in states if x.flow.a_sum),
             *(held_in_state(one.name, one.flow.held, of_rows) for one in states if one.flow.held),
         ]
 

@@ -175,6 +175,7 @@ class _Reader:
             frozenset[int]().union(*(flow.sources for flow in inputs)),
             computed(equation, [flow.value for flow in inputs]),
             self._held(name, word, mixing, inputs),
+            summed=_summed(name, inputs) if word == "mixed" else None,
             of_all=word == "free" and is_of_all(name, inputs),
             is_share=word == "free" and is_share(name, inputs, self._all_rows // self._num_rows),
         )
@@ -331,6 +332,14 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self._num_rows, self._all_rows)
+
+
+def _summed(name: str, inputs: list[Flow]) -> str | None:
+    """Where a mixed value was summed over rows, if it is still that sum, at least in part."""
+    if name == "select_n":
+        return next((flow.a_sum for flow in inputs[1:] if flow.a_sum), None)
+    written = _WRITTEN.get(name, (0,) if name in _LINEAR_ALONE else ())
+    return inputs[0].a_sum if 0 in written else None
 
 
 def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:

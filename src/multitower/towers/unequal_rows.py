@@ -78,9 +78,12 @@ def _arguments_differ(
     agreeing = [one for one in arguments if one.rows() is not None]
     if not agreeing:
         return None
-    ranked = Counter(one.rows() for one in agreeing).most_common()
+    votes = Counter(one.rows() for one in agreeing)
+    if len(votes) > 1:
+        del votes[1]  # such as the states of BatchNorm, (1, features), of two networks
+    ranked = votes.most_common()
     # If votes are equal, the larger number: a batch has more rows than most weights have inputs.
-    num_rows = max(count for count, votes in ranked if votes == ranked[0][1] and count is not None)
+    num_rows = max(count for count, n in ranked if n == ranked[0][1] and count is not None)
     mixed = [one for one in arguments if one.rows() is None and one.may_be_a_batch(num_rows)]
     no_rows = [one for one in arguments if one.rows() != num_rows and one not in mixed]
     if not no_rows:
