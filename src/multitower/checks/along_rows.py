@@ -3,13 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from multitower.checks import operations
 from multitower.checks.flow import Flow
 
 _ALONG_AXIS = (
     "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argsort",
-)  # fmt: skip
-SCATTERS = (
-    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
 )  # fmt: skip
 # These work on the matrices in the last two axes.
 _OF_MATRICES = (
@@ -137,5 +135,5 @@ _RULES: Mapping[str, _Rule] = {
     "gather": _gather,
     "fft": _fft,
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(SCATTERS, _scatter),
+    **dict.fromkeys(operations.SCATTERS, _scatter),
 }

@@ -6,15 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from multitower.checks import operations
 from multitower.checks.flow import Flow
-
-# Operations that leave a number that is as large as one tower's sum over rows about as large.
-_KEEP_THE_SIZE = {
-    "add", "broadcast_in_dim", "convert_element_type", "copy", "max", "mul", "reshape", "squeeze",
-    "stop_gradient", "sub",
-}  # fmt: skip
-# Operations that turn several sums over rows into another one.
-LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
 
 
 def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_rows: int) -> bool:
@@ -30,7 +23,7 @@ def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_row
     if linear and all(linear):
         return True
     unknown = [flow for flow in inputs if flow.value is None]  # constants are looked at below
-    if name not in LINEAR_TOGETHER and any(flow.counted for flow in unknown):
+    if name not in operations.LINEAR_TOGETHER and any(flow.counted for flow in unknown):
         return True
     if name == "div":
         return inputs[1].is_share or any(divides(num_rows, number) for number in numbers)
@@ -55,7 +48,7 @@ def is_share(name: str, inputs: Sequence[Flow], num_towers: int) -> bool:
     if name == "div" and inputs[0].of_all:
         return inputs[1].value == num_towers
     unknown = [flow.is_share for flow in inputs if flow.value is None]
-    return name in _KEEP_THE_SIZE and bool(unknown) and all(unknown)
+    return name in operations.KEEP_THE_SIZE and bool(unknown) and all(unknown)
 
 
 def counts_rows(number: float, num_rows: int) -> bool:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from multitower.checks.along_rows import SCATTERS, batches_of_rows, row_axes, works_along_rows
+from multitower.checks import operations
+from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
 from multitower.checks.counts import (
-    LINEAR_TOGETHER,
     counts_rows,
     divides,
     is_mean,
@@ -36,38 +36,13 @@ from multitower.checks.equations import (
 )
 from multitower.checks.flow import Flow, Word, all_places, roots_of, worst_of
 from multitower.checks.loops import INSIDE
+from multitower.checks.places import placed
 from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
 
-# Operations that sum over rows. Below: operations that turn a sum over rows into another one.
-_SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant", "scatter-add"}
-_LINEAR_ALONE = {
-    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
-    "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
-    "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
-    "optimization_barrier", "cumsum", "name", "sharding_constraint",
-}  # fmt: skip
-# Operations that write into an array: the inputs that are the array, and what is written.
-_WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
-# Operations that hold rows, or one of their elements, in a value without an axis of rows.
-_HOLDS = {
-    "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min", "scatter",
-    "slice",
-}  # fmt: skip
-_LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
-# Equinox asks so whether any row needs a branch, whose result the other rows do not take.
-_WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
-# Operations whose result is the same in every tower.
-_ALIKE = {"psum", "pmax", "pmin", "all_gather"}
-# Operations that find a place by its numbers: the inputs that are no such numbers.
-_FINDS = {
-    "gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0, 1),
-    **dict.fromkeys(SCATTERS, (0, 2)),
-}  # fmt: skip
 _NUMBERS_OF_ROWS = (
     211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271, 277, 281, 283, 293,
 )  # fmt: skip
-_DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
 class Reading(NamedTuple):
@@ -138,16 +113,16 @@ class _Reader:
         is_index = bool(size) and size % self._num_rows == 0 and is_arange(value, size)
         axes = row_axes(shape, self._num_rows, self._all_rows)
         is_placed = any(differs_along(value, axis) for axis in axes)
-        placed = "an array with an entry for every row" if is_placed else None
-        return Flow(value=small_constant(value), is_index=is_index, placed=placed)
+        place = "an array with an entry for every row" if is_placed else None
+        return Flow(value=small_constant(value), is_index=is_index, placed=place)
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
         if needs_axis(equation):
             is_drawn = any(flow.is_drawn for flow in inputs)
-            placed = self._placed(equation, name, "mixed", inputs)
-            own = Flow(varies=name not in _ALIKE, is_drawn=is_drawn, placed=placed)
-            if name not in _SUMS or len(inputs) != len(equation.outvars):
+            place = placed(equation, "mixed", inputs, self)
+            own = Flow(varies=name not in operations.ALIKE, is_drawn=is_drawn, placed=place)
+            if name not in operations.SUMS or len(inputs) != len(equation.outvars):
                 return [own] * len(equation.outvars)
             sums = [flow.word == "linear" and not flow.is_mean for flow in inputs]
             return [replace(own, of_all=is_sum) for is_sum in sums]
@@ -158,7 +133,7 @@ class _Reader:
             self._calls.pop()
             return found
         varies = any(flow.varies for flow in inputs)
-        if name in _DRAWS and not varies:
+        if name in operations.DRAWS and not varies:
             self.draws.append(self.where(equation))
         word, origin, mixing = self._word(equation, name, inputs)
         flow = Flow(
@@ -169,9 +144,9 @@ class _Reader:
             word == "linear" and is_mean(name, inputs, self._numbers(inputs), self._num_rows),
             self._counted(equation, name, word, inputs),
             varies,
-            name in _DRAWS or any(flow.is_drawn for flow in inputs),
+            name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
             any(flow.is_index for flow in inputs) or self._is_row_index(equation),
-            self._placed(equation, name, word, inputs),
+            placed(equation, word, inputs, self),
             frozenset[int]().union(*(flow.sources for flow in inputs)),
             computed(equation, [flow.value for flow in inputs]),
             self._held(name, word, mixing, inputs),
@@ -185,7 +160,7 @@ class _Reader:
         """Where a mixed value got hold of rows, or of their largest."""
         if word != "mixed":
             return None
-        is_now = name in _HOLDS and worst_of(inputs).word == "by row"
+        is_now = name in operations.HOLDS and worst_of(inputs).word == "by row"
         return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
 
     def _is_row_index(self, equation: Any) -> bool:
@@ -194,27 +169,6 @@ class _Reader:
             return False
         return equation.params["shape"][equation.params["dimension"]] % self._num_rows == 0
 
-    def _placed(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
-        """Where the numbers of the rows come from, if a result depends on them."""
-        if word == "free" and self._makes_places(equation):
-            return self.where(equation)
-        if name == "rem" or name in _DRAWS:
-            return None  # its place among neighbours, or the seed of random numbers
-        if word == "free" and any(flow.varies for flow in inputs):
-            return None  # the number of the tower went into it, too
-        if name in _FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
-            inputs = [inputs[n] for n in _FINDS[name]]  # row i of what belongs to rows
-        return next((flow.placed for flow in inputs if flow.placed), None)
-
-    def _makes_places(self, equation: Any) -> bool:
-        """Whether it numbers the rows, or puts them together as `jnp.linspace(0, 1, n)` does."""
-        name = equation.primitive.name
-        if name not in ("iota", "concatenate"):
-            return False
-        axis = equation.params["dimension"]
-        of_rows = [axis in self.row_axes(atom) for atom in equation.invars]
-        return axis in self.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
-
     def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
         """Where it was multiplied or divided by the number of rows; a second time cancels that."""
         is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.outvars)
@@ -222,7 +176,7 @@ class _Reader:
             return None  # it may be a share of the rows of all towers, or a place among them
         handed_on: set[Word] = {"free", "by row"}
         if word == "linear":
-            handed_on = {"linear", "free"} if name in LINEAR_TOGETHER else {"linear"}
+            handed_on = {"linear", "free"} if name in operations.LINEAR_TOGETHER else {"linear"}
         is_product = name in ("mul", "div")  # whose constants are looked at below
         unknown = [flow for flow in inputs if flow.value is None or not is_product]
         before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
@@ -243,12 +197,12 @@ class _Reader:
         self, equation: Any, name: str, inputs: list[Flow]
     ) -> tuple[Word, str | None, str | None]:
         """A result's word, the operation that summed over rows, and the one that mixes them now."""
-        if name in _WHETHER_ANY:
+        if name in operations.WHETHER_ANY:
             return "free", None, None
         words = {flow.word for flow in inputs}
         has_rows = any(self.row_axes(atom) for atom in equation.outvars)
         if words <= {"free"}:  # noise that is drawn for every row is rows
-            return ("by row" if name in _DRAWS and has_rows else "free"), None, None
+            return ("by row" if name in operations.DRAWS and has_rows else "free"), None, None
         if "mixed" in words and "by row" not in words:
             return ("by row" if has_rows else "mixed"), None, None
         if "linear" in words and "mixed" not in words:
@@ -285,7 +239,7 @@ class _Reader:
         is_group = _takes_one_of_each_group(equation, self._num_rows)
         if is_group or equation.outvars[0] in self._batches:
             return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
-        is_sum = name in _SUMS and worst_of(inputs).word == "by row"
+        is_sum = name in operations.SUMS and worst_of(inputs).word == "by row"
         return ("linear", place, None) if is_sum else ("mixed", None, place)
 
     def _from_linear(
@@ -297,14 +251,15 @@ class _Reader:
         if "by row" in words:  # a sum over rows goes back into the rows
             return ("by row" if has_rows else "mixed"), None, origin
         is_first_alone = words.count("linear") == 1 and words[0] == "linear"
-        scaled = words.count("linear") == 1 and name in _LINEAR_WITH_FREE
+        scaled = words.count("linear") == 1 and name in operations.LINEAR_WITH_FREE
         scaled = scaled or (is_first_alone and name == "div")
         if scaled:
             self._look_for_baked(equation, inputs)
-        together = name in LINEAR_TOGETHER and not (name == "select_n" and words[0] == "linear")
-        written = _WRITTEN.get(name, ())
+        chooses = name == "select_n" and words[0] == "linear"
+        together = name in operations.LINEAR_TOGETHER and not chooses
+        written = operations.WRITTEN.get(name, ())
         together |= all(n in written for n, word in enumerate(words) if word == "linear")
-        if scaled or together or (is_first_alone and name in _LINEAR_ALONE):
+        if scaled or together or (is_first_alone and name in operations.LINEAR_ALONE):
             return "linear", origin, None
         return "mixed", None, self.where(equation)
 
@@ -338,7 +293,7 @@ def _summed(name: str, inputs: list[Flow]) -> str | None:
     """Where a mixed value was summed over rows, if it is still that sum, at least in part."""
     if name == "select_n":
         return next((flow.a_sum for flow in inputs[1:] if flow.a_sum), None)
-    written = _WRITTEN.get(name, (0,) if name in _LINEAR_ALONE else ())
+    written = operations.WRITTEN.get(name, (0,) if name in operations.LINEAR_ALONE else ())
     return inputs[0].a_sum if 0 in written else None
 
 

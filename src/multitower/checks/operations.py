@@ -1,0 +1,41 @@
+"""Operations of JAX, by name: what each does with rows, with sums over rows, and with numbers."""
+
+# They sum over rows.
+SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant", "scatter-add"}
+# They make a sum over rows of one such sum, of several, or of one and what is free of rows.
+LINEAR_ALONE = {
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
+    "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
+    "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
+    "optimization_barrier", "cumsum", "name", "sharding_constraint",
+}  # fmt: skip
+LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
+LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
+# They leave a number that is as large as one tower's sum over rows about as large.
+KEEP_THE_SIZE = {
+    "add", "broadcast_in_dim", "convert_element_type", "copy", "max", "mul", "reshape", "squeeze",
+    "stop_gradient", "sub",
+}  # fmt: skip
+
+# They write into an array: the inputs that are the array, and what is written.
+WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
+# They hold rows, or one of their elements, in a value without an axis of rows.
+HOLDS = {
+    "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min", "scatter",
+    "slice",
+}  # fmt: skip
+SCATTERS = (
+    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",
+)  # fmt: skip
+# They find a place by its numbers: the inputs that are no such numbers.
+FINDS = {
+    "gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0, 1),
+    **dict.fromkeys(SCATTERS, (0, 2)),
+}  # fmt: skip
+
+# Equinox asks so whether any row needs a branch, whose result the other rows do not take.
+WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
+# Their results are the same in every tower.
+ALIKE = {"psum", "pmax", "pmin", "all_gather"}
+# They draw random numbers.
+DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}

@@ -1,0 +1,38 @@
+"""Places: values that depend on a row's place in its tower, which is none in the batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from multitower.checks import operations
+from multitower.checks.flow import Flow, Word
+from multitower.checks.loops import Reader
+
+
+def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) -> str | None:
+    """Where the numbers of the rows come from, if a result depends on them.
+
+    Args:
+        equation: the operation.
+        word: the word for its result.
+        inputs: what is known of its inputs.
+        reader: knows the axes of rows, and the operation's line.
+    """
+    name = equation.primitive.name
+    if word == "free" and _makes_places(equation, reader):
+        return reader.where(equation)
+    if name == "rem" or name in operations.DRAWS:
+        return None  # its place among neighbours, or the seed of random numbers
+    if word == "free" and any(flow.varies for flow in inputs):
+        return None  # the number of the tower went into it, too
+    if name in operations.FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
+        inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
+    return next((flow.placed for flow in inputs if flow.placed), None)
+
+
+def _makes_places(equation: Any, reader: Reader) -> bool:
+    """Whether it numbers the rows, or puts them together as `jnp.linspace(0, 1, n)` does."""
+    if equation.primitive.name not in ("iota", "concatenate"):
+        return False
+    axis = equation.params["dimension"]
+    of_rows = [axis in reader.row_axes(atom) for atom in equation.invars]
+    return axis in reader.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
