@@ -36,7 +36,9 @@ TIMEOUT_S = 600
 # The tests of a module whose own file is not all that guards it.
 TESTS = {
     "checks/along_rows": ["checks/test_first_look", "trials/test_check"],
-    "checks/row_flow": ["checks/test_first_look", "trials/test_check"],
+    "checks/counts": ["checks/test_first_look", "trials/test_check"],
+    "checks/places": ["checks/test_places"],
+    "checks/row_flow": ["checks/test_first_look", "checks/test_places", "trials/test_check"],
     "cli/resume": ["cli/test_wiring", "cli/test_resume"],
     "cli/train": [
         "cli/test_wiring",
