@@ -86,6 +86,16 @@ def test_stacked_and_prefetched(looped):
         assert_close(looped(start(looped), given)[0], wanted)
 
 
+def test_stacked_batches_that_do_not_fill_the_towers(looped):
+    # The lie: rows that fill up count.
+    state, _ = looped(start(looped), BATCHES[:2])
+    short = [{**one, "x": one["x"][:5], "y": one["y"][:5]} for one in BATCHES[1:3]]
+    wanted, metrics = looped(looped(start(looped), BATCHES[:2])[0], short)
+    found, also = looped(state, jax.tree.map(lambda *leaves: np.stack(leaves), *short))
+    assert_close(found, wanted)
+    assert_close(also, metrics)
+
+
 def test_what_is_refused(looped):
     state = start(looped)
     for batches, said in (
