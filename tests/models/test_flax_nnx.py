@@ -344,3 +344,10 @@ def test_a_module_in_an_object_that_the_loss_uses_may_change():
         np.testing.assert_allclose(value_and_grad(w, X[0])[0], agent.loss(w, X[0]).mean(), 1e-5)
     agent.scale[...] = 2.0
     np.testing.assert_allclose(value_and_grad(w, X[0])[0], agent.loss(w, X[0]).mean(), 1e-5)
+
+
+def test_integers_among_a_module_s_parameters_are_named():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    model.table = nnx.Param(jnp.arange(4))
+    with pytest.raises(mt.GradientError, match=r"model\['table'\].*has dtype int32: only floats"):
+        mt.value_and_grad(lambda model, x: model(x).sum(1), devices=2)(model, X[0])
