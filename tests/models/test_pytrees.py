@@ -133,6 +133,21 @@ def test_state_of_a_ragged_batch(towers):
     np.testing.assert_allclose(state["seen"], (1 * 2 + 1 * 2 + 5 * 1) / 5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("towers", [None, 4])
+def test_state_of_rows_with_another_number_of_features(towers):
+    """Lie: a state that is weighted by something else than the rows of a tower."""
+
+    def losses(w, state, x):
+        decayed = {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0), "scale": state["scale"] / 2}
+        return x @ w, decayed
+
+    run = mt.value_and_grad(losses, has_aux=True, in_axes=(None, None, 0), devices=2, towers=towers)
+    first = {"mean": jnp.zeros(3), "scale": jnp.float32(1)}
+    (_, state), _ = run(jnp.ones(3), first, X[0, :8, :3])
+    np.testing.assert_allclose(state["mean"], 0.1 * X[0, :8, :3].mean(0), rtol=1e-5)
+    assert state["scale"] == 0.5
+
+
 NOTHING = """
 import sys
 import multitower as mt
