@@ -852,3 +852,13 @@ def test_means_of_complex_numbers():
     np.testing.assert_allclose(found, np.exp(1j * X.sum(1)).mean(), rtol=1e-5)
     with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
         mt.value_and_grad(lambda w, x: jnp.abs(phases(w, x).mean()), devices=2)(W, X)
+
+
+@pytest.mark.parametrize("most", [70, 300])
+def test_parameters_of_every_size(most):
+    # The lie: a model with tables of many sizes, in which no number is left for the rows or for the
+    # towers, ends before its first step.
+    tables = [jnp.ones(size) for size in range(1, most)]
+    run = mt.value_and_grad(lambda tables, x: losses(tables[2], x).sum(), devices=2)
+    with pytest.warns(mt.MultitowerWarning, match="sum over rows"):  # it has looked
+        jax.eval_shape(run, tables, X)

@@ -28,7 +28,7 @@ def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_row
     if name == "div":
         return inputs[1].is_share or any(divides(num_rows, number) for number in numbers)
     if name in ("mul", "dot_general"):
-        return any(divides(num_rows, 1 / n) or _is_share(n, num_rows) for n in numbers)
+        return any(divides(num_rows, 1 / n) or _is_quotient(n, num_rows) for n in numbers)
     return False
 
 
@@ -68,7 +68,7 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
     return name == "sign" or (name in ("mul", "div") and both)
 
 
-def _is_share(number: float, num_rows: int) -> bool:
+def _is_quotient(number: float, num_rows: int) -> bool:
     """Whether a number is N / rows, for a data set of N rows."""
     times = abs(number) * num_rows
     is_whole = abs(times - round(times)) < 1e-6 * times and round(times) >= 1

@@ -65,9 +65,14 @@ class Flow:
     is_share: bool = False
 
     @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over rows, and no mean."""
+        return self.word == "linear" and not self.is_mean
+
+    @property
     def a_sum(self) -> str | None:
         """Where it was summed over rows, if it is or may be such a sum, and no mean."""
-        return self.origin if self.word == "linear" and not self.is_mean else self.summed
+        return self.origin if self.is_sum else self.summed
 
     @property
     def all_roots(self) -> frozenset[str]:

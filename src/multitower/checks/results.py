@@ -37,11 +37,6 @@ class _Result(NamedTuple):
     has_rows: bool
     ndim: int
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether it is a sum over rows, and no mean."""
-        return self.flow.word == "linear" and not self.flow.is_mean
-
     def is_statistic(self, known: set[str]) -> bool:
         """Whether it is an array of means over rows, such as BatchNorm keeps.
 
@@ -104,7 +99,7 @@ class Results(NamedTuple):
                     place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
                     why = PARTS if place.split(" at ")[0] in ("split", "slice") else MIXED
                     problems.append(Problem("mixed rows", one.name, place, why))
-            elif one.is_sum and not (one.kind == "aux" and one.ndim):
+            elif flow.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
             elif flow.counted or flow.placed:
                 where = flow.counted or flow.placed

@@ -8,6 +8,7 @@ known by its size. The reader takes unknown operations for harmless: it may miss
 should not report one that is not there.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -124,8 +125,7 @@ class _Reader:
             own = Flow(varies=name not in operations.ALIKE, is_drawn=is_drawn, placed=place)
             if name not in operations.SUMS or len(inputs) != len(equation.outvars):
                 return [own] * len(equation.outvars)
-            sums = [flow.word == "linear" and not flow.is_mean for flow in inputs]
-            return [replace(own, of_all=is_sum) for is_sum in sums]
+            return [replace(own, of_all=flow.is_sum) for flow in inputs]
         inside, program = INSIDE.get(name), program_inside(equation.params, len(inputs))
         if inside is not None or program is not None:
             self._calls.append(equation)
@@ -314,6 +314,7 @@ def unused_size(sizes: Sequence[int], primes: Sequence[int] = _NUMBERS_OF_ROWS) 
         primes: what to choose from; small ones, because the function may loop over them in Python.
 
     Returns:
-        One of them.
+        One of them; or, if they all divide something, the next odd number that does not.
     """
-    return next(p for p in primes if all(size % p for size in sizes if size))
+    numbers = itertools.chain(primes, itertools.count(primes[-1] + 2, 2))
+    return next(n for n in numbers if all(size % n for size in sizes if size))
