@@ -862,3 +862,29 @@ def test_parameters_of_every_size(most):
     run = mt.value_and_grad(lambda tables, x: losses(tables[2], x).sum(), devices=2)
     with pytest.warns(mt.MultitowerWarning, match="sum over rows"):  # it has looked
         jax.eval_shape(run, tables, X)
+
+
+# 784 is 7, 121 is 11 times what the towers once were, and 211 and 223 are numbers of rows.
+@pytest.mark.parametrize("size", [22, 28, 26, 211, 223])
+def test_sizes_that_a_function_makes_itself(size):
+    # The lie: a network that cuts images to 28 pixels is told that its BatchNorm adds up rows,
+    # since the reader took the 784 pixels for a multiple of its number of towers.
+    def cut(x):
+        return jnp.tile(x, (1, 300))[:, :size]
+
+    def average(w, batch, *, model_state):
+        new = (cut(batch)[:, None] * cut(batch)[..., None]).mean((0, 1, 2))
+        loss = ((cut(batch) * w - 1) ** 2).sum() / (size * len(batch))
+        return loss, {}, (model_state + new) / 2
+
+    def add_up(w, batch, *, model_state):
+        return (w * batch[:, 0] - 1) ** 2, {}, model_state + cut(batch).sum()
+
+    def run(loss):
+        step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+        step(step.init(1.0, model_state=jnp.float32(0)), X)
+        return mt.check_parallel(loss, 1.0, X, model_state=jnp.float32(0))
+
+    assert run(average)
+    with pytest.warns(mt.MultitowerWarning, match="it adds up rows"):
+        assert not run(add_up)

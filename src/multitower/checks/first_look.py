@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.flow import Flow, rows_of
-from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, same_numbers, table
+from multitower.checks.flow import Flow, operation_at, rows_of
+from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, Problem, same_numbers, table
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of
@@ -22,9 +22,12 @@ from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Tower
 
 # Unusual numbers of towers, so that an axis with the rows of all towers is known by its size.
-_TOWERS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+_TOWERS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 # A divisor of this is tried if a function does not work with a prime number of rows.
 _GROUPS = 5040
+
+# What a program does with rows, and what its results show of that.
+Read = tuple[Reading, Results]
 
 
 def look(
@@ -60,25 +63,28 @@ def look(
             many rows BatchNorm works, or out_axes=None takes what depends on rows from the first
             tower.
     """
-    traced = read_tower(outputs, rows, others) or _read_in_groups(outputs, rows, others)
-    if traced is None and beside_one_row:
+
+    def problems(reading: Reading, results: Results) -> list[Problem]:
+        return [
+            *(table(*named(n), place) for n, place in reading.tables.items()),
+            *same_numbers(reading.draws),
+            *results.mixed_or_summed(averages, {*reading.tables.values()}),
+            *results.kept_in_states(exchange=exchange),
+            *results.of_one_tower(),
+            *results.steady_terms(),
+            *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
+        ]
+
+    reader = read_tower
+    first = reader(outputs, rows, others)
+    if first is None:
+        reader = _read_in_groups
+        first = reader(outputs, rows, others)
+    if first is None and beside_one_row:
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
-    if traced is None:
+    if first is None:
         return  # it needs a fixed number of rows, or has a mistake that the call itself reports
-    if any(flow.counted or flow.placed for flow in traced[0].outputs):
-        traced = _sure_of_counts(traced, outputs, rows, others)
-    reading, results = traced[0], Results.of(*traced)
-    found = [
-        *(table(*named(n), place) for n, place in reading.tables.items()),
-        *same_numbers(reading.draws),
-        *results.mixed_or_summed(averages, {*reading.tables.values()}),
-        *results.kept_in_states(exchange=exchange),
-        *results.of_one_tower(),
-        *results.steady_terms(),
-    ]
-    if num_devices > 1:
-        found.extend(results.statistics(num_devices)[:1])
-    for problem in found:
+    for problem in surely(problems, first, lambda: reader(outputs, rows, others, again=True)):
         warn(f"{problem} (mt.check_parallel looks closer.)")
 
 
@@ -119,8 +125,9 @@ def read_tower(
     *,
     batch_rows: int = 0,
     times: int = 1,
-) -> tuple[Reading, dict[str, Any], int] | None:
-    """What the program of one tower does, the tree of its outputs, and its number of rows.
+    again: bool = False,
+) -> Read | None:
+    """What the program of one tower does with rows, and what its results show.
 
     Args:
         outputs: as for `look`.
@@ -128,13 +135,17 @@ def read_tower(
         others: as for `look`.
         batch_rows: as for `row_flow.read`.
         times: the number of rows will be a multiple of this.
+        again: take another number of rows, and of towers, than the first time.
 
     Returns:
         None if the function fails with a number of rows that the reader chooses.
     """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
     sizes += [size for x in rows for size in x.shape[1:]]
-    num_rows, num_towers = times * unused_size(sizes), unused_size([*sizes, times], _TOWERS)
+    sizes.append(times)
+    unused = lambda sizes: (unused_size(sizes), unused_size(sizes, _TOWERS))
+    prime, num_towers = unused([*sizes, *unused(sizes)]) if again else unused(sizes)
+    num_rows = times * prime
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
@@ -147,7 +158,8 @@ def read_tower(
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     try:
-        return read(program, flows, num_rows, batch_rows, num_towers), tree, num_rows
+        reading = read(program, flows, num_rows, batch_rows, num_towers)
+        return reading, Results.of(reading, tree, num_rows)
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
             "this function runs without a look at its rows, which failed: "
@@ -157,38 +169,50 @@ def read_tower(
 
 
 def _read_in_groups(
-    outputs: Callable[[list[Any], Tower], dict[str, Any]], rows: Sequence[Any], others: Any
-) -> tuple[Reading, dict[str, Any], int] | None:
+    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    rows: Sequence[Any],
+    others: Any,
+    *,
+    again: bool = False,
+) -> Read | None:
     """The reading of a function that needs an even number of rows, or whole groups of them.
 
     A reshape that makes groups of rows, or chunks for a loop, is meant and causes no warning.
     """
-    found = read_tower(outputs, rows, others, times=math.gcd(rows[0].shape[0], _GROUPS))
+    found = read_tower(
+        outputs, rows, others, times=math.gcd(rows[0].shape[0], _GROUPS), again=again
+    )
     if found is None:
         return None
-    flows = [
-        replace(flow, mixed=tuple(p for p in flow.mixed if p.split(" at ")[0] != "reshape"))
-        for flow in found[0].outputs
+    reading, results = found
+    no_reshape = lambda flow: tuple(p for p in flow.mixed if operation_at(p) != "reshape")
+    leaves = [
+        one._replace(flow=replace(one.flow, mixed=no_reshape(one.flow))) for one in results.leaves
     ]
-    return found[0]._replace(outputs=flows), *found[1:]
+    return reading, results._replace(leaves=leaves)
 
 
-def _sure_of_counts(
-    traced: tuple[Reading, dict[str, Any], int],
-    outputs: Callable[[list[Any], Tower], dict[str, Any]],
-    rows: Sequence[Any],
-    others: Any,
-) -> tuple[Reading, dict[str, Any], int]:
-    """The reading; `counted` and `placed` stay only if another number of rows gives the same."""
-    reading, tree, num_rows = traced
-    again = read_tower(outputs, rows, (others, jax.ShapeDtypeStruct((num_rows,), jnp.float32)))
-    flows = again[0].outputs if again else [Flow()] * len(reading.outputs)
-    sure = [
-        replace(
-            one,
-            counted=one.counted if other.counted == one.counted else None,
-            placed=one.placed if other.placed == one.placed else None,
-        )
-        for one, other in zip(reading.outputs, flows, strict=True)
-    ]
-    return reading._replace(outputs=sure), tree, num_rows
+def surely(
+    problems: Callable[[Reading, Results], list[Problem]],
+    first: Read,
+    again: Callable[[], Read | None],
+) -> list[Problem]:
+    """The problems that are no accident of the number of rows that the reader chose.
+
+    A size that the function itself makes, such as an image's after a crop, or a number in it, may
+    be a multiple of the number of rows, or of towers. With other numbers it is none.
+
+    Args:
+        problems: what is wrong with a program, from what was read.
+        first: the first reading.
+        again: reads with other numbers; called only if there are problems.
+
+    Returns:
+        What both readings show; all of the first one's, if there is no second.
+    """
+    found = problems(*first)
+    second = again() if found else None
+    if second is None:
+        return found
+    confirmed = problems(*second)
+    return [problem for problem in found if problem in confirmed]

@@ -90,6 +90,21 @@ def rows_of(number: int) -> Flow:
     return Flow("by row", varies=True, sources=frozenset([number]))
 
 
+def place_of(operation: str, line: str | None) -> str:
+    """Where something happens: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
+    return f"{operation} at {line}" if line else operation
+
+
+def operation_at(place: str) -> str:
+    """The operation of a place, such as `reduce_sum`."""
+    return place.partition(" at ")[0]
+
+
+def line_at(place: str) -> str:
+    """The line of a place, such as `model.py:30: y = x - x.mean(0)`; or its operation."""
+    return place.partition(" at ")[2] or place
+
+
 def worst_of(flows: Iterable[Flow]) -> Flow:
     """The one that is farthest from rows, in the order of `ORDER`."""
     return max(flows, key=lambda flow: ORDER.index(flow.word), default=Flow())

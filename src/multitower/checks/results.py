@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.checks.flow import Flow
+from multitower.checks.flow import Flow, line_at, operation_at
 from multitower.checks.problems import (
     COUNTED,
     FIRST,
@@ -47,7 +47,7 @@ class _Result(NamedTuple):
         if self.kind in _STATES:
             return is_array
         is_mean = self.kind == "aux" and is_array and self.flow.is_mean
-        return is_mean and {_line(root) for root in self.flow.roots} <= known
+        return is_mean and {line_at(root) for root in self.flow.roots} <= known
 
 
 class Results(NamedTuple):
@@ -72,14 +72,14 @@ class Results(NamedTuple):
         known: set[str] = set()
         for _ in leaves:  # the statistics of a layer depend on those of the layers before
             found = [one.flow.all_roots for one in leaves if one.is_statistic(known)]
-            before, known = known, {_line(root) for roots in found for root in roots}
+            before, known = known, {line_at(root) for roots in found for root in roots}
             if known == before:
                 break
         return cls(leaves, known, num_rows)
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
-        return bool(flow.mixed) and {_line(root) for root in flow.roots} <= self.known_lines
+        return bool(flow.mixed) and {line_at(root) for root in flow.roots} <= self.known_lines
 
     def mixed_or_summed(self, averages: bool, told: set[str]) -> list[Problem]:
         """A problem for each result that mixes rows, is a sum of rows, or counts them.
@@ -93,11 +93,11 @@ class Results(NamedTuple):
             if one.kind in (*_STATES, FIRST, TERMS) or not (averages or one.has_rows):
                 continue
             flow = one.flow
-            unknown = {_line(root) for root in flow.roots} - self.known_lines
+            unknown = {line_at(root) for root in flow.roots} - self.known_lines
             if flow.mixed and unknown:
                 if not told & set(flow.mixed):
-                    place = next((p for p in flow.mixed if _line(p) in unknown), flow.mixed[0])
-                    why = PARTS if place.split(" at ")[0] in ("split", "slice") else MIXED
+                    place = next((p for p in flow.mixed if line_at(p) in unknown), flow.mixed[0])
+                    why = PARTS if operation_at(place) in ("split", "slice") else MIXED
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif flow.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
@@ -150,11 +150,6 @@ class Results(NamedTuple):
         if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn or flow.placed:
             return False
         return flow.value is None or bool(flow.value % self.num_rows)
-
-
-def _line(place: str) -> str:
-    """The line of a place such as `reduce_sum at model.py:30: y = x - x.mean(0)`."""
-    return place.partition(" at ")[2] or place
 
 
 def _name(path: tuple[Any, ...]) -> str:

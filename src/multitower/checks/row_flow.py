@@ -35,7 +35,7 @@ from multitower.checks.equations import (
     program_inside,
     small_constant,
 )
-from multitower.checks.flow import Flow, Word, all_places, roots_of, worst_of
+from multitower.checks.flow import Flow, Word, all_places, place_of, roots_of, worst_of
 from multitower.checks.loops import INSIDE
 from multitower.checks.places import placed
 from multitower.engines.collectives import first_collective, needs_axis
@@ -278,11 +278,8 @@ class _Reader:
         """The operation and its line: `reduce_sum at model.py:30: y = x - x.mean(0)`."""
         # The equations in a library's jitted function have the line of its first call, which may be
         # another one. The call itself has the right line, so the outermost call comes first.
-        for one in [*self._calls, equation]:
-            line = line_of(one)
-            if line is not None:
-                return f"{equation.primitive.name} at {line}"
-        return equation.primitive.name
+        lines = (line_of(one) for one in [*self._calls, equation])
+        return place_of(equation.primitive.name, next((line for line in lines if line), None))
 
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""

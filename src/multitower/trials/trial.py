@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.first_look import read_tower
-from multitower.checks.results import Results
-from multitower.checks.row_flow import Reading
+from multitower.checks.first_look import Read, read_tower
 from multitower.engines.collectives import axis_of, first_collective, needs_axis
 from multitower.errors import ArgumentError, BatchError
 from multitower.functions.arguments import Arguments
@@ -187,11 +185,12 @@ class Trial:
         has_loss = bool(leaves) and names[0] in ("output", "output[0]")
         return Found(names, leaves, has_loss and _may_be_loss(leaves[0], rows), states)
 
-    def reading(self, times: int = 1) -> "tuple[Reading, Results] | None":
+    def reading(self, times: int = 1, *, again: bool = False) -> Read | None:
         """What the program does with rows; None if it accepts only some numbers of rows.
 
         Args:
             times: trace with numbers of rows that are multiples of this.
+            again: trace with another number of rows, and of towers, than the first time.
         """
 
         def by_kind(rows: list[Any], here: Tower) -> dict[str, Any]:
@@ -204,8 +203,8 @@ class Trial:
             return {"aux": means[first:], "loss": means[:first], **found.states}
 
         given = self.parts.rows, self.parts.shared
-        read = read_tower(by_kind, *given, batch_rows=self.parts.num_rows, times=times)
-        return read and (read[0], Results.of(*read))
+        rows = self.parts.num_rows
+        return read_tower(by_kind, *given, batch_rows=rows, times=times, again=again)
 
     def gradients(self, ways: Sequence[Towers]) -> list[dict[str, tuple[Any, Any]]]:
         """The gradient of the loss over all towers, for each way to cut the batch.

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from multitower.checks.first_look import Read, surely
 from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     GRADIENT,
@@ -19,14 +20,11 @@ from multitower.checks.problems import (
     same_numbers,
     table,
 )
-from multitower.checks.results import Results
-from multitower.checks.row_flow import Reading
 from multitower.hardware.devices import devices
 from multitower.towers.leaves import is_key, is_legacy_key
 from multitower.trials.comparison import Compared, numbers_of
 from multitower.trials.trial import Found, Trial
 
-_Read = tuple[Reading, Results] | None
 # Problems that arise if an argument is cut that every tower needs whole.
 _BY_A_TABLE: tuple[Kind, ...] = ("mixed rows", "row count", "gradient", "sum")
 # Tolerances of gradients, relative to the sum of the towers' absolute gradients, since gradients
@@ -44,14 +42,20 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
         min(max(size, 1), num_rows // 2) for size in (num_rows // wanted, -(-num_rows // wanted))
     ]
     tower_rows = min(sizes, key=lambda size: abs(num_rows // size - wanted))
-    read = trial.reading() or trial.reading(times=tower_rows)
+    times = 1
+    read = trial.reading()
+    if read is None:
+        times = tower_rows
+        read = trial.reading(times)
     problems = [*_values(trial, tower_rows, read), *same_numbers(read[0].draws if read else ())]
     problems = _blame_tables(trial, tower_rows, read, problems)
-    problems += read[1].kept_in_states() if read else []
+    if read:
+        kept = lambda _, results: results.kept_in_states()
+        problems += surely(kept, read, lambda: trial.reading(times, again=True))
     return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
 
 
-def _values(trial: Trial, tower_rows: int, read: _Read) -> list[Problem]:
+def _values(trial: Trial, tower_rows: int, read: Read | None) -> list[Problem]:
     """Compares results on the whole batch with those of its towers, on the real inputs."""
     num_rows = trial.parts.num_rows // tower_rows * tower_rows
     (whole,), (again,) = (trial.run([trial.whole(num_rows)]) for _ in range(2))
@@ -114,7 +118,7 @@ def _largest(value: Any) -> float:
 
 
 def _blame_tables(
-    trial: Trial, tower_rows: int, read: _Read, problems: list[Problem]
+    trial: Trial, tower_rows: int, read: Read | None, problems: list[Problem]
 ) -> list[Problem]:
     """Names an argument that was cut by mistake, in place of the problems that it caused."""
     kinds, split = trial.parts.split.kinds, trial.parts.split
@@ -134,7 +138,7 @@ def _blame_tables(
     return [*found, *(problem for problem in problems if problem.where not in told)]
 
 
-def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: _Read) -> bool:
+def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: Read | None) -> bool:
     """Whether there is no problem if every tower gets this leaf whole, and still uses its rows."""
     trial = trial.sharing(leaf)
     shared = trial.reading()
@@ -160,7 +164,7 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
     return list(seen.values())
 
 
-def _flows(read: _Read) -> list[Flow]:
+def _flows(read: Read | None) -> list[Flow]:
     """The flows of the results, in their order."""
     leaves = read[1].leaves if read else []
     return [one.flow for kind in ("loss", "aux") for one in leaves if one.kind == kind]
