@@ -3,26 +3,30 @@
     make mutants MODULE=engines/reduction [ARGS="--number 40 --seed 0 --jobs 2"]
 
 Cosmic Ray puts one small bug at a time into a copy of the repository. Of the places in the module
-that it can change, `--number` are drawn, and for each place one of its changes. The tests are the
-everyday ones of the module's own file, or those that TESTS names. A mutant that survives
-shows a missing test, or changes nothing that anybody can see. The exit code is 1 if more than a
-tenth survive.
+that it can change, `--number` are drawn, and for each place one of its changes. First all everyday
+tests run once, to record which functions each of them runs (kept until a source or a test
+changes). A mutant then meets tests that run its function: those of the module's own file, and then
+others as they are drawn, for `--seconds` in all. A mutant that survives shows a missing test, or
+changes nothing that anybody can see, or met too few tests. The exit code is 1 if more than a tenth
+survive.
 """
 
 import argparse
 import ast
 import difflib
+import hashlib
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
+from typing import Any, NamedTuple
 
 from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_code
@@ -31,143 +35,14 @@ from cosmic_ray.work_db import WorkDB, use_db
 
 ROOT = Path(__file__).resolve().parents[1]
 ENOUGH = 0.9
-TIMEOUT_S = 600
 
-# The tests of a module whose own file is not all that guards it.
-TESTS = {
-    "checks/along_rows": ["checks/test_first_look", "trials/test_check"],
-    "checks/counts": ["checks/test_first_look", "trials/test_check"],
-    "checks/places": ["checks/test_places"],
-    "checks/row_flow": ["checks/test_first_look", "checks/test_places", "trials/test_check"],
-    "cli/resume": ["cli/test_wiring", "cli/test_resume"],
-    "cli/train": [
-        "cli/test_wiring",
-        "cli/test_config_file::test_a_recipe_must_be_named_once",
-        "cli/test_resume",
-        "cli/test_main",
-    ],
-    "engines/exchanges": [
-        "engines/test_exchanges::test_collectives_are_those_of_jax[psum]",
-        "engines/test_exchanges::test_collectives_are_those_of_jax[one after another]",
-        "engines/test_exchanges::test_negative_zeros_and_nans_arrive_as_they_are",
-        "engines/test_exchanges::test_one_nan_comes_of_many",
-    ],
-    "engines/collectives": ["engines/test_exchanges"],
-    "engines/reduction": [
-        "engines/test_reduction",
-        "engines/test_same_bits::test_same_bits_for_seven_towers",
-    ],
-    "engines/rounds": [
-        "engines/test_exchanges::test_collectives_that_do_not_need_each_other_share_a_round",
-        "engines/test_exchanges::test_collectives_are_those_of_jax[psum]",
-        "engines/test_exchanges::test_collectives_are_those_of_jax[one after another]",
-        "engines/test_exchanges::test_collectives_are_those_of_jax[axis_index]",
-        "engines/test_exchanges::test_one_nan_comes_of_many",
-        "engines/test_exchanges::test_trap_gradients_through_collectives_are_those_of_the_whole_batch[pmean]",
-    ],
-    "engines/same_bits": [
-        "steps/test_train::test_trap_mean_of_means",
-        "engines/test_same_bits::test_same_bits_for_seven_towers",
-        "engines/test_same_bits::test_same_bits_with_towers_strided_over_devices",
-        "engines/test_same_bits::test_same_bits_with_nan_and_infinity_of_both_signs",
-        "engines/test_exchanges::test_trap_rows_that_only_fill_up_never_meet_others",
-        "engines/test_same_bits::test_same_bits_even_when_a_row_is_nan",
-        "proof/test_verification",
-    ],
-    "engines/spmd": [
-        "engines/test_exchanges::test_collectives_are_those_of_jax[psum]",
-        "engines/test_exchanges::test_collectives_are_those_of_jax[one after another]",
-        "engines/test_exchanges::test_collectives_are_those_of_jax[all_gather of flags]",
-        "steps/test_train::test_model_state_is_averaged_or_taken_from_the_first_tower",
-        "functions/test_autodiff::test_law_l2_inside_other_transformations[jit-6]",
-        "functions/test_autodiff::test_argnums_and_in_axes_as_in_jax",
-        "steps/test_clip_norm::test_large_leaves_in_buffers_of_their_own",
-        "functions/test_parallel",
-    ],
-    "functions/autodiff": [
-        "functions/test_autodiff::test_argnums_and_in_axes_as_in_jax",
-        "functions/test_autodiff::test_gradients_come_home_to_a_bound_parameter",
-        "functions/test_autodiff::test_a_function_as_argument_compiles_once",
-        "functions/test_autodiff::test_a_loop_that_calls_it_anew_compiles_once",
-        "functions/test_autodiff::test_law_l2_inside_other_transformations[jit-None]",
-        "functions/test_autodiff::test_flags_strings_and_functions_are_handed_on[4]",
-        "models/test_closures::test_a_global_batch_is_named",
-        "models/test_flax_nnx::test_law_l2_gradients_are_what_nnx_gives",
-        "functions/test_autodiff",
-    ],
-    "functions/gradient_job": ["functions/test_autodiff", "functions/test_ratio"],
-    "functions/ratio": ["functions/test_ratio", "steps/test_ratio"],
-    "models/closures": [
-        "models/test_closures",
-        "models/test_flax_nnx::test_a_module_that_is_read_as_a_global",
-    ],
-    "models/dependencies": ["models/test_dependencies", "models/test_closures"],
-    "models/opening": ["models/test_closures"],
-    "stages/cutting": ["stages/test_chain"],
-    "stages/layout": ["stages/test_layout"],
-    "stages/order": ["stages/test_layout", "stages/test_chain"],
-    "steps/optimizing/clipping": ["steps/test_clip_norm"],
-    "steps/job": [
-        "steps/test_train::test_equals_sgd_with_momentum_in_numpy",
-        "steps/test_sharded_replay::test_one_step_for_two_models",
-        "steps/test_train::test_a_skipped_step_leaves_nothing_but_its_number",
-        "steps/test_train::test_model_state_that_a_loss_returns_may_be_a_number",
-        "steps/test_ratio::test_a_masked_loss_and_its_metrics",
-        "steps/test_ratio::test_the_losses_of_towers",
-        "steps/test_ratio::test_metrics_that_are_sums_need_full_towers",
-        "steps/test_train::test_trap_mean_of_means",
-        "steps/test_train::test_model_state_is_averaged_or_taken_from_the_first_tower",
-        "steps/test_train::test_trap_an_empty_tower_turns_the_loss_to_nan",
-        "training/test_trainer::test_hooks_hear_of_towers_and_evaluations",
-        "checks/test_first_look::test_batch_norm_without_towers_is_told_once",
-        "checks/test_first_look::test_each_entry_point_warns_once",
-    ],
-    "steps/blocks/state": [
-        "steps/test_sharded_replay",
-        "steps/state/test_changed_state",
-        "steps/test_sharded_update",
-    ],
-    "steps/blocks/update": [
-        "steps/test_sharded_replay",
-        "steps/test_sharded_update",
-        "steps/test_clip_norm",
-    ],
-    "steps/local/calls": ["steps/test_local_calls"],
-    "steps/local/job": ["steps/test_local_updates", "steps/test_local_loops"],
-    "steps/local/looped": ["steps/test_local_loops"],
-    "steps/local/meeting": ["steps/test_local_updates"],
-    "steps/local/runner": ["steps/test_local_updates", "steps/test_local_calls"],
-    "steps/local/state": ["steps/test_local_updates", "steps/test_local_loops"],
-    "steps/local/way": [
-        "steps/test_local_updates",
-        "steps/test_local_calls",
-        "steps/test_local_loops",
-        "checks/test_first_look::test_towers_that_exchange_nothing_are_not_told_to_add_up_a_state",
-    ],
-    **{
-        f"steps/rotation/{name}": ["steps/test_rotation"]
-        for name in ("runner", "stale", "state", "sums", "turns")
-    },
-    "steps/shards/job": ["steps/test_shards", "steps/test_ratio"],
-    **{
-        f"steps/staged/{name}": ["steps/test_stages"]
-        for name in ("job", "runner", "state", "update", "updates")
-    },
-    "steps/staged/first": ["steps/test_stages", "steps/test_unmade"],
-    "steps/staged/weights": ["steps/test_ratio", "steps/test_stages"],
-    "steps/state/changes": ["steps/state/test_changed_state"],
-    "steps/state/leaves": ["steps/state/test_leaves", "training/checkpoints/test_checkpoint"],
-    "towers/rows": [
-        "towers/test_rows",
-        "project/test_bad_input::test_wrong_use",
-        "functions/test_parallel",
-    ],
-    "towers/split": ["towers/test_feeding", "functions/test_parallel", "engines/test_same_bits"],
-    "training/trainer": [
-        "training/test_trainer",
-        "training/test_same_run::test_the_number_of_stages_counts_where_there_are_any",
-    ],
-}
+
+class Mutant(NamedTuple):
+    """A module's source with one small bug, and the tests that it meets."""
+
+    source: str
+    tests: list[str]
+    seconds: float
 
 
 def main() -> int:
@@ -176,40 +51,108 @@ def main() -> int:
     parser.add_argument("python", help="the interpreter that runs the tests")
     parser.add_argument("module", help="such as engines/reduction")
     parser.add_argument("--number", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=20, help="of tests, for each mutant")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     module = Path("src/multitower", options.module.removesuffix(".py") + ".py")
+    if not (ROOT / module).exists():
+        sys.exit(f"There is no {module}. Say MODULE=engines/reduction, for example.")
     source = (ROOT / module).read_text()
-    tests = tests_of(Path(options.module))
-    mutants = draw(module, source, options.number, options.seed)
-    print(f"{module}: {len(mutants)} mutants; {' '.join(tests)}", flush=True)
+    record = record_of(options.python, options.jobs)
+    mutants = [
+        meet(module, source, code, record, options)
+        for code in draw(module, source, options.number, options.seed)
+    ]
+    print(f"{module}: {len(mutants)} mutants", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         copies: Queue[Path] = Queue()
-        timeout_s = TIMEOUT_S
         for number in range(options.jobs):
             copies.put(copy_to(Path(directory, str(number))))
 
-        def is_killed(code: str) -> bool:
+        def is_killed(mutant: Mutant) -> bool:
             copy = copies.get()
             try:
-                (copy / module).write_text(code)
-                return not passes(options.python, copy, tests, timeout_s)
+                (copy / module).write_text(mutant.source)
+                # A mutant that hangs fills the memory.
+                return not passes(options.python, copy, mutant.tests, 60 + 5 * mutant.seconds)
             finally:
+                (copy / module).write_text(source)
                 copies.put(copy)
 
-        start_s = time.monotonic()
-        if is_killed(source):
-            sys.exit("The tests fail without any mutant.")
-        timeout_s = 30 + 4 * (time.monotonic() - start_s)  # a mutant that hangs fills the memory
         with ThreadPoolExecutor(options.jobs) as pool:
             killed = list(pool.map(is_killed, mutants))
-    for code, is_dead in zip(mutants, killed, strict=True):
+    for mutant, is_dead in zip(mutants, killed, strict=True):
         if not is_dead:
-            lines = difflib.unified_diff(source.splitlines(), code.splitlines(), n=1, lineterm="")
-            print("survives:", *list(lines)[2:], sep="\n    ")
+            print(f"survives {len(mutant.tests)} tests of {mutant.seconds:.0f} s:")
+            print(*changes(source, mutant.source), sep="\n")
     print(f"{module}: {sum(killed)} of {len(killed)} killed")
     return 0 if sum(killed) >= ENOUGH * len(killed) else 1
+
+
+def changes(source: str, code: str) -> list[str]:
+    """What a mutant changes, as a difference of lines."""
+    lines = difflib.unified_diff(source.splitlines(), code.splitlines(), n=1, lineterm="")
+    return [f"    {line}" for line in list(lines)[2:]]
+
+
+def record_of(python: str, jobs: int) -> dict[str, dict[str, Any]]:
+    """For each everyday test its seconds and the functions that it runs; see recorded_tests.py."""
+    names = [name for name in tracked() if name.startswith(("src/", "tests/"))]
+    contents = [name.encode() + (ROOT / name).read_bytes() for name in names]
+    kept = Path(sys.prefix, f"record-{hashlib.sha256(b''.join(contents)).hexdigest()[:16]}.json")
+    if not kept.exists():
+        print("all everyday tests, once, to see what they run ...", flush=True)
+        with tempfile.TemporaryDirectory() as directory:
+            watch = {"RECORD_OF": f"{ROOT}/src/multitower", "RECORD_TO": directory}
+            options = ["-n", str(jobs), "-p", "recorded_tests"]
+            if run_tests(python, ROOT, options, watch, None):
+                sys.exit("They fail without any mutant (or this Python is older than 3.12).")
+            parts = [json.loads(path.read_text()) for path in Path(directory).iterdir()]
+        kept.write_text(json.dumps({test: seen for part in parts for test, seen in part.items()}))
+    return json.loads(kept.read_text())
+
+
+def meet(
+    module: Path,
+    source: str,
+    code: str,
+    record: dict[str, dict[str, Any]],
+    options: argparse.Namespace,
+) -> Mutant:
+    """A mutant with the tests that run the function that it changes, for about `--seconds`."""
+    inside = module.relative_to("src/multitower")
+    line = 1 + next(
+        n
+        for n, (old, new) in enumerate(zip(source.splitlines(), code.splitlines(), strict=False))
+        if old != new
+    )
+    function = f"{inside}:{first_line(source, line)}"
+    tests = [test for test, seen in record.items() if function in seen["functions"]]
+    if not tests:  # it is in no function, or only other processes run it
+        of_module = f"{inside}:"
+        runs = lambda seen: any(one.startswith(of_module) for one in seen["functions"])
+        tests = [test for test, seen in record.items() if runs(seen)]
+    random.Random(options.seed).shuffle(tests)
+    own = f"tests/{inside.parent}/test_{inside.stem}.py::"
+    chosen, seconds = [], 0.0
+    for test in sorted(tests, key=lambda test: not test.startswith(own)):
+        if not chosen or seconds + record[test]["seconds"] <= options.seconds:
+            chosen.append(test)
+            seconds += record[test]["seconds"]
+    return Mutant(code, chosen, seconds)
+
+
+def first_line(source: str, line: int) -> int:
+    """The first line of the innermost function that a line is in; 0 if there is none."""
+    return max(
+        (
+            min(one.lineno for one in (node, *node.decorator_list))
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+        ),
+        default=0,
+    )
 
 
 def draw(module: Path, source: str, number: int, seed: int) -> list[str]:
@@ -261,42 +204,42 @@ def is_python(code: str) -> bool:
     return True
 
 
-def tests_of(module: Path) -> list[str]:
-    """What is run, in this order."""
-    names = TESTS.get(module.as_posix(), [f"{module.parent}/test_{module.name}"])
-    files = [name.partition("::") for name in names]  # a test of a file may be named, too
-    places = [f"tests/{name}.py{colons}{test}" for name, colons, test in files]
-    missing = [name for name, *_ in files if not (ROOT / f"tests/{name}.py").exists()]
-    if missing:
-        sys.exit(f"{', '.join(missing)}: no such tests. Name those of {module} in TESTS.")
-    return places
+def tracked() -> list[str]:
+    """The files of the repository that git tracks and that are there."""
+    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    return [name for name in names.split("\0")[:-1] if (ROOT / name).exists()]
 
 
 def copy_to(directory: Path) -> Path:
     """What git tracks, as it is now."""
-    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-    for name in names.split("\0")[:-1]:
-        if (ROOT / name).exists():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, directory / name)
+    for name in tracked():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, directory / name)
     return directory
 
 
 def passes(python: str, copy: Path, tests: list[str], timeout_s: float) -> bool:
-    """Whether all tests do; one that hangs does not."""
+    """Whether all tests do; one that hangs does not, and where there are none, they all do."""
     try:
-        program = subprocess.run(
-            [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout_s,
-            check=False,
-        )
+        return not tests or run_tests(python, copy, ["-x", *tests], {}, timeout_s) == 0
     except subprocess.TimeoutExpired:
         return False
-    return program.returncode == 0
+
+
+def run_tests(
+    python: str, root: Path, arguments: list[str], more: dict[str, str], timeout_s: float | None
+) -> int:
+    """The exit code of pytest."""
+    path = f"{root}/src{os.pathsep}{root}/benchmarks"
+    return subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **more},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=timeout_s,
+        check=False,
+    ).returncode
 
 
 if __name__ == "__main__":
