@@ -77,17 +77,20 @@ def test_a_learning_rate(way, when, rate):
 
 
 @every_way
-def test_parameters_averages_and_model_state(way):
-    new = np.linspace(-1, 1, 5).astype(np.float32)
+def test_parameters_averages_momenta_and_model_state(way):
+    new, average, momentum = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
 
     def change(state):
         state.params["w"] = new
-        state.ema_params["b"] = jnp.float32(7)
+        state.ema_params.update(w=average, b=jnp.float32(7))
+        state.opt_state.inner_state[0].trace["w"] = momentum
         state.model_state["seen"] = 10
 
     step, state = make(way)
     state = train(step, state, {1: change}, 2)
-    expected = numpy_steps({1: lambda p: p.update(w=new)}, 2)
+    expected = numpy_steps({1: lambda p: p.update(w=new, tw=momentum)}, 2)
+    moved = (average + expected["w"]) / 2
+    np.testing.assert_allclose(state.ema_params["w"], moved, rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(state.params["w"], expected["w"], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(state.ema_params["b"], (7 + expected["b"]) / 2, rtol=2e-5, atol=1e-6)
     assert float(state.model_state["seen"]) == 11

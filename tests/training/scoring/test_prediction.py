@@ -30,6 +30,13 @@ def test_it_equals_the_function_of_all_rows(global_batch, towers):
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
 
 
+def test_the_towers_are_those_that_were_asked_for():
+    # The lie: one tower for each device, and so other bits on another number of devices.
+    count = lambda w, x: jax.lax.psum(x * 0 + 1, "towers")
+    found = mt.predict(count, None, X[:24], global_batch=8, devices=2, towers=4)
+    np.testing.assert_array_equal(found, np.full((24, 3), 4))
+
+
 def test_a_model_in_stages_with_weights_that_change_between_calls():
     # The lie: the copies of the call before.
     fn = lambda w, x, *, model_state: mt.cut(x @ w) * model_state["scale"]
