@@ -140,6 +140,92 @@ def test_nothing_is_said_of_ratios_of_sums(weight):
     mt.grad(lambda w, x: mt.ratio(losses(w, x).sum(), weight(x)) + (w**2).sum(), devices=2)(W, X)
 
 
+def penalty(w):
+    return (w**2).sum()
+
+
+def summed_in_a_loop(w, x, start=0.0):
+    """Adds up three sums over rows."""
+    add = lambda total, scale: (total + losses(scale * w, x).sum(), None)
+    return jax.lax.scan(add, start, jnp.array([1.0, 2, 3]))[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (lambda w, x: losses(w, x).sum() + penalty(w), {"reduction": "sum"}),
+        (lambda w, x: 0.1 * penalty(w) - (-losses(w, x)).sum(), {"reduction": "sum"}),
+        (lambda w, x: summed_in_a_loop(w, x, penalty(w)), {"reduction": "sum"}),
+        (lambda w, x: (losses(w, x).sum() + penalty(w)) / len(x), {}),
+        (lambda w, x: mt.ratio(losses(w, x).sum() + penalty(w), len(x)), {}),
+    ],
+    ids=["sum", "difference", "loop", "mean", "ratio"],
+)
+def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
+    # The lie: a penalty on the weights counts once in every tower, and nobody is told.
+    said = r"(loss|mt\.ratio) \((add|sub) at .*\): a number that is the same in every tower"
+    for run in (mt.grad(loss, devices=2, **options), step_of(loss, **options)):
+        with pytest.warns(mt.MultitowerWarning, match=said) as told:
+            run(W, X)
+        assert len(told) == 1
+
+
+def test_a_penalty_on_parameters_that_are_zero():
+    # The lie: nothing is added as long as the weights are zero, as they are at the first step.
+    loss = lambda w, x: losses(w, x).sum() + penalty(w)
+    with pytest.warns(mt.MultitowerWarning, match=r"\(add at .*\): a number that is the same"):
+        mt.grad(loss, devices=2, reduction="sum")(0 * W, X)
+
+
+LOG_NORMAL = 0.5 * np.log(2 * np.pi)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        (lambda w, x: losses(w, x) + penalty(w), "sum"),
+        (lambda w, x: losses(w, x).mean() + penalty(w), "mean"),
+        (lambda w, x: losses(w, x).sum() / len(x) + penalty(w), "mean"),
+        (lambda w, x: losses(w, x).sum() + 0.0 * penalty(w), "sum"),
+        (summed_in_a_loop, "sum"),
+        (lambda w, x: losses(w, x).sum() + len(x) * jnp.log(penalty(w)), "sum"),
+        (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
+        (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
+        (lambda w, x: losses(w, x).sum() + len(x) * LOG_NORMAL, "sum"),
+        (lambda w, x: losses(w, x).sum() + (jnp.ones(len(x)) * penalty(w)).sum(), "sum"),
+    ],
+)
+def test_nothing_is_said_of_what_belongs_to_a_sum(loss, reduction):
+    # The lie: n times log(sigma) is no sum over n rows. Warnings are errors.
+    value, _ = mt.value_and_grad(loss, devices=2, reduction=reduction)(W, X)
+    expected = jnp.sum(loss(W, X))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda w, num_towers: 0.1 * penalty(w) / num_towers,
+        lambda w, num_towers: penalty(w) * (0.1 / num_towers),
+    ],
+)
+def test_nothing_is_said_of_a_penalty_that_towers_share(share):
+    # The lie: the warning stays when its advice was taken.
+    def loss(w, x):
+        return losses(w, x).sum() + share(w, jax.lax.axis_size("towers"))
+
+    for options in ({"devices": 2}, {"devices": 2, "towers": 4}):
+        value, _ = mt.value_and_grad(loss, reduction="sum", **options)(W, X)
+        np.testing.assert_allclose(value, losses(W, X).sum() + 0.1 * penalty(W), rtol=1e-5)
+
+
+def test_a_mean_and_what_counts_rows():
+    # The lie: log(sigma) times the number of rows of a tower, beside a mean.
+    loss = lambda w, x: losses(w, x).mean() + len(x) * jnp.log(penalty(w))
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(mul at .*\): it depends on the number"):
+        mt.grad(loss, devices=2)(W, X)
+
+
 def halves(w, x):
     one, other = jnp.split(x @ w, 2)  # two views, one after the other: fails with an odd number
     return ((one - other) ** 2).mean()

@@ -365,6 +365,19 @@ def test_sums_are_told_apart_from_means():
     assert problem.kind == "mean"
 
 
+def test_a_penalty_beside_a_sum():
+    # The lie: one value per row is asked for, where a penalty counts once in every tower.
+    penalised = lambda w, x: losses(w, x).sum() + (w**2).sum()
+    (problem,) = check_parallel(penalised, VECTOR, X, reduction="sum").problems
+    assert problem.kind == "sum"
+    assert "counts T times" in problem.message
+
+    def shared(w, x):
+        return losses(w, x).sum() + (w**2).sum() / jax.lax.axis_size("towers")
+
+    assert check_parallel(shared, VECTOR, X, reduction="sum")
+
+
 def test_what_train_step_gives_a_loss_is_not_asked_for():
     assert check_parallel(dropout, W, BATCH)  # it needs rng, and has a fixed one
 

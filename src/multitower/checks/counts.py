@@ -58,6 +58,53 @@ def counts_rows(number: float, num_rows: int) -> bool:
     return _is_whole(number * num_rows) and not _is_whole(number)
 
 
+def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int) -> bool:
+    """Whether an operation on what is free of rows makes a number that is the same in every tower.
+
+    It is not one if it was multiplied by the number of rows, or divided by the number of towers.
+
+    Args:
+        name: the operation; no axis of its inputs and results is an axis of rows.
+        inputs: what is known of its inputs.
+        num_rows: the number of rows.
+        num_towers: the number of towers.
+    """
+    if not any(flow.is_steady for flow in inputs):
+        return False
+    if name not in ("mul", "div"):
+        return True
+    if any(flow.counted for flow in inputs) or (name == "mul" and _is_zero(inputs)):
+        return False
+    numbers = [abs(number) for number in numbers_of(inputs)]
+    shares = [1 / n if name == "div" and inputs[1].value is not None else n for n in numbers]
+    if any(_is_round(n * num_towers) and not _is_round(n) for n in shares):
+        return False
+    return not any(counts_rows(times * n, num_rows) for n in numbers for times in (1, 2))
+
+
+def per_row(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Whether an operation multiplies what is free of rows by their number, or keeps such a thing.
+
+    Args:
+        name: the operation.
+        inputs: what is known of its inputs.
+        num_rows: the number of rows.
+    """
+    before = [flow.per_row for flow in inputs if flow.value is None]
+    if name == "mul" and any(divides(num_rows, abs(number)) for number in numbers_of(inputs)):
+        return not any(before)
+    keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")
+    return keeps and bool(before) and all(before)
+
+
+def beside(name: str, inputs: Sequence[Flow]) -> bool:
+    """Whether an operation adds a steady number to a sum over rows."""
+    words = [flow.word for flow in inputs]
+    if name not in ("add", "add_any", "sub") or sorted(words) != ["free", "linear"]:
+        return False
+    return inputs[words.index("free")].is_steady and not inputs[words.index("linear")].is_mean
+
+
 def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
     """Whether a number of rows in its inputs is not in its result.
 
@@ -66,6 +113,16 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
     counted = [atom for atom, x in zip(equation.invars, inputs, strict=True) if x.counted]
     both = len(counted) == 2 and counted[0] is not counted[1]
     return name == "sign" or (name in ("mul", "div") and both)
+
+
+def _is_zero(inputs: Sequence[Flow]) -> bool:
+    """Whether one of them is the number 0; not an array of zeros, which parameters may be."""
+    return any(np.ndim(flow.value) == 0 and flow.value == 0 for flow in inputs)
+
+
+def _is_round(number: float) -> bool:
+    """Whether a float32 number is one of few digits, as people write numbers."""
+    return abs(float(f"{number:.3g}") - number) < 1e-6 * number
 
 
 def _is_quotient(number: float, num_rows: int) -> bool:

@@ -41,6 +41,12 @@ class Flow:
             large as one tower's sum: `is_share`.
         is_share: whether it is the mean over towers of a sum over rows, `jax.lax.pmean(mask.sum(),
             "towers")`. A sum over rows divided by it is a mean.
+        is_steady: whether it is free of rows, the same in every tower for all that is known, and no
+            constant: such as a penalty on the parameters.
+        per_row: whether it is free of rows, and was multiplied by the number of rows: a sum over
+            rows of what is the same for each.
+        beside: for a linear value, the operation that added a steady number to a sum over rows, and
+            its line. Every tower adds that number.
         held: for a mixed value, the operation that wrote rows into it, took one of them or their
             largest, and its line: it is no mean over rows.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
@@ -63,6 +69,9 @@ class Flow:
     summed: str | None = None
     of_all: bool = False
     is_share: bool = False
+    is_steady: bool = False
+    per_row: bool = False
+    beside: str | None = None
 
     @property
     def is_sum(self) -> bool:
@@ -154,6 +163,9 @@ def join(a: Flow, b: Flow) -> Flow:
         summed=(a.a_sum or b.a_sum) if word == "mixed" else None,
         of_all=a.of_all and b.of_all,
         is_share=a.is_share and b.is_share,
+        is_steady=a.is_steady and b.is_steady,
+        per_row=a.per_row and b.per_row,
+        beside=(a.beside or b.beside) if word == "linear" else None,
     )
 
 

@@ -88,7 +88,8 @@ STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
     "without towers= the number of devices decides how many rows these are. Fix the number of "
     "towers: towers={num} gives the same on any number of devices. For statistics over the rows of "
-    'all towers say axis_name="towers" to BatchNorm (Haiku: cross_replica_axis).'
+    'all towers say axis_name="towers" to BatchNorm (Haiku: cross_replica_axis), or take '
+    'jax.lax.pmean(x.mean(0), "towers") in code of your own.'
 )
 RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are not sums over rows: their "
@@ -100,6 +101,12 @@ STEADY = (
     "tower. Towers add up both, so that with T towers this number would count T times. Give both "
     "by row, or their sums over rows. To divide by a number of your own return one loss per row, "
     "divided by it, and say reduction='sum'."
+)
+BESIDE = (
+    "a number that is the same in every tower, such as a penalty on the parameters, is added to a "
+    "sum over rows. Every tower adds it, so that with T towers it counts T times. Divide it by the "
+    'number of towers, penalty / jax.lax.axis_size("towers"); or, where the sum is divided, add it '
+    "to the quotient."
 )
 MEAN = (
     "it is a mean over rows, and reduction='sum' adds towers up: with T towers it would be T times "

@@ -6,6 +6,7 @@ import jax
 
 from multitower.checks.flow import Flow, line_at, operation_at
 from multitower.checks.problems import (
+    BESIDE,
     COUNTED,
     FIRST,
     HOLD_ALL,
@@ -101,6 +102,8 @@ class Results(NamedTuple):
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif flow.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
+            elif flow.beside:
+                problems.append(Problem("sum", one.name, flow.beside, BESIDE))
             elif flow.counted or flow.placed:
                 where = flow.counted or flow.placed
                 problems.append(Problem("row count", one.name, where, COUNTED))
@@ -136,13 +139,22 @@ class Results(NamedTuple):
         ]
 
     def steady_terms(self) -> list[Problem]:
-        """A problem for each ratio of a sum over rows and a number that all towers have."""
+        """A problem for each ratio with a number that all towers have, alone or in a sum."""
         terms = [one for one in self.leaves if one.kind == TERMS]
         return [
-            Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
-            for total, weight in zip(terms[::2], terms[1::2], strict=True)
-            if self._is_steady(total) != self._is_steady(weight)
+            *(
+                Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
+                for total, weight in zip(terms[::2], terms[1::2], strict=True)
+                if self._is_steady(total) != self._is_steady(weight)
+            ),
+            *(Problem("sum", "mt.ratio", place, BESIDE) for place in self._beside_terms(terms)),
         ]
+
+    def _beside_terms(self, terms: list[_Result]) -> list[str]:
+        """Where such a number was added, each place once, if `mixed_or_summed` does not tell."""
+        told = {one.flow.beside for one in self.leaves if one.kind != TERMS}
+        places = dict.fromkeys(one.flow.beside for one in terms)
+        return [place for place in places if place and place not in told]
 
     def _is_steady(self, one: _Result) -> bool:
         """Whether it is one number, the same in every tower, and not a number of its rows."""

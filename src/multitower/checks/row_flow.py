@@ -19,13 +19,16 @@ import jax.numpy as jnp
 from multitower.checks import operations
 from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
 from multitower.checks.counts import (
+    beside,
     counts_rows,
     divides,
     is_mean,
     is_of_all,
     is_share,
+    is_steady,
     loses_count,
     numbers_of,
+    per_row,
 )
 from multitower.checks.equations import (
     computed,
@@ -115,7 +118,9 @@ class _Reader:
         axes = row_axes(shape, self._num_rows, self._all_rows)
         is_placed = any(differs_along(value, axis) for axis in axes)
         place = "an array with an entry for every row" if is_placed else None
-        return Flow(value=small_constant(value), is_index=is_index, placed=place)
+        known = small_constant(value)
+        is_steady = (known is None or bool(shape)) and not axes  # a number may count rows
+        return Flow(value=known, is_index=is_index, placed=place, is_steady=is_steady)
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
@@ -153,6 +158,9 @@ class _Reader:
             summed=_summed(name, inputs) if word == "mixed" else None,
             of_all=word == "free" and is_of_all(name, inputs),
             is_share=word == "free" and is_share(name, inputs, self._all_rows // self._num_rows),
+            is_steady=word == "free" and self._is_steady(equation, name, inputs),
+            per_row=word == "free" and per_row(name, inputs, self._num_rows),
+            beside=self._beside(equation, name, inputs) if word == "linear" else None,
         )
         return [flow] * len(equation.outvars)
 
@@ -162,6 +170,19 @@ class _Reader:
             return None
         is_now = name in operations.HOLDS and worst_of(inputs).word == "by row"
         return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
+
+    def _is_steady(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
+        """Whether it is a number that every tower has, and no count of rows."""
+        atoms = [*equation.invars, *equation.outvars]
+        if self._all_rows or any(self.row_axes(atom) for atom in atoms):
+            return False  # towers meet and may share it, or it is there once for every row
+        return is_steady(name, inputs, self._num_rows, self._whole // self._num_rows)
+
+    def _beside(self, equation: Any, name: str, inputs: list[Flow]) -> str | None:
+        """Where a number that every tower has was added to a sum over rows."""
+        if beside(name, inputs):
+            return self.where(equation)
+        return next((flow.beside for flow in inputs if flow.beside), None)
 
     def _is_row_index(self, equation: Any) -> bool:
         """Whether an equation makes the numbers of the rows: 0, 1, 2 ..."""
@@ -179,11 +200,14 @@ class _Reader:
             handed_on = {"linear", "free"} if name in operations.LINEAR_TOGETHER else {"linear"}
         is_product = name in ("mul", "div")  # whose constants are looked at below
         unknown = [flow for flow in inputs if flow.value is None or not is_product]
-        before = next((x.counted for x in unknown if x.counted and x.word in handed_on), None)
+        sums = [x for x in inputs if x.word == "linear"]
+        is_sum = word == "linear" and not (sums and all(x.is_mean for x in sums))
+        # To a sum over rows belongs n * log(sigma), for n rows.
+        handed = [x for x in unknown if x.word in handed_on and not (is_sum and x.per_row)]
+        before = next((x.counted for x in handed if x.counted), None)
         if word == "mixed" or loses_count(equation, name, inputs):
             return None
-        sums = [x for x in inputs if x.word == "linear"]
-        if word == "linear" and not (sums and all(x.is_mean for x in sums)):
+        if is_sum:
             rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
             self._means |= {self.where(equation): place for place in rows[:1]}
             return before  # the number of rows makes a mean of a sum
