@@ -170,11 +170,22 @@ def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
         assert len(told) == 1
 
 
-def test_a_penalty_on_parameters_that_are_zero():
-    # The lie: nothing is added as long as the weights are zero, as they are at the first step.
-    loss = lambda w, x: losses(w, x).sum() + penalty(w)
+# One function each: what was looked at once is not looked at again.
+@pytest.mark.parametrize(
+    ("loss", "w"),
+    [
+        (lambda w, x: ((w * x).sum(1) ** 2).sum() + penalty(w), 0 * W),
+        (lambda w, x: ((w * x).sum(1) ** 2).sum() + penalty(w), np.ones(3, np.float32)),
+        (lambda w, x: ((w * x).sum(1) ** 2).sum() + w**2, np.float32(2)),
+        (lambda w, x: ((w * x).sum(1) ** 2).sum() + w**2, 0.5),
+    ],
+    ids=["zeros", "NumPy", "scalar", "Python"],
+)
+def test_a_penalty_on_parameters_of_every_kind(loss, w):
+    # The lie: nothing is added as long as the weights are zero, as they are at the first step, or
+    # if NumPy or Python can compute the penalty.
     with pytest.warns(mt.MultitowerWarning, match=r"\(add at .*\): a number that is the same"):
-        mt.grad(loss, devices=2, reduction="sum")(0 * W, X)
+        mt.grad(loss, devices=2, reduction="sum")(w, X)
 
 
 LOG_NORMAL = 0.5 * np.log(2 * np.pi)

@@ -28,10 +28,11 @@ _GROUPS = 5040
 
 # What a program does with rows, and what its results show of that.
 Read = tuple[Reading, Results]
+_Outputs = Callable[[list[Any], Tower, Any], dict[str, Any]]
 
 
 def look(
-    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    outputs: _Outputs,
     rows: Sequence[Any],
     others: Any,
     *,
@@ -44,10 +45,11 @@ def look(
     """Warns if a function is not safe to run data parallel, as far as its program shows.
 
     Args:
-        outputs: what one tower computes from its rows: kinds of results ("loss", "aux", ...) to
-            trees.
+        outputs: what one tower computes from its rows and from `others`: kinds of results ("loss",
+            "aux", ...) to trees.
         rows: the arrays that are cut, or their shapes and dtypes; rows on axis 0.
-        others: everything else that the program is made of. Its sizes are not numbers of rows.
+        others: a pytree of everything else that the program is made of. Its values play no part,
+            and its sizes are not numbers of rows.
         averages: whether results without rows are averaged over towers.
         num_devices: the number of towers, one per device, if `towers` was not given; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
@@ -89,8 +91,8 @@ def look(
 
 
 def look_at_key(
-    outputs: Callable[[list[Any], Tower], dict[str, Any]],
-    apart: Callable[[list[Any], Tower], dict[str, Any]],
+    outputs: _Outputs,
+    apart: _Outputs,
     rows: Sequence[Any],
     others: Any,
     name: str,
@@ -119,7 +121,7 @@ def look_at_key(
 
 
 def read_tower(
-    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    outputs: _Outputs,
     rows: Sequence[Any],
     others: Any,
     *,
@@ -148,15 +150,16 @@ def read_tower(
     num_rows = times * prime
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
-    def run(rows: list[Any], number: jax.Array) -> dict[str, Any]:
-        return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(num_rows)))
+    def run(rows: list[Any], number: jax.Array, others: Any) -> dict[str, Any]:
+        return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(num_rows)), others)
 
     try:
         make = jax.make_jaxpr(run, axis_env=axis_of(num_towers), return_shape=True)
-        program, tree = make(shapes, jnp.int32(0))
+        program, tree = make(shapes, jnp.int32(0), others)
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
+    flows += [Flow(is_steady=True)] * (len(program.in_avals) - len(flows))
     try:
         reading = read(program, flows, num_rows, batch_rows, num_towers)
         return reading, Results.of(reading, tree, num_rows)
@@ -169,7 +172,7 @@ def read_tower(
 
 
 def _read_in_groups(
-    outputs: Callable[[list[Any], Tower], dict[str, Any]],
+    outputs: _Outputs,
     rows: Sequence[Any],
     others: Any,
     *,

@@ -163,10 +163,10 @@ class TowerFunction:
         def outputs_with(alike: int | None) -> Any:
             """What a tower computes if all keys but the shared leaf `alike` are its own."""
 
-            def outputs(rows: list[Any], here: Tower) -> Any:
+            def outputs(rows: list[Any], here: Tower, shared: list[Any]) -> Any:
                 shared = [
                     key_of_tower(leaf, here) if number != alike and _is_one_key(leaf) else leaf
-                    for number, leaf in enumerate(parts.shared)
+                    for number, leaf in enumerate(shared)
                 ]
                 return self._kind.outputs(parts.split, shared, rows, here)
 

@@ -229,9 +229,9 @@ def look_at_loss(
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
     look(
-        lambda rows, here: _by_name(step, parts.split, shared, rows, here),
+        lambda rows, here, shared: _by_name(step, parts.split, shared, rows, here),
         rows,
-        (fields, parts.shared),
+        shared,
         averages=True,
         num_devices=num_towers if is_by_device else 0,
         named=lambda number: (

@@ -193,7 +193,8 @@ class Trial:
             again: trace with another number of rows, and of towers, than the first time.
         """
 
-        def by_kind(rows: list[Any], here: Tower) -> dict[str, Any]:
+        def by_kind(rows: list[Any], here: Tower, others: Any) -> dict[str, Any]:
+            del others  # their values count: a number of rows may be among them
             found = self._call(rows, here)
             means = [
                 as_mean(leaf, len(rows[0]), self.reduction if found.has_loss and not n else "mean")
