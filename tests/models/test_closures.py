@@ -590,6 +590,32 @@ def test_an_attribute_that_is_traced(transform):
     assert [float(transform(loss_for)(value)) for value in (2.0, 4.0)] == expected
 
 
+class HandedOn(Agent):
+    """A function gets all of it, and may use any of that."""
+
+    def loss(self, w, x):
+        traced.append(1)
+        self.calls += 1
+        self.latest = (w * x).mean()
+        return scaled_by(self, w * x)
+
+
+def scaled_by(one, x):
+    return one.config.scale * x - one.target[0] / 2
+
+
+def test_what_a_method_writes_into_its_object_is_not_what_it_uses():
+    # The lie: a loss that counts its calls, or keeps its latest value, compiles at every call.
+    one = HandedOn()
+    one.replay = None
+    run = lambda: float(mt.value_and_grad(one.loss, devices=2)(1.0, X)[0])
+    assert run() == 7.0
+    known = len(traced)
+    assert (run(), len(traced)) == (7.0, known)
+    one.config.scale = 3.0
+    assert run() == 10.5
+
+
 def test_a_method_that_may_use_all_of_its_object():
     one = WholeAgent()
     one.replay = None
