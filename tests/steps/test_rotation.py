@@ -531,6 +531,27 @@ def test_a_step_that_is_not_finite_is_left_out(bad):
     assert float(metrics["skipped"]) == 0
 
 
+@pytest.mark.parametrize("max_staleness", [None, 1, 0])
+def test_batches_from_the_host_and_from_prefetch_have_the_same_bits(max_staleness):
+    # The lie: the 8 rows of an update are 8 from the host and, since they do not fill 6 towers, 12
+    # from prefetch; a tower's own statistics then count some rows twice.
+    def loss(params, batch, *, model_state):
+        return losses(params, batch), {}, 0.9 * model_state + batch["x"].mean(0)
+
+    def fingerprint(batches):
+        step = make(loss, towers=6, devices=2, max_staleness=max_staleness)
+        state = step.init({"w": W}, model_state=jnp.zeros(3))
+        for batch in batches:
+            state, _ = step(state, batch)
+        return mt.fingerprint(state)
+
+    numbers = range(7)
+    from_host = fingerprint(map(batch_of, numbers))
+    assert fingerprint(mt.prefetch(map(batch_of, numbers), towers=6, devices=2)) == from_host
+    sharded = (mt.shard(batch_of(number), towers=6, devices=2) for number in numbers)
+    assert fingerprint(sharded) == from_host
+
+
 def test_batches_from_prefetch_are_taken():
     step = make(devices=2)
     state, _ = train(step, step.init({"w": W}), range(3))

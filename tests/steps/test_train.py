@@ -204,6 +204,37 @@ def test_ema_of_16_bit_parameters_is_kept_in_32():
     assert (np.asarray(state.ema_params["w"]) != np.asarray(state.params["w"], np.float32)).any()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 2.0, "ema_decay": 0.9},
+        {"shard_update": True},
+        {"stages": 1},
+        {"sync_every": 2},
+    ],
+)
+def test_parameters_and_metrics_of_eight_bits(options):
+    # The lie: they work in a plain step, and with these options a TypePromotionError of JAX comes
+    # out of the library, because 8-bit floats have no common dtype with float32.
+    def loss(params, x):
+        small = params["small"].astype(jnp.float32)
+        return (x @ params["w"] + small) ** 2, {"first": x[:, 0].astype(jnp.float8_e5m2)}
+
+    first = {"w": jnp.ones(3), "small": jnp.float32(1).astype(jnp.float8_e4m3fn)}
+    rows = np.full((7, 3), 0.5, np.float32)
+    prints = set[str]()
+    for devices in (1, 2):
+        step = mt.train_step(loss, optax.sgd(0.1), towers=2, devices=devices, **options)
+        state = step.init(first)
+        for _ in range(2):
+            state, metrics = step(state, rows)
+        assert state.params["small"].dtype == jnp.float8_e4m3fn
+        assert float(state.params["small"]) < 1
+        assert float(metrics["first"]) == 0.5
+        prints.add(mt.fingerprint((state, metrics)))
+    assert len(prints) == 1
+
+
 def statistics_loss(params, batch, *, model_state):
     new = {
         "mean": batch["y"].mean(),

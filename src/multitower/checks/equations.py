@@ -37,6 +37,11 @@ def small_constant(value: Any) -> Any:
     return np.asarray(value) if _is_known(value) and np.size(value) <= _SMALL else None
 
 
+def is_empty(atom: Any) -> bool:
+    """Whether an input or a result of an equation is an array without elements."""
+    return 0 in getattr(atom.aval, "shape", ())
+
+
 def is_arange(value: Any, size: int) -> bool:
     """Whether a constant's elements are 0, 1, 2 ..."""
     return _is_known(value) and np.array_equal(np.ravel(value), np.arange(size))

@@ -35,6 +35,7 @@ from multitower.checks.equations import (
     differs_along,
     follow,
     is_arange,
+    is_empty,
     program_inside,
     small_constant,
 )
@@ -137,6 +138,7 @@ class _Reader:
             found = inside(self, equation, inputs) if inside else self.run(program, inputs)
             self._calls.pop()
             return found
+        inputs = self._without_empty(equation, inputs)
         varies = any(flow.varies for flow in inputs)
         if name in operations.DRAWS and not varies:
             self.draws.append(self.where(equation))
@@ -163,6 +165,14 @@ class _Reader:
             beside=self._beside(equation, name, inputs) if word == "linear" else None,
         )
         return [flow] * len(equation.outvars)
+
+    def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
+        """The inputs; an array without elements brings no rows to a result that has none."""
+        for atom in equation.outvars:
+            if is_empty(atom) or row_axes(atom.aval.shape, self._num_rows, self._all_rows):
+                return inputs
+        atoms = zip(equation.invars, inputs, strict=True)
+        return [Flow() if is_empty(atom) else flow for atom, flow in atoms]
 
     def _held(self, name: str, word: Word, mixing: str | None, inputs: list[Flow]) -> str | None:
         """Where a mixed value got hold of rows, or of their largest."""

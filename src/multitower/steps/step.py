@@ -295,9 +295,13 @@ class TrainStep:
     def _full_batch(self, parts: Parts) -> int:
         """The rows of a full batch, if this batch is full."""
         first = parts.rows[0]
-        if isinstance(first, TowerRows):
-            return first.tower_rows * first.placement.num_towers
-        return parts.num_rows
+        if not isinstance(first, TowerRows):
+            return parts.num_rows
+        num_towers = first.placement.num_towers
+        fills_them = -(-first.num_rows // num_towers) == first.tower_rows
+        if fills_them and num_towers != self._find_way().num_towers:
+            return parts.num_rows  # asynchronous: cut again, for one group, as if from the host
+        return first.tower_rows * num_towers
 
     def _runner(self, maker: Maker, state: TrainState, parts: Parts, global_batch: int) -> Runner:
         """The runner for this batch: the same for every batch of up to the rows of a full one."""

@@ -49,8 +49,10 @@ def device_dtype(leaf: Any) -> Any:
 
 def wide_dtype(*dtypes: Any) -> Any:
     """The common dtype of these dtypes and float32, for sums of many numbers."""
+    # Floats of 8 bits have no common dtype with any other, and float32 holds all of them.
+    wide = [x for x in dtypes if not (jnp.issubdtype(x, jnp.floating) and x.itemsize < 4)]
     with jax.numpy_dtype_promotion("standard"):  # the user may have set another mode
-        return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
+        return functools.reduce(jnp.promote_types, wide, jnp.float32)
 
 
 @dataclass(frozen=True)

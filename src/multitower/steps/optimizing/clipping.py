@@ -52,8 +52,12 @@ def clipped(gradients: Any, squares: jax.Array, limit: float) -> Any:
     # If the norm is infinite or NaN, leaves that are not finite become NaN, so that
     # `skip_nonfinite` finds them.
     factor = jnp.minimum(1, limit / global_norm(squares))
+
+    def scaled(leaf: jax.Array) -> jax.Array:
+        return (leaf.astype(wide_dtype(leaf.dtype)) * factor).astype(leaf.dtype)
+
     with jax.numpy_dtype_promotion("standard"):  # gradients may be narrower, and complex
-        return jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), gradients)
+        return jax.tree.map(scaled, gradients)
 
 
 def _real_parts(leaf: jax.Array) -> list[jax.Array]:
