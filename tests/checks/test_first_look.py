@@ -203,6 +203,9 @@ LOG_NORMAL = 0.5 * np.log(2 * np.pi)
         (lambda w, x: (losses(w, x).sum() - -len(x) * (jnp.log(w[0]) + 1)) / len(x), "mean"),
         (lambda w, x: losses(w, x).sum() + 0.5 * len(x) * jnp.log(penalty(w)), "sum"),
         (lambda w, x: losses(w, x).sum() + len(x) * LOG_NORMAL, "sum"),
+        (lambda w, x: losses(w, x).sum() + len(x) / 60_000 * penalty(w), "sum"),
+        (lambda w, x: losses(w, x).sum() + penalty(w) / (60_000 / len(x)), "sum"),
+        (lambda w, x: losses(w, x).sum() + 0.5 * len(x) / 1_281_167 * penalty(w), "sum"),
         (lambda w, x: losses(w, x).sum() + (jnp.ones(len(x)) * penalty(w)).sum(), "sum"),
     ],
 )
@@ -228,6 +231,12 @@ def test_nothing_is_said_of_a_penalty_that_towers_share(share):
     for options in ({"devices": 2}, {"devices": 2, "towers": 4}):
         value, _ = mt.value_and_grad(loss, reduction="sum", **options)(W, X)
         np.testing.assert_allclose(value, losses(W, X).sum() + 0.1 * penalty(W), rtol=1e-5)
+
+
+def test_nothing_is_said_of_an_old_value_in_aux():
+    # The lie: the old counts of a codebook, which the mean over towers keeps, count T times.
+    counted = lambda w, x: (losses(w, x), 0.9 * jax.lax.stop_gradient(w) + 0.1 * x.sum(0))
+    mt.grad(counted, devices=2, has_aux=True)(W, X)  # warnings are errors
 
 
 def test_a_mean_and_what_counts_rows():

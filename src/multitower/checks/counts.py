@@ -61,7 +61,8 @@ def counts_rows(number: float, num_rows: int) -> bool:
 def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int) -> bool:
     """Whether an operation on what is free of rows makes a number that is the same in every tower.
 
-    It is not one if it was multiplied by the number of rows, or divided by the number of towers.
+    It is not one if it was multiplied by the number of rows, or by their share `rows / N` of a data
+    set of N rows; nor if it was divided by the number of towers.
 
     Args:
         name: the operation; no axis of its inputs and results is an axis of rows.
@@ -77,8 +78,10 @@ def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int)
         return False
     numbers = [abs(number) for number in numbers_of(inputs)]
     shares = [1 / n if name == "div" and inputs[1].value is not None else n for n in numbers]
-    if any(_is_round(n * num_towers) and not _is_round(n) for n in shares):
-        return False
+    for share in shares:
+        is_made = _is_round(share * num_towers) or _is_near_whole(num_rows / share)
+        if is_made and not _is_round(share):
+            return False
     return not any(counts_rows(times * n, num_rows) for n in numbers for times in (1, 2))
 
 
@@ -91,7 +94,11 @@ def per_row(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
         num_rows: the number of rows.
     """
     before = [flow.per_row for flow in inputs if flow.value is None]
-    if name == "mul" and any(divides(num_rows, abs(number)) for number in numbers_of(inputs)):
+    numbers = [abs(number) for number in numbers_of(inputs)]
+    by_rows = name == "mul" and any(divides(num_rows, number) for number in numbers)
+    if name == "div" and inputs[1].value is not None:  # by N / rows, for N rows of a data set
+        by_rows = any(_is_quotient(number, num_rows) for number in numbers)
+    if by_rows:
         return not any(before)
     keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")
     return keeps and bool(before) and all(before)
@@ -123,6 +130,11 @@ def _is_zero(inputs: Sequence[Flow]) -> bool:
 def _is_round(number: float) -> bool:
     """Whether a float32 number is one of few digits, as people write numbers."""
     return abs(float(f"{number:.3g}") - number) < 1e-6 * number
+
+
+def _is_near_whole(times: float) -> bool:
+    """Whether a float32 number may be 1, 2, 3 ...; of large numbers nobody can tell."""
+    return round(times) >= 1 and abs(times - round(times)) < 3e-7 * times
 
 
 def _is_quotient(number: float, num_rows: int) -> bool:

@@ -84,6 +84,11 @@ class Flow:
         return self.origin if self.is_sum else self.summed
 
     @property
+    def beside_mean(self) -> str | None:
+        """Where a steady number was added, if it is a mean now: the number was divided too."""
+        return self.beside if self.is_mean else None
+
+    @property
     def all_roots(self) -> frozenset[str]:
         """The roots, with its own sum over rows."""
         return self.roots | ({self.origin} if self.origin else set[str]())

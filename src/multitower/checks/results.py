@@ -102,8 +102,8 @@ class Results(NamedTuple):
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif flow.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
-            elif flow.beside:
-                problems.append(Problem("sum", one.name, flow.beside, BESIDE))
+            elif flow.beside_mean:
+                problems.append(Problem("sum", one.name, flow.beside_mean, BESIDE))
             elif flow.counted or flow.placed:
                 where = flow.counted or flow.placed
                 problems.append(Problem("row count", one.name, where, COUNTED))
@@ -152,7 +152,7 @@ class Results(NamedTuple):
 
     def _beside_terms(self, terms: list[_Result]) -> list[str]:
         """Where such a number was added, each place once, if `mixed_or_summed` does not tell."""
-        told = {one.flow.beside for one in self.leaves if one.kind != TERMS}
+        told = {one.flow.beside_mean for one in self.leaves if one.kind != TERMS}
         places = dict.fromkeys(one.flow.beside for one in terms)
         return [place for place in places if place and place not in told]
 

@@ -76,8 +76,8 @@ class Compared(NamedTuple):
     def mixed(self, text: str) -> Problem:
         """The problem of rows that influence each other; `text` is used if no more is known."""
         if text == MIXED and self.read and not self.flow.mixed:
-            if self.flow.beside:
-                return Problem("sum", self.name, self.flow.beside, BESIDE)
+            if self.flow.beside_mean:
+                return Problem("sum", self.name, self.flow.beside_mean, BESIDE)
             place = self.flow.counted or self.flow.origin
             return Problem("row count", self.name, place, COUNTED)
         if self.read and self.read[1].are_statistics(self.flow):
