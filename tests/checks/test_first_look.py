@@ -399,6 +399,40 @@ def test_two_batch_norms_whose_statistics_the_loss_closes_over():
     assert len(told) == 1
 
 
+def turned_around(x):
+    return x * x[::-1]
+
+
+def decayed_by_a_scan(x):
+    decay = lambda carry, row: (0.5 * carry + row, 0.5 * carry + row)
+    return jax.lax.scan(decay, jnp.zeros(3), x)[1]
+
+
+def summed_up(x):
+    return jnp.cumsum(x, axis=0)
+
+
+@pytest.mark.parametrize("mixed", [turned_around, decayed_by_a_scan, summed_up])
+def test_rows_that_meet_in_their_order_are_no_statistics(mixed):
+    # The lie: a model keeps a running mean of what it makes of rows that met, so that nobody is
+    # told of a loss that is not that of one device.
+    def loss(w, x, *, model_state):
+        hidden = mixed(x)
+        return losses(w, hidden), {}, 0.9 * model_state + 0.1 * hidden.mean(0)
+
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
+        after_a_step(loss)
+
+
+def test_statistics_that_a_scan_makes_are_meant():
+    def loss(w, x, *, model_state):
+        total, _ = jax.lax.scan(lambda total, row: (total + row, None), jnp.zeros(3), x)
+        mean = total / len(x)
+        return losses(w, x - mean), {}, 0.9 * model_state + 0.1 * mean
+
+    after_a_step(loss)  # warnings are errors here
+
+
 # ---------------------------------------------------------------- a state that adds up rows
 
 
