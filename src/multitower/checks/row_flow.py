@@ -14,22 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from multitower.checks import operations
 from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
-from multitower.checks.counts import (
-    beside,
-    counts_rows,
-    divides,
-    is_mean,
-    is_of_all,
-    is_share,
-    is_steady,
-    loses_count,
-    numbers_of,
-    per_row,
-)
+from multitower.checks.counting import Counting
 from multitower.checks.equations import (
     computed,
     differs_along,
@@ -91,20 +78,17 @@ def read(
     meets = first_collective(program) is not None
     reader = _Reader(num_rows, batch_rows, num_rows * num_towers, meets=meets)
     outputs = reader.run(program, list(inputs))
-    return Reading(outputs, reader.draws, reader.baked, reader.tables)
+    return Reading(outputs, reader.draws, reader.counting.baked, reader.tables)
 
 
 class _Reader:
     def __init__(self, num_rows: int, batch_rows: int, whole: int, *, meets: bool) -> None:
         self._num_rows = num_rows
-        self._whole = whole
         self._all_rows = whole if meets else 0
-        self._batch_rows = batch_rows
         self._calls: list[Any] = []
         self._batches = set[Any]()
-        self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
+        self.counting = Counting(num_rows, batch_rows, whole, self.where, meets=meets)
         self.draws: list[str] = []
-        self.baked: list[str] = []
         self.tables: dict[int, str] = {}
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
@@ -148,23 +132,16 @@ class _Reader:
             origin,
             all_places(inputs, [mixing] if mixing else ()),
             roots_of(inputs, mixing),
-            word == "linear" and is_mean(name, inputs, self._numbers(inputs), self._num_rows),
-            self._counted(equation, name, word, inputs),
-            varies,
-            name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
-            any(flow.is_index for flow in inputs) or self._is_row_index(equation),
-            placed(equation, word, inputs, self),
-            frozenset[int]().union(*(flow.sources for flow in inputs)),
-            computed(equation, [flow.value for flow in inputs]),
-            self._held(name, word, mixing, inputs),
+            varies=varies,
+            is_drawn=name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
+            is_index=any(flow.is_index for flow in inputs) or self._is_row_index(equation),
+            placed=placed(equation, word, inputs, self),
+            sources=frozenset[int]().union(*(flow.sources for flow in inputs)),
+            value=computed(equation, [flow.value for flow in inputs]),
+            held=self._held(name, word, mixing, inputs),
             summed=_summed(name, inputs) if word == "mixed" else None,
-            of_all=word == "free" and is_of_all(name, inputs),
-            is_share=word == "free" and is_share(name, inputs, self._all_rows // self._num_rows),
-            is_steady=word == "free" and self._is_steady(equation, name, inputs),
-            per_row=word == "free" and per_row(name, inputs, self._num_rows),
-            beside=self._beside(equation, name, inputs) if word == "linear" else None,
         )
-        return [flow] * len(equation.outvars)
+        return [self.counting.added_to(flow, equation, inputs)] * len(equation.outvars)
 
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         """The inputs; an array without elements brings no rows to a result that has none."""
@@ -181,51 +158,11 @@ class _Reader:
         is_now = name in operations.HOLDS and worst_of(inputs).word == "by row"
         return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
 
-    def _is_steady(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
-        """Whether it is a number that every tower has, and no count of rows."""
-        atoms = [*equation.invars, *equation.outvars]
-        if self._all_rows or any(self.row_axes(atom) for atom in atoms):
-            return False  # towers meet and may share it, or it is there once for every row
-        return is_steady(name, inputs, self._num_rows, self._whole // self._num_rows)
-
-    def _beside(self, equation: Any, name: str, inputs: list[Flow]) -> str | None:
-        """Where a number that every tower has was added to a sum over rows."""
-        if beside(name, inputs):
-            return self.where(equation)
-        return next((flow.beside for flow in inputs if flow.beside), None)
-
     def _is_row_index(self, equation: Any) -> bool:
         """Whether an equation makes the numbers of the rows: 0, 1, 2 ..."""
         if equation.primitive.name != "iota":
             return False
         return equation.params["shape"][equation.params["dimension"]] % self._num_rows == 0
-
-    def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
-        """Where it was multiplied or divided by the number of rows; a second time cancels that."""
-        is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.outvars)
-        if self._all_rows or not is_float:
-            return None  # it may be a share of the rows of all towers, or a place among them
-        handed_on: set[Word] = {"free", "by row"}
-        if word == "linear":
-            handed_on = {"linear", "free"} if name in operations.LINEAR_TOGETHER else {"linear"}
-        is_product = name in ("mul", "div")  # whose constants are looked at below
-        unknown = [flow for flow in inputs if flow.value is None or not is_product]
-        sums = [x for x in inputs if x.word == "linear"]
-        is_sum = word == "linear" and not (sums and all(x.is_mean for x in sums))
-        # To a sum over rows belongs n * log(sigma), for n rows.
-        handed = [x for x in unknown if x.word in handed_on and not (is_sum and x.per_row)]
-        before = next((x.counted for x in handed if x.counted), None)
-        if word == "mixed" or loses_count(equation, name, inputs):
-            return None
-        if is_sum:
-            rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
-            self._means |= {self.where(equation): place for place in rows[:1]}
-            return before  # the number of rows makes a mean of a sum
-        numbers = self._numbers(inputs) if is_product else []
-        if any(counts_rows(abs(number), self._num_rows) for number in numbers):
-            where = self.where(equation)  # or where the rows of a mean were divided before
-            return None if before else next((self._means.get(x.origin, where) for x in sums), where)
-        return before
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]
@@ -288,7 +225,7 @@ class _Reader:
         scaled = words.count("linear") == 1 and name in operations.LINEAR_WITH_FREE
         scaled = scaled or (is_first_alone and name == "div")
         if scaled:
-            self._look_for_baked(equation, inputs)
+            self.counting.look_for_baked(equation, inputs)
         chooses = name == "select_n" and words[0] == "linear"
         together = name in operations.LINEAR_TOGETHER and not chooses
         written = operations.WRITTEN.get(name, ())
@@ -296,17 +233,6 @@ class _Reader:
         if scaled or together or (is_first_alone and name in operations.LINEAR_ALONE):
             return "linear", origin, None
         return "mixed", None, self.where(equation)
-
-    def _look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
-        if self._batch_rows < 2 or self._batch_rows == self._num_rows:
-            return
-        for number in numbers_of(inputs):
-            if number == self._batch_rows or divides(self._batch_rows, 1 / number, exact=True):
-                self.baked.append(self.where(equation))
-
-    def _numbers(self, inputs: list[Flow]) -> list[float]:
-        """The constants among the inputs, without those that count the rows of all towers."""
-        return numbers_of(inputs, self._whole)
 
     def where(self, equation: Any) -> str:
         """The operation and its line: `reduce_sum at model.py:30: y = x - x.mean(0)`."""

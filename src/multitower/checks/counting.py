@@ -1,0 +1,128 @@
+"""Counting: what the operations of a program do with the number of its rows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from multitower.checks import operations
+from multitower.checks.along_rows import row_axes
+from multitower.checks.counts import (
+    beside,
+    counts_rows,
+    divides,
+    is_mean,
+    is_of_all,
+    is_share,
+    is_steady,
+    loses_count,
+    numbers_of,
+    per_row,
+)
+from multitower.checks.flow import Flow, Word
+
+
+class Counting:
+    """Follows the number of rows through a program, one operation after the other.
+
+    Args:
+        num_rows: the number of rows.
+        batch_rows: the number of rows of the real batch, to look for among constants.
+        whole: the number of rows of all towers; 0 if it is not known.
+        where: names an operation and its line.
+        meets: whether towers exchange values.
+
+    Attributes:
+        baked: where a sum over rows was multiplied or divided by `batch_rows`.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_rows: int,
+        whole: int,
+        where: Callable[[Any], str],
+        *,
+        meets: bool,
+    ) -> None:
+        self._num_rows = num_rows
+        self._batch_rows = batch_rows
+        self._whole = whole
+        self._all_rows = whole if meets else 0
+        self._where = where
+        self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
+        self.baked: list[str] = []
+
+    def added_to(self, flow: Flow, equation: Any, inputs: list[Flow]) -> Flow:
+        """What is known of a result, with what the number of rows has to do with it."""
+        name, num_rows = equation.primitive.name, self._num_rows
+        counted = self._counted(equation, name, flow.word, inputs)
+        if flow.word == "linear":
+            numbers = numbers_of(inputs, self._whole)
+            return replace(
+                flow,
+                counted=counted,
+                is_mean=is_mean(name, inputs, numbers, num_rows),
+                beside=self._beside(equation, name, inputs),
+            )
+        if flow.word == "free":
+            return replace(
+                flow,
+                counted=counted,
+                of_all=is_of_all(name, inputs),
+                is_share=is_share(name, inputs, self._all_rows // num_rows),
+                is_steady=self._is_steady(equation, name, inputs),
+                per_row=per_row(name, inputs, num_rows),
+            )
+        return replace(flow, counted=counted)
+
+    def look_for_baked(self, equation: Any, inputs: list[Flow]) -> None:
+        """Notes an operation on a sum over rows whose constant is the batch's number of rows."""
+        if self._batch_rows < 2 or self._batch_rows == self._num_rows:
+            return
+        for number in numbers_of(inputs):
+            if number == self._batch_rows or divides(self._batch_rows, 1 / number, exact=True):
+                self.baked.append(self._where(equation))
+
+    def _is_steady(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
+        """Whether it is a number that every tower has, and no count of rows."""
+        if self._all_rows:
+            return False  # towers meet, and may share it
+        shapes = [getattr(atom.aval, "shape", ()) for atom in equation.invars + equation.outvars]
+        if any(row_axes(shape, self._num_rows, 0) for shape in shapes):
+            return False  # it is there once for every row
+        return is_steady(name, inputs, self._num_rows, self._whole // self._num_rows)
+
+    def _beside(self, equation: Any, name: str, inputs: list[Flow]) -> str | None:
+        """Where a number that every tower has was added to a sum over rows."""
+        if beside(name, inputs):
+            return self._where(equation)
+        return next((flow.beside for flow in inputs if flow.beside), None)
+
+    def _counted(self, equation: Any, name: str, word: Word, inputs: list[Flow]) -> str | None:
+        """Where it was multiplied or divided by the number of rows; a second time cancels that."""
+        is_float = all(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in equation.outvars)
+        if self._all_rows or not is_float:
+            return None  # it may be a share of the rows of all towers, or a place among them
+        handed_on: set[Word] = {"free", "by row"}
+        if word == "linear":
+            handed_on = {"linear", "free"} if name in operations.LINEAR_TOGETHER else {"linear"}
+        is_product = name in ("mul", "div")  # whose constants are looked at below
+        unknown = [flow for flow in inputs if flow.value is None or not is_product]
+        sums = [x for x in inputs if x.word == "linear"]
+        is_sum = word == "linear" and not (sums and all(x.is_mean for x in sums))
+        # To a sum over rows belongs n * log(sigma), for n rows.
+        handed = [x for x in unknown if x.word in handed_on and not (is_sum and x.per_row)]
+        before = next((x.counted for x in handed if x.counted), None)
+        if word == "mixed" or loses_count(equation, name, inputs):
+            return None
+        if is_sum:
+            rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
+            self._means |= {self._where(equation): place for place in rows[:1]}
+            return before  # the number of rows makes a mean of a sum
+        numbers = numbers_of(inputs, self._whole) if is_product else []
+        if any(counts_rows(abs(number), self._num_rows) for number in numbers):
+            where = self._where(equation)  # or where the rows of a mean were divided before
+            return None if before else next((self._means.get(x.origin, where) for x in sums), where)
+        return before
