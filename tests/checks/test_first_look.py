@@ -403,6 +403,18 @@ def turned_around(x):
     return x * x[::-1]
 
 
+def compared_with_all(x):
+    return jax.nn.softmax(x @ x.T) @ x
+
+
+def largest_first(x):
+    return jnp.sort(x, axis=0)
+
+
+def divided_by_their_norm(x):
+    return x / jnp.linalg.norm(x)
+
+
 def decayed_by_a_scan(x):
     decay = lambda carry, row: (0.5 * carry + row, 0.5 * carry + row)
     return jax.lax.scan(decay, jnp.zeros(3), x)[1]
@@ -412,16 +424,50 @@ def summed_up(x):
     return jnp.cumsum(x, axis=0)
 
 
-@pytest.mark.parametrize("mixed", [turned_around, decayed_by_a_scan, summed_up])
-def test_rows_that_meet_in_their_order_are_no_statistics(mixed):
+MEETINGS = [turned_around, compared_with_all, largest_first, divided_by_their_norm,
+            decayed_by_a_scan, summed_up]  # fmt: skip
+
+
+@pytest.mark.parametrize("mixed", MEETINGS)
+def test_rows_that_meet_before_a_batch_norm_are_no_statistics(mixed):
     # The lie: a model keeps a running mean of what it makes of rows that met, so that nobody is
     # told of a loss that is not that of one device.
     def loss(w, x, *, model_state):
         hidden = mixed(x)
-        return losses(w, hidden), {}, 0.9 * model_state + 0.1 * hidden.mean(0)
+        mean = hidden.mean(0)
+        return losses(w, hidden - mean), {}, 0.9 * model_state + 0.1 * mean
 
     with pytest.warns(mt.MultitowerWarning, match=r"loss \(.*\): rows are brought together"):
         after_a_step(loss)
+
+
+def a_median(x):
+    middle = jnp.median(x, axis=0)
+    return x - middle, middle
+
+
+def a_variance_by_the_mean_of_squares(x):
+    mean = x.mean(0)
+    variance = (x**2).mean(0) - mean**2
+    return (x - mean) / jnp.sqrt(variance + 1e-5), jnp.stack([mean, variance])
+
+
+def one_in_every_layer(x):
+    def layer(h, scale):
+        mean = h.mean(0)
+        return jnp.tanh(h - mean) * scale, mean
+
+    return jax.lax.scan(layer, x, jnp.array([1.0, 2, 3]))
+
+
+@pytest.mark.parametrize("norm", [a_median, a_variance_by_the_mean_of_squares, one_in_every_layer])
+def test_statistics_that_are_kept_are_meant(norm):
+    def loss(w, x, *, model_state):
+        hidden, kept = norm(x)
+        return losses(w, hidden), {}, 0.9 * model_state + 0.1 * kept
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    step(step.init(W, model_state=jnp.zeros_like(norm(X)[1])), X)  # warnings are errors here
 
 
 def test_statistics_that_a_scan_makes_are_meant():

@@ -25,6 +25,8 @@ class Flow:
         mixed: the operations that brought rows together, and their lines: one of its rows depends
             on several rows of the batch.
         roots: the first operations that summed over rows or mixed them, on the way to this value.
+        ends: for a mixed value without rows, the operations that brought the rows together that are
+            in it, last; see `last`.
         is_mean: whether a linear value was divided by the number of rows.
         counted: the operation that divided or multiplied it by the number of rows, and its line. A
             second such operation cancels the first. A sum over rows of a counted value is a mean.
@@ -67,6 +69,7 @@ class Flow:
     value: Any = field(default=None, compare=False)
     held: str | None = None
     summed: str | None = None
+    ends: frozenset[str] = frozenset()
     of_all: bool = False
     is_share: bool = False
     is_steady: bool = False
@@ -92,6 +95,14 @@ class Flow:
     def all_roots(self) -> frozenset[str]:
         """The roots, with its own sum over rows."""
         return self.roots | ({self.origin} if self.origin else set[str]())
+
+    @property
+    def last(self) -> frozenset[str]:
+        """Where the rows that are in it were brought together last: a mean's own sum over rows.
+
+        Of what the rows themselves had been made of before, nothing is in it.
+        """
+        return frozenset([self.origin]) if self.word == "linear" and self.origin else self.ends
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -144,6 +155,13 @@ def roots_of(flows: Sequence[Flow], mixing: str | None) -> frozenset[str]:
     return before | (sums or {mixing})
 
 
+def ends_of(flows: Sequence[Flow], mixing: str | None) -> frozenset[str]:
+    """The `ends` of a mixed value that is made of these, or by the operation `mixing` of rows."""
+    last = frozenset[str]().union(*(flow.last for flow in flows))
+    has_rows = any(flow.word == "by row" for flow in flows)
+    return frozenset([mixing]) if mixing and (has_rows or not last) else last
+
+
 def join(a: Flow, b: Flow) -> Flow:
     """What is known of a value that is one or the other."""
     worse = worst_of([a, b])
@@ -166,6 +184,7 @@ def join(a: Flow, b: Flow) -> Flow:
         a.sources | b.sources,
         held=(a.held or b.held) if word == "mixed" else None,
         summed=(a.a_sum or b.a_sum) if word == "mixed" else None,
+        ends=a.last | b.last if word == "mixed" else frozenset(),
         of_all=a.of_all and b.of_all,
         is_share=a.is_share and b.is_share,
         is_steady=a.is_steady and b.is_steady,

@@ -60,6 +60,7 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             all_places([flow], [place]),
             roots_of([flow], place),
             varies=True,
+            ends=frozenset([place]),
         )
         for atom, flow in zip(equation.outvars, outputs, strict=True)
     ]
@@ -86,6 +87,7 @@ def _while(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             mixed=all_places([flow], [place]),
             roots=roots_of([flow], place),
             summed=flow.a_sum,
+            ends=flow.last,
         )
         for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
     ]
@@ -105,6 +107,7 @@ def _cond(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             roots=flow.all_roots | decision.all_roots,
             varies=True,
             summed=flow.a_sum,
+            ends=flow.last | decision.last,
         )
         for atom, flow in zip(equation.outvars, joined, strict=True)
     ]

@@ -28,9 +28,6 @@ from multitower.checks.row_flow import Reading
 # State for the next step. The towers' states are averaged, which is right for statistics.
 _STATES = ("model", "model_state", "state")
 
-# They give a row something of the rows before or after it, which no statistic does.
-_IN_ORDER = {"scan", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"}
-
 
 class _Result(NamedTuple):
     """A leaf of what a tower computes; `kind` is loss, aux, metrics, result, first or a state."""
@@ -75,7 +72,7 @@ class Results(NamedTuple):
         ]
         known: set[str] = set()
         for _ in leaves:  # the statistics of a layer depend on those of the layers before
-            found = [_statistics(one.flow) for one in leaves if one.is_statistic(known)]
+            found = [one.flow.last for one in leaves if one.is_statistic(known)]
             before, known = known, {line_at(root) for roots in found for root in roots}
             if known == before:
                 break
@@ -165,12 +162,6 @@ class Results(NamedTuple):
         if one.ndim or flow.word != "free" or flow.varies or flow.is_drawn or flow.placed:
             return False
         return flow.value is None or bool(flow.value % self.num_rows)
-
-
-def _statistics(flow: Flow) -> set[str]:
-    """The roots of a statistic, without operations that mix rows by their order."""
-    in_order = {place for place in flow.mixed if operation_at(place) in _IN_ORDER}
-    return {root for root in flow.all_roots if root not in in_order}
 
 
 def _name(path: tuple[Any, ...]) -> str:

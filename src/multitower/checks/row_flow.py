@@ -26,7 +26,7 @@ from multitower.checks.equations import (
     program_inside,
     small_constant,
 )
-from multitower.checks.flow import Flow, Word, all_places, place_of, roots_of, worst_of
+from multitower.checks.flow import Flow, Word, all_places, ends_of, place_of, roots_of, worst_of
 from multitower.checks.loops import INSIDE
 from multitower.checks.places import placed
 from multitower.engines.collectives import first_collective, needs_axis
@@ -140,6 +140,7 @@ class _Reader:
             value=computed(equation, [flow.value for flow in inputs]),
             held=self._held(name, word, mixing, inputs),
             summed=_summed(name, inputs) if word == "mixed" else None,
+            ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
         )
         return [self.counting.added_to(flow, equation, inputs)] * len(equation.outvars)
 
