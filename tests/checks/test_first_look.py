@@ -683,6 +683,47 @@ def test_what_mixes_rows_is_told(loss, options, said):
         look_at(mt.value_and_grad(loss, devices=2, **options), X)
 
 
+def beside_the_next(w, x):
+    return losses(w, x - x[(jnp.arange(len(x)) + 1) % len(x)])
+
+
+def beside_the_one_before(w, x):
+    before = np.mod(np.arange(len(x)) - 1, len(x))
+    return losses(w, x - jnp.take(x, before, axis=0))
+
+
+def beside_the_other_end(w, x):
+    return losses(w, x - x[len(x) - 1 - jnp.arange(len(x))])
+
+
+def beside_the_one_behind(w, x):
+    return losses(w, x - x[-jnp.arange(len(x))])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [beside_the_next, beside_the_one_before, beside_the_other_end, beside_the_one_behind],
+)
+def test_rows_that_are_found_by_numbers_of_others_are_told(loss):
+    # The lie: an index that is made of the numbers of the rows finds row i.
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(gather .*rows are brought together"):
+        look_at(mt.value_and_grad(loss, devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: losses(w, x) - x[jnp.arange(len(x)), jnp.argmax(x, 1)],
+        lambda w, x: losses(w, x) - x.reshape(-1)[3 * jnp.arange(len(x)) + jnp.argmax(x, 1)],
+        lambda w, x: losses(w, x - jnp.repeat(x, 2, 0)[2 * jnp.arange(len(x)) + 1]),
+        lambda w, x: losses(w, jnp.asarray(x).at[jnp.arange(len(x)), 1].set(0.0)),
+    ],
+)
+def test_rows_that_are_found_by_their_own_numbers(loss):
+    value, _ = mt.value_and_grad(loss, devices=2, towers=4)(W, X)  # warnings are errors
+    np.testing.assert_allclose(value, loss(W, X).mean(), rtol=1e-5)
+
+
 def test_a_loop_until_all_rows_are_done_is_told():
     # The lie: rows that are worked on for as long as the slowest one of their tower needs.
     with pytest.warns(mt.MultitowerWarning, match=r"result \(while .*rows are brought"):

@@ -17,6 +17,8 @@ _SAME = ("convert_element_type", "copy", "stop_gradient", "reshape", "squeeze")
 class Reader(Protocol):
     """Reads the rest of the program; see `row_flow`."""
 
+    num_rows: int
+
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         """What is known of a program's outputs."""
         ...

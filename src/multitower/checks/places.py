@@ -15,13 +15,14 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
         equation: the operation.
         word: the word for its result.
         inputs: what is known of its inputs.
-        reader: knows the axes of rows, and the operation's line.
+        reader: knows the number and the axes of rows, and the operation's line.
     """
     name = equation.primitive.name
     if word == "free" and _makes_places(equation, reader):
         return reader.where(equation)
-    if name == "rem" or name in operations.DRAWS:
-        return None  # its place among neighbours, or the seed of random numbers
+    is_among_neighbours = name == "rem" and inputs[1].value != reader.num_rows  # i % 2
+    if is_among_neighbours or name in operations.DRAWS:  # or the seed of random numbers
+        return None
     if word == "free" and any(flow.varies for flow in inputs):
         return None  # the number of the tower went into it, too
     if name in operations.FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):

@@ -83,7 +83,7 @@ def read(
 
 class _Reader:
     def __init__(self, num_rows: int, batch_rows: int, whole: int, *, meets: bool) -> None:
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._all_rows = whole if meets else 0
         self._calls: list[Any] = []
         self._batches = set[Any]()
@@ -92,15 +92,15 @@ class _Reader:
         self.tables: dict[int, str] = {}
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
-        self._batches |= batches_of_rows(program, self._num_rows)
+        self._batches |= batches_of_rows(program, self.num_rows)
         return follow(program, inputs, self._constant, self._equation)
 
     def _constant(self, value: Any, kind: Any) -> Flow:
         """What is known of a constant; `numpy.arange(len(x))` is the numbers of the rows."""
         shape = getattr(kind, "shape", ())
         size = math.prod(shape)
-        is_index = bool(size) and size % self._num_rows == 0 and is_arange(value, size)
-        axes = row_axes(shape, self._num_rows, self._all_rows)
+        is_index = bool(size) and size % self.num_rows == 0 and is_arange(value, size)
+        axes = row_axes(shape, self.num_rows, self._all_rows)
         is_placed = any(differs_along(value, axis) for axis in axes)
         place = "an array with an entry for every row" if is_placed else None
         known = small_constant(value)
@@ -134,7 +134,7 @@ class _Reader:
             roots_of(inputs, mixing),
             varies=varies,
             is_drawn=name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
-            is_index=any(flow.is_index for flow in inputs) or self._is_row_index(equation),
+            is_index=self._is_index(equation, name, inputs),
             placed=placed(equation, word, inputs, self),
             sources=frozenset[int]().union(*(flow.sources for flow in inputs)),
             value=computed(equation, [flow.value for flow in inputs]),
@@ -147,7 +147,7 @@ class _Reader:
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         """The inputs; an array without elements brings no rows to a result that has none."""
         for atom in equation.outvars:
-            if is_empty(atom) or row_axes(atom.aval.shape, self._num_rows, self._all_rows):
+            if is_empty(atom) or row_axes(atom.aval.shape, self.num_rows, self._all_rows):
                 return inputs
         atoms = zip(equation.invars, inputs, strict=True)
         return [Flow() if is_empty(atom) else flow for atom, flow in atoms]
@@ -159,11 +159,16 @@ class _Reader:
         is_now = name in operations.HOLDS and worst_of(inputs).word == "by row"
         return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
 
-    def _is_row_index(self, equation: Any) -> bool:
-        """Whether an equation makes the numbers of the rows: 0, 1, 2 ..."""
-        if equation.primitive.name != "iota":
-            return False
-        return equation.params["shape"][equation.params["dimension"]] % self._num_rows == 0
+    def _is_index(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
+        """Whether it may be an index that finds row i: made of the numbers of the rows."""
+        if name == "iota":
+            sizes = equation.params["shape"]
+            return sizes[equation.params["dimension"]] % self.num_rows == 0
+        of_rows = [flow.is_index for flow in inputs]
+        # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
+        is_next = name == "rem" and of_rows[0] and inputs[1].value == self.num_rows
+        is_backwards = name == "neg" or (name == "sub" and of_rows == [False, True])
+        return any(of_rows) and not (is_next or is_backwards)
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]
@@ -188,11 +193,12 @@ class _Reader:
         rows_in = max(len(self.row_axes(atom)) for atom in equation.invars)
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
         place = self.where(equation)
-        if works_along_rows(equation, inputs, self._num_rows, self._all_rows):
+        if works_along_rows(equation, inputs, self.num_rows, self._all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
-            # A sorted array, as of a quantile, is no table.
-            if name == "gather" and len(inputs[0].sources) == 1 and not inputs[0].mixed:
+            # A sorted array, as of a quantile, is no table; nor is one whose neighbours are taken.
+            is_plain = len(inputs[0].sources) == 1 and not inputs[0].mixed
+            if name == "gather" and is_plain and not inputs[1].placed:
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
             return ("by row" if has_rows else "mixed"), None, place
         if rows_out > rows_in:
@@ -208,7 +214,7 @@ class _Reader:
         place = self.where(equation)
         if name in ("gather", "dynamic_slice") and any(flow.is_index for flow in inputs[1:]):
             return "by row", None, None  # x[i] in a loop over the numbers of the rows
-        is_group = _takes_one_of_each_group(equation, self._num_rows)
+        is_group = _takes_one_of_each_group(equation, self.num_rows)
         if is_group or equation.outvars[0] in self._batches:
             return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
         is_sum = name in operations.SUMS and worst_of(inputs).word == "by row"
@@ -244,7 +250,7 @@ class _Reader:
 
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
-        return row_axes(getattr(atom.aval, "shape", ()), self._num_rows, self._all_rows)
+        return row_axes(getattr(atom.aval, "shape", ()), self.num_rows, self._all_rows)
 
 
 def _summed(name: str, inputs: list[Flow]) -> str | None:
