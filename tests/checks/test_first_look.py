@@ -10,6 +10,8 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.checks.counts import is_mean, is_steady, numbers_of, per_row
+from multitower.checks.flow import Flow
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 W = jnp.asarray(np.ones(3, np.float32))
@@ -1098,7 +1100,7 @@ def test_parameters_of_every_size(most):
         jax.eval_shape(run, tables, X)
 
 
-# 784 is 7, 121 is 11 times what the towers once were, and 211 and 223 are numbers of rows.
+# Multiples of the reader's numbers of towers (11 and 13, and once 7), and its numbers of rows.
 @pytest.mark.parametrize("size", [22, 28, 26, 211, 223])
 def test_sizes_that_a_function_makes_itself(size):
     # The lie: a network that cuts images to 28 pixels is told that its BatchNorm adds up rows,
@@ -1122,3 +1124,15 @@ def test_sizes_that_a_function_makes_itself(size):
     assert run(average)
     with pytest.warns(mt.MultitowerWarning, match="it adds up rows"):
         assert not run(add_up)
+
+
+@pytest.mark.parametrize("name", ["mul", "div"])
+@pytest.mark.parametrize("number", [np.finfo(np.float64).tiny, np.finfo(np.float64).max])
+def test_numbers_at_the_ends_of_64_bit_floats(name, number):
+    # The lie: a look that fails on jnp.finfo(x.dtype).max, which times the number of rows is no
+    # number any more.
+    total, penalty, end = Flow("linear"), Flow(is_steady=True), Flow(value=number)
+    # Where the answer may be either, it only must come.
+    is_mean(name, [total, end], numbers_of([total, end]), 211)
+    per_row(name, [penalty, end], 211)
+    assert isinstance(is_steady(name, [penalty, end], 211, 11), bool)

@@ -134,12 +134,15 @@ def _is_round(number: float) -> bool:
 
 def _is_near_whole(times: float) -> bool:
     """Whether a float32 number may be 1, 2, 3 ...; of large numbers nobody can tell."""
-    return round(times) >= 1 and abs(times - round(times)) < 3e-7 * times
+    is_number = math.isfinite(times)
+    return is_number and round(times) >= 1 and abs(times - round(times)) < 3e-7 * times
 
 
 def _is_quotient(number: float, num_rows: int) -> bool:
     """Whether a number is N / rows, for a data set of N rows."""
     times = abs(number) * num_rows
+    if not math.isfinite(times):
+        return False
     is_whole = abs(times - round(times)) < 1e-6 * times and round(times) >= 1
     return is_whole and abs(number - round(number)) > 1e-6
 

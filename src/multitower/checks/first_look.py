@@ -60,10 +60,10 @@ def look(
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
-            row is divided by the number of rows, a sum over rows and a number make a mt.ratio, all
-            towers draw the same numbers, a table is cut, the number of devices decides over how
-            many rows BatchNorm works, or out_axes=None takes what depends on rows from the first
-            tower.
+            row is divided by the number of rows, a sum over rows and a number make a mt.ratio or
+            are added, all towers draw the same numbers, a table is cut, the number of devices
+            decides over how many rows BatchNorm works, or out_axes=None takes what depends on rows
+            from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:

@@ -147,7 +147,7 @@ class _Reader:
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         """The inputs; an array without elements brings no rows to a result that has none."""
         for atom in equation.outvars:
-            if is_empty(atom) or row_axes(atom.aval.shape, self.num_rows, self._all_rows):
+            if is_empty(atom) or self.row_axes(atom):
                 return inputs
         atoms = zip(equation.invars, inputs, strict=True)
         return [Flow() if is_empty(atom) else flow for atom, flow in atoms]
