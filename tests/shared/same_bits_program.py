@@ -17,9 +17,6 @@ import optax
 
 import multitower as mt
 
-# Every process compiles for itself, as on machines that share nothing.
-jax.config.update("jax_enable_compilation_cache", False)
-
 STEPS = 3
 
 
@@ -203,6 +200,8 @@ def fingerprints(case, towers, devices=None, change_batch=None):
 
 
 def main(num_devices, towers, *cases):
+    # Every process compiles for itself, as on machines that share nothing.
+    jax.config.update("jax_enable_compilation_cache", False)
     onednn = cases[:1] == ("--onednn",)
     mt.configure(simulated_devices=int(num_devices), onednn=onednn)
     cases = cases[onednn:]
