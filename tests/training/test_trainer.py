@@ -604,6 +604,8 @@ def test_a_test_phase_that_is_not_made_or_keeps_nothing_is_said_once(tmp_path):
     with pytest.warns(mt.MultitowerWarning, match="without evaluate_every=: this fit makes no"):
         trainer.fit(PARAMS, batches, **given)
     trainer.fit(PARAMS, batches, evaluate_every=0, **given)
+    with pytest.warns(mt.MultitowerWarning, match="from step 0 to step 2 and has no"):
+        trainer.fit(PARAMS, batches, evaluate_every=3, **given)
 
 
 def test_a_damaged_checkpoint_is_passed_over_only_when_allowed(tmp_path, undisturbed):

@@ -114,6 +114,7 @@ def run(
         begins()
         return job.batches(first)
 
+    every = options.evaluate_every or (job.steps if options.keep_best else 0)
     with _observers(directory, job, resume) as observers:
         job.trainer.hooks.extend([note, *observers])
         state = job.trainer.fit(
@@ -123,7 +124,7 @@ def run(
             allow_previous=allow_previous,
             about=stream,
             evaluate=test,
-            evaluate_every=options.evaluate_every or (job.steps if options.keep_best else 0),
+            evaluate_every=min(every, job.steps),
             **job.first_state(),
         )
         made = int(state.step)  # fewer than `steps`, if early stopping ended the run

@@ -289,9 +289,10 @@ class Trainer:
             evaluate: the test phase, a function that is called with the state; usually it calls
                 `Trainer.evaluate`.
             evaluate_every: steps from one test phase to the next; 0 for none, which is also the
-                default, with a warning if `evaluate` is given. A run that is resumed at the step of
-                a test phase begins with this phase, which may not have been made before. A finished
-                run does not repeat its last one.
+                default, with a warning if `evaluate` is given; likewise for a number of steps that
+                this fit does not reach. A run that is resumed at the step of a test phase begins
+                with this phase, which may not have been made before. A finished run does not repeat
+                its last one.
 
         Returns:
             The state after the last step, also if the run ended early. `restore(best=True)` reads

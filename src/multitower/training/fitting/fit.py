@@ -112,6 +112,7 @@ class Around(NamedTuple):
                     if reason is not None:
                         self.end(reason)
                 return self._ended(state, test, saver, vote)
+            test.warn_if_never_due(first, steps)
             batches, global_batch = read_from(call.batches, first), self.options["global_batch"]
             epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch

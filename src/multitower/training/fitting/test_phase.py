@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from multitower.errors import ArgumentError, whole_number
+from multitower.errors import ArgumentError, warn, whole_number
 from multitower.steps.state.train_state import TrainState
 from multitower.training.fitting.early_stopping import Patience
 
@@ -45,6 +45,16 @@ class TestPhase:
     def is_due(self, number: int) -> bool:
         """Whether to call it after this step."""
         return self._every > 0 and number % self._every == 0
+
+    def warn_if_never_due(self, first: int, steps: int) -> None:
+        """Warns of a fit from step `first` to step `steps` without a test phase."""
+        every, begins_with_one = self._every, first and self.is_due(first)
+        if every and first // every == steps // every and not begins_with_one:
+            warn(
+                f"evaluate_every={every}: this fit goes from step {first} to step {steps} and has "
+                "no test phase on its way. Pass a smaller number, or evaluate_every=0 if you want "
+                "none."
+            )
 
     def again(self, first: int, state: TrainState) -> str | None:
         """Calls it at the step at which a run resumes, if it is due there; returns as `run`.
