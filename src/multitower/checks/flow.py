@@ -1,14 +1,26 @@
 """What is known of one value of a program: whether it has rows, and what has become of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 Word = Literal["free", "by row", "linear", "mixed"]
 ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
 
 # At most so many places are kept for messages.
 _PLACES = 8
+
+
+class Order(NamedTuple):
+    """An order of rows: where they were sorted, which time that was, and what a value has of it.
+
+    rows: its rows are in this order. numbers: it is made of the rows' numbers in this order, and
+    finds row i. undoes: it is made of the places in this order where row i is.
+    """
+
+    place: str
+    number: int
+    what: Literal["rows", "numbers", "undoes"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Flow:
             its line. Every tower adds that number.
         held: for a mixed value, the operation that wrote rows into it, took one of them or their
             largest, and its line: it is no mean over rows.
+        order: the order that its rows are in, if they were sorted; see `orders`.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
             the program, as the product of a shape. A scalar for an array of equal elements.
     """
@@ -75,6 +88,7 @@ class Flow:
     is_steady: bool = False
     per_row: bool = False
     beside: str | None = None
+    order: Order | None = None
 
     @property
     def is_sum(self) -> bool:
@@ -160,6 +174,15 @@ def ends_of(flows: Sequence[Flow], mixing: str | None) -> frozenset[str]:
     last = frozenset[str]().union(*(flow.last for flow in flows))
     has_rows = any(flow.word == "by row" for flow in flows)
     return frozenset([mixing]) if mixing and (has_rows or not last) else last
+
+
+def settled(flow: Flow) -> Flow:
+    """What is known of sorted rows, or of their order, that are not put back: they are mixed."""
+    if flow.order is None:
+        return flow
+    place = flow.order.place
+    mixed, roots = all_places([flow], [place]), roots_of([flow], place)
+    return replace(flow, mixed=mixed, roots=roots, order=None)
 
 
 def join(a: Flow, b: Flow) -> Flow:

@@ -31,6 +31,10 @@ class Reader(Protocol):
         """The axes of rows of a value."""
         ...
 
+    def count(self) -> int:
+        """The number of a sort."""
+        ...
+
 
 def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     program = equation.params["jaxpr"]

@@ -26,8 +26,18 @@ from multitower.checks.equations import (
     program_inside,
     small_constant,
 )
-from multitower.checks.flow import Flow, Word, all_places, ends_of, place_of, roots_of, worst_of
+from multitower.checks.flow import (
+    Flow,
+    Word,
+    all_places,
+    ends_of,
+    place_of,
+    roots_of,
+    settled,
+    worst_of,
+)
 from multitower.checks.loops import INSIDE
+from multitower.checks.orders import in_order
 from multitower.checks.places import placed
 from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
@@ -88,10 +98,18 @@ class _Reader:
         self._calls: list[Any] = []
         self._batches = set[Any]()
         self.counting = Counting(num_rows, batch_rows, whole, self.where, meets=meets)
+        self._sorts = itertools.count()
         self.draws: list[str] = []
         self.tables: dict[int, str] = {}
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
+        return [settled(flow) for flow in self._call(program, inputs)]
+
+    def count(self) -> int:
+        """The number of a sort."""
+        return next(self._sorts)
+
+    def _call(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         self._batches |= batches_of_rows(program, self.num_rows)
         return follow(program, inputs, self._constant, self._equation)
 
@@ -119,10 +137,19 @@ class _Reader:
         inside, program = INSIDE.get(name), program_inside(equation.params, len(inputs))
         if inside is not None or program is not None:
             self._calls.append(equation)
-            found = inside(self, equation, inputs) if inside else self.run(program, inputs)
+            if inside:
+                found = inside(self, equation, [settled(flow) for flow in inputs])
+            else:
+                found = self._call(program, inputs)
             self._calls.pop()
             return found
         inputs = self._without_empty(equation, inputs)
+        plain = lambda flows: self._result(equation, name, flows)
+        found = in_order(equation, inputs, plain, self)
+        return found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
+
+    def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
+        """What is known of the results of an operation on rows that are in no order."""
         varies = any(flow.varies for flow in inputs)
         if name in operations.DRAWS and not varies:
             self.draws.append(self.where(equation))
@@ -142,7 +169,7 @@ class _Reader:
             summed=_summed(name, inputs) if word == "mixed" else None,
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
         )
-        return [self.counting.added_to(flow, equation, inputs)] * len(equation.outvars)
+        return self.counting.added_to(flow, equation, inputs)
 
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         """The inputs; an array without elements brings no rows to a result that has none."""
