@@ -351,3 +351,61 @@ def test_integers_among_a_module_s_parameters_are_named():
     model.table = nnx.Param(jnp.arange(4))
     with pytest.raises(mt.GradientError, match=r"model\['table'\].*has dtype int32: only floats"):
         mt.value_and_grad(lambda model, x: model(x).sum(1), devices=2)(model, X[0])
+
+
+class Halves(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x):
+        self.weight[...] = self.weight[...] / 2
+        return x @ self.weight[...]
+
+
+class InLayers(nnx.Module):
+    """Transforms that write all parameters, with the values that they had."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=2)(make)(nnx.Rngs(0))
+        self.out = nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        x = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
+        x = nnx.remat(lambda model, x: model.out(x) + x)(self, x)
+        out = lambda model, x: model.out(x)
+        return nnx.cond(jnp.bool(True), out, out, self, x)[:, 0]
+
+
+def normed(kind):
+    return kind(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Halves(), r"Halves\['weight'\] \(.*self.weight\[...\] / 2\)"),
+        (normed(nnx.WeightNorm), r"WeightNorm\['layer_instance'\]\['kernel'\] \("),
+    ],
+    ids=["own", "weight norm"],
+)
+def test_a_parameter_that_a_call_writes_into_is_named(model, name):
+    """Lie: the weights that one device goes on with, or other ones and nobody is told."""
+    told = rf"{name}.*only the optimizer changes parameters"
+    with pytest.warns(mt.MultitowerWarning, match=f"(?i){told}"):
+        mt.grad(lambda model, x: model(x).reshape(-1), devices=1, towers=2)(model, X[0])
+    step = mt.train_step(lambda model, x: model(x).reshape(-1), optax.sgd(0.1), devices=1, towers=2)
+    with pytest.warns(mt.MultitowerWarning, match=f"(?i){told}"):
+        step(step.init(model), X[0])
+    (problem,) = mt.check_parallel(lambda model, x: model(x).reshape(-1), model, X[0]).problems
+    assert problem.kind == "written"
+
+
+def test_parameters_that_keep_their_values_are_not_told_of():
+    """Lie: a false alarm at nnx.scan, nnx.cond and nnx.remat; or at a copy that is scored."""
+    assert mt.check_parallel(lambda model, x: model(x), InLayers(), X[0])
+    mt.grad(lambda model, x: model(x), devices=1, towers=2)(InLayers(), X[0])
+    scores = lambda model, x: {"y": model(x)}
+    mt.evaluate(scores, Halves(), X[0], global_batch=8, devices=1)  # warnings are errors

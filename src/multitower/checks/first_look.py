@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from multitower.checks.copies import writes_in
 from multitower.checks.flow import Flow, operation_at, rows_of
 from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, Problem, same_numbers, table
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of
 from multitower.errors import warn
+from multitower.models.writes import Writes, noting_writes
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Tower
 
@@ -62,8 +64,8 @@ def look(
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
             row is divided by the number of rows, a sum over rows and a number make a mt.ratio or
             are added, all towers draw the same numbers, a table is cut, the number of devices
-            decides over how many rows BatchNorm works, or out_axes=None takes what depends on rows
-            from the first tower.
+            decides over how many rows BatchNorm works, a parameter of a module is written into, or
+            out_axes=None takes what depends on rows from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -72,6 +74,7 @@ def look(
             *same_numbers(reading.draws),
             *results.mixed_or_summed(averages, {*reading.tables.values()}),
             *results.kept_in_states(exchange=exchange),
+            *results.written_parameters(),
             *results.of_one_tower(),
             *results.steady_terms(),
             *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
@@ -150,19 +153,21 @@ def read_tower(
     num_rows = times * prime
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
-    def run(rows: list[Any], number: jax.Array, others: Any) -> dict[str, Any]:
-        return outputs(rows, Tower(number, jnp.int32(num_rows), jnp.int32(num_rows)), others)
+    def run(rows: list[Any], number: jax.Array, others: Any) -> tuple[dict[str, Any], Writes]:
+        with noting_writes() as written:
+            here = Tower(number, jnp.int32(num_rows), jnp.int32(num_rows))
+            return outputs(rows, here, others), written
 
     try:
         make = jax.make_jaxpr(run, axis_env=axis_of(num_towers), return_shape=True)
-        program, tree = make(shapes, jnp.int32(0), others)
+        program, (tree, written) = make(shapes, jnp.int32(0), others)
     except Exception:
         return None
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     flows += [Flow(is_steady=True)] * (len(program.in_avals) - len(flows))
     try:
         reading = read(program, flows, num_rows, batch_rows, num_towers)
-        return reading, Results.of(reading, tree, num_rows)
+        return reading, Results.of(reading, tree, num_rows, writes_in(program, written))
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
             "this function runs without a look at its rows, which failed: "

@@ -7,7 +7,15 @@ from typing import Literal, NamedTuple
 from multitower.errors import OutputError
 
 Kind = Literal[
-    "mixed rows", "sum", "mean", "gradient", "row count", "same numbers", "not repeatable", "table"
+    "mixed rows",
+    "sum",
+    "mean",
+    "gradient",
+    "row count",
+    "same numbers",
+    "not repeatable",
+    "table",
+    "written",
 ]
 
 
@@ -90,6 +98,13 @@ STATISTICS = (
     "towers: towers={num} gives the same on any number of devices. For statistics over the rows of "
     'all towers say axis_name="towers" to BatchNorm (Haiku: cross_replica_axis), or take '
     'jax.lax.pmean(x.mean(0), "towers") in code of your own.'
+)
+WRITTEN = (
+    "the call writes into a parameter of the module. Only the optimizer changes parameters: the "
+    "call goes on with the new value, which is dropped afterwards, and on one device it stays. "
+    "Make it an nnx.Variable that is no nnx.Param if it is a state, or write it after the call. "
+    "nnx.SpectralNorm and nnx.WeightNorm write the weights that they have normalised: here the "
+    "weights stay as the optimizer made them, as in Flax Linen, and are normalised in every call."
 )
 RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are not sums over rows: their "

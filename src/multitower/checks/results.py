@@ -1,5 +1,6 @@
 """What the results of a tower's program show: which of them depend on how rows are cut."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from multitower.checks.problems import (
     STEADY,
     SUM_ALL,
     TERMS,
+    WRITTEN,
     Problem,
     held_in_state,
     summed,
@@ -61,14 +63,28 @@ class Results(NamedTuple):
     leaves: list[_Result]
     known_lines: set[str]
     num_rows: int
+    written: Sequence[tuple[str, str | None]] = ()
 
     @classmethod
-    def of(cls, reading: Reading, tree: dict[str, Any], num_rows: int) -> "Results":
-        """From what a program does with rows, and the tree of what it returns, by kind."""
+    def of(
+        cls,
+        reading: Reading,
+        tree: dict[str, Any],
+        num_rows: int,
+        written: Sequence[tuple[str, str | None]] = (),
+    ) -> "Results":
+        """From what a program does with rows, and the tree of what it returns, by kind.
+
+        Args:
+            reading: of the program. It may have more outputs than the tree.
+            tree: what the program returns, by kind.
+            num_rows: the number of rows that it was read with.
+            written: the parameters of modules that it writes into, and where.
+        """
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
             _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
-            for (path, leaf), flow in zip(flat, reading.outputs, strict=True)
+            for (path, leaf), flow in zip(flat, reading.outputs, strict=False)
         ]
         known: set[str] = set()
         for _ in leaves:  # the statistics of a layer depend on those of the layers before
@@ -76,7 +92,7 @@ class Results(NamedTuple):
             before, known = known, {line_at(root) for roots in found for root in roots}
             if known == before:
                 break
-        return cls(leaves, known, num_rows)
+        return cls(leaves, known, num_rows, written)
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
@@ -129,6 +145,14 @@ class Results(NamedTuple):
             *(summed_state(x.name, x.flow.a_sum, of_sums) for x in states if x.flow.a_sum),
             *(held_in_state(one.name, one.flow.held, of_rows) for one in states if one.flow.held),
         ]
+
+    def written_parameters(self) -> list[Problem]:
+        """A problem if parameters are written into: one for all, a layer may write many."""
+        if not self.written:
+            return []
+        (name, place), *others = self.written
+        more = f" and {len(others)} more" if others else ""
+        return [Problem("written", f"{name}{more}", place, WRITTEN)]
 
     def of_one_tower(self) -> list[Problem]:
         """A problem for each result that is the first tower's alone and depends on rows."""

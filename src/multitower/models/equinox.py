@@ -53,6 +53,10 @@ class EquinoxParts(NamedTuple):
         leaves = [x[1] if isinstance(x, tuple) else next(arrays[x]) for x in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
+    def parameters_of(self, module: Any) -> Any:
+        """Not needed, because a call changes none of them."""
+        return ()
+
     def state_after(self, module: Any, state: Any) -> Any:
         """Returns `state`, which a call does not change."""
         return state

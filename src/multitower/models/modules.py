@@ -18,6 +18,7 @@ from multitower.models.closures import Contents, close_function
 from multitower.models.equinox import equinox_in_evaluation_mode, is_equinox, take_equinox
 from multitower.models.nnx import is_nnx, nnx_in_evaluation_mode, take_nnx, variables_of
 from multitower.models.state import Changed, enter, join, sort_changes
+from multitower.models.writes import note_writes
 from multitower.towers.rows import Tower
 from multitower.towers.surroundings import inside_a_tower
 
@@ -34,6 +35,10 @@ class HowBuilt(Protocol):
 
     def build(self, weights: Any, fixed: Any, state: Any) -> Any:
         """Makes a module of these arrays."""
+        ...
+
+    def parameters_of(self, module: Any) -> Any:
+        """The weights of a module and its other arrays that stay as they are."""
         ...
 
     def state_after(self, module: Any, state: Any) -> Any:
@@ -80,6 +85,9 @@ class Model:
             OutputError: the call changed something that cannot be combined over towers.
         """
         after = self.how.state_after(module, self.state)
+        if self.how.changes_in_place:
+            now = self.how.parameters_of(module)
+            note_writes(self.name, (self.weights, self.fixed), now)
         after = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), after)
         before, _ = jax.tree_util.tree_flatten_with_path(self.state)
         for (path, old), new in zip(before, jax.tree.leaves(after), strict=True):

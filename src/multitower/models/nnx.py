@@ -62,6 +62,12 @@ class NnxParts(NamedTuple):
         copies = jax.tree.map(lambda leaf: leaf, (weights, fixed, state))
         return sys.modules["flax.nnx"].merge(self.graphdef, *copies)
 
+    def parameters_of(self, module: Any) -> Any:
+        """The weights and the other parameters of a module, as `take_nnx` takes them."""
+        nnx: Any = sys.modules["flax.nnx"]
+        _, weights, fixed, _ = nnx.split(module, self.wanted, nnx.Param, ...)
+        return weights, fixed
+
     def state_after(self, module: Any, state: Any) -> Any:
         """The state after a call that began with `state`.
 
@@ -90,8 +96,9 @@ class NnxParts(NamedTuple):
 def take_nnx(module: Any, wanted: Any) -> tuple[NnxParts, Any, Any, Any]:
     """Takes a module apart.
 
-    Only the optimizer changes parameters: what a call writes into them is dropped. (A transform
-    such as `nnx.remat` writes all of them, with the values that they had.)
+    Only the optimizer changes parameters: what a call writes into them is dropped, and the first
+    look tells of it. (A transform such as `nnx.remat` writes all of them, with the values that they
+    had.)
 
     Returns:
         How to put it together; its weights; other parameters; and the state that calls change.

@@ -50,7 +50,7 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     problems = [*_values(trial, tower_rows, read), *same_numbers(read[0].draws if read else ())]
     problems = _blame_tables(trial, tower_rows, read, problems)
     if read:
-        kept = lambda _, results: results.kept_in_states()
+        kept = lambda _, results: [*results.kept_in_states(), *results.written_parameters()]
         problems += surely(kept, read, lambda: trial.reading(times, again=True))
     return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
 
