@@ -330,6 +330,8 @@ def global_arrays(devices=None):
         found[str(towers)] = whole_on_host(double(double(x))).tolist()
         sharded = next(mt.prefetch([double(x)], **where))
         found[f"ahead {towers}"] = whole_on_host(double(sharded)).tolist()
+        again = next(mt.prefetch([mt.shard(x, **where)], **where))  # as a Trainer does with it
+        found[f"sharded before {towers}"] = whole_on_host(double(again)).tolist()
     evenly = mt.shard(np.float32(range(96)), devices=devices)
     try:
         mt.shard(evenly, towers=2, global_batch=128, devices=devices)  # 64 rows a tower, 48 here

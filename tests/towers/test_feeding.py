@@ -159,6 +159,19 @@ def test_lazy_rows_that_do_not_come():
         mt.make_parallel(lambda x: x)(batch)
 
 
+def test_what_is_sharded_in_the_same_way_stays_as_it_is():
+    """Lie: with several processes, of which none has all rows, a Trainer cannot take it."""
+    where = {"devices": 2, "towers": 3}
+    batch = {"x": np.arange(12.0).reshape(6, 2), "n": np.float32(1)}
+    once = mt.shard(batch, global_batch=7, **where)
+    assert mt.shard(once, global_batch=9, **where)["x"] is once["x"]  # three rows in a tower
+    (ahead,) = mt.prefetch([once], global_batch=7, **where)
+    assert ahead["x"] is once["x"]
+    other = mt.shard(once, devices=1, towers=3)["x"]
+    assert other.tower_rows == 2
+    np.testing.assert_array_equal(other, batch["x"])
+
+
 def test_prefetch_reads_ahead_and_no_further():
     """Lie: the next batch is made when it is asked for; or all of them are, until memory ends."""
     reached = []

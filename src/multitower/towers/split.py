@@ -80,7 +80,8 @@ class TowerRows:
             raise BatchError(
                 f"a batch that was sharded for towers={self.placement.num_towers} over several "
                 "processes: none of them has all of its rows. Pass it to a function with the same "
-                "towers=, devices= and rows (global_batch=), or shard it again."
+                "towers=, devices= and rows (global_batch=), without stages=, where rows lie on "
+                "other devices; or pass the batch as it was before it was sharded."
             )
         return [piece for piece in self.pieces if piece is not None]
 
@@ -90,11 +91,23 @@ def cut(
 ) -> list[TowerRows]:
     """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
 
+    If all of them are cut in this way already, nothing is copied: of several processes none has the
+    rows of all towers, so that it could not cut them again.
+
     Raises:
         BatchError: more rows than `global_batch`; or a global array that is split in another way,
             so that this process does not have the rows of its towers.
     """
     tower_rows = size_of_towers(num_rows, placement, global_batch)
+    ready = [
+        leaf
+        for leaf in rows
+        if isinstance(leaf, TowerRows)
+        and leaf.tower_rows == tower_rows
+        and leaf.placement == placement
+    ]
+    if len(ready) == len(rows):
+        return ready
     rows = [leaf.whole() if isinstance(leaf, TowerRows) else leaf for leaf in rows]
     starts = [tower * tower_rows for tower in own_towers(placement)]
     pieces = [_pieces(leaf, starts, tower_rows) for leaf in rows]
@@ -158,15 +171,6 @@ def ready_or_cut(
     rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
 ) -> list[TowerRows]:
     """The rows as `TowerRows` of `tower_rows` each; if all are so already, nothing is copied."""
-    ready = [
-        leaf
-        for leaf in rows
-        if isinstance(leaf, TowerRows)
-        and leaf.tower_rows == tower_rows
-        and leaf.placement == placement
-    ]
-    if len(ready) == len(rows):
-        return ready
     return cut(rows, num_rows, placement, tower_rows * placement.num_towers)
 
 
