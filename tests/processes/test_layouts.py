@@ -105,7 +105,8 @@ def test_arrays_of_all_processes_are_arguments(on_two_processes, alone):
 def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
     """Lies: rows that nobody trains on, as with a DistributedSampler; two models in one run.
 
-    And a hang: a process that makes more steps in a call than another waits for it at a meeting.
+    And a hang: a process that makes more steps, in a call or in all, or that scores more rows than
+    another, waits for it.
     """
     found = on_two_processes["unlike"]
     for said in found["batches of a call"]:  # in each process
@@ -120,6 +121,11 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
     assert "Use layout=(2, 1)" in found["one replica over processes"]
     assert "process 1 passes other values" in found["an argument"]
     assert found["alike"] == ""
+    for said in found["steps"]:
+        assert said.startswith("fit: steps is 2 in process 0, and 3 in process 1. All processes")
+    assert "fit: optimizer is 'one with the numbers 0.1" in found["learning rate"]
+    for said in found["rows to score"]:
+        assert "evaluate: the number of rows is 24 in process 0, and 16 in process 1" in said
 
 
 def test_texts_of_other_lengths_arrive_whole(on_two_processes):

@@ -385,6 +385,19 @@ def unlike(devices=None):
     def part(start, size):
         return {name: leaf[start : start + size] for name, leaf in batch(0, 48).items()}
 
+    def fit(steps=2, rate=0.1):
+        try:
+            trainer = mt.Trainer(per_row, optax.sgd(rate), towers=4, devices=devices, hooks=[])
+            trainer.fit(first_params(), lambda first: iter([part(0, 24)] * 9), steps=steps)
+        except mt.MultitowerError as error:
+            return str(error)
+
+    def score(rows):
+        try:
+            mt.evaluate(lambda w, x: {"x": w * x}, 1.0, np.ones(rows), global_batch=8, towers=4)
+        except mt.MultitowerError as error:
+            return str(error)
+
     other = {name: leaf + here for name, leaf in first_params().items()}
     cut = {"stages": 2}
     calls = {"sync_every": 4, "steps_per_call": 4}
@@ -397,6 +410,9 @@ def unlike(devices=None):
         "parameters": said(part(0, 24), other),
         "towers": said(part(0, 24), towers=4 + here),
         "alike": said(part(0, 24)),
+        "steps": texts_of_all(fit(steps=2 + here)),
+        "learning rate": fit(rate=0.1 + here),
+        "rows to score": texts_of_all(score(24 - 8 * here)),
     }
     with warnings.catch_warnings(record=True) as told:
         add = mt.make_parallel(

@@ -1,13 +1,14 @@
-"""Same call: at the first call, checks that all processes pass the same arguments."""
+"""Same call: checks that all processes pass the same arguments."""
 
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from multitower.errors import BatchError, warn
-from multitower.processes.together import lines_of_all
+from multitower.errors import ArgumentError, BatchError, warn
+from multitower.processes.together import lines_of_all, texts_of_all
 from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import TowerRows, sample_of
@@ -57,6 +58,38 @@ def check_same_call(
                 "rows of its own towers are used (mt.LazyRows reads no others)."
             )
             return
+
+
+def check_alike(
+    call: str, settings: Mapping[str, Any], placement: Placement, advice: str = ""
+) -> None:
+    """Compares settings that decide what processes do together; call it on every process.
+
+    A process that makes more steps or saves at other steps than another one would wait for it for
+    ever, or receive what was sent for something else. It does nothing if one process runs all
+    towers.
+
+    Args:
+        call: what the settings are of, such as `fit`.
+        settings: JSON values by name.
+        placement: where the call runs.
+        advice: how to make them alike, a sentence.
+
+    Raises:
+        ArgumentError: in every process, if a setting of one process is not that of process 0.
+    """
+    if not placement.spans_processes:
+        return
+    first, *others = map(json.loads, texts_of_all(json.dumps(settings)))
+    for process, other in enumerate(others, start=1):
+        for name, value in first.items():
+            there, here = repr(value), repr(other.get(name))  # as texts, since NaN is not NaN
+            if there != here:
+                raise ArgumentError(
+                    f"{call}: {name} is {_short(there)} in process 0, and {_short(here)} in "
+                    f"process {process}. All processes make the same calls with the same settings."
+                    f"{advice and ' '}{advice}"
+                )
 
 
 def _shape(leaf: Any) -> str:

@@ -73,6 +73,17 @@ def describe_run(
     return {**found, "versions": {name: versions()[name] for name in ("jax", "optax")}}
 
 
+def in_words(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with a short text in place of every program, to be shown if they differ."""
+
+    def shown(value: Any) -> Any:
+        if not isinstance(value, dict) or "sha256" not in value:
+            return value
+        return f"one with the numbers {_listed(value['numbers'])}, checksum {value['sha256'][:16]}"
+
+    return {name: shown(value) for name, value in run.items()}
+
+
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any) -> None:
     """Compares the settings of this run with those of a checkpoint.
 

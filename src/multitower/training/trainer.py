@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import optax
 
     from multitower.training.console import Display
-    from multitower.training.fitting.fit import Around
+    from multitower.training.fitting.fit import Around, FitCall
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -301,7 +301,8 @@ class Trainer:
         Raises:
             ArgumentError: not exactly one of `steps` and `epochs` is given, or an epoch's size is
                 not known; `batches` is not a function of one argument, or returns no iterator;
-                `resume` without a `run_dir`; `early_stopping` without a test phase.
+                `resume` without a `run_dir`; `early_stopping` without a test phase; or the
+                processes of a run have different settings.
             NonFiniteError: the loss or a parameter is not finite, with `on_nonfinite="stop"`.
             Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
                 `run_dir`, saved.
@@ -311,6 +312,7 @@ class Trainer:
                 iterator of batches ended before `steps`. The steps so far are then saved, with a
                 `run_dir` and one process; as they are if the iterator raises an error of its own.
         """
+        from multitower.towers.same_call import check_alike  # noqa: PLC0415 (likewise)
         from multitower.training.checkpoints.about import check_about  # noqa: PLC0415 (importing stays quick)
         from multitower.training.fitting.beginning import (  # noqa: PLC0415 (importing stays quick)
             Resume,
@@ -321,7 +323,7 @@ class Trainer:
         )
         from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
         from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
-        from multitower.training.same_run import describe_run  # noqa: PLC0415 (likewise)
+        from multitower.training.same_run import describe_run, in_words  # noqa: PLC0415 (likewise)
 
         check_batches(batches)
         if resume and self._directory is None:
@@ -350,6 +352,7 @@ class Trainer:
         state = self.step.init(params, model_state=model_state, rng=rng)
         given = (self._settings, self.step.untrained)
         run = describe_run(self._optimizer, state.params_shapes(), *given)
+        check_alike("fit", {**self._rhythm(call), **in_words(run)}, self.step.placement)
         with self._checkpoints() as checkpoints:
             if checkpoints is not None and not checkpoints.steps():
                 refuse_best_of_before(self._best, how)
@@ -514,6 +517,21 @@ class Trainer:
                 model_state=state.model_state,
                 progress=progress,
             )
+
+    def _rhythm(self, call: "FitCall") -> dict[str, Any]:
+        """What decides at which steps processes save, test and stop together, by name."""
+        rule, best = self._early_stopping, self._best
+        return {
+            "steps": call.how.steps,
+            "resume": call.how.resume,
+            "with a run_dir": self._directory is not None,
+            "checkpoint_every": self._checkpoint_every,
+            "evaluate_every": call.evaluate_every,
+            "check_replicas_every": self._check_replicas_every,
+            "steps_per_call": self._options["steps_per_call"],
+            "keep_best": None if best is None else [best.metric, best.mode],
+            "the patience of early_stopping": None if rule is None else rule.patience,
+        }
 
     def _around(self) -> "Around":
         from multitower.training.fitting.fit import Around  # noqa: PLC0415 (importing stays quick)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
+from multitower.towers.same_call import check_alike
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.checkpoints.tested import read_tested
@@ -20,6 +21,8 @@ from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.profile import Profile
 from multitower.training.progress import Hook, MetricsReader, flush_hooks, num_rows_of
 from multitower.training.same_run import BatchRows
+
+_ON_ONE_DISK = "run_dir must be one directory that all of them can see."
 
 
 class FitCall(NamedTuple):
@@ -93,6 +96,9 @@ class Around(NamedTuple):
         steps = call.how.steps
         with noted_signals() as caught:
             first, saved, counted, tested = 0, {}, {}, None
+            if checkpoints is not None:
+                newest = {"the newest checkpoint": max(checkpoints.steps(), default=None)}
+                check_alike("fit", newest, self.step.placement, _ON_ONE_DISK)
             if checkpoints is not None and checkpoints.steps():
                 given = (checkpoints, state, run, call.how, checkpoints.directory)
                 first, state, saved = begin_at(*given)

@@ -19,6 +19,7 @@ from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
 from multitower.training.scoring.exact_sums import ExactSums
+from multitower.training.scoring.same_data import check_same_data
 
 # By name of the metric: one entry per row; for a ratio a list of offset, totals and weights.
 Scores = dict[str, jax.Array | list[jax.Array]]
@@ -85,8 +86,8 @@ def evaluate(
             iterator without batches.
         OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
             values between towers, if `global_batch` does not divide the number of examples.
-        ArgumentError: `metrics` needs a `model_state` and there is none, or it cannot be cut into
-            so many stages.
+        ArgumentError: `metrics` needs a `model_state` and there is none; it cannot be cut into so
+            many stages; or processes pass different numbers of rows.
 
     Example:
         >>> import numpy as np
@@ -106,6 +107,7 @@ def evaluate(
         score = _scorer.__wrapped__(metrics, where, towers, **cut)
     state = model_state_for(metrics, model_state, "the function metrics", "evaluate")
     warn_of_training_mode(metrics, "metrics", "evaluate")
+    check_same_data("evaluate", dataset, global_batch, devices, towers)
     shared = (in_evaluation_mode(params), state)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)

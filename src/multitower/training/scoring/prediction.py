@@ -15,6 +15,7 @@ from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.towers.leaves import is_key
 from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
+from multitower.training.scoring.same_data import check_same_data
 
 
 @refuse_foreign(
@@ -65,8 +66,8 @@ def predict(
         BatchError: no rows, arrays with different numbers of rows, or an iterator without batches.
         OutputError: an output without an axis of rows, or of typed PRNG keys; or a function that
             exchanges values between towers, if `global_batch` does not divide the number of rows.
-        ArgumentError: `fn` needs a `model_state` and there is none, or it cannot be cut into so
-            many stages.
+        ArgumentError: `fn` needs a `model_state` and there is none; it cannot be cut into so many
+            stages; or processes pass different numbers of rows.
 
     Example:
         >>> import numpy as np
@@ -84,6 +85,7 @@ def predict(
         run = _runner.__wrapped__(fn, where, towers, **cut)
     state = model_state_for(fn, model_state, "the function", "predict")
     warn_of_training_mode(fn, "fn", "predict")
+    check_same_data("predict", data, global_batch, devices, towers)
     shared = (in_evaluation_mode(params), state)
     if stages is not None:
         shared = jax.tree.map(unchanging, shared)
