@@ -121,6 +121,9 @@ def test_what_processes_do_not_pass_alike_is_told(on_two_processes):
     assert "Use layout=(2, 1)" in found["one replica over processes"]
     assert "process 1 passes other values" in found["an argument"]
     assert found["alike"] == ""
+    assert """ "['loss'] float32[6]" in process 0, and """ in found["metrics"]
+    assert "['metrics']['more'] float32[6]\" in process 1" in found["metrics"]
+    assert "the loss: process 1 has traced another program" in found["code"]
     for said in found["steps"]:
         assert said.startswith("fit: steps is 2 in process 0, and 3 in process 1. All processes")
     assert "fit: optimizer is 'one with the numbers 0.1" in found["learning rate"]

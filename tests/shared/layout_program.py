@@ -373,10 +373,10 @@ def unlike(devices=None):
     """What is said where the second process passes something else than the first one."""
     here = jax.process_index()
 
-    def said(rows, params=None, towers=4, **cut):
+    def said(rows, params=None, towers=4, loss=per_row, **cut):
         with warnings.catch_warnings(record=True) as told:
             try:
-                step = mt.train_step(per_row, optax.sgd(0.1), towers=towers, devices=devices, **cut)
+                step = mt.train_step(loss, optax.sgd(0.1), towers=towers, devices=devices, **cut)
                 step(step.init(params or first_params()), rows)
             except mt.MultitowerError as error:
                 return str(error)
@@ -410,6 +410,11 @@ def unlike(devices=None):
         "parameters": said(part(0, 24), other),
         "towers": said(part(0, 24), towers=4 + here),
         "alike": said(part(0, 24)),
+        "metrics": said(
+            part(0, 24),
+            loss=lambda w, x: (per_row(w, x), {"more": per_row(w, x)} if here else {}),
+        ),
+        "code": said(part(0, 24), loss=lambda w, x: per_row(w, x) * (2 if here else 3)),
         "steps": texts_of_all(fit(steps=2 + here)),
         "learning rate": fit(rate=0.1 + here),
         "rows to score": texts_of_all(score(24 - 8 * here)),

@@ -1,6 +1,8 @@
 """Traces a tower's function where the axis of towers exists, and finds where towers meet."""
 
 import functools
+import re
+import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +52,12 @@ class Traced:
         """The first collective and its line, for messages; None if towers do not meet."""
         found = first_collective(self.program)
         return None if found is None else place_of(found)
+
+    @property
+    def checksum(self) -> int:
+        """The checksum of the program's text, which is the same in every process."""
+        # The text shows addresses of functions, which differ from process to process.
+        return zlib.crc32(re.sub(r"0x[0-9a-f]+", "", str(self.program)).encode())
 
     def rounds(self, *, final: bool) -> Rounds | None:
         """The program, cut where towers meet; see `cut_into_rounds`."""

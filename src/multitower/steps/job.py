@@ -30,6 +30,7 @@ from multitower.functions.ratio import (
     terms_in,
 )
 from multitower.models.state import Changed, enter, join, sort_changes
+from multitower.processes.together import are_several
 from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.optimizing.extra_metrics import refuse_taken_names
@@ -41,6 +42,7 @@ from multitower.steps.state.fields import Fields
 from multitower.towers.leaves import device_dtype
 from multitower.towers.refusals import name_of, taken_out_of
 from multitower.towers.rows import Parts, Split, Tower, key_of_tower
+from multitower.towers.same_call import shapes_in_words
 from multitower.towers.surroundings import inside_a_tower
 
 
@@ -186,11 +188,14 @@ class Looked(NamedTuple):
             None if all results have one entry per row.
         meets: names the place where towers exchange values in it; None if they do not.
         num_weights: how many weights its gradients need.
+        program: with several processes, what the loss returns, in words, and the checksum of its
+            program.
     """
 
     averaged: str | None
     meets: str | None
     num_weights: int
+    program: tuple[str, int] = "", 0
 
 
 def look_at_loss(
@@ -240,6 +245,9 @@ def look_at_loss(
         ),
         exchange=exchange,
     )
+    if are_several():
+        returned = {"loss": traced.shapes.loss, "metrics": traced.shapes.metrics}
+        found = found._replace(program=(shapes_in_words(returned), traced.checksum))
     return found._replace(meets=traced.meets)
 
 

@@ -27,7 +27,7 @@ from multitower.steps.way import Batches, Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, take_apart
-from multitower.towers.same_call import check_same_call
+from multitower.towers.same_call import check_same_call, check_same_program
 from multitower.towers.split import TowerRows
 from multitower.towers.surroundings import (
     refuse_a_mesh,
@@ -308,7 +308,9 @@ class TrainStep:
         way = self._find_way()
         num_towers = way.num_towers
         tower_rows = -(-global_batch // num_towers)
-        averaged, meets, num_weights = self._look(maker, state, parts, tower_rows)
+        averaged, meets, num_weights, program = self._look(maker, state, parts, tower_rows)
+        if not self._has_run:
+            check_same_program(*program, self.placement)
         way.check(meets)
         if averaged or meets:  # every row of every tower must be real
             if parts.num_rows % num_towers and meets:

@@ -92,6 +92,42 @@ def check_alike(
                 )
 
 
+def check_same_program(returned: str, checksum: int, placement: Placement) -> None:
+    """Compares the loss as the processes have traced it; call it on every process.
+
+    It does nothing if one process runs all towers. If only the programs differ there is a warning,
+    because two programs may compute the same.
+
+    Args:
+        returned: what the loss returns, in words.
+        checksum: that of its program.
+        placement: where the step runs.
+
+    Raises:
+        ArgumentError: in every process, if the loss of one returns something else than that of
+            process 0.
+    """
+    settings = {"what it returns": returned}
+    check_alike("the loss", settings, placement, "Run the same code in all of them.")
+    if placement.spans_processes:
+        first, *others = lines_of_all(f"{checksum:08x}")
+        for process, other in enumerate(others, start=1):
+            if other != first:
+                warn(
+                    f"the loss: process {process} has traced another program than process 0, so "
+                    "that towers may compute different losses. Run the same code, with the same "
+                    "versions and settings, in all processes; and let the loss depend on its "
+                    "arguments alone, not on the process or the order of a set."
+                )
+                return
+
+
+def shapes_in_words(tree: Any) -> str:
+    """The dtypes and shapes of a tree's leaves with their places, for messages."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {_shape(leaf)}" for path, leaf in flat)
+
+
 def _shape(leaf: Any) -> str:
     dtype, shape = getattr(leaf, "dtype", type(leaf).__name__), getattr(leaf, "shape", ())
     return f"{dtype}{list(shape)}"
