@@ -36,6 +36,15 @@ LINEN_STATE = linen_state.TrainState.create(apply_fn=losses, params={"w": W}, tx
 TRAINER = mt.Trainer(losses, SGD, devices=2, hooks=[])
 
 
+class Tensor:
+    """As those of PyTorch and TensorFlow: JAX says "is not a valid JAX type", and not which."""
+
+    shape, ndim, dtype = X.shape, X.ndim, X.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return X
+
+
 def add_one(x):
     return x + 1
 
@@ -245,6 +254,11 @@ WRONG = {
         lambda: parallel(add_one, np.ma.array(X, mask=X > 0)),
         mt.ArgumentError,
         r"masked array.*\.filled",
+    ),
+    "a tensor of another library": (
+        lambda: step(losses, W, {"x": Tensor()}),
+        mt.ArgumentError,
+        r"batch\['x'\] is a Tensor of \w+, and JAX takes.*numpy.asarray.*collate_fn",
     ),
     "an array of objects": (
         lambda: grads(losses, W, np.array([None] * 10)),

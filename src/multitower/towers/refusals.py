@@ -92,6 +92,23 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
         )
 
 
+def refuse_foreign_array(leaf: Any, where: Callable[[], str]) -> None:
+    """Refuses an array of another library, such as a tensor of a PyTorch loader.
+
+    Raises:
+        ArgumentError: it could become an array of NumPy, and JAX takes it for none.
+    """
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) or not hasattr(leaf, "__array__"):
+        return
+    library = type(leaf).__module__.partition(".")[0]
+    if library not in ("multitower", "jax", "jaxlib"):
+        raise ArgumentError(
+            f"{where()} is a {type(leaf).__name__} of {library}, and JAX takes arrays of NumPy or "
+            "its own. Pass numpy.asarray(...) of it: in the collate_fn of a PyTorch loader, or "
+            "with dataset.as_numpy_iterator() of TensorFlow."
+        )
+
+
 def refuse_mapping(leaf: Any, where: Callable[[], str]) -> None:
     """Refuses a mapping or a dataclass that JAX takes for one leaf.
 

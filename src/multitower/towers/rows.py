@@ -20,6 +20,7 @@ from multitower.towers.refusals import (
     is_number,
     path_of,
     refuse_donated,
+    refuse_foreign_array,
     refuse_lists_for_rows,
     refuse_numbers_for_rows,
     refuse_what_is_no_array,
@@ -86,6 +87,11 @@ class Split:
         return [path for path, n in flat if isinstance(self.kinds[n], int)]
 
 
+# What a data set is called. Its rows are read a few at a time, so its leaves may be tables of other
+# libraries; these are no arrays for JAX.
+_DATA_SET = "data"
+
+
 class Parts(NamedTuple):
     """A tree taken apart.
 
@@ -131,6 +137,10 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
         for number, (leaf, axis) in enumerate(zip(leaves, all_axes, strict=True))
     ]
     kinds = _with_legacy_keys(kinds, leaves)
+    if name != _DATA_SET:
+        for number, leaf in enumerate(leaves):
+            if not isinstance(kinds[number], Constant):
+                refuse_foreign_array(leaf, lambda number=number: path_of(tree, number, name))
     for number, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if isinstance(kind, Constant):
             continue
