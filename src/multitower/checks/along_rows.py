@@ -83,6 +83,15 @@ def batches_of_rows(program: Any, num_rows: int) -> set[Any]:
     return found
 
 
+def takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
+    """Whether it is a slice such as x[1::3] of rows that come in groups of 3."""
+    strides = equation.params.get("strides") if equation.primitive.name == "slice" else None
+    return any(
+        stride > 1 and size % num_rows == 0 and size % stride == 0
+        for stride, size in zip(strides or (), equation.invars[0].aval.shape, strict=False)
+    )
+
+
 def _row_axes(atom: Any, num_rows: int, all_rows: int) -> list[int]:
     return row_axes(getattr(atom.aval, "shape", ()), num_rows, all_rows)
 

@@ -15,7 +15,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from multitower.checks import operations
-from multitower.checks.along_rows import batches_of_rows, row_axes, works_along_rows
+from multitower.checks.along_rows import (
+    batches_of_rows,
+    row_axes,
+    takes_one_of_each_group,
+    works_along_rows,
+)
 from multitower.checks.counting import Counting
 from multitower.checks.equations import (
     computed,
@@ -241,7 +246,7 @@ class _Reader:
         place = self.where(equation)
         if name in ("gather", "dynamic_slice") and any(flow.is_index for flow in inputs[1:]):
             return "by row", None, None  # x[i] in a loop over the numbers of the rows
-        is_group = _takes_one_of_each_group(equation, self.num_rows)
+        is_group = takes_one_of_each_group(equation, self.num_rows)
         if is_group or equation.outvars[0] in self._batches:
             return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches
         is_sum = name in operations.SUMS and worst_of(inputs).word == "by row"
@@ -286,15 +291,6 @@ def _summed(name: str, inputs: list[Flow]) -> str | None:
         return next((flow.a_sum for flow in inputs[1:] if flow.a_sum), None)
     written = operations.WRITTEN.get(name, (0,) if name in operations.LINEAR_ALONE else ())
     return inputs[0].a_sum if 0 in written else None
-
-
-def _takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
-    """Whether it is a slice such as x[1::3] of rows that come in groups of 3."""
-    strides = equation.params.get("strides") if equation.primitive.name == "slice" else None
-    return any(
-        stride > 1 and size % num_rows == 0 and size % stride == 0
-        for stride, size in zip(strides or (), equation.invars[0].aval.shape, strict=False)
-    )
 
 
 def unused_size(sizes: Sequence[int], primes: Sequence[int] = _NUMBERS_OF_ROWS) -> int:
