@@ -836,6 +836,13 @@ def test_a_share_of_a_penalty_is_told_if_its_value_is_known():
         mt.value_and_grad(loss, devices=2)(W, X)
 
 
+def test_a_sum_that_is_given_to_every_row_is_told():
+    # The lie: the mean of it over all rows, which is the sum, was taken for a mean.
+    loss = lambda w, x: jnp.full(len(x), losses(w, x).sum())
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+        look_at(mt.grad(loss, devices=2), X)
+
+
 # ---------------------------------------------------------------- what it used to cry wolf at
 
 

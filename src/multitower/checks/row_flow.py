@@ -260,6 +260,8 @@ class _Reader:
         words = [flow.word for flow in inputs]
         if "by row" in words:  # a sum over rows goes back into the rows
             return ("by row" if has_rows else "mixed"), None, origin
+        if has_rows and any(flow.is_sum for flow in inputs):  # likewise, jnp.full(n, total)
+            return "by row", None, origin
         is_first_alone = words.count("linear") == 1 and words[0] == "linear"
         scaled = words.count("linear") == 1 and name in operations.LINEAR_WITH_FREE
         scaled = scaled or (is_first_alone and name == "div")
