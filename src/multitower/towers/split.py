@@ -80,8 +80,8 @@ class TowerRows:
             raise BatchError(
                 f"a batch that was sharded for towers={self.placement.num_towers} over several "
                 "processes: none of them has all of its rows. Pass it to a function with the same "
-                "towers=, devices= and rows (global_batch=), without stages=, where rows lie on "
-                "other devices; or pass the batch as it was before it was sharded."
+                "towers=, devices= and rows (global_batch=); for a step with stages= shard it with "
+                "devices=list(step.placement.devices). Or pass the batch as it was."
             )
         return [piece for piece in self.pieces if piece is not None]
 
