@@ -5,6 +5,7 @@ The reference runs every tower by hand, with NNX alone.
 
 import itertools
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -409,3 +410,16 @@ def test_parameters_that_keep_their_values_are_not_told_of():
     mt.grad(lambda model, x: model(x), devices=1, towers=2)(InLayers(), X[0])
     scores = lambda model, x: {"y": model(x)}
     mt.evaluate(scores, Halves(), X[0], global_batch=8, devices=1)  # warnings are errors
+
+
+def test_random_streams_that_the_loss_of_a_step_takes_from_outside():
+    """Lie: Flax's words about trace levels, with a note about numbers of rows."""
+    rngs, dropout = nnx.Rngs(0), nnx.Dropout(0.5)
+    step = mt.train_step(
+        lambda model, x: model(dropout(x, rngs=rngs))[:, 0], optax.sgd(0.1), devices=1, towers=2
+    )
+    with pytest.raises(flax.errors.TraceContextError) as caught:
+        step(step.init(nnx.Linear(4, 1, rngs=nnx.Rngs(0))), X[0])
+    note = "".join(caught.value.__notes__)
+    assert "draws from an nnx.Rngs" in note
+    assert "part of the module that is the first argument" in note

@@ -33,6 +33,8 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             note = _OF_A_TRACED_VALUE
         elif "PRNG key data" in str(error):
             note = _OF_A_KEY
+        elif type(error).__name__ == "TraceContextError":  # of Flax NNX, which is not imported
+            note = _OF_A_MODULE
         else:
             note = _OF_ROWS.format(tower_rows)
         if note not in getattr(error, "__notes__", ()):
@@ -104,6 +106,12 @@ _OF_A_KEY = (
     "A key of jax.random.PRNGKey counts as two rows if multitower finds no other rows in the call. "
     "Pass it beside the rows; or, for n draws, pass jax.random.split(key, n), and draw with "
     "jax.vmap(draw)(keys)."
+)
+_OF_A_MODULE = (
+    "The function changes an NNX module, or draws from an nnx.Rngs, that it gets from outside, so "
+    "that what one tower changes would be lost. For mt.train_step and mt.Trainer make it a part of "
+    "the module that is the first argument, such as nnx.Dropout(0.5, rngs=rngs) in it; to "
+    "mt.value_and_grad it may also be an argument of its own."
 )
 _OF_ROWS = (
     "multitower called this function with the rows of one tower, {} of the batch's. An array that "
