@@ -21,7 +21,6 @@ from multitower.models.closures import Contents, UsedByArguments, call_opened
 from multitower.models.modules import Call, call_tower, take_call
 from multitower.models.opening import OpenFunction
 from multitower.models.state import Changed, as_leaf, only_first
-from multitower.models.writes import noting_writes
 from multitower.stages.options import StageOptions, stage_options
 from multitower.towers.rows import Split, Tower, axes_of_leaves
 from multitower.towers.surroundings import is_inside_a_tower
@@ -208,6 +207,8 @@ class _Parallel(NamedTuple):
         return None
 
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:
+        from multitower.models.writes import noting_writes  # noqa: PLC0415 (importing stays quick)
+
         # `evaluate` and `predict` call copies of modules: what is written into them is of no use.
         with noting_writes() if _is_ours(self.fn) else nullcontext():
             outputs = self._outputs(split, shared, rows, here)

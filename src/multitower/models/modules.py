@@ -18,7 +18,6 @@ from multitower.models.closures import Contents, close_function
 from multitower.models.equinox import equinox_in_evaluation_mode, is_equinox, take_equinox
 from multitower.models.nnx import is_nnx, nnx_in_evaluation_mode, take_nnx, variables_of
 from multitower.models.state import Changed, enter, join, sort_changes
-from multitower.models.writes import note_writes
 from multitower.towers.rows import Tower
 from multitower.towers.surroundings import inside_a_tower
 
@@ -86,6 +85,8 @@ class Model:
         """
         after = self.how.state_after(module, self.state)
         if self.how.changes_in_place:
+            from multitower.models.writes import note_writes  # noqa: PLC0415 (importing stays quick)
+
             now = self.how.parameters_of(module)
             note_writes(self.name, (self.weights, self.fixed), now)
         after = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), after)

@@ -12,7 +12,9 @@ from multitower.engines.tracing import some_rows_repeat
 from multitower.errors import BatchError, whole_number
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.placement import place
 from multitower.towers.rows import Parts, take_apart
+from multitower.towers.same_call import check_alike
 from multitower.towers.split import on_one_device
 
 
@@ -152,3 +154,26 @@ def unchanging(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
+
+
+def check_same_data(call: str, data: Any, global_batch: int, devices: Any, towers: Any) -> None:
+    """Compares the numbers of rows; call it on every process.
+
+    A process with more rows than another one would wait for it for ever.
+
+    Args:
+        call: the name of the function that scores.
+        data: as for `chunks`. How many batches an iterator has is not known.
+        global_batch: as for `chunks`.
+        devices: as for `multitower.devices`.
+        towers: the number of towers, or None.
+
+    Raises:
+        ArgumentError: in every process, if they have different numbers of rows.
+        BatchError: arrays with different numbers of rows.
+    """
+    placement = place(devices, towers)
+    if placement.spans_processes:
+        settings = {"global_batch": str(global_batch), "the number of rows": num_rows_of_all(data)}
+        advice = "Each of them passes all rows, not a part of them."
+        check_alike(call, settings, placement, advice)

@@ -17,9 +17,14 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
-from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
+from multitower.training.scoring.chunks import (
+    check_same_data,
+    chunks,
+    for_each_chunk,
+    place_on,
+    unchanging,
+)
 from multitower.training.scoring.exact_sums import ExactSums
-from multitower.training.scoring.same_data import check_same_data
 
 # By name of the metric: one entry per row; for a ratio a list of offset, totals and weights.
 Scores = dict[str, jax.Array | list[jax.Array]]

@@ -14,8 +14,13 @@ from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.towers.leaves import is_key
-from multitower.training.scoring.chunks import chunks, for_each_chunk, place_on, unchanging
-from multitower.training.scoring.same_data import check_same_data
+from multitower.training.scoring.chunks import (
+    check_same_data,
+    chunks,
+    for_each_chunk,
+    place_on,
+    unchanging,
+)
 
 
 @refuse_foreign(
