@@ -699,13 +699,23 @@ def beside_the_other_end(w, x):
     return losses(w, x - x[len(x) - 1 - jnp.arange(len(x))])
 
 
+def beside_the_reversed(w, x):
+    return losses(w, x - x[jnp.arange(len(x))[::-1]])
+
+
 def beside_the_one_behind(w, x):
     return losses(w, x - x[-jnp.arange(len(x))])
 
 
 @pytest.mark.parametrize(
     "loss",
-    [beside_the_next, beside_the_one_before, beside_the_other_end, beside_the_one_behind],
+    [
+        beside_the_next,
+        beside_the_one_before,
+        beside_the_other_end,
+        beside_the_reversed,
+        beside_the_one_behind,
+    ],
 )
 def test_rows_that_are_found_by_numbers_of_others_are_told(loss):
     # The lie: an index that is made of the numbers of the rows finds row i.

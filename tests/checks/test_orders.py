@@ -30,6 +30,11 @@ def put_back_by_writing(params, tokens, expert):
     return jnp.zeros_like(tokens).at[order].set(experts(params, tokens[order], expert))
 
 
+def put_back_by_an_inverse_that_is_written(params, tokens, expert):
+    order, numbers = jnp.argsort(expert), jnp.arange(len(tokens))
+    return experts(params, tokens[order], expert)[jnp.zeros_like(order).at[order].set(numbers)]
+
+
 @jax.custom_vjp
 def reordered(tokens, order):
     return tokens[order]
@@ -82,6 +87,7 @@ def mixture(layer):
     [
         put_back_by_the_inverse,
         put_back_by_writing,
+        put_back_by_an_inverse_that_is_written,
         with_a_rule_of_its_own,
         sorted_beside_the_key,
         two_experts_each,
@@ -129,6 +135,17 @@ def test_a_mean_over_sorted_rows_is_that_of_the_rows(loss):
 def ranked(w, x):
     values, order = in_order(w, x)
     return values * jnp.argsort(order)
+
+
+def ranked_by_writing(w, x):
+    values, order = in_order(w, x)
+    return values * jnp.zeros_like(order).at[order].set(jnp.arange(len(x)))
+
+
+def written_backwards(w, x):
+    values, order = in_order(w, x)
+    backwards = jnp.arange(len(x))[::-1]
+    return values * values[order][jnp.zeros_like(order).at[order].set(backwards)]
 
 
 def weighed_by_rank(w, x):
@@ -242,6 +259,8 @@ def numbers_put_back(w, x):
     "loss",
     [
         ranked,
+        ranked_by_writing,
+        written_backwards,
         weighed_by_rank,
         halved,
         added_up,

@@ -62,7 +62,7 @@ def _sorted(
 
 
 def _looked_up(equation: Any, inputs: Sequence[Flow], plain: _Plain) -> list[Flow] | None:
-    """Takes rows in an order, `x[order]`, or puts them back."""
+    """Takes rows in an order, `x[order]`, puts them back, or writes down what undoes the order."""
     name, order = equation.primitive.name, None
     if name == "gather":
         array, index = inputs
@@ -73,7 +73,10 @@ def _looked_up(equation: Any, inputs: Sequence[Flow], plain: _Plain) -> list[Flo
             return None
     elif name in operations.SCATTERS:
         array, index, written = inputs
-        if array.order is not None or not _belong(written.order, index.order, "numbers"):
+        is_inverse = array.word == written.word == "free" and written.is_index
+        if is_inverse and index.order is not None and index.order.what == "numbers":
+            order = index.order._replace(what="undoes")
+        elif array.order is not None or not _belong(written.order, index.order, "numbers"):
             return None
     else:
         return None

@@ -199,7 +199,7 @@ class _Reader:
         of_rows = [flow.is_index for flow in inputs]
         # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
         is_next = name == "rem" and of_rows[0] and inputs[1].value == self.num_rows
-        is_backwards = name == "neg" or (name == "sub" and of_rows == [False, True])
+        is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
         return any(of_rows) and not (is_next or is_backwards)
 
     def _word(
