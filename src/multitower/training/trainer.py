@@ -519,8 +519,11 @@ class Trainer:
             )
 
     def _rhythm(self, call: "FitCall") -> dict[str, Any]:
-        """What decides at which steps processes save, test and stop together, by name."""
-        rule, best = self._early_stopping, self._best
+        """What decides at which steps processes save and test together, by name.
+
+        Not what ends a run early: process 0 decides that for all.
+        """
+        best = self._best
         return {
             "steps": call.how.steps,
             "resume": call.how.resume,
@@ -530,7 +533,6 @@ class Trainer:
             "check_replicas_every": self._check_replicas_every,
             "steps_per_call": self._options["steps_per_call"],
             "keep_best": None if best is None else [best.metric, best.mode],
-            "the patience of early_stopping": None if rule is None else rule.patience,
         }
 
     def _around(self) -> "Around":
