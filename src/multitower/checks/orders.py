@@ -6,7 +6,7 @@ of the rows, too. Whatever else is done with sorted rows, or with their order, b
 `settled`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,13 @@ from multitower.checks.loops import Reader
 _Plain = Callable[[list[Flow]], Flow]
 
 
-def in_order(
-    equation: Any, inputs: Sequence[Flow], plain: _Plain, reader: Reader
-) -> list[Flow] | None:
+def in_order(equation: Any, inputs: list[Flow], plain: _Plain, reader: Reader) -> list[Flow] | None:
     """What is known of the results of an operation that sorts rows, or has sorted ones.
 
     Args:
         equation: the operation.
         inputs: what is known of its inputs.
-        plain: what is known of its result, if its inputs were in no order.
+        plain: what is known of its result, whatever order its inputs are in.
         reader: knows the axes of rows, and the operation's line.
 
     Returns:
@@ -39,9 +37,7 @@ def in_order(
     return _looked_up(equation, inputs, plain) or _side_by_side(equation, inputs, plain)
 
 
-def _sorted(
-    equation: Any, inputs: Sequence[Flow], plain: _Plain, reader: Reader
-) -> list[Flow] | None:
+def _sorted(equation: Any, inputs: list[Flow], plain: _Plain, reader: Reader) -> list[Flow] | None:
     """Sorts rows together with their numbers, as `argsort` does; or an order, which undoes it."""
     keys, numbers = inputs[0], [flow.word == "free" and flow.is_index for flow in inputs]
     along = equation.params["dimension"] in reader.row_axes(equation.invars[0])
@@ -49,19 +45,18 @@ def _sorted(
         return None
     if keys.order is not None and keys.order.what != "numbers":
         return None
-    unordered = [replace(flow, order=None) for flow in inputs]
-    flow = plain(unordered)
+    flow = plain(inputs)
     if flow.word != "by row":
         return None  # noise alone
     order = Order(reader.where(equation), reader.count(), "rows")
-    own = replace(flow, mixed=all_places(unordered), roots=roots_of(unordered, None))
-    rows = [replace(own, placed=one.placed, order=order) for one in unordered]
+    own = replace(flow, mixed=all_places(inputs), roots=roots_of(inputs, None))
+    rows = [replace(own, placed=one.placed, order=order) for one in inputs]
     undoes = keys.order._replace(what="undoes") if keys.order else None
     found = replace(own, order=undoes or order._replace(what="numbers"))
     return [found if is_numbers else row for row, is_numbers in zip(rows, numbers, strict=True)]
 
 
-def _looked_up(equation: Any, inputs: Sequence[Flow], plain: _Plain) -> list[Flow] | None:
+def _looked_up(equation: Any, inputs: list[Flow], plain: _Plain) -> list[Flow] | None:
     """Takes rows in an order, `x[order]`, puts them back, or writes down what undoes the order."""
     name, order = equation.primitive.name, None
     if name == "gather":
@@ -80,9 +75,7 @@ def _looked_up(equation: Any, inputs: Sequence[Flow], plain: _Plain) -> list[Flo
             return None
     else:
         return None
-    unordered = [replace(flow, order=None) for flow in inputs]
-    flow = plain(unordered)
-    return [replace(flow, order=order)]
+    return [replace(plain(inputs), order=order)]
 
 
 def _belong(rows: Order | None, index: Order | None, what: str) -> bool:
@@ -92,7 +85,7 @@ def _belong(rows: Order | None, index: Order | None, what: str) -> bool:
     return (rows.what, index.what) == ("rows", what)
 
 
-def _side_by_side(equation: Any, inputs: Sequence[Flow], plain: _Plain) -> list[Flow] | None:
+def _side_by_side(equation: Any, inputs: list[Flow], plain: _Plain) -> list[Flow] | None:
     """Each sorted row for itself, `jnp.tanh(x[order])`, an index's sign, or a sum over all rows."""
     order, *others = {flow.order for flow in inputs if flow.order}
     if others:
@@ -102,8 +95,7 @@ def _side_by_side(equation: Any, inputs: Sequence[Flow], plain: _Plain) -> list[
         inputs[2] = Flow()  # how many rows each expert gets, which is a sum over rows
     if not all(flow.order or (flow.word == "free" and not flow.placed) for flow in inputs):
         return None
-    unordered = [replace(flow, order=None) for flow in inputs]
-    flow = plain(unordered)
+    flow = plain(inputs)
     if flow.word not in ("by row", "linear"):
         return None
     is_sum = flow.word == "linear"

@@ -84,7 +84,7 @@ class Results(NamedTuple):
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
             _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
-            for (path, leaf), flow in zip(flat, reading.outputs, strict=False)
+            for (path, leaf), flow in zip(flat, reading.outputs[: len(flat)], strict=True)
         ]
         known: set[str] = set()
         for _ in leaves:  # the statistics of a layer depend on those of the layers before

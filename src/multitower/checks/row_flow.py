@@ -154,7 +154,7 @@ class _Reader:
         return found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
 
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
-        """What is known of the results of an operation on rows that are in no order."""
+        """What is known of the results of an operation, whatever order its inputs are in."""
         varies = any(flow.varies for flow in inputs)
         if name in operations.DRAWS and not varies:
             self.draws.append(self.where(equation))
