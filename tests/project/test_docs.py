@@ -33,6 +33,8 @@ PAGES |= {"../README.md": ROOT / "README.md"}
 # Programs of these pages take long to compile.
 SLOW = {
     "coming-from/accelerate.md",
+    "coming-from/horovod.md",
+    "coming-from/keras.md",
     "coming-from/pytorch.md",
     "frameworks.md",
     "guides/asynchronous.md",
