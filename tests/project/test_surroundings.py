@@ -197,6 +197,39 @@ def test_a_value_that_python_needs_is_told_what_to_do(wrong, given, note):
     assert any(note in one for one in told.value.__notes__)
 
 
+@EACH
+@pytest.mark.parametrize("options", [{}, {"sync_every": 2}, {"updates": "asynchronous"}])
+def test_a_metric_that_the_loss_keeps_is_refused(options, towers):
+    """Lie: JAX's words about meshes, where a loss calls update_state as Keras' tutorials do."""
+
+    class Metric:
+        total = jnp.zeros(())
+
+    def counting(w, x):
+        Metric.total = Metric.total + loss(w, x).mean()
+        return loss(w, x)
+
+    if options and not towers:
+        return
+    calls = [lambda: mt.grad(counting, devices=2, towers=towers)(1.0, X)]
+    step = mt.train_step(counting, optax.sgd(0.1), devices=2, towers=towers, **options)
+    calls.append(lambda: step(step.init(1.0), X))
+    for call in calls[bool(options) :]:
+        Metric.total = jnp.zeros(())
+        with pytest.raises(mt.ArgumentError, match="Return them as metrics or aux"):
+            call()
+
+
+def test_slices_of_a_batch_are_told_what_to_do():
+    """Lie: that every tower needs the whole of a slice, as MXNet's split_and_load makes them."""
+    step = mt.train_step(lambda w, batch: w * batch["x"][0], optax.sgd(0.1), devices=2)
+    with pytest.raises(mt.BatchError, match=r"slices of one batch, pass jnp\.concatenate"):
+        step(step.init(1.0), {"x": [X[:5], X[5:]]})
+    with pytest.raises(mt.BatchError) as told:
+        step(step.init(1.0), {"x": X, "y": X[5:]})
+    assert "slices" not in str(told.value)
+
+
 def test_a_state_of_the_rows_is_told_where_it_belongs():
     """Lie: JAX's words about shapes, and no word about a recurrent network's carry."""
     step = mt.train_step(

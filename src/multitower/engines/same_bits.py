@@ -25,7 +25,7 @@ from multitower.engines.executable import WholeNumbers, compile_for_each, signat
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.engines.totals import Totals, TowerSums, Turn, with_one_nan
-from multitower.engines.tracing import refuse_filled, trace
+from multitower.engines.tracing import refuse_filled, refuse_kept_values, trace
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows
@@ -232,6 +232,7 @@ class SameBits:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
         traced = trace(tower_function(self._job), arguments, self._placement.num_towers)
+        refuse_kept_values(traced)
 
         def tower(*args: Any) -> Any:
             return traced(*args)

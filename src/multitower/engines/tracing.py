@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.rounds import Rounds, cut_into_rounds
-from multitower.errors import OutputError
+from multitower.errors import ArgumentError, OutputError
 from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
@@ -38,7 +38,11 @@ class Traced:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program on the arguments of the function."""
-        found = jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        try:
+            found = jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
+        except ValueError:  # what JAX says of such values is about meshes
+            refuse_kept_values(self)
+            raise
         return jax.tree.unflatten(self.treedef, found)
 
     @property
@@ -75,6 +79,21 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Tra
     make = jax.make_jaxpr(fn, axis_env=axis_of(num_towers), return_shape=True)
     program, result = make(*shapes)
     return Traced(program, jax.tree.structure(result), number)
+
+
+def refuse_kept_values(traced: Traced) -> None:
+    """Refuses a function that uses traced values which it did not get, such as those it kept.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if any(isinstance(value, jax.core.Tracer) for value in traced.program.consts):
+        raise ArgumentError(
+            "this function writes values into something outside of it and reads them at its next "
+            "call, as metric.update_state(...) of Keras or self.total += loss does. multitower "
+            "compiles it, as jax.jit does, so that they would be lost. Return them as metrics or "
+            "aux, and write them after the call."
+        )
 
 
 def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:

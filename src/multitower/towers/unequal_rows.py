@@ -21,6 +21,10 @@ _GRAPHS = (
     "graph to the same number of nodes and edges, stack the graphs on axis 0, and apply the model "
     "of one graph with jax.vmap."
 )
+_SLICES = (
+    " If the arrays of a list are slices of one batch, pass jnp.concatenate(slices): multitower "
+    "cuts the batch itself."
+)
 
 
 class _Argument(NamedTuple):
@@ -64,7 +68,18 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
     deepest = max(len(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
     levels = (_at(depth, tree, kinds) for depth in range(start, deepest + 1))
     found = (_arguments_differ(tree, name, axes, arguments) for arguments in levels)
-    return BatchError(f"{next(filter(None, found))}{_or_turn(tree, name, kinds)}")
+    return BatchError(f"{next(filter(None, found))}{_or_turn(tree, name, kinds)}{_or_join(tree)}")
+
+
+def _or_join(tree: Any) -> str:
+    """Advice for a batch that is cut already, as by `split_and_load` of MXNet."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, list))
+    return _SLICES if any(isinstance(node, list) and _are_slices(node) for node in nodes) else ""
+
+
+def _are_slices(arrays: Sequence[Any]) -> bool:
+    shapes = {getattr(array, "shape", ()) for array in arrays}
+    return len(shapes) > 1 and () not in shapes and len({shape[1:] for shape in shapes}) == 1
 
 
 def _is_batch_of_graphs(node: Any) -> bool:

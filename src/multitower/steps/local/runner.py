@@ -17,7 +17,7 @@ from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
 from multitower.engines.totals import Totals, TowerSums, Turn
-from multitower.engines.tracing import trace
+from multitower.engines.tracing import refuse_kept_values, trace
 from multitower.steps.local.job import LocalJob, Met
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.options import refuse_meeting
@@ -174,6 +174,7 @@ class LocalRunner:
         arguments = (Shared(own, given), pieces, here)
         job = Job(self._job.tower, self._job.finish)
         traced = trace(tower_function(job), arguments, self._placement.num_towers)
+        refuse_kept_values(traced)
         if traced.rounds(final=True) is not None:
             raise refuse_meeting(traced.meets or "axis_index")
 

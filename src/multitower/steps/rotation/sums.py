@@ -15,7 +15,7 @@ from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
 from multitower.engines.reduction import add_sums, evaluate, sum_tree
 from multitower.engines.same_bits import tower_function
-from multitower.engines.tracing import trace
+from multitower.engines.tracing import refuse_kept_values, trace
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows
@@ -73,6 +73,7 @@ class GroupSums:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
         traced = trace(self._tower, arguments, self._num_towers)
+        refuse_kept_values(traced)
 
         def tower(*args: Any) -> Any:
             return traced(*args)
