@@ -196,13 +196,16 @@ def true_or_false(**flags: Any) -> None:
             raise ArgumentError(f"{name}={value!r}: say True or False.")
 
 
-def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def refuse_foreign(
+    otherwise: str = "Leave it out.", /, **hints: str
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a decorator that turns wrong keyword arguments into an `ArgumentError` with a hint.
 
     It raises for an argument that the function does not have, and for a required argument that has
     a hint and that the call does not pass.
 
     Args:
+        otherwise: what to do with an argument that has no hint and resembles none.
         **hints: by name of the argument, what to write instead of an argument that similar
             functions of other libraries have, or what to pass for a required one.
 
@@ -230,7 +233,7 @@ def refuse_foreign(**hints: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R
         def call(*args: _P.args, **given: _P.kwargs) -> _R:
             for name in given:
                 if name not in known:
-                    hint = hints.get(name) or did_you_mean(name, known) or "Leave it out."
+                    hint = hints.get(name) or did_you_mean(name, known) or otherwise
                     raise ArgumentError(f"{called} has no argument {name!r}. {hint.strip()}")
             for name, place in needed.items():
                 if len(args) <= place and name not in given:

@@ -53,6 +53,10 @@ def grads(fun=losses, w=W, x=X, /, *, argnums=0, **options):
     return mt.value_and_grad(fun, argnums, **options)(w, x)
 
 
+def counting(w, x):
+    return losses(w, x), jax.lax.psum((losses(w, x) < 1).sum(), "towers")
+
+
 def parallel(fn, *args, **options):
     return mt.make_parallel(fn, devices=4, **options)(*args)
 
@@ -651,6 +655,21 @@ WRONG = {
         lambda: mt.make_parallel(towers=8),
         mt.ArgumentError,
         r"make_parallel needs fn=\. .*functools\.partial\(mt\.make_parallel, towers=8\)",
+    ),
+    "the number of GPUs and arguments, as for TensorFlow's make_parallel": (
+        lambda: mt.make_parallel(add_one, 2, x=X),
+        mt.ArgumentError,
+        r"no argument 'x'. Arguments of fn go to .* make_parallel\(fn\)\(x, y=y\).* is devices=",
+    ),
+    "the number of GPUs, as for Keras' make_parallel": (
+        lambda: mt.make_parallel(add_one, gpu_count=2),
+        mt.ArgumentError,
+        "make_parallel has no argument 'gpu_count'. Say devices=",
+    ),
+    "a count that towers have added up": (
+        lambda: grads(counting, has_aux=True),
+        mt.OutputError,
+        r"a float that is .* the same in every tower, as after lax\.psum",
     ),
     "axis_name, as for jax.pmap": (
         lambda: mt.make_parallel(add_one, axis_name="batch"),

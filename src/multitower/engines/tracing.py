@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.rounds import Rounds, cut_into_rounds
 from multitower.errors import ArgumentError, OutputError
+from multitower.towers.leaves import is_traced
 from multitower.towers.placement import AXIS, Placement
 
 _T = TypeVar("_T")
@@ -87,7 +88,7 @@ def refuse_kept_values(traced: Traced) -> None:
     Raises:
         ArgumentError: it does.
     """
-    if any(isinstance(value, jax.core.Tracer) for value in traced.program.consts):
+    if any(map(is_traced, traced.program.consts)):
         raise ArgumentError(
             "this function writes values into something outside of it and reads them at its next "
             "call, as metric.update_state(...) of Keras or self.total += loss does. multitower "

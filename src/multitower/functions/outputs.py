@@ -141,8 +141,9 @@ def find_row_leaves(
             raise OutputError(
                 f"{where} has dtype {leaf.dtype} and no axis of rows: a tower's {leaf.dtype} "
                 "cannot be averaged. Return one entry per row (e.g. correct = prediction == label, "
-                "not their count), or a float that is a mean over the rows. A state for the next "
-                "call must also be an argument, with in_axes=None."
+                "not their count), or a float that is a mean over the rows or the same in every "
+                "tower, as after lax.psum. A state for the next call must also be an argument, "
+                "with in_axes=None."
             )
         verdicts.append(by_row)
     return verdicts

@@ -35,6 +35,11 @@ class _Where(NamedTuple):
 
 
 @refuse_foreign(
+    "Arguments of fn go to the function that it returns, make_parallel(fn)(x, y=y), and the number "
+    "of GPUs is devices=.",
+    gpu_count="Say devices=.",
+    gpus="Say devices=.",
+    num_gpus="Say devices=.",
     fn="A decorator with arguments is @functools.partial(mt.make_parallel, towers=8).",
     axis_name="Inside the function, the axis is always called 'towers'.",
     mesh="Say devices=.",
