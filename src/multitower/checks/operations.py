@@ -21,8 +21,8 @@ KEEP_THE_SIZE = {
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.
 HOLDS = {
-    "concatenate", "dynamic_slice", "dynamic_update_slice", "reduce_max", "reduce_min", "scatter",
-    "slice",
+    "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_max", "reduce_min",
+    "scatter", "slice",
 }  # fmt: skip
 SCATTERS = (
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",

@@ -159,12 +159,13 @@ SUM_ALL = (
     "Haiku); or keep a mean."
 )
 HELD_IN_STATE = (
-    "it is kept for the next step, and it holds rows, or their largest or smallest. {way_out}"
+    "it is kept for the next step, and it holds rows, or their largest, their smallest or a "
+    "quantile. {way_out}"
 )
 HOLD_ALL = (
     "Every tower has its own rows, and the state gets the mean of what towers keep, or what tower "
-    "0 keeps if they are integers. Keep rows of the whole batch, mt.all_rows(x); for a maximum "
-    'jax.lax.pmax(x.max(), "towers").'
+    "0 keeps if they are integers. Keep rows of the whole batch, mt.all_rows(x), or a quantile of "
+    'these; for a maximum jax.lax.pmax(x.max(), "towers").'
 )
 # With sync_every and asynchronous updates, which refuse a psum.
 KEEP_A_MEAN = (

@@ -140,10 +140,16 @@ class Results(NamedTuple):
             exchange: whether towers may exchange values.
         """
         states = [one for one in self.leaves if one.kind in _STATES]
+        # A median for each feature is meant, as the variances of BatchNorm are.
+        is_meant = lambda one: one.ndim > 0 and operation_at(one.flow.held) == "gather"
         of_sums, of_rows = (SUM_ALL, HOLD_ALL) if exchange else (KEEP_A_MEAN, KEEP_A_MEAN)
         return [
             *(summed_state(x.name, x.flow.a_sum, of_sums) for x in states if x.flow.a_sum),
-            *(held_in_state(one.name, one.flow.held, of_rows) for one in states if one.flow.held),
+            *(
+                held_in_state(one.name, one.flow.held, of_rows)
+                for one in states
+                if one.flow.held and not is_meant(one)
+            ),
         ]
 
     def written_parameters(self) -> list[Problem]:
