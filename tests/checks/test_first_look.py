@@ -1116,6 +1116,54 @@ def test_means_of_complex_numbers():
         look_at(mt.value_and_grad(lambda w, x: jnp.abs(phases(w, x).mean()), devices=2), X)
 
 
+ALL_ROWS = [  # each on a line of its own: a function is looked at once
+    (8, lambda w, x: losses(w, x[:8])),
+    (64, lambda w, x: losses(w, x[:64])),
+    (64, lambda w, x: losses(w, x[:64]).mean()),
+    (300, lambda w, x: losses(w, x[:300]).mean()),
+]
+A_PART = [
+    (64, lambda w, x: losses(w, x[:4]).mean()),
+    (64, lambda w, x: losses(w, x[:63]).mean()),
+    (64, lambda w, x: losses(w, x[1:64]).mean()),
+    (64, lambda w, x: losses(w, x[:64:3]).mean()),
+    (64, lambda w, x: losses(w, x[:64]).mean() + losses(w, x[:62]).mean()),
+    (300, lambda w, x: losses(w, x[:64]).mean()),
+]
+
+
+@pytest.mark.parametrize(("rows", "loss"), ALL_ROWS)
+def test_as_many_rows_as_the_batch_has_are_all_rows(rows, loss):
+    """Lie: "a part of the rows is taken" of MaxText's data[:micro_batch_size]."""
+    look_at(mt.value_and_grad(loss, devices=2), np.ones((rows, 3), np.float32))
+
+
+@pytest.mark.parametrize(("rows", "loss"), A_PART)
+def test_fewer_rows_than_the_batch_has_are_a_part(rows, loss):
+    # The lie: silence, because some of the rows that are taken are those of the batch.
+    with pytest.warns(mt.MultitowerWarning, match=r"slice .*a part of the rows is taken"):
+        look_at(mt.value_and_grad(loss, devices=2), np.ones((rows, 3), np.float32))
+
+
+def test_the_largest_of_the_rows_is_told():
+    # The lie: the advice to take a mean over the towers, whose largest it is not.
+    loss = lambda w, x: losses(w, x) / losses(w, x).max()
+    with pytest.warns(mt.MultitowerWarning, match=r"reduce_max .*lax\.pmax\(jax") as told:
+        look_at(mt.value_and_grad(loss, devices=2), X)
+    assert "pmean" not in str(told[0].message)
+    rightly = lambda w, x: (
+        losses(w, x) / jax.lax.pmax(jax.lax.stop_gradient(losses(w, x).max()), "towers")
+    )
+    look_at(mt.value_and_grad(rightly, devices=2), X)
+
+
+def test_what_is_done_with_all_rows_is_told():
+    # The lie: silence, because the batch's size is written into the loss.
+    loss = lambda w, x: losses(w, x[:64] - x[:64].mean(0))
+    with pytest.warns(mt.MultitowerWarning, match="reduce_sum .*rows are brought together"):
+        look_at(mt.value_and_grad(loss, devices=2), np.ones((64, 3), np.float32))
+
+
 @pytest.mark.parametrize("most", [70, 300])
 def test_parameters_of_every_size(most):
     # The lie: a model with tables of many sizes, in which no number is left for the rows or for the

@@ -83,6 +83,13 @@ def batches_of_rows(program: Any, num_rows: int) -> set[Any]:
     return found
 
 
+def first_rows(equation: Any, axis: int) -> int:
+    """How many rows a slice such as x[:64] takes from the beginning; 0 if it begins elsewhere."""
+    starts, strides = equation.params["start_indices"], equation.params["strides"]
+    is_plain = starts[axis] == 0 and (strides is None or strides[axis] == 1)
+    return equation.params["limit_indices"][axis] if is_plain else 0
+
+
 def takes_one_of_each_group(equation: Any, num_rows: int) -> bool:
     """Whether it is a slice such as x[1::3] of rows that come in groups of 3."""
     strides = equation.params.get("strides") if equation.primitive.name == "slice" else None

@@ -4,6 +4,7 @@ It reads the program of one tower and runs nothing. It only warns, because a pro
 things on purpose.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +26,12 @@ from multitower.towers.rows import Tower
 
 # Unusual numbers of towers, so that an axis with the rows of all towers is known by its size.
 _TOWERS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+# Numbers of rows for a function that takes no more than its batch has.
+_FEW = (
+    199, 197, 193, 191, 181, 179, 173, 167, 163, 157, 151, 149, 139, 137, 131, 127, 113, 109, 107,
+    103, 101, 97, 89, 83, 79, 73, 71, 67, 61, 59, 53, 47, 43, 41, 37, 31, 29, 23, 19, 17, 13, 11, 7,
+    5, 3,
+)  # fmt: skip
 # A divisor of this is tried if a function does not work with a prime number of rows.
 _GROUPS = 5040
 
@@ -85,6 +92,11 @@ def look(
     if first is None:
         reader = _read_in_groups
         first = reader(outputs, rows, others)
+    elif first[0].taken == {rows[0].shape[0]}:
+        # x[:64] of a batch of 64 rows: in a tower, too, that is all rows.
+        few = functools.partial(read_tower, most=rows[0].shape[0])
+        if (all_taken := few(outputs, rows, others)) is not None:
+            reader, first = few, all_taken
     if first is None and beside_one_row:
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if first is None:
@@ -130,6 +142,7 @@ def read_tower(
     *,
     batch_rows: int = 0,
     times: int = 1,
+    most: int = 0,
     again: bool = False,
 ) -> Read | None:
     """What the program of one tower does with rows, and what its results show.
@@ -140,16 +153,25 @@ def read_tower(
         others: as for `look`.
         batch_rows: as for `row_flow.read`.
         times: the number of rows will be a multiple of this.
+        most: the number of rows will not be above this, unless it is 0.
         again: take another number of rows, and of towers, than the first time.
 
     Returns:
-        None if the function fails with a number of rows that the reader chooses.
+        None if the function fails with a number of rows that the reader chooses, or if there is
+        no such number.
     """
     sizes = [size for x in jax.tree.leaves(others) for size in getattr(x, "shape", ())]
     sizes += [size for x in rows for size in x.shape[1:]]
     sizes.append(times)
-    unused = lambda sizes: (unused_size(sizes), unused_size(sizes, _TOWERS))
+    few = [n for n in _FEW if n <= most]
+
+    def unused(sizes: list[int]) -> tuple[int, int]:
+        prime = unused_size(sizes, few) if few else unused_size(sizes)
+        return prime, unused_size([*sizes, prime], _TOWERS)
+
     prime, num_towers = unused([*sizes, *unused(sizes)]) if again else unused(sizes)
+    if prime > most > 0:
+        return None
     num_rows = times * prime
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 

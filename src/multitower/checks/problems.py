@@ -86,12 +86,20 @@ MIXED = (
     "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
     "(BatchNorm), go on and fix the number of towers with towers=."
 )
+LARGEST = (
+    "rows are brought together in their largest or smallest, as in a softmax over rows. A tower "
+    "has only its own rows, so the result would differ from one device's. Compare with the rows of "
+    "all towers, mt.all_rows(x); or take the largest of all of them, "
+    'jax.lax.pmax(jax.lax.stop_gradient(x.max()), "towers"), or the smallest by pmin.'
+)
 PARTS = (
     "a part of the rows is taken, such as the first half. A tower has one slice of the batch, and "
     "the first half of its rows is not the batch's. Give what belongs together the same row, for "
     "example two views as batch['view1'] and batch['view2']; or take the part of all rows, "
     "mt.all_rows(x)."
 )
+# By the operation that brought rows together.
+WHY_MIXED = {"split": PARTS, "slice": PARTS, "reduce_max": LARGEST, "reduce_min": LARGEST}
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
     "without towers= the number of devices decides how many rows these are. Fix the number of "

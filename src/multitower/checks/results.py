@@ -14,11 +14,11 @@ from multitower.checks.problems import (
     KEEP_A_MEAN,
     MIXED,
     OF_ONE_TOWER,
-    PARTS,
     STATISTICS,
     STEADY,
     SUM_ALL,
     TERMS,
+    WHY_MIXED,
     WRITTEN,
     Problem,
     held_in_state,
@@ -114,7 +114,7 @@ class Results(NamedTuple):
             if flow.mixed and unknown:
                 if not told & set(flow.mixed):
                     place = next((p for p in flow.mixed if line_at(p) in unknown), flow.mixed[0])
-                    why = PARTS if operation_at(place) in ("split", "slice") else MIXED
+                    why = WHY_MIXED.get(operation_at(place), MIXED)
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif flow.is_sum and not (one.kind == "aux" and one.ndim):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from multitower.checks import operations
 from multitower.checks.along_rows import (
     batches_of_rows,
+    first_rows,
     row_axes,
     takes_one_of_each_group,
     works_along_rows,
@@ -61,12 +62,14 @@ class Reading(NamedTuple):
         baked: operations that multiply or divide a sum over rows by the batch's number of rows,
             although that is not the number of rows here.
         tables: arguments with rows that are looked up like a table, by number, and where.
+        taken: how many rows are taken from the beginning, `x[:64]`.
     """
 
     outputs: list[Flow]
     draws: list[str]
     baked: list[str]
     tables: dict[int, str]
+    taken: set[int]
 
 
 def read(
@@ -93,7 +96,7 @@ def read(
     meets = first_collective(program) is not None
     reader = _Reader(num_rows, batch_rows, num_rows * num_towers, meets=meets)
     outputs = reader.run(program, list(inputs))
-    return Reading(outputs, reader.draws, reader.counting.baked, reader.tables)
+    return Reading(outputs, reader.draws, reader.counting.baked, reader.tables, reader.taken)
 
 
 class _Reader:
@@ -106,6 +109,7 @@ class _Reader:
         self._sorts = itertools.count()
         self.draws: list[str] = []
         self.tables: dict[int, str] = {}
+        self.taken = set[int]()
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         return [settled(flow) for flow in self._call(program, inputs)]
@@ -246,6 +250,8 @@ class _Reader:
         place = self.where(equation)
         if name in ("gather", "dynamic_slice") and any(flow.is_index for flow in inputs[1:]):
             return "by row", None, None  # x[i] in a loop over the numbers of the rows
+        if name == "slice":
+            self.taken |= {first_rows(equation, n) for n in self.row_axes(equation.invars[0])}
         is_group = takes_one_of_each_group(equation, self.num_rows)
         if is_group or equation.outvars[0] in self._batches:
             return "mixed", None, None  # x[0::2] of pairs that are neighbours, or batches

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.flow import Flow
+from multitower.checks.flow import Flow, operation_at
 from multitower.checks.problems import (
     BAKED,
     BESIDE,
@@ -17,6 +17,7 @@ from multitower.checks.problems import (
     RATIO,
     SHAPES,
     STATISTICS,
+    WHY_MIXED,
     Problem,
     summed,
 )
@@ -82,8 +83,10 @@ class Compared(NamedTuple):
             return Problem("row count", self.name, place, COUNTED)
         if self.read and self.read[1].are_statistics(self.flow):
             text = STATISTICS.format(num=self.num_towers)
-        places = self.flow.places
-        return Problem("mixed rows", self.name, places[0] if places else None, text)
+        place = next(iter(self.flow.places), None)
+        if text == MIXED and place:
+            text = WHY_MIXED.get(operation_at(place), MIXED)
+        return Problem("mixed rows", self.name, place, text)
 
     def _without_rows(self, whole: Any, total: Any, num_towers: int) -> list[Problem]:
         is_mean, is_sum = _is_close(total / num_towers, whole), _is_close(total, whole)
