@@ -218,6 +218,10 @@ def test_a_metric_that_the_loss_keeps_is_refused(options, towers):
         Metric.total = jnp.zeros(())
         with pytest.raises(mt.ArgumentError, match="Return them as metrics or aux"):
             call()
+    Metric.total = jnp.zeros(())
+    with pytest.raises(jax.errors.UnexpectedTracerError) as told:
+        mt.check_parallel(counting, 1.0, X)
+    assert any("Return them as metrics or aux" in note for note in told.value.__notes__)
 
 
 def test_slices_of_a_batch_are_told_what_to_do():

@@ -16,6 +16,7 @@ from multitower.engines.rounds import Rounds, cut_into_rounds
 from multitower.errors import ArgumentError, OutputError
 from multitower.towers.leaves import is_traced
 from multitower.towers.placement import AXIS, Placement
+from multitower.towers.surroundings import KEEPS_VALUES
 
 _T = TypeVar("_T")
 
@@ -89,12 +90,7 @@ def refuse_kept_values(traced: Traced) -> None:
         ArgumentError: it does.
     """
     if any(map(is_traced, traced.program.consts)):
-        raise ArgumentError(
-            "this function writes values into something outside of it and reads them at its next "
-            "call, as metric.update_state(...) of Keras or self.total += loss does. multitower "
-            "compiles it, as jax.jit does, so that they would be lost. Return them as metrics or "
-            "aux, and write them after the call."
-        )
+        raise ArgumentError(KEEPS_VALUES)
 
 
 def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:

@@ -31,6 +31,8 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
     except Exception as error:
         if isinstance(error, _NEEDS_A_VALUE) or "concrete values" in str(error):
             note = _OF_A_TRACED_VALUE
+        elif isinstance(error, jax.errors.UnexpectedTracerError):
+            note = KEEPS_VALUES
         elif "PRNG key data" in str(error):
             note = _OF_A_KEY
         elif type(error).__name__ == "TraceContextError":  # of Flax NNX, which is not imported
@@ -89,6 +91,12 @@ def refuse_disabled_jit() -> None:
         )
 
 
+KEEPS_VALUES = (
+    "This function writes values into something outside of it and reads them at its next call, as "
+    "metric.update_state(...) of Keras or self.total += loss does. multitower compiles it, as "
+    "jax.jit does, so that they would be lost. Return them as metrics or aux, and write them after "
+    "the call."
+)
 _OWN = ("towers",)
 _NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,  # also of a condition
