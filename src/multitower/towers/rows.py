@@ -244,7 +244,8 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
     if not -ndim <= axis < ndim:
         raise ArgumentError(
             f"{where()} has shape {tuple(leaf.shape)}: there is no axis {axis} to split. Its "
-            f"in_axes must be in [{-ndim}, {ndim - 1}], or None to share it."
+            f"in_axes must be in [{-ndim}, {ndim - 1}], or None to share it. "
+            "The number of devices is devices=."
         )
     return axis % ndim
 
