@@ -192,6 +192,7 @@ def trained(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_says_how_many_bits_and_of_which_text(trained):
     result = json.loads((trained / "result.json").read_text())
     assert result["clip_norm"] == 1.0
