@@ -198,7 +198,9 @@ def test_a_value_that_python_needs_is_told_what_to_do(wrong, given, note):
 
 
 @EACH
-@pytest.mark.parametrize("options", [{}, {"sync_every": 2}, {"updates": "asynchronous"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sync_every": 2}, {"stages": 2}, {"updates": "asynchronous"}]
+)
 def test_a_metric_that_the_loss_keeps_is_refused(options, towers):
     """Lie: JAX's words about meshes, where a loss calls update_state as Keras' tutorials do."""
 

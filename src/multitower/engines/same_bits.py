@@ -232,7 +232,7 @@ class SameBits:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
         traced = trace(tower_function(self._job), arguments, self._placement.num_towers)
-        refuse_kept_values(traced)
+        refuse_kept_values(traced.program)
 
         def tower(*args: Any) -> Any:
             return traced(*args)

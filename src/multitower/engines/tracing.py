@@ -43,7 +43,7 @@ class Traced:
         try:
             found = jaxpr_as_fun(self.program)(*jax.tree.leaves(args))
         except ValueError:  # what JAX says of such values is about meshes
-            refuse_kept_values(self)
+            refuse_kept_values(self.program)
             raise
         return jax.tree.unflatten(self.treedef, found)
 
@@ -83,13 +83,16 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Tra
     return Traced(program, jax.tree.structure(result), number)
 
 
-def refuse_kept_values(traced: Traced) -> None:
+def refuse_kept_values(program: Any) -> None:
     """Refuses a function that uses traced values which it did not get, such as those it kept.
+
+    Args:
+        program: its closed jaxpr.
 
     Raises:
         ArgumentError: it does.
     """
-    if any(map(is_traced, traced.program.consts)):
+    if any(map(is_traced, program.consts)):
         raise ArgumentError(KEEPS_VALUES)
 
 

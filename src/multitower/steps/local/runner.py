@@ -174,7 +174,7 @@ class LocalRunner:
         arguments = (Shared(own, given), pieces, here)
         job = Job(self._job.tower, self._job.finish)
         traced = trace(tower_function(job), arguments, self._placement.num_towers)
-        refuse_kept_values(traced)
+        refuse_kept_values(traced.program)
         if traced.rounds(final=True) is not None:
             raise refuse_meeting(traced.meets or "axis_index")
 

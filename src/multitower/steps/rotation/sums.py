@@ -73,7 +73,7 @@ class GroupSums:
         scalar = jax.ShapeDtypeStruct((), np.int32)
         arguments = (shared, pieces, Tower(scalar, scalar, scalar))
         traced = trace(self._tower, arguments, self._num_towers)
-        refuse_kept_values(traced)
+        refuse_kept_values(traced.program)
 
         def tower(*args: Any) -> Any:
             return traced(*args)
