@@ -65,6 +65,7 @@ def test_a_run_leaves_a_result_with_all_keys(tmp_path, capsys):
     assert f"wrote {tmp_path / 'result.json'}" in shown
 
 
+@pytest.mark.slow
 def test_towers_and_simulate(tmp_path, capsys):
     words = [CIRCLE, "--steps", "2", "--simulate", "8", "--towers", "3"]
     assert main(["train", *words, "--run-dir", str(tmp_path)]) == 0

@@ -117,6 +117,7 @@ def test_a_damaged_result_is_named(result, tmp_path, capsys):
         assert "result.json cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
     """What a cluster does: the same command again. Lies: a fresh start, a finished run redone."""
     run_dir = tmp_path / "run"

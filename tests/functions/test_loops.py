@@ -133,8 +133,9 @@ LOOPS = {
 }
 
 
-# Their likes are tried every day: two losses below, 16 bits in steps/test_compute_dtype.py.
-DEAR = ("a GAN", "a step without jit", "bfloat16")
+# Their likes are tried every day: two losses below, chains in steps/, 16 bits in
+# steps/test_compute_dtype.py.
+DEAR = ("a GAN", "gradient accumulation of a chain", "a step without jit", "bfloat16")
 
 
 @pytest.mark.parametrize(

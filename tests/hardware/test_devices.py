@@ -109,6 +109,7 @@ print([str(w.message) for w in caught if w.category is mt.MultitowerWarning])
 """
 
 
+@pytest.mark.slow
 def test_trap_devices_set_by_hand_with_too_few_threads_warn_once():
     """Trap: "may be stuck", then an abort, for a user who never heard of mt.configure."""
     by_hand = dict(XLA_FLAGS="--xla_force_host_platform_device_count=8")

@@ -533,6 +533,7 @@ def test_a_library_that_is_missing_is_named_before_the_training(tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_line_imports_what_draws_only_where_it_draws():
     # The lie: --help and --version that wait for matplotlib.
     found = run_python(

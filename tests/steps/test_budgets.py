@@ -125,6 +125,7 @@ def test_a_step_does_not_put_its_state_together(way, monkeypatch):
     assert joined == []
 
 
+@pytest.mark.slow
 def test_a_step_with_stages_waits_for_no_device(monkeypatch):
     """Lie: one stage after the other, because the host looks at what the first one has made."""
     params = [np.eye(4, dtype=np.float32)] * 2

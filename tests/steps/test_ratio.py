@@ -84,7 +84,11 @@ def test_a_masked_loss_and_its_metrics(options):
 
 @pytest.mark.parametrize(
     ("num_towers", "options"),
-    [(2, {"shard_params": True}), (2, {"shard_update": True}), (4, {"towers": 4, "stages": 2})],
+    [
+        pytest.param(2, {"shard_params": True}, marks=pytest.mark.slow),
+        (2, {"shard_update": True}),
+        pytest.param(4, {"towers": 4, "stages": 2}, marks=pytest.mark.slow),
+    ],
     ids=["shard_params", "shard_update", "stages"],
 )
 def test_weights_that_are_drawn_by_towers_of_a_model_in_parts(num_towers, options):

@@ -120,6 +120,7 @@ def _by_its_own_rate(gradients, state, params=None):
     return scaled, Rate({"learning_rate": rate})
 
 
+@pytest.mark.slow
 def test_means_and_rates_are_told_and_a_bad_step_changes_no_stage():
     # The lies: a sum of towers told as their mean; a rate that only the first stage knows; one
     # replica, or one stage, that moves in a step that is skipped.
