@@ -70,7 +70,7 @@ def refuse_a_mesh() -> None:
         ConfigurationError: `jax.set_mesh(...)` is active.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.axis_names != _OWN:
+    if not mesh.empty and mesh.manual_axes != _OWN:
         raise ConfigurationError(
             f"jax.set_mesh is active, with the axes {mesh.axis_names}, and multitower puts arrays "
             "on devices itself. Call it outside of `with jax.set_mesh(...)`, or leave set_mesh "
