@@ -47,6 +47,42 @@ def test_a_mesh_of_the_users(name, towers):
     CALLS[name](towers)
 
 
+def test_a_call_in_place_of_pmap():
+    """Lie: that the user has called jax.set_mesh."""
+    with pytest.raises(mt.ConfigurationError, match=r"inside jax.pmap or jax.shard_map.*neither"):
+        jax.pmap(lambda x: mt.grad(loss, devices=2)(1.0, x))(jnp.stack([X, X]))
+
+
+STEPS = {"blocks": {"shard_update": True}, "stages": {"stages": 1}, "local": {"sync_every": 2}}
+NEED_VALUES = {
+    "multitower.evaluate": lambda x: mt.evaluate(lambda w, x: {"a": w * x}, 1.0, x, global_batch=4),
+    "multitower.predict": lambda x: mt.predict(lambda w, x: w * x, 1.0, x, global_batch=4),
+    "multitower.check_parallel": lambda x: mt.check_parallel(loss, 1.0, x),
+    "multitower.fingerprint": mt.fingerprint,
+} | {
+    f"step.init, {name}": lambda x, options=options: mt.train_step(
+        loss, optax.sgd(0.1), devices=2, towers=2, **options
+    ).init(x)
+    for name, options in STEPS.items()
+}
+
+
+@pytest.mark.parametrize("name", NEED_VALUES)
+def test_a_call_that_needs_values_inside_jit(name):
+    """Lie: a page of JAX's words about an attribute of a tracer."""
+    told = f"{name.split(',')[0]} is called inside jax.jit.*Call it outside"
+    for transform in (jax.jit, jax.vmap):
+        with pytest.raises(mt.ArgumentError, match=told):
+            transform(NEED_VALUES[name])(X)
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_a_state_is_made_inside_jit(towers):
+    step = mt.train_step(loss, optax.adam(0.1), devices=2, towers=towers)
+    made = step(jax.jit(step.init)(np.float32(1)), X)
+    assert mt.fingerprint(made) == mt.fingerprint(step(step.init(np.float32(1)), X))
+
+
 @pytest.mark.parametrize(
     "name",
     [  # every operation is a program there, on every device

@@ -105,10 +105,11 @@ class TrainStep:
         Raises:
             GradientError: a parameter is not a float; the message names its path.
             ArgumentError: `params` is a `TrainState`, or has shapes without values; `rng` or
-                `model_state` is missing or not taken by the loss; `rng` is not a typed key; or the
-                learning rate is wanted as a metric, and the optimizer's state does not hold it.
+                `model_state` is missing or not taken by the loss; `rng` is not a typed key; the
+                learning rate is wanted as a metric, and the optimizer's state does not hold it; or
+                the call is inside `jax.jit`, and devices keep parts of the state.
             DeviceError: the devices do not exist.
-            ConfigurationError: `jax.set_mesh` is active.
+            ConfigurationError: `jax.set_mesh` is active, or the call is inside `jax.pmap`.
         """
         refuse_a_mesh()
         refuse_a_state(params)

@@ -21,6 +21,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.towers.placement import Placement, place
+from multitower.towers.surroundings import refuse_traced
 
 if TYPE_CHECKING:
     from multitower.steps.blocks.state import ShardedState
@@ -42,6 +43,7 @@ class InBlocks(Whole):
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`."""
+        refuse_traced("step.init", fields)
         whole, sharded = self._fitted(step, fields, maker)
         parts = sharded.first(whole, with_average=step.ema_decay is not None)
         return sharded.state(parts, maker)
@@ -93,6 +95,7 @@ class InStages(Whole):
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; arrays are put on devices at the first step, which cuts the model."""
+        refuse_traced("step.init", fields)
         from multitower.steps.staged.first import First  # noqa: PLC0415 (importing stays quick)
 
         return First.state(step, fields, maker)

@@ -1,11 +1,13 @@
-"""What surrounds a call of this library: another call, the user's mesh, `jax.disable_jit`."""
+"""What surrounds a call of this library: another call or transformation, a mesh, `disable_jit`."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
 from multitower.errors import ArgumentError, ConfigurationError, MultitowerError
+from multitower.towers.leaves import are_traced
 
 # JAX traces a jitted function anew if this value differs. A function that was traced outside of a
 # tower may do something else inside one, so its trace must not be used again.
@@ -67,14 +69,35 @@ def refuse_a_mesh() -> None:
     """Refuses a user's own mesh, on which all arrays would have to lie.
 
     Raises:
-        ConfigurationError: `jax.set_mesh(...)` is active.
+        ConfigurationError: `jax.set_mesh(...)` is active, or the call is inside `jax.pmap` or
+            `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.manual_axes != _OWN:
+    if mesh.empty or mesh.manual_axes == _OWN:
+        return
+    if mesh.manual_axes:
         raise ConfigurationError(
-            f"jax.set_mesh is active, with the axes {mesh.axis_names}, and multitower puts arrays "
-            "on devices itself. Call it outside of `with jax.set_mesh(...)`, or leave set_mesh "
-            "out: with multitower a program needs no mesh."
+            "multitower is called inside jax.pmap or jax.shard_map, which give each device a part "
+            "of the rows, and it would cut that part once more. Call it in their place: with "
+            "multitower a program needs neither."
+        )
+    raise ConfigurationError(
+        f"jax.set_mesh is active, with the axes {mesh.axis_names}, and multitower puts arrays on "
+        "devices itself. Call it outside of `with jax.set_mesh(...)`, or leave set_mesh out: with "
+        "multitower a program needs no mesh."
+    )
+
+
+def refuse_traced(call: str, *trees: Any) -> None:
+    """Refuses a call that needs the values of arrays inside another JAX transformation.
+
+    Raises:
+        ArgumentError: the arrays in `trees` have no values yet.
+    """
+    if are_traced(jax.tree.leaves(trees)):
+        raise ArgumentError(
+            f"{call} is called inside jax.jit, jax.vmap, jax.lax.scan or the like, where arrays "
+            "have no values yet, and it needs them. Call it outside."
         )
 
 

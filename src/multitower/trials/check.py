@@ -6,6 +6,7 @@ from typing import Any
 from multitower.checks.problems import ParallelCheck
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.towers.placement import check_towers
+from multitower.towers.surroundings import refuse_traced
 
 
 def check_parallel(
@@ -48,7 +49,7 @@ def check_parallel(
 
     Raises:
         ArgumentError: an argument can be neither split nor shared; or the loss takes
-            `model_state`, and you passed none.
+            `model_state`, and you passed none; or the call is inside `jax.jit` or the like.
         BatchError: fewer than two rows, or arguments with different numbers of rows.
         DeviceError: `towers` is not a whole number above 0.
 
@@ -63,6 +64,7 @@ def check_parallel(
         (False, 'sum')
     """
     check_reduction(reduction)
+    refuse_traced("multitower.check_parallel", example_args, extras)
     towers = check_towers(towers)
     from multitower.trials.trial import Trial  # noqa: PLC0415 (at the first call: importing stays quick)
     from multitower.trials.verdict import judge  # noqa: PLC0415 (at the first call: importing stays quick)

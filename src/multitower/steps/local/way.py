@@ -33,7 +33,7 @@ from multitower.steps.way import Batches, Runner, Whole
 from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import copy_to
-from multitower.towers.surroundings import refuse_disabled_jit
+from multitower.towers.surroundings import refuse_disabled_jit, refuse_traced
 
 
 class InLocal(Whole):
@@ -48,6 +48,7 @@ class InLocal(Whole):
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; `opt_state` is the outer optimizer's."""
+        refuse_traced("step.init", fields)
         ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
         opt_state = step.optimizer.init(fields.params)
         return self._begin(fields._replace(opt_state=opt_state, ema_params=ema), maker)

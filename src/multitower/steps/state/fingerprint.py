@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.processes.together import whole_on_host
+from multitower.towers.leaves import is_traced
+from multitower.towers.surroundings import refuse_traced
 
 
 def fingerprint(tree: Any) -> str:
@@ -23,6 +25,7 @@ def fingerprint(tree: Any) -> str:
         The SHA-256 of dtype, shape and bytes (little-endian, C order) of each leaf, in hex.
 
     Raises:
+        ArgumentError: it is called inside `jax.jit` or the like.
         TypeError: a leaf is neither a number nor an array.
 
     Example:
@@ -48,6 +51,8 @@ def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
     if isinstance(leaf, jax.Array):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
+        if is_traced(leaf):
+            refuse_traced("multitower.fingerprint", leaf)
         if leaf.is_fully_replicated:  # one copy is enough
             leaf = leaf.addressable_shards[0].data
         return whole_on_host(leaf)  # host-device sync

@@ -17,6 +17,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
+from multitower.towers.surroundings import refuse_traced
 from multitower.training.scoring.chunks import (
     check_same_data,
     chunks,
@@ -92,7 +93,8 @@ def evaluate(
         OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
             values between towers, if `global_batch` does not divide the number of examples.
         ArgumentError: `metrics` needs a `model_state` and there is none; it cannot be cut into so
-            many stages; or processes pass different numbers of rows.
+            many stages; processes pass different numbers of rows; or it
+            is called inside `jax.jit` or the like.
 
     Example:
         >>> import numpy as np
@@ -104,6 +106,7 @@ def evaluate(
     from multitower.training.scoring.modes import warn_of_training_mode  # noqa: PLC0415 (importing stays quick)
 
     check_reduction(reduction)
+    refuse_traced("multitower.evaluate", params, dataset, model_state)
     where = tuple(devices) if isinstance(devices, list) else devices
     cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:

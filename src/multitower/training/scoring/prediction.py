@@ -14,6 +14,7 @@ from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.towers.leaves import is_key
+from multitower.towers.surroundings import refuse_traced
 from multitower.training.scoring.chunks import (
     check_same_data,
     chunks,
@@ -72,7 +73,8 @@ def predict(
         OutputError: an output without an axis of rows, or of typed PRNG keys; or a function that
             exchanges values between towers, if `global_batch` does not divide the number of rows.
         ArgumentError: `fn` needs a `model_state` and there is none; it cannot be cut into so many
-            stages; or processes pass different numbers of rows.
+            stages; processes pass different numbers of rows; or it is called inside `jax.jit`
+            or the like.
 
     Example:
         >>> import numpy as np
@@ -82,6 +84,7 @@ def predict(
     """
     from multitower.training.scoring.modes import warn_of_training_mode  # noqa: PLC0415 (importing stays quick)
 
+    refuse_traced("multitower.predict", params, data, model_state)
     where = tuple(devices) if isinstance(devices, list) else devices
     cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
     try:
