@@ -1212,3 +1212,21 @@ def test_numbers_at_the_ends_of_64_bit_floats(name, number):
     is_mean(name, [total, end], numbers_of([total, end]), 211)
     per_row(name, [penalty, end], 211)
     assert isinstance(is_steady(name, [penalty, end], 211, 11), bool)
+
+
+def test_rows_in_a_reference_are_told():
+    # The lie: nothing is said of rows that meet in a jax.new_ref, and the loss is another one.
+    def centred(w, x):
+        mean = jax.new_ref(jnp.zeros_like(w))
+        mean[...] = w * x.mean(0)
+        return losses(w, x - mean[...])
+
+    with pytest.warns(mt.MultitowerWarning, match=r"jax.new_ref \(swap at .*mean\[...\] ="):
+        mt.grad(centred, devices=2)(W, X)
+
+    def doubled(w, x):
+        twice = jax.new_ref(jnp.zeros_like(w))
+        twice[...] = 2 * w
+        return losses(twice[...], x)
+
+    mt.grad(doubled, devices=2)(W, X)

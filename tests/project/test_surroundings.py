@@ -263,6 +263,64 @@ def test_a_metric_that_the_loss_keeps_is_refused(options, towers):
     assert any("Return them as metrics or aux" in note for note in told.value.__notes__)
 
 
+def written(x):
+    """A function that writes into a reference of its own."""
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = 2 * x
+    return ref[...]
+
+
+@pytest.mark.parametrize("options", [{}, {"towers": 2}, {"shard_params": True}], ids=str)
+def test_a_reference_inside_a_loss(options):
+    step = mt.train_step(lambda w, x: loss(1, written(w * x)), optax.sgd(0.1), devices=2, **options)
+    with pytest.warns(mt.MultitowerWarning, match=r"jax.new_ref \(swap at.*is not followed here"):
+        state, _ = step(step.init(1.0), X)
+    expected = 1 - 0.1 * jax.grad(lambda w: loss(2 * w, X).mean())(1.0)
+    np.testing.assert_allclose(state.params, expected, rtol=1e-6)
+
+
+def test_a_reference_is_not_cut():
+    """Lie: parameters without what was written into them; a page of JAX's words."""
+    told = r"a jax.new_ref is used.*x = x\.at\[i\]"
+    meeting = lambda w, x: loss(x, written(w * jax.lax.pmean(x.mean(), "towers")))
+    with pytest.raises(mt.ArgumentError, match=told):
+        mt.grad(meeting, devices=2, towers=2)(1.0, X)
+    for options in ({"towers": 2, "stages": 1}, {"shard_params": True}):
+        step = mt.train_step(loss, optax.sgd(0.1), devices=2, **options)
+        with pytest.raises(mt.ArgumentError, match=told):
+            step(step.init(lambda: written(jnp.ones(()))), X)
+    step = mt.train_step(
+        lambda w, x: loss(x, mt.cut(written(w))), optax.sgd(0.1), devices=2, towers=2, stages=2
+    )
+    with pytest.raises(mt.ArgumentError, match=told):
+        step(step.init(1.0), X)
+
+
+def test_a_reference_outside_of_a_loss():
+    """Lie: an attribute that JAX's types lack; a check that writes, and says "safe"."""
+    total = jax.new_ref(jnp.zeros(()))
+
+    def adding(w, x):
+        total[...] += x.sum()
+        return loss(w, x)
+
+    calls = [
+        lambda: mt.grad(adding, devices=2)(1.0, X),
+        lambda: mt.grad(adding, devices=2, towers=2)(1.0, X),
+        lambda: mt.make_parallel(adding, (None, 0), devices=2)(1.0, X),
+        lambda: mt.check_parallel(adding, 1.0, X),
+    ]
+    for options in ({}, {"towers": 2}, {"towers": 2, "stages": 1}, {"shard_params": True}):
+        step = mt.train_step(adding, optax.sgd(0.1), devices=2, **options)
+        calls.append(lambda step=step: step(step.init(1.0), X))
+    for call in calls:
+        with pytest.raises(mt.ArgumentError, match=r"made outside of it.*return the new value"):
+            call()
+    assert float(total[...]) == 0
+    with pytest.raises(mt.ArgumentError, match=r"total is a jax\.Ref.*ref\[\.\.\.\]"):
+        mt.grad(lambda w, x, total: loss(w, x) + total[...], in_axes=(None, 0, None))(1.0, X, total)
+
+
 def test_slices_of_a_batch_are_told_what_to_do():
     """Lie: that every tower needs the whole of a slice, as MXNet's split_and_load makes them."""
     step = mt.train_step(lambda w, batch: w * batch["x"][0], optax.sgd(0.1), devices=2)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from multitower.checks.copies import writes_in
 from multitower.checks.flow import Flow, operation_at, rows_of
-from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, Problem, same_numbers, table
+from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, Problem, same_numbers, table, unread
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of
@@ -71,14 +71,16 @@ def look(
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
             row is divided by the number of rows, a sum over rows and a number make a mt.ratio or
             are added, all towers draw the same numbers, a table is cut, the number of devices
-            decides over how many rows BatchNorm works, a parameter of a module is written into, or
-            out_axes=None takes what depends on rows from the first tower.
+            decides over how many rows BatchNorm works, a parameter of a module is written into,
+            rows are written into a jax.new_ref, or out_axes=None takes what depends on rows from
+            the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
         return [
             *(table(*named(n), place) for n, place in reading.tables.items()),
             *same_numbers(reading.draws),
+            *unread(reading.unread),
             *results.mixed_or_summed(averages, {*reading.tables.values()}),
             *results.kept_in_states(exchange=exchange),
             *results.written_parameters(),

@@ -37,5 +37,7 @@ FINDS = {
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Their results are the same in every tower.
 ALIKE = {"psum", "pmax", "pmin", "all_gather"}
+# They write into a reference, jax.new_ref.
+INTO_REFS = ("swap", "addupdate")
 # They draw random numbers.
 DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}

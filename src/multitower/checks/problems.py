@@ -208,6 +208,10 @@ SAME_NUMBERS = (
     "they come from a key that is the same in every tower, so all towers would draw the same ones, "
     "dropout masks for example. Pass a typed key, jax.random.key(...), as an argument of its own."
 )
+UNREAD = (
+    "rows are written into it, and what is read from it is not followed here: of rows that are "
+    "brought together in it nothing else would be said."
+)
 NOT_REPEATABLE = (
     "two calls with the same arguments differ: something in it changes from call to call, such as "
     "np.random or a counter. Pass what is random as an argument."
@@ -250,3 +254,8 @@ def same_numbers(draws: Iterable[str]) -> list[Problem]:
     """The problem of equal random numbers in all towers, once for each place that draws some."""
     places = dict.fromkeys(draws)
     return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in places]
+
+
+def unread(places: Iterable[str]) -> list[Problem]:
+    """The problem that nothing is known of rows in a reference, once for all places."""
+    return [Problem("mixed rows", "jax.new_ref", place, UNREAD) for place in [*places][:1]]

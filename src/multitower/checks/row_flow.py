@@ -63,6 +63,7 @@ class Reading(NamedTuple):
             although that is not the number of rows here.
         tables: arguments with rows that are looked up like a table, by number, and where.
         taken: how many rows are taken from the beginning, `x[:64]`.
+        unread: where rows are written into a `jax.new_ref`; what is read from it is not known.
     """
 
     outputs: list[Flow]
@@ -70,6 +71,7 @@ class Reading(NamedTuple):
     baked: list[str]
     tables: dict[int, str]
     taken: set[int]
+    unread: list[str]
 
 
 def read(
@@ -96,7 +98,8 @@ def read(
     meets = first_collective(program) is not None
     reader = _Reader(num_rows, batch_rows, num_rows * num_towers, meets=meets)
     outputs = reader.run(program, list(inputs))
-    return Reading(outputs, reader.draws, reader.counting.baked, reader.tables, reader.taken)
+    found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
+    return Reading(outputs, *found)
 
 
 class _Reader:
@@ -110,6 +113,7 @@ class _Reader:
         self.draws: list[str] = []
         self.tables: dict[int, str] = {}
         self.taken = set[int]()
+        self.unread: list[str] = []
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         return [settled(flow) for flow in self._call(program, inputs)]
@@ -152,6 +156,8 @@ class _Reader:
                 found = self._call(program, inputs)
             self._calls.pop()
             return found
+        if name in operations.INTO_REFS and any(flow.word != "free" for flow in inputs):
+            self.unread.append(self.where(equation))
         inputs = self._without_empty(equation, inputs)
         plain = lambda flows: self._result(equation, name, flows)
         found = in_order(equation, inputs, plain, self)

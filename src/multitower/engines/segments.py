@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from multitower.engines.source_lines import line_of
+from multitower.errors import ArgumentError
+
 # Calls that only give a name to a program, and the parameter that has the program.
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
 
@@ -66,6 +69,7 @@ class Segment:
         """The values of `outputs`, from those of `inputs`; traceable and differentiable."""
         known = {**self.consts, **dict(zip(self.inputs, values, strict=True))}
         for step in self.steps:
+            _refuse_refs_among((*self.inputs, *self.outputs), step)
             results = compute(step.equation, values_of(step.inputs, known))
             known.update(zip(step.outputs, results, strict=True))
         return values_of(self.outputs, known)
@@ -87,6 +91,7 @@ def slice_of(program: Program, wanted: Sequence[Any]) -> Segment:
     steps: list[Step] = []
     for step in reversed(program.steps):
         if needed.intersection(step.outputs):
+            _refuse_refs_among(step.inputs, step)
             steps.append(step)
             needed.update(numbers_in(step.inputs))
     consts = {number: program.consts[number] for number in sorted(needed & program.consts.keys())}
@@ -246,6 +251,24 @@ def _segment(program: Program, steps: list[Step], needed: set[int]) -> Segment:
     consts = {number: program.consts[number] for number in sorted(used & program.consts.keys())}
     inputs = sorted(used - consts.keys())
     return Segment(tuple(steps), tuple(inputs), tuple(sorted(made & needed)), consts)
+
+
+def _refuse_refs_among(numbers: Sequence[Any], step: Step) -> None:
+    """Refuses a step that makes, reads or writes a `jax.new_ref` which other parts use, too.
+
+    Raises:
+        ArgumentError: one of these numbers is such a reference.
+    """
+    of_step, equation = [*step.inputs, *step.outputs], step.equation
+    for number, atom in zip(of_step, [*equation.invars, *equation.outvars], strict=True):
+        if type(atom.aval).__name__ == "AbstractRef" and number in numbers:
+            line = line_of(equation)
+            raise ArgumentError(
+                f"a jax.new_ref is used{f' at {line}' if line else ''}, and this program is cut "
+                "into parts (for stages=, where towers exchange values, or where devices make "
+                "their parts of the parameters): what one part writes would be lost to the others. "
+                "Write with arrays: x = x.at[i].set(value)."
+            )
 
 
 def _marks(equation: Any, is_mark: Callable[[Any], bool]) -> Iterator[Any]:

@@ -80,6 +80,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Tra
     shapes = jax.tree.map(_shape, args)
     make = jax.make_jaxpr(fn, axis_env=axis_of(num_towers), return_shape=True)
     program, result = make(*shapes)
+    refuse_refs(program)
     return Traced(program, jax.tree.structure(result), number)
 
 
@@ -94,6 +95,24 @@ def refuse_kept_values(program: Any) -> None:
     """
     if any(map(is_traced, program.consts)):
         raise ArgumentError(KEEPS_VALUES)
+
+
+def refuse_refs(program: Any) -> None:
+    """Refuses a function that reads or writes a `jax.new_ref` which was made outside of it.
+
+    Args:
+        program: its closed jaxpr.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if any(isinstance(const, jax.Ref) for const in program.consts):
+        raise ArgumentError(
+            "this function reads or writes a jax.new_ref that was made outside of it. It is on one "
+            "device, and towers run on all of them, each with values of its own. Pass what it "
+            "holds, ref[...], as an argument (mt.train_step takes it as model_state=), and return "
+            "the new value."
+        )
 
 
 def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:

@@ -79,6 +79,11 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
     if isinstance(leaf, int | float | complex | np.generic):
         return
     refuse_holder(leaf, where)
+    if isinstance(leaf, jax.Ref):
+        raise ArgumentError(
+            f"{where()} is a jax.Ref, which is on one device, and towers run on all of them. Pass "
+            "what it holds, ref[...], and return the new value."
+        )
     if isinstance(leaf, LazyRows):
         raise ArgumentError(
             f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
