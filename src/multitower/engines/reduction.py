@@ -9,6 +9,7 @@ A device first adds up every whole subtree it owns; only these partial sums trav
 with whole subtrees on every device, each device sends one partial sum, as cheap as in a ring.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -44,7 +45,9 @@ def sum_tree(first: int, last: int) -> Tree:
     return Sum((sum_tree(first, middle), sum_tree(middle, last)))
 
 
-def evaluate(tree: Tree, leaf: Callable[[Any], _T], add: Callable[[_T, _T], _T]) -> _T:
+def evaluate(
+    tree: Tree, leaf: Callable[[Any], _T], add: Callable[[Any, Any], Any] = operator.add
+) -> _T:
     """Adds along a tree, left before right, so that few terms exist at a time."""
     if not isinstance(tree, Sum):
         return leaf(tree)
@@ -243,7 +246,7 @@ def _own_rows(how: Plan, placement: Placement, pieces: Sequence[jax.Array]) -> l
     order = np.array(placement.slots).T
     sent = [piece[order] for piece in pieces]
     arrived = [lax.all_to_all(rows, AXIS, 0, 0) for rows in sent]
-    total = evaluate(how.rest, lambda at: arrived[at[1]][at[0]], lambda a, b: a + b)
+    total = evaluate(how.rest, lambda at: arrived[at[1]][at[0]])
     return [total[slot] for slot in range(len(placement.slots))]
 
 
@@ -252,7 +255,7 @@ def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Arra
     block = pieces[0]
     if block.nbytes <= SMALL_BYTES:
         gathered = [lax.all_gather(piece, AXIS) for piece in pieces]
-        return evaluate(how.rest, lambda at: gathered[at[1]][at[0]], lambda a, b: a + b)
+        return evaluate(how.rest, lambda at: gathered[at[1]][at[0]])
     # Every device adds one chunk and sends it to all: each sends 2 (D-1)/D of the buffer.
     padding = -block.size % num_devices
     chunks: list[jax.Array] = []
@@ -260,10 +263,10 @@ def _total(how: Plan, num_devices: int, pieces: Sequence[jax.Array]) -> jax.Arra
         flat = piece.reshape(-1)
         padded = lax.pad(flat, flat.dtype.type(0), [(0, padding, 0)]) if padding else flat
         chunks.append(lax.all_to_all(padded.reshape(num_devices, -1), AXIS, 0, 0))
-    chunk = evaluate(how.rest, lambda at: chunks[at[1]][at[0]], lambda a, b: a + b)
+    chunk = evaluate(how.rest, lambda at: chunks[at[1]][at[0]])
     total = lax.all_gather(chunk, AXIS, tiled=True)
     return (total[: block.size] if padding else total).reshape(block.shape)
 
 
 def _towers(tree: Tree) -> list[int]:
-    return evaluate(tree, lambda tower: [tower], lambda a, b: a + b)
+    return evaluate(tree, lambda tower: [tower])

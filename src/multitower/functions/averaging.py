@@ -95,5 +95,5 @@ def _tree_mean(leaves: list[Any]) -> Any:
         (home, *_) = leaves[0].devices()
         leaves = [jax.device_put(leaf, home) for leaf in leaves]
     tree = sum_tree(0, len(leaves))
-    total = evaluate(tree, lambda i: leaves[i].astype(wide), lambda a, b: a + b)
+    total = evaluate(tree, lambda i: leaves[i].astype(wide))
     return (total / len(leaves)).astype(dtype)

@@ -19,7 +19,7 @@ from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy
 from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import SHARED, Parts, Split, Tower, key_of_tower, take_apart
 from multitower.towers.same_call import check_same_call
-from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
+from multitower.towers.split import copy_to, cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
 
 
@@ -233,7 +233,7 @@ class TowerFunction:
 
     def _same_bits(self, parts: Parts, placement: Placement) -> Any:
         tower_rows = -(-parts.num_rows // placement.num_towers)
-        rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
+        rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = ragged_of(parts.num_rows, placement.num_towers)
         key = (parts.split, tower_rows, ragged is None)
         engines = self._engines.get(key)

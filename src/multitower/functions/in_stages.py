@@ -23,7 +23,7 @@ from multitower.towers.leaves import are_traced, device_dtype
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Tower
 from multitower.towers.same_call import check_same_call
-from multitower.towers.split import TowerRows, ready_or_cut
+from multitower.towers.split import TowerRows, cut
 from multitower.towers.surroundings import refuse_disabled_jit
 
 
@@ -53,7 +53,7 @@ class StagedFunction(TowerFunction):
         if are_traced((*parts.shared, *parts.rows)):
             raise self._refuse_traced()
         tower_rows = -(-parts.num_rows // placement.num_towers)
-        rows = ready_or_cut(parts.rows, parts.num_rows, placement, tower_rows)
+        rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         if not self._looked_at:
             check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
         forward, traced = self._program(parts, rows)

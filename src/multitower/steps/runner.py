@@ -20,7 +20,7 @@ from multitower.towers.global_arrays import as_global, replicate
 from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Split, pad_rows
-from multitower.towers.split import copy_to, ready_or_cut, refuse_tower_rows
+from multitower.towers.split import copy_to, cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
 
@@ -60,9 +60,9 @@ class SameBitsRunner:
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
-        rows = ready_or_cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
+        rows = cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
         fields = state.parts() or bundled(replicate(state.fields(), self._placement))
-        rest = replicate(parts.shared, self._placement) if parts.shared else [[]] * len(fields)
+        rest = replicate(parts.shared, self._placement)
         if self._weights is not None:
             rest = self._weights.after(rest, fields, rows)
         replicas = [Shared(*pair) for pair in zip(fields, rest, strict=True)]

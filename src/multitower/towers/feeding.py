@@ -72,10 +72,10 @@ def shard(
         return _read_evenly(batch, placement)
     else:
         return _read_towers(batch, placement, global_batch)
+    tower_rows = size_of_towers(parts.num_rows, placement, global_batch)
     if towers is None:
-        size_of_towers(parts.num_rows, placement, global_batch)  # checks it
         return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
-    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
 
 
 def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
@@ -83,7 +83,8 @@ def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
     if isinstance(batch, LazyRows):
         batch = batch.read(np.arange(batch.num_rows))
     parts = take_apart(batch, 0, name="batch")
-    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, global_batch))
+    tower_rows = size_of_towers(parts.num_rows, placement, global_batch)
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
 
 
 def prefetch(

@@ -25,6 +25,8 @@ def replicate(tree: Any, placement: Placement) -> list[Any]:
         The tree, once per local device, with single-device arrays.
     """
     leaves, treedef = jax.tree.flatten(tree)
+    if not leaves:
+        return [tree] * len(placement.local)
     devices = [placement.devices[d] for d in placement.local]
     if placement.spans_processes:
         per_leaf = [_local_copies(leaf, placement, devices) for leaf in leaves]

@@ -87,7 +87,7 @@ class TowerRows:
 
 
 def cut(
-    rows: Sequence[Any], num_rows: int, placement: Placement, global_batch: int | None = None
+    rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
 ) -> list[TowerRows]:
     """Cuts arrays with rows on axis 0 into towers and copies every piece to its device.
 
@@ -95,10 +95,9 @@ def cut(
     rows of all towers, so that it could not cut them again.
 
     Raises:
-        BatchError: more rows than `global_batch`; or a global array that is split in another way,
-            so that this process does not have the rows of its towers.
+        BatchError: a global array that is split in another way, so that this process does not have
+            the rows of its towers.
     """
-    tower_rows = size_of_towers(num_rows, placement, global_batch)
     ready = [
         leaf
         for leaf in rows
@@ -165,13 +164,6 @@ def placed_rows(
         towers = tuple(there.get(tower) for tower in range(placement.num_towers))
         result.append(TowerRows(towers, placement, num_rows))
     return result
-
-
-def ready_or_cut(
-    rows: Sequence[Any], num_rows: int, placement: Placement, tower_rows: int
-) -> list[TowerRows]:
-    """The rows as `TowerRows` of `tower_rows` each; if all are so already, nothing is copied."""
-    return cut(rows, num_rows, placement, tower_rows * placement.num_towers)
 
 
 def refuse_tower_rows(rows: Sequence[Any]) -> None:

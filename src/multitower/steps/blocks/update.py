@@ -31,7 +31,7 @@ from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
-from multitower.towers.split import ready_or_cut
+from multitower.towers.split import cut
 
 
 class ShardedRunner:
@@ -67,11 +67,9 @@ class ShardedRunner:
         self, state: TrainState, batch: BatchParts, maker: object
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
-        rows = ready_or_cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
+        rows = cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
         parts: Parts = state.parts()
-        rest = [[]] * len(parts.replicas)
-        if batch.shared:
-            rest = replicate(batch.shared, self._placement)
+        rest = replicate(batch.shared, self._placement)
         if self._weights is not None:
             rest = self._weights.after(rest, parts.replicas, rows)
         replicas = [Shared(*pair) for pair in zip(parts.replicas, rest, strict=True)]

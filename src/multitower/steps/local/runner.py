@@ -29,7 +29,7 @@ from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split, Tower
-from multitower.towers.split import TowerRows, ready_or_cut
+from multitower.towers.split import TowerRows, cut
 
 
 class Programs(NamedTuple):
@@ -99,10 +99,8 @@ class LocalRunner:
 
     def make(self, state: TrainState, parts: Parts, batch: BatchParts) -> tuple[Parts, Made]:
         """Makes one update of every tower, and a meeting if it is due; `state` is spent."""
-        rows = ready_or_cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
-        rest: list[Any] = [[]] * len(self.devices)
-        if batch.shared:
-            rest = replicate(batch.shared, self._placement)
+        rows = cut(batch.rows, batch.num_rows, self._placement, self._tower_rows)
+        rest = replicate(batch.shared, self._placement)
         given = [
             (fields.step, fields.rng, leaves)
             for fields, leaves in zip(parts.replicas, rest, strict=True)

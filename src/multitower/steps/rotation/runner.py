@@ -33,7 +33,7 @@ from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
-from multitower.towers.split import TowerRows, copy_to, ready_or_cut
+from multitower.towers.split import TowerRows, copy_to, cut
 
 
 class RotationRunner:
@@ -67,7 +67,7 @@ class RotationRunner:
         parts: Parts = state.parts()
         group = self._turns.group_at(parts.num_updates)
         place, version = self._turns.groups[group], parts.versions[group]
-        rows = ready_or_cut(batch.rows, batch.num_rows, place, self._tower_rows)
+        rows = cut(batch.rows, batch.num_rows, place, self._tower_rows)
         shared = self._shared(version, parts.num_updates, batch, rows, place)
         total = jax.device_put(self._sums.run(place, shared, rows), self._turns.home)
         staleness = self._numbers.on(self._turns.home, parts.num_updates - version.made)
@@ -94,7 +94,7 @@ class RotationRunner:
         # From the host: reading it from the home device would wait for the update before this one.
         counts = copy_to([np.int32(count)] * len(place.devices), place.devices)
         fields = [copy._replace(step=n) for copy, n in zip(version.copies, counts, strict=True)]
-        rest = replicate(batch.shared, place) if batch.shared else [[]] * len(fields)
+        rest = replicate(batch.shared, place)
         if self._weights:
             rest = self._weights[place].after(rest, fields, rows)
         return [Shared(*pair) for pair in zip(fields, rest, strict=True)]

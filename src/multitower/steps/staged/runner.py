@@ -23,7 +23,7 @@ from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Parts as BatchParts
 from multitower.towers.rows import Split
-from multitower.towers.split import on_one_device, ready_or_cut
+from multitower.towers.split import cut, on_one_device
 
 
 class StagedRunner:
@@ -81,7 +81,7 @@ class StagedRunner:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Makes one update; the state is overwritten."""
         towers = self._layout.towers
-        rows = ready_or_cut(batch.rows, batch.num_rows, towers, self._tower_rows)
+        rows = cut(batch.rows, batch.num_rows, towers, self._tower_rows)
         refuse_filled(self._job.meets, batch.num_rows, self._tower_rows, towers)
         parts = self._parts(state)
         rest, scale = jax.device_put(
