@@ -268,15 +268,53 @@ def test_halves_of_the_batch_are_not_those_of_a_tower(entry, loss):
         ENTRIES[entry](loss)(W, X)
 
 
+def in_chunks(w, x):
+    """The sum of some rows' losses and how many these are, two chunks one after the other."""
+
+    @jax.checkpoint
+    def add(found, rows):
+        some = rows[:, 0] > 0
+        return (found[0] + (losses(w, rows) * some).sum(), found[1] + some.sum()), None
+
+    return jax.lax.scan(add, (0.0, 0), x.reshape(2, -1, 3))[0]
+
+
+@pytest.mark.parametrize(
+    ("of_chunks", "said"),
+    [
+        (lambda total, count: total / count, r"div at .*\): rows are brought together"),
+        (lambda total, _: total, r"reduce_sum at .*\): it is a sum over rows"),
+        (lambda total, _: jnp.log(total), r"log at .*\): rows are brought together"),
+    ],
+)
+def test_a_loss_in_chunks(of_chunks, said):
+    # The lie: what a loop over chunks of rows adds up is nothing to look at.
+    loss = lambda w, x: of_chunks(*in_chunks(w, x))
+    with pytest.warns(mt.MultitowerWarning, match=rf"loss \({said}"):
+        look_at(mt.grad(loss, devices=2), X)
+
+
+def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
+    # The lie: jax.checkpoint around the body of a loop brings the rows together.
+    def loss(w, x):
+        add = jax.checkpoint(lambda total, row: (total + losses(w, row[None])[0], None))
+        return jax.lax.scan(add, 0.0, x)[0] / len(x)
+
+    look_at(mt.grad(loss, devices=2), X)  # warnings are errors
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         lambda w, x: (((x @ w)[0::2] - (x @ w)[1::2]) ** 2).mean(),
         lambda w, x: (jnp.diff((x @ w).reshape(-1, 2)) ** 2).mean(),
         lambda w, x: jax.lax.map(lambda rows: losses(w, rows), x.reshape(2, -1, 3)).mean(),
+        lambda w, x: in_chunks(w, x)[0] / len(x),
+        lambda w, x: in_chunks(w, x)[0] * (1000 / len(x)),  # of a data set of 1000 rows
+        lambda w, x: mt.ratio(*in_chunks(w, x)),
         lambda w, x: sum(z**2 for z in jnp.split(jnp.concatenate([x, 2 * x]) @ w, 2)),
     ],
-    ids=["neighbours", "pairs", "chunks", "views of a row"],
+    ids=["neighbours", "pairs", "chunks", "mean", "data set", "ratio", "views of a row"],
 )
 def test_nothing_is_said_of_groups_of_rows(loss):
     look_at(mt.grad(loss, devices=2), X)  # warnings are errors

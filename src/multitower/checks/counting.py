@@ -31,6 +31,7 @@ class Counting:
         batch_rows: the number of rows of the real batch, to look for among constants.
         whole: the number of rows of all towers; 0 if it is not known.
         where: names an operation and its line.
+        num_groups: how often `num_rows` goes into the number of rows of the tower.
         meets: whether towers exchange values.
 
     Attributes:
@@ -44,9 +45,11 @@ class Counting:
         whole: int,
         where: Callable[[Any], str],
         *,
+        num_groups: int = 1,
         meets: bool,
     ) -> None:
         self._num_rows = num_rows
+        self._tower_rows = num_rows * num_groups
         self._batch_rows = batch_rows
         self._whole = whole
         self._all_rows = whole if meets else 0
@@ -63,7 +66,7 @@ class Counting:
             return replace(
                 flow,
                 counted=counted,
-                is_mean=is_mean(name, inputs, numbers, num_rows),
+                is_mean=is_mean(name, inputs, numbers, num_rows, self._tower_rows),
                 beside=self._beside(equation, name, inputs),
             )
         if flow.word == "free":
@@ -73,7 +76,7 @@ class Counting:
                 of_all=is_of_all(name, inputs),
                 is_share=is_share(name, inputs, self._all_rows // num_rows),
                 is_steady=self._is_steady(equation, name, inputs),
-                per_row=per_row(name, inputs, num_rows),
+                per_row=per_row(name, inputs, num_rows, self._tower_rows),
             )
         return replace(flow, counted=counted)
 
@@ -92,7 +95,7 @@ class Counting:
         shapes = [getattr(atom.aval, "shape", ()) for atom in equation.invars + equation.outvars]
         if any(row_axes(shape, self._num_rows, 0) for shape in shapes):
             return False  # it is there once for every row
-        return is_steady(name, inputs, self._num_rows, self._whole // self._num_rows)
+        return is_steady(name, inputs, self._tower_rows, self._whole // self._num_rows)
 
     def _beside(self, equation: Any, name: str, inputs: list[Flow]) -> str | None:
         """Where a number that every tower has was added to a sum over rows."""

@@ -10,7 +10,9 @@ from multitower.checks import operations
 from multitower.checks.flow import Flow
 
 
-def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_rows: int) -> bool:
+def is_mean(
+    name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_rows: int, tower_rows: int
+) -> bool:
     """Whether an operation makes a mean of sums over rows, or of other means.
 
     Args:
@@ -18,6 +20,7 @@ def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_row
         inputs: what is known of its inputs.
         numbers: the numbers among these; see `numbers_of`.
         num_rows: the number of rows.
+        tower_rows: that of the whole tower, if `num_rows` are part of it.
     """
     linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
     if linear and all(linear):
@@ -28,7 +31,7 @@ def is_mean(name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_row
     if name == "div":
         return inputs[1].is_share or any(divides(num_rows, number) for number in numbers)
     if name in ("mul", "dot_general"):
-        return any(divides(num_rows, 1 / n) or _is_quotient(n, num_rows) for n in numbers)
+        return any(divides(num_rows, 1 / n) or _is_quotient(n, tower_rows) for n in numbers)
     return False
 
 
@@ -85,19 +88,20 @@ def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int)
     return not any(counts_rows(times * n, num_rows) for n in numbers for times in (1, 2))
 
 
-def per_row(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
+def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int) -> bool:
     """Whether an operation multiplies what is free of rows by their number, or keeps such a thing.
 
     Args:
         name: the operation.
         inputs: what is known of its inputs.
         num_rows: the number of rows.
+        tower_rows: as for `is_mean`.
     """
     before = [flow.per_row for flow in inputs if flow.value is None]
     numbers = [abs(number) for number in numbers_of(inputs)]
     by_rows = name == "mul" and any(divides(num_rows, number) for number in numbers)
     if name == "div" and inputs[1].value is not None:  # by N / rows, for N rows of a data set
-        by_rows = any(_is_quotient(number, num_rows) for number in numbers)
+        by_rows = any(_is_quotient(number, tower_rows) for number in numbers)
     if by_rows:
         return not any(before)
     keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")

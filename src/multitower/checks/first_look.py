@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from multitower.checks.copies import writes_in
 from multitower.checks.flow import Flow, operation_at, rows_of
+from multitower.checks.operations import FINDS
 from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, Problem, same_numbers, table, unread
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
@@ -191,6 +192,9 @@ def read_tower(
     flows += [Flow(is_steady=True)] * (len(program.in_avals) - len(flows))
     try:
         reading = read(program, flows, num_rows, batch_rows, num_towers)
+        if times > 1:
+            chunks = read(program, flows, prime, batch_rows, num_towers, num_groups=times)
+            reading = _with_chunks(reading, chunks)
         return reading, Results.of(reading, tree, num_rows, writes_in(program, written))
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
@@ -198,6 +202,23 @@ def read_tower(
             f"{type(error).__name__}: {error}. Please report it with the function."
         )
         return None
+
+
+def _with_chunks(reading: Reading, chunks: Reading) -> Reading:
+    """A reading of rows that come in groups, with what becomes of chunks of rows.
+
+    `x.reshape(4, -1)` has no axis of all rows. Read with a number of rows that divides that of a
+    chunk, each chunk has its rows, and it is known what a loop over chunks adds up.
+
+    Args:
+        reading: the reading, with axes of all rows.
+        chunks: the same, with axes of part of the rows, too.
+    """
+    operations_of = lambda flow: {operation_at(place) for place in flow.mixed}
+    is_cut = lambda flow: operations_of(flow) == {"reshape"}
+    is_known = lambda flow: not operations_of(flow) & {*FINDS, "slice"}  # it takes one chunk
+    pairs = zip(reading.outputs, chunks.outputs, strict=True)
+    return reading._replace(outputs=[b if is_cut(a) and is_known(b) else a for a, b in pairs])
 
 
 def _read_in_groups(

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jax.extend import core
 
-from multitower.checks.equations import program_inside
+from multitower.checks.equations import follow, program_inside
 from multitower.checks.flow import Flow, Word, all_places, join, join_all, roots_of
 from multitower.engines.segments import num_same
 
@@ -157,23 +157,31 @@ def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:
         num_carried: the number of those that are carried, which come next.
     """
     jaxpr = getattr(program, "jaxpr", program)
-    carried = jaxpr.invars[num_shared : num_shared + num_carried]
-    made_by = {atom: equation for equation in jaxpr.eqns for atom in equation.outvars}
+    num_rest = len(jaxpr.invars) - num_shared - num_carried
+    carried = [_Sum(frozenset([number]), number) for number in range(num_carried)]
+    given = [*[_Sum()] * num_shared, *carried, *[_Sum()] * num_rest]
+    outputs = follow(program, given, lambda *_: _Sum(), _added)
+    used = frozenset[int]().union(*(found.uses for found in outputs[num_carried:]))
+    return [outputs[n].of == n and n not in used for n in range(num_carried)]
 
-    def adds(number: int) -> bool:
-        own, new = carried[number], jaxpr.outvars[number]
-        if new is own:
-            return True
-        equation = _made(new, made_by)
-        if equation is None or equation.primitive.name not in ("add", "add_any"):
-            return False
-        parts = [_unchanged(atom, made_by) for atom in equation.invars]
-        others = [atom for atom in parts if atom is not own]
-        return len(others) == 1 and not _roots(others[0], made_by, set(carried))
 
-    stacked = jaxpr.outvars[num_carried:]
-    used = set[Any]().union(*(_roots(atom, made_by, set(carried)) for atom in stacked))
-    return [adds(number) and carried[number] not in used for number in range(num_carried)]
+class _Sum(NamedTuple):
+    """Which carried values a value in a loop depends on, and to which one it only adds."""
+
+    uses: frozenset[int] = frozenset()
+    of: int | None = None
+
+
+def _added(equation: Any, given: list[_Sum]) -> list[_Sum]:
+    name, inside = equation.primitive.name, program_inside(equation.params, len(given))
+    if inside is not None and name not in INSIDE:  # jax.checkpoint, jax.jit
+        return follow(inside, given, lambda *_: _Sum(), _added)
+    uses = frozenset[int]().union(*(one.uses for one in given))
+    if name in _SAME or name in ("add", "add_any"):
+        depend = [one for one in given if one.uses]
+        if len(depend) == 1:
+            return depend
+    return [_Sum(uses)] * len(equation.outvars)
 
 
 def frozen_by_row(program: Any) -> list[bool]:
@@ -215,20 +223,3 @@ def _unchanged(atom: Any, made_by: Mapping[Any, Any]) -> Any:
             break
         atom = equation.invars[0]
     return atom
-
-
-def _roots(atom: Any, made_by: Mapping[Any, Any], wanted: set[Any]) -> set[Any]:
-    """Which of the wanted values a value depends on."""
-    found: set[Any] = set()
-    seen: set[Any] = set()
-    waiting = [atom]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, core.Literal) or one in seen:
-            continue
-        seen.add(one)
-        if one in wanted:
-            found.add(one)
-        equation = made_by.get(one)
-        waiting.extend(equation.invars if equation is not None else ())
-    return found

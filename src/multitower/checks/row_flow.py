@@ -80,6 +80,8 @@ def read(
     num_rows: int,
     batch_rows: int = 0,
     num_towers: int = 0,
+    *,
+    num_groups: int = 1,
 ) -> Reading:
     """Reads what a program does with rows.
 
@@ -91,24 +93,29 @@ def read(
         num_towers: the number of towers, which divides the size of no other axis; 0 if the function
             cannot tell. Where towers meet, an axis with the rows of all towers does not count as an
             axis of rows: a function that asks for these means to bring rows together.
+        num_groups: how often `num_rows` goes into the number of rows of the tower.
 
     Returns:
         The reading.
     """
     meets = first_collective(program) is not None
-    reader = _Reader(num_rows, batch_rows, num_rows * num_towers, meets=meets)
+    reader = _Reader(num_rows, batch_rows, num_rows * num_towers, num_groups, meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
     return Reading(outputs, *found)
 
 
 class _Reader:
-    def __init__(self, num_rows: int, batch_rows: int, whole: int, *, meets: bool) -> None:
+    def __init__(
+        self, num_rows: int, batch_rows: int, whole: int, num_groups: int, *, meets: bool
+    ) -> None:
         self.num_rows = num_rows
         self._all_rows = whole if meets else 0
         self._calls: list[Any] = []
         self._batches = set[Any]()
-        self.counting = Counting(num_rows, batch_rows, whole, self.where, meets=meets)
+        self.counting = Counting(
+            num_rows, batch_rows, whole, self.where, num_groups=num_groups, meets=meets
+        )
         self._sorts = itertools.count()
         self.draws: list[str] = []
         self.tables: dict[int, str] = {}
