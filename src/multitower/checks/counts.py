@@ -11,7 +11,11 @@ from multitower.checks.flow import Flow
 
 
 def is_mean(
-    name: str, inputs: Sequence[Flow], numbers: Sequence[float], num_rows: int, tower_rows: int
+    name: str,
+    inputs: Sequence[Flow],
+    numbers: Sequence[float],
+    num_rows: int,
+    tower_rows: int = 0,
 ) -> bool:
     """Whether an operation makes a mean of sums over rows, or of other means.
 
@@ -20,8 +24,9 @@ def is_mean(
         inputs: what is known of its inputs.
         numbers: the numbers among these; see `numbers_of`.
         num_rows: the number of rows.
-        tower_rows: that of the whole tower, if `num_rows` are part of it.
+        tower_rows: that of the whole tower, if `num_rows` are part of it; else 0.
     """
+    tower_rows = tower_rows or num_rows
     linear = [flow.is_mean for flow in inputs if flow.word == "linear"]
     if linear and all(linear):
         return True
@@ -88,7 +93,7 @@ def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int)
     return not any(counts_rows(times * n, num_rows) for n in numbers for times in (1, 2))
 
 
-def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int) -> bool:
+def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int = 0) -> bool:
     """Whether an operation multiplies what is free of rows by their number, or keeps such a thing.
 
     Args:
@@ -101,7 +106,7 @@ def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int) -
     numbers = [abs(number) for number in numbers_of(inputs)]
     by_rows = name == "mul" and any(divides(num_rows, number) for number in numbers)
     if name == "div" and inputs[1].value is not None:  # by N / rows, for N rows of a data set
-        by_rows = any(_is_quotient(number, tower_rows) for number in numbers)
+        by_rows = any(_is_quotient(number, tower_rows or num_rows) for number in numbers)
     if by_rows:
         return not any(before)
     keeps = name in operations.KEEP_THE_SIZE or name in ("neg", "reduce_sum")

@@ -116,7 +116,7 @@ class Results(NamedTuple):
                     place = next((p for p in flow.mixed if line_at(p) in unknown), flow.mixed[0])
                     why = WHY_MIXED.get(operation_at(place), MIXED)
                     problems.append(Problem("mixed rows", one.name, place, why))
-            elif flow.is_sum and not (one.kind == "aux" and one.ndim):
+            elif flow.is_sum:
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
             elif flow.beside_mean:
                 problems.append(Problem("sum", one.name, flow.beside_mean, BESIDE))
