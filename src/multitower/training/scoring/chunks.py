@@ -18,6 +18,24 @@ from multitower.towers.same_call import check_alike
 from multitower.towers.split import on_one_device
 
 
+class Where(NamedTuple):
+    """Where a model is scored; arguments of `make_parallel`, which can be the key of a cache."""
+
+    devices: Any
+    towers: int | None
+    stages: int | None
+    layout: tuple[int, int] | None
+    interleave: bool
+
+    def place(self, rows: LazyRows) -> Any:
+        """Copies each tower's rows to its device."""
+        return shard(rows, devices=self.devices, towers=self.towers)
+
+    def shared(self, tree: Any) -> Any:
+        """What all chunks share; for stages as JAX arrays, which they copy only once."""
+        return tree if self.stages is None else jax.tree.map(_unchanging, tree)
+
+
 class Chunk(NamedTuple):
     """Some rows, padded with copies of rows to the size that the program was compiled for.
 
@@ -45,22 +63,21 @@ def is_iterator(data: Any) -> bool:
     return is_leaf and isinstance(data, Iterable) and not is_batch
 
 
-def chunks(
-    data: Any, global_batch: int, place: Callable[[LazyRows], Any] | None
-) -> Iterator[Chunk]:
+def chunks(data: Any, global_batch: int, where: Where) -> Iterator[Chunk]:
     """Yields the rows in their order, each once, in chunks.
 
     Args:
         data: a pytree of arrays with one example per row, or an iterator of such batches.
         global_batch: rows of a chunk, 1 or more; chunks are smaller if the data, or the first
             batch, have fewer rows.
-        place: copies rows to the devices; None to leave them on the host.
+        where: where they will be scored; for stages they stay on the host.
 
     Raises:
         BatchError: no rows, arrays with different numbers of rows, a wrong `global_batch`, or an
             iterator without batches.
     """
     global_batch = whole_number("global_batch", global_batch, 1, BatchError)
+    place = None if where.stages else where.place
     size: int | None = None
     for batch in data if is_iterator(data) else [data]:
         parts = take_apart(batch, 0, name="data")
@@ -99,11 +116,6 @@ def num_rows_of_all(data: Any) -> int | None:
     return None if is_iterator(data) else take_apart(data, 0, name="data").num_rows
 
 
-def place_on(devices: Any, towers: int | None) -> Callable[[LazyRows], Any]:
-    """Makes a function that copies each tower's rows to its device."""
-    return lambda rows: shard(rows, devices=devices, towers=towers)
-
-
 def _of_batch(
     batch: Any, parts: Parts, size: int, place: Callable[[LazyRows], Any] | None
 ) -> Iterator[Chunk]:
@@ -120,6 +132,14 @@ def _of_batch(
 
         rows = some(np.arange(size)) if place is None else place(LazyRows(size, some))
         yield Chunk(rows, min(size, num_rows - start), num_rows % size != 0)
+
+
+def cached(make: Any, fn: Callable[..., Any], where: Where) -> Any:
+    """What a function with a cache makes of `fn`; it is made anew if `fn` is not hashable."""
+    try:
+        return make(fn, where)
+    except TypeError:  # an unhashable callable cannot be cached
+        return make.__wrapped__(fn, where)
 
 
 def for_each_chunk(
@@ -149,14 +169,14 @@ def for_each_chunk(
     return num_rows
 
 
-def unchanging(leaf: Any) -> Any:
+def _unchanging(leaf: Any) -> Any:
     """A NumPy array as a JAX array in the host's memory, which stages copy only once."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
 
 
-def check_same_data(call: str, data: Any, global_batch: int, devices: Any, towers: Any) -> None:
+def check_same_data(call: str, data: Any, global_batch: int, where: Where) -> None:
     """Compares the numbers of rows; call it on every process.
 
     A process with more rows than another one would wait for it for ever.
@@ -165,14 +185,13 @@ def check_same_data(call: str, data: Any, global_batch: int, devices: Any, tower
         call: the name of the function that scores.
         data: as for `chunks`. How many batches an iterator has is not known.
         global_batch: as for `chunks`.
-        devices: as for `multitower.devices`.
-        towers: the number of towers, or None.
+        where: where they will be scored.
 
     Raises:
         ArgumentError: in every process, if they have different numbers of rows.
         BatchError: arrays with different numbers of rows.
     """
-    placement = place(devices, towers)
+    placement = place(where.devices, where.towers)
     if placement.spans_processes:
         settings = {"global_batch": str(global_batch), "the number of rows": num_rows_of_all(data)}
         advice = "Each of them passes all rows, not a part of them."

@@ -19,11 +19,11 @@ from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.towers.surroundings import refuse_traced
 from multitower.training.scoring.chunks import (
+    Where,
+    cached,
     check_same_data,
     chunks,
     for_each_chunk,
-    place_on,
-    unchanging,
 )
 from multitower.training.scoring.exact_sums import ExactSums
 
@@ -107,18 +107,13 @@ def evaluate(
 
     check_reduction(reduction)
     refuse_traced("multitower.evaluate", params, dataset, model_state)
-    where = tuple(devices) if isinstance(devices, list) else devices
-    cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
-    try:
-        score = _scorer(metrics, where, towers, **cut)
-    except TypeError:  # an unhashable callable cannot be cached
-        score = _scorer.__wrapped__(metrics, where, towers, **cut)
+    hashable = tuple(devices) if isinstance(devices, list) else devices
+    where = Where(hashable, towers, stages, layout, interleave)
+    score = cached(_scorer, metrics, where)
     state = model_state_for(metrics, model_state, "the function metrics", "evaluate")
     warn_of_training_mode(metrics, "metrics", "evaluate")
-    check_same_data("evaluate", dataset, global_batch, devices, towers)
-    shared = (in_evaluation_mode(params), state)
-    if stages is not None:
-        shared = jax.tree.map(unchanging, shared)
+    check_same_data("evaluate", dataset, global_batch, where)
+    shared = where.shared((in_evaluation_mode(params), state))
     seen: dict[str, list[ExactSums]] = {}
 
     def read(scores: Scores, num_real: int) -> None:
@@ -128,11 +123,8 @@ def evaluate(
             for part, values in zip(kept, parts, strict=True):
                 part.add(whole_on_host(values)[:num_real])  # host-device sync
 
-    num_rows = for_each_chunk(
-        lambda rows: score(shared, rows),
-        read,
-        chunks(dataset, global_batch, None if stages else place_on(devices, towers)),
-    )
+    each = chunks(dataset, global_batch, where)
+    num_rows = for_each_chunk(lambda rows: score(shared, rows), read, each)
     sums = {name: [part.total() for part in parts] for name, parts in seen.items()}
     divisor = num_rows if reduction == "mean" else 1
     return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}
@@ -199,9 +191,7 @@ def _parts(value: Any, num_rows: int) -> Any:
 
 
 @functools.lru_cache(maxsize=16)  # an evaluation after every epoch compiles once
-def _scorer(
-    metrics: Callable[..., Any], devices: DeviceSpec | None, towers: int | None, **cut: Any
-) -> Callable[..., Scores]:
+def _scorer(metrics: Callable[..., Any], where: Where) -> Callable[..., Scores]:
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
 
     def score_rows(shared: tuple[Any, Any], batch: Any) -> Scores:
@@ -212,5 +202,4 @@ def _scorer(
         _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
-    where: dict[str, Any] = {"devices": devices, "towers": towers}
-    return make_parallel(score_rows, in_axes=(None, 0), **where, **cut)
+    return make_parallel(score_rows, in_axes=(None, 0), **where._asdict())

@@ -16,11 +16,11 @@ from multitower.steps.loss import model_state_for, takes_model_state
 from multitower.towers.leaves import is_key
 from multitower.towers.surroundings import refuse_traced
 from multitower.training.scoring.chunks import (
+    Where,
+    cached,
     check_same_data,
     chunks,
     for_each_chunk,
-    place_on,
-    unchanging,
 )
 
 
@@ -85,18 +85,13 @@ def predict(
     from multitower.training.scoring.modes import warn_of_training_mode  # noqa: PLC0415 (importing stays quick)
 
     refuse_traced("multitower.predict", params, data, model_state)
-    where = tuple(devices) if isinstance(devices, list) else devices
-    cut: dict[str, Any] = {"stages": stages, "layout": layout, "interleave": interleave}
-    try:
-        run = _runner(fn, where, towers, **cut)
-    except TypeError:  # an unhashable callable cannot be cached
-        run = _runner.__wrapped__(fn, where, towers, **cut)
+    hashable = tuple(devices) if isinstance(devices, list) else devices
+    where = Where(hashable, towers, stages, layout, interleave)
+    run = cached(_runner, fn, where)
     state = model_state_for(fn, model_state, "the function", "predict")
     warn_of_training_mode(fn, "fn", "predict")
-    check_same_data("predict", data, global_batch, devices, towers)
-    shared = (in_evaluation_mode(params), state)
-    if stages is not None:
-        shared = jax.tree.map(unchanging, shared)
+    check_same_data("predict", data, global_batch, where)
+    shared = where.shared((in_evaluation_mode(params), state))
     found: list[list[np.ndarray[Any, Any]]] = []
     treedef: Any = None
     done = 0
@@ -109,17 +104,15 @@ def predict(
         if progress is not None:
             progress(done)
 
-    place = None if stages else place_on(devices, towers)
-    for_each_chunk(lambda rows: run(shared, rows), read, chunks(data, global_batch, place))
+    each = chunks(data, global_batch, where)
+    for_each_chunk(lambda rows: run(shared, rows), read, each)
     return jax.tree.unflatten(
         treedef, [np.concatenate(parts) for parts in zip(*found, strict=True)]
     )
 
 
 @functools.lru_cache(maxsize=16)  # repeated calls compile once
-def _runner(
-    fn: Callable[..., Any], devices: DeviceSpec | None, towers: int | None, **cut: Any
-) -> Callable[..., Any]:
+def _runner(fn: Callable[..., Any], where: Where) -> Callable[..., Any]:
     takes_state = takes_model_state(fn, "the function", "predict")
 
     def run(shared: tuple[Any, Any], batch: Any) -> Any:
@@ -133,5 +126,4 @@ def _runner(
                 )
         return found
 
-    where: dict[str, Any] = {"devices": devices, "towers": towers}
-    return make_parallel(run, in_axes=(None, 0), **where, **cut)
+    return make_parallel(run, in_axes=(None, 0), **where._asdict())
