@@ -69,6 +69,17 @@ def join_processes(
     jax.config.update("jax_enable_preemption_service", False)
     # Collectives of CPU devices between processes; JAX's default, made explicit.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    _initialize(coordinator, num_processes, process_id, bind)
+    if (gpus := gpus_of_process(os.environ)) is not None:
+        jax.config.update("jax_cuda_visible_devices", gpus)
+        jax.config.update("jax_rocm_visible_devices", gpus)
+    leave_on_errors()
+
+
+def _initialize(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, bind: str | None
+) -> None:
+    """Connects through JAX; `bind` is the only address on which process 0 listens, None for all."""
     try:
         jax.distributed.initialize(
             coordinator,
@@ -90,10 +101,6 @@ def join_processes(
         ) from error
     except RuntimeError as error:
         raise ConfigurationError(f"this process cannot connect to its run: {error}") from error
-    if (gpus := gpus_of_process(os.environ)) is not None:
-        jax.config.update("jax_cuda_visible_devices", gpus)
-        jax.config.update("jax_rocm_visible_devices", gpus)
-    leave_on_errors()
 
 
 def _checked(coordinator: Any, num_processes: Any, process_id: Any) -> tuple[str, int]:

@@ -139,17 +139,24 @@ def run(
         "seconds": round(time.perf_counter() - began, 3),
     }
     if directory is not None and (directory / PROFILE).exists():
-        result["profile"] = options.profile
-        layout = job.trainer.step.layout
-        if layout is not None:
-            # A trace from before a resume may be of another layout.
-            is_new = newest_trace(directory / PROFILE) != traced_before
-            found = traced_pipeline(result["pipeline"], layout, directory / PROFILE)
-            result["pipeline"]["traced"] = found if is_new else None
+        _note_profile(result, job, directory / PROFILE, traced_before)
     if directory is not None and write_report is not None:
         _write(directory, write_report, job, state, result)
     of_first(0)  # all processes wait until everything is written
     return result
+
+
+def _note_profile(
+    result: dict[str, Any], job: RecipeJob, profile: Path, traced_before: Path | None
+) -> None:
+    """Adds the steps of the profile to the result, and of stages what their trace shows."""
+    result["profile"] = job.options.profile
+    layout = job.trainer.step.layout
+    if layout is not None:
+        # A trace from before a resume may be of another layout.
+        is_new = newest_trace(profile) != traced_before
+        found = traced_pipeline(result["pipeline"], layout, profile)
+        result["pipeline"]["traced"] = found if is_new else None
 
 
 def _write(

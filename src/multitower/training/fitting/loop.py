@@ -10,7 +10,7 @@ from multitower.steps.state.train_state import TrainState
 from multitower.steps.step import TrainStep
 from multitower.training.checkpoints.saving import Saver
 from multitower.training.fitting.agreement import StopVote
-from multitower.training.fitting.calls import Feeding
+from multitower.training.fitting.calls import Call, Feeding
 from multitower.training.fitting.test_phase import TestPhase
 from multitower.training.progress import Hook, MetricsReader, flush_hooks
 
@@ -63,20 +63,7 @@ class Loop(NamedTuple):
         calls = self.feeding.calls(batches, first, last)
         with closing(calls) as ahead, self.profile as profile:
             while number < last:
-                try:
-                    call = next(ahead, None)
-                except Exception as error:  # of the user's loader, or of a wrong batch
-                    if saved := self._save_before_error(number, first, state):
-                        error.add_note(saved)
-                    raise
-                if call is None:
-                    saved = self._save_before_error(number, first, state)
-                    raise RunError(
-                        f"the batches ran out after step {number} of {last}: batches(first) "
-                        "must return an iterator that does not end before the run. For a loader "
-                        "that ends after an epoch, yield its batches again: while True: yield from "
-                        f"loader. {saved}".strip()
-                    )
+                call = self._next_call(ahead, number, (first, last), state)
                 num_rows = call.num_rows
                 profile.before(number, len(num_rows), state)
                 state, metrics = self.step(state, call.batch)
@@ -109,6 +96,27 @@ class Loop(NamedTuple):
                     raise self.saver.interrupted(stop, number)
         reader.read_waiting()
         return state
+
+    def _next_call(
+        self, ahead: Iterator[Call], number: int, run: tuple[int, int], state: TrainState
+    ) -> Call:
+        """The batches of the next call; if there are none, the steps so far are saved."""
+        first, last = run
+        try:
+            call = next(ahead, None)
+        except Exception as error:  # of the user's loader, or of a wrong batch
+            if saved := self._save_before_error(number, first, state):
+                error.add_note(saved)
+            raise
+        if call is not None:
+            return call
+        saved = self._save_before_error(number, first, state)
+        raise RunError(
+            f"the batches ran out after step {number} of {last}: batches(first) "
+            "must return an iterator that does not end before the run. For a loader "
+            "that ends after an epoch, yield its batches again: while True: yield from "
+            f"loader. {saved}".strip()
+        )
 
     def _save_before_error(self, number: int, first: int, state: TrainState) -> str:
         """Saves the steps so far, before an error of the batches ends the run; says so."""
