@@ -1,6 +1,6 @@
 """What surrounds a call of this library: another call or transformation, a mesh, `disable_jit`."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,7 +94,8 @@ def refuse_traced(call: str, *trees: Any) -> None:
     Raises:
         ArgumentError: the arrays in `trees` have no values yet.
     """
-    if are_traced(jax.tree.leaves(trees)):
+    # JAX warns of an iterator of batches in a tree, unless it is said to be a leaf.
+    if are_traced(jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Iterator))):
         raise ArgumentError(
             f"{call} is called inside jax.jit, jax.vmap, jax.lax.scan or the like, where arrays "
             "have no values yet, and it needs them. Call it outside."
