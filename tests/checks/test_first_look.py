@@ -239,9 +239,12 @@ def test_nothing_is_said_of_a_penalty_that_towers_share(share):
 def test_an_array_in_aux_that_adds_up_rows():
     # The lie: the rows of every class, or of every code of a codebook, are those of one tower.
     counted = lambda w, x: (losses(w, x), 0.9 * jax.lax.stop_gradient(w) + x.sum(0))
-    said = r"aux \(reduce_sum .*\): it is a sum over rows"
+    said = r"aux \(reduce_sum .*\): it is a sum over rows.*jax.lax.psum\(x, \"towers\"\) \* 1.0"
     with pytest.warns(mt.MultitowerWarning, match=said):
         look_at(mt.grad(counted, devices=2, has_aux=True), X)
+    advised = lambda w, x: (losses(w, x), jax.lax.psum(x.sum(0), "towers") * 1.0)
+    _, total = mt.grad(advised, devices=2, has_aux=True)(W, X)
+    np.testing.assert_allclose(total, X.sum(0), rtol=1e-5)
 
 
 def test_a_mean_and_what_counts_rows():

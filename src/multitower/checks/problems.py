@@ -157,7 +157,7 @@ TABLE = (
 )
 SUM = (
     "it is a sum over rows, and towers are averaged: with T towers it would be T times too small. "
-    "Return one value per row, or the mean{more}."
+    "Return one value per row, or the mean; or, if the sum is what you mean, {way_out}."
 )
 SUMMED_STATE = "it is kept for the next step, and it adds up rows. {way_out}"
 SUM_ALL = (
@@ -236,8 +236,8 @@ def needed_whole(name: str, whole: str, place: str | None) -> Problem:
 
 def summed(name: str, place: str | None, *, is_loss: bool) -> Problem:
     """The problem that a result is a sum over rows, and towers are averaged."""
-    more = "; or, if the sum is what you mean, say reduction='sum'" if is_loss else ""
-    return Problem("sum", name, place, SUM.format(more=more))
+    way_out = "say reduction='sum'" if is_loss else 'write jax.lax.psum(x, "towers") * 1.0 for x'
+    return Problem("sum", name, place, SUM.format(way_out=way_out))
 
 
 def summed_state(name: str, place: str | None, way_out: str) -> Problem:
