@@ -68,8 +68,9 @@ class Segment:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """The values of `outputs`, from those of `inputs`; traceable and differentiable."""
         known = {**self.consts, **dict(zip(self.inputs, values, strict=True))}
+        ends = (*self.inputs, *self.outputs)
         for step in self.steps:
-            _refuse_refs_among((*self.inputs, *self.outputs), step)
+            _refuse_refs_among(ends, step)
             results = compute(step.equation, values_of(step.inputs, known))
             known.update(zip(step.outputs, results, strict=True))
         return values_of(self.outputs, known)

@@ -93,8 +93,8 @@ def evaluate(
         OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
             values between towers, if `global_batch` does not divide the number of examples.
         ArgumentError: `metrics` needs a `model_state` and there is none; it cannot be cut into so
-            many stages; processes pass different numbers of rows; or it
-            is called inside `jax.jit` or the like.
+            many stages; processes pass different numbers of rows; or it is called inside
+            `jax.jit` or the like.
 
     Example:
         >>> import numpy as np
