@@ -264,11 +264,21 @@ def first_half(w, x):
     return ((z[: len(z) // 2] - z[len(z) // 2 :]) ** 2).mean()
 
 
-@pytest.mark.parametrize("loss", [halves, first_half])
+def views(w, x):
+    z = (2 * jnp.tanh(x @ w)).reshape(2, -1)
+    return ((z[0] - z[1]) ** 2).mean()
+
+
+def unpacked_views(w, x):
+    one, other = jnp.tanh(x @ w).reshape(2, -1)
+    return jnp.vdot(one, 2 * other) / len(x)
+
+
+@pytest.mark.parametrize("loss", [halves, first_half, views, unpacked_views])
 @pytest.mark.parametrize("entry", ["value_and_grad", "same bits"])
 def test_halves_of_the_batch_are_not_those_of_a_tower(entry, loss):
     # The lie: two views of an image are compared, and they are views of two images.
-    said = r"loss \((split|slice) at .*\): a part of the rows is taken.*view1"
+    said = r"loss \((split|slice|chunks) at .*\): a part of the rows is taken.*view1"
     with pytest.warns(mt.MultitowerWarning, match=said):
         ENTRIES[entry](loss)(W, X)
 
@@ -318,8 +328,13 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         lambda w, x: in_chunks(w, x)[0] * (1000 / len(x)),  # of a data set of 1000 rows
         lambda w, x: mt.ratio(*in_chunks(w, x)),
         lambda w, x: sum(z**2 for z in jnp.split(jnp.concatenate([x, 2 * x]) @ w, 2)),
+        lambda w, x: sum(losses(w, rows).sum() for rows in x.reshape(2, -1, 3)) / len(x),
+        lambda w, x: jnp.stack([losses(w, rows) for rows in x.reshape(2, -1, 3)]).mean(),
     ],
-    ids=["neighbours", "pairs", "chunks", "mean", "data set", "ratio", "views of a row"],
+    ids=[
+        "neighbours", "pairs", "chunks", "mean", "data set", "ratio", "views of a row",
+        "loop of Python", "loop that stacks",
+    ],
 )
 def test_nothing_is_said_of_groups_of_rows(loss):
     look_at(mt.grad(loss, devices=2), X)  # warnings are errors

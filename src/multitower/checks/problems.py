@@ -99,7 +99,10 @@ PARTS = (
     "mt.all_rows(x)."
 )
 # By the operation that brought rows together.
-WHY_MIXED = {"split": PARTS, "slice": PARTS, "reduce_max": LARGEST, "reduce_min": LARGEST}
+WHY_MIXED = {
+    **dict.fromkeys(("split", "slice", "chunks"), PARTS),
+    **dict.fromkeys(("reduce_max", "reduce_min"), LARGEST),
+}
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "
     "without towers= the number of devices decides how many rows these are. Fix the number of "

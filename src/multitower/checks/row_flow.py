@@ -22,6 +22,7 @@ from multitower.checks.along_rows import (
     takes_one_of_each_group,
     works_along_rows,
 )
+from multitower.checks.chunks import pairs_chunks, with_chunks
 from multitower.checks.counting import Counting
 from multitower.checks.equations import (
     computed,
@@ -37,6 +38,7 @@ from multitower.checks.flow import (
     Word,
     all_places,
     ends_of,
+    line_at,
     place_of,
     roots_of,
     settled,
@@ -110,6 +112,7 @@ class _Reader:
         self, num_rows: int, batch_rows: int, whole: int, num_groups: int, *, meets: bool
     ) -> None:
         self.num_rows = num_rows
+        self._tower_rows = num_rows * num_groups
         self._all_rows = whole if meets else 0
         self._calls: list[Any] = []
         self._batches = set[Any]()
@@ -168,7 +171,8 @@ class _Reader:
         inputs = self._without_empty(equation, inputs)
         plain = lambda flows: self._result(equation, name, flows)
         found = in_order(equation, inputs, plain, self)
-        return found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
+        found = found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
+        return with_chunks(equation, inputs, found, self._tower_rows)
 
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
@@ -242,6 +246,8 @@ class _Reader:
         rows_in = max(len(self.row_axes(atom)) for atom in equation.invars)
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
         place = self.where(equation)
+        if pairs_chunks(equation, inputs):
+            return ("by row" if has_rows else "mixed"), None, f"chunks at {line_at(place)}"
         if works_along_rows(equation, inputs, self.num_rows, self._all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
