@@ -332,8 +332,15 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         lambda w, x: jnp.stack([losses(w, rows) for rows in x.reshape(2, -1, 3)]).mean(),
     ],
     ids=[
-        "neighbours", "pairs", "chunks", "mean", "data set", "ratio", "views of a row",
-        "loop of Python", "loop that stacks",
+        "neighbours",
+        "pairs",
+        "chunks",
+        "mean",
+        "data set",
+        "ratio",
+        "views of a row",
+        "loop of Python",
+        "loop that stacks",
     ],
 )
 def test_nothing_is_said_of_groups_of_rows(loss):

@@ -48,8 +48,7 @@ def with_chunks(
 
 def _chunks(equation: Any, inputs: Sequence[Flow], tower_rows: int) -> Sequence[int | None]:
     """The chunk of each result."""
-    shapes = [getattr(atom.aval, "shape", ()) for atom in equation.invars]
-    results = [getattr(atom.aval, "shape", ()) for atom in equation.outvars]
+    shapes, results = map(_shapes, (equation.invars, equation.outvars))
     name, params = equation.primitive.name, equation.params
     if name == "reshape" and shapes[0][:1] == (tower_rows,):
         (shape,) = results
@@ -67,3 +66,7 @@ def _chunks(equation: Any, inputs: Sequence[Flow], tower_rows: int) -> Sequence[
     if name == "slice" and results[0][:1] == (1,):
         return [params["start_indices"][0]]
     return [ALL_CHUNKS if result[:2] == shape[:2] else None for result in results]
+
+
+def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [getattr(atom.aval, "shape", ()) for atom in atoms]
