@@ -9,8 +9,8 @@ ORDER: tuple[Word, ...] = ("free", "by row", "linear", "mixed")
 
 # At most so many places are kept for messages.
 _PLACES = 8
-# A value's chunk if it has all of them, along axis 0.
-ALL_CHUNKS = -1
+# A value's chunk if it has all of them, along axis 0, or if it is a sum of several.
+ALL_CHUNKS, SUM_OF_CHUNKS = -1, -2
 
 
 class Order(NamedTuple):
@@ -66,8 +66,8 @@ class Flow:
         held: for a mixed value, the operation that wrote rows into it, took one of them or their
             largest, and its line: it is no mean over rows.
         order: the order that its rows are in, if they were sorted; see `orders`.
-        chunk: the number of the chunk whose rows it has, or ALL_CHUNKS, if the rows were laid out
-            in chunks; see `chunks`.
+        chunk: the number of the chunk whose rows it has, ALL_CHUNKS or SUM_OF_CHUNKS, if the rows
+            were laid out in chunks; see `chunks`.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
             the program, as the product of a shape. A scalar for an array of equal elements.
     """

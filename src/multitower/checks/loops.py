@@ -6,8 +6,18 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.extend import core
 
+from multitower.checks.chunks import pairing
 from multitower.checks.equations import follow, program_inside
-from multitower.checks.flow import Flow, Word, all_places, join, join_all, roots_of
+from multitower.checks.flow import (
+    ALL_CHUNKS,
+    SUM_OF_CHUNKS,
+    Flow,
+    Word,
+    all_places,
+    join,
+    join_all,
+    roots_of,
+)
 from multitower.engines.segments import num_same
 
 # Operations that do not change a value.
@@ -45,7 +55,12 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     num_shared = num_same(equation.invars, inner.invars) - num_carried
     xs = equation.invars[num_shared + num_carried :]
     over_rows = any(0 in reader.row_axes(atom) for atom in xs)
+    num_given = num_shared + num_carried
+    over_chunks = any(flow.chunk == ALL_CHUNKS for flow in inputs[num_given:])
+    inputs = [*inputs[:num_given], *(replace(flow, chunk=None) for flow in inputs[num_given:])]
     outputs = _loop(reader, program, inputs, num_shared, num_carried)
+    if over_chunks:
+        return _scan_chunks(reader, equation, outputs, sums_up(program, num_shared, num_carried))
     is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
     if not (over_rows and is_carried):
         return outputs
@@ -69,6 +84,33 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             ends=frozenset([place]),
         )
         for atom, flow in zip(equation.outvars, outputs, strict=True)
+    ]
+
+
+def _scan_chunks(
+    reader: Reader, equation: Any, outputs: list[Flow], adds: Sequence[bool]
+) -> list[Flow]:
+    """What a loop over chunks of rows gives: it brings chunks together if it carries rows on.
+
+    Args:
+        reader: knows the operation's line.
+        equation: the loop.
+        outputs: what is known of its results, as if chunks were nothing special.
+        adds: for each value that it carries, whether a turn only adds to it.
+    """
+    carried = zip(adds, outputs, strict=False)
+    if any(flow.word == "by row" and not only_adds for only_adds, flow in carried):
+        place = pairing(reader.where(equation))
+        return [
+            flow
+            if flow.word == "free"
+            else replace(flow, mixed=all_places([flow], [place]), roots=roots_of([flow], place))
+            for flow in outputs
+        ]
+    chunks = [SUM_OF_CHUNKS] * len(adds) + [ALL_CHUNKS] * (len(outputs) - len(adds))
+    return [
+        replace(flow, chunk=chunk) if flow.word == "by row" else flow
+        for flow, chunk in zip(outputs, chunks, strict=True)
     ]
 
 

@@ -22,7 +22,7 @@ from multitower.checks.along_rows import (
     takes_one_of_each_group,
     works_along_rows,
 )
-from multitower.checks.chunks import pairs_chunks, with_chunks
+from multitower.checks.chunks import pairing, pairs_chunks, with_chunks
 from multitower.checks.counting import Counting
 from multitower.checks.equations import (
     computed,
@@ -38,7 +38,6 @@ from multitower.checks.flow import (
     Word,
     all_places,
     ends_of,
-    line_at,
     place_of,
     roots_of,
     settled,
@@ -247,7 +246,7 @@ class _Reader:
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
         place = self.where(equation)
         if pairs_chunks(equation, inputs):
-            return ("by row" if has_rows else "mixed"), None, f"chunks at {line_at(place)}"
+            return ("by row" if has_rows else "mixed"), None, pairing(place)
         if works_along_rows(equation, inputs, self.num_rows, self._all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation
