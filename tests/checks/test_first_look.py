@@ -247,6 +247,17 @@ def test_an_array_in_aux_that_adds_up_rows():
     np.testing.assert_allclose(total, X.sum(0), rtol=1e-5)
 
 
+def test_means_that_a_program_lays_out_are_means():
+    # The lie: an operation that jnp.stack got in JAX 0.10 brings means together with themselves.
+    def loss(w, x):
+        z = x * w
+        one, other, _ = z.mean(0)
+        shares = jnp.zeros(3).at[z.argmax(1)].add(1 / len(z))
+        return (z**2).mean(), (jnp.stack([one, other, 3.0]), jnp.fft.rfft(z.mean(0)).real, shares)
+
+    look_at(mt.grad(loss, devices=2, has_aux=True), X)  # warnings are errors
+
+
 def test_a_mean_and_what_counts_rows():
     # The lie: log(sigma) times the number of rows of a tower, beside a mean.
     loss = lambda w, x: losses(w, x).mean() + len(x) * jnp.log(penalty(w))

@@ -35,7 +35,7 @@ def is_mean(
         return True
     if name == "div":
         return inputs[1].is_share or any(divides(num_rows, number) for number in numbers)
-    if name in ("mul", "dot_general"):
+    if name in ("mul", "dot_general", "scatter-add"):
         return any(divides(num_rows, 1 / n) or _is_quotient(n, tower_rows) for n in numbers)
     return False
 

@@ -7,9 +7,10 @@ LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
     "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
     "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
-    "optimization_barrier", "cumsum", "name", "sharding_constraint",
+    "optimization_barrier", "cumsum", "name", "sharding_constraint", "stack", "unstack", "tile",
+    "fft", "reduce_window_sum",
 }  # fmt: skip
-LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "select_n", "pad"}
+LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "stack", "select_n", "pad"}
 LINEAR_WITH_FREE = {"mul", "dot_general", "conv_general_dilated"}
 # They leave a number that is as large as one tower's sum over rows about as large.
 KEEP_THE_SIZE = {
@@ -22,7 +23,7 @@ WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0,
 # They hold rows, or one of their elements, in a value without an axis of rows.
 HOLDS = {
     "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "reduce_max", "reduce_min",
-    "scatter", "slice",
+    "scatter", "slice", "stack", "unstack",
 }  # fmt: skip
 SCATTERS = (
     "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max",

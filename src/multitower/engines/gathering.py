@@ -26,7 +26,7 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 _REMAT = ("checkpoint", "remat2")
 # These change the form of one array. Wherever the result is used, it is made from the shard again.
 _FORMS = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy"}
-_PARTS = {"slice", "dynamic_slice", "split", "rev", "concatenate"}
+_PARTS = {"slice", "dynamic_slice", "split", "unstack", "rev", "concatenate", "stack"}
 # Cheap to make again, or linear: their backward pass needs what goes in, not what comes out.
 _USES = {"dot_general", "conv_general_dilated", "gather", "mul", "add", "sub", "dynamic_slice"}
 # XLA's CPU compiler of JAX 0.10 drops barriers, and would join the second gather with the first.
