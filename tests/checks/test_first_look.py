@@ -294,6 +294,18 @@ def largest_view(w, x):
     return (x @ w).reshape(2, -1).max(0).mean()
 
 
+def smallest_and_largest(w, x):
+    pick = lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
+    low, high = jax.lax.reduce((x @ w, x @ w), (np.float32(9), np.float32(-9)), pick, (0,))
+    return high - low
+
+
+def test_a_reduction_of_a_users_own_brings_rows_together():
+    # The lie: what jax.lax.reduce does with two elements is done with each row.
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(reduce at .*\): rows are brought"):
+        look_at(mt.grad(smallest_and_largest, devices=2), X)
+
+
 def view_after_view(w, x):
     step = lambda before, z: (jnp.tanh(before + z), before)
     return jax.lax.scan(step, jnp.zeros(len(x) // 2), (x @ w).reshape(2, -1))[1].mean()

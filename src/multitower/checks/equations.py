@@ -13,6 +13,8 @@ from multitower.towers.leaves import is_key, is_traced
 _T = TypeVar("_T")
 
 _LOOPS = ("scan", "while", "cond")
+# The program inside jax.lax.reduce and reduce_window is one of two elements, not of the arrays.
+_FOLDS = {"dimensions", "window_dimensions"}
 # Enough for the numbers that a loss is divided by.
 _SMALL = 16
 _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
@@ -82,6 +84,8 @@ def computed(equation: Any, inputs: Sequence[Any]) -> Any:
 
 def program_inside(params: Mapping[str, Any], num_inputs: int) -> Any:
     """The program inside a call such as jit, checkpoint or a custom derivative, or None."""
+    if not _FOLDS.isdisjoint(params):
+        return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         program: Any = params.get(name)
         inner: Any = getattr(program, "jaxpr", program)
