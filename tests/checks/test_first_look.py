@@ -322,7 +322,9 @@ def test_views_by_reshape_are_not_those_of_a_tower(loss):
 
 
 @pytest.mark.parametrize("loss", [halves, first_half])
-@pytest.mark.parametrize("entry", ["value_and_grad", "same bits"])
+@pytest.mark.parametrize(
+    "entry", ["value_and_grad", pytest.param("same bits", marks=pytest.mark.slow)]
+)
 def test_halves_of_the_batch_are_not_those_of_a_tower(entry, loss):
     # The lie: two views of an image are compared, and they are views of two images.
     said = r"loss \((split|slice) at .*\): a part of the rows is taken.*view1"
@@ -486,7 +488,12 @@ def step_with_those_of_tower_0(**options):
 
 
 @pytest.mark.parametrize(
-    "run", [step_with_statistics, step_with_those_of_tower_0, value_with_statistics]
+    "run",
+    [
+        step_with_statistics,
+        pytest.param(step_with_those_of_tower_0, marks=pytest.mark.slow),
+        value_with_statistics,
+    ],
 )
 def test_batch_norm_without_towers_is_told_once(run):
     # The lie: another model on another number of devices, and nobody is told.
@@ -544,11 +551,13 @@ def summed_up(x):
     return jnp.cumsum(x, axis=0)
 
 
-MEETINGS = [turned_around, compared_with_all, largest_first, divided_by_their_norm,
-            decayed_by_a_scan, summed_up]  # fmt: skip
+MEETINGS = [turned_around, divided_by_their_norm, summed_up]
+MEETINGS_TOO = [compared_with_all, largest_first, decayed_by_a_scan]  # much as the others
 
 
-@pytest.mark.parametrize("mixed", MEETINGS)
+@pytest.mark.parametrize(
+    "mixed", [*MEETINGS, *(pytest.param(fn, marks=pytest.mark.slow) for fn in MEETINGS_TOO)]
+)
 def test_rows_that_meet_before_a_batch_norm_are_no_statistics(mixed):
     # The lie: a model keeps a running mean of what it makes of rows that met, so that nobody is
     # told of a loss that is not that of one device.
@@ -645,7 +654,7 @@ def count_in_aux(w, seen, x):
 
 
 @pytest.mark.parametrize("loss", [counting, counting_in_place])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.int32, marks=pytest.mark.slow)])
 def test_a_state_that_adds_up_rows_is_told(loss, dtype):
     # The lie: counts of a codebook or of classes that are T times too small, and nobody is told.
     said = r"model_state \(reduce_sum .*batch > 0.*\): it is kept for the next step, and it adds up"
@@ -657,7 +666,7 @@ def test_a_state_that_adds_up_rows_is_told(loss, dtype):
 
 
 @pytest.mark.parametrize("revived", [revived_by_where, revived_by_a_condition, revived_in_a_loop])
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_state_of_sums_is_told_when_unused_entries_are_replaced(revived, towers):
     # The lie: replacing the codes that nobody uses makes a mean of the counts of a codebook.
     def with_state(update):
@@ -699,7 +708,14 @@ def high(rows, w, batch, *, model_state):
     return losses(w, batch), {}, 0.9 * model_state + 0.1 * top
 
 
-@pytest.mark.parametrize("loss", [queueing, queueing_in_place, largest, high])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        queueing,
+        largest,
+        *(pytest.param(fn, marks=pytest.mark.slow) for fn in (queueing_in_place, high)),
+    ],
+)
 def test_a_state_that_holds_rows_is_told(loss):
     # The lie: a queue of rows that no batch has, means of different rows; a largest or a
     # percentile that is none.
@@ -877,7 +893,7 @@ def positions(w, x, y, table):
 
 
 @pytest.mark.parametrize("loss", [by_class, positions])
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_table_as_long_as_the_batch_is_told(loss, towers):
     # The lie: half a table, where an index that is too large is clamped.
     table = np.arange(8.0, dtype=np.float32)
@@ -1186,7 +1202,7 @@ def generated_with_a_key_per_row(w, key, x):
     ("loss", "key"),
     [
         (generated, jax.random.PRNGKey(0)),
-        (generated_with_a_key_per_row, jax.random.key(0)),
+        pytest.param(generated_with_a_key_per_row, jax.random.key(0), marks=pytest.mark.slow),
     ],
 )
 def test_a_generator_takes_nothing_but_the_number_of_rows(loss, key):
@@ -1203,7 +1219,7 @@ def test_a_permutation_mixes_no_rows():
     look_at(mt.grad(in_any_order, devices=2, in_axes=(None, 0, 0)), jax.random.key(0), X)
 
 
-@pytest.mark.parametrize("towers", [None, 8])
+@pytest.mark.parametrize("towers", [None, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_forgotten_array_beside_one_row_per_tower_is_told(towers):
     # The lie: in a tower of one row (1, 1) - (8, 1) broadcasts, to a loss of no program.
     def gradient(names, x, y):
@@ -1292,9 +1308,8 @@ def test_parameters_of_every_size(most):
 
 
 # Multiples of the reader's numbers of towers (11 and 13, and once 7), and its numbers of rows.
-@pytest.mark.parametrize(
-    "size", [28, *(pytest.param(size, marks=pytest.mark.slow) for size in (22, 26, 211, 223))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [28, 22, 26, 211, 223])
 def test_sizes_that_a_function_makes_itself(size):
     # The lie: a network that cuts images to 28 pixels is told that its BatchNorm adds up rows,
     # since the reader took the 784 pixels for a multiple of its number of towers.

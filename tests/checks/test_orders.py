@@ -88,9 +88,9 @@ def mixture(layer):
         put_back_by_the_inverse,
         put_back_by_writing,
         put_back_by_an_inverse_that_is_written,
-        with_a_rule_of_its_own,
+        pytest.param(with_a_rule_of_its_own, marks=pytest.mark.slow),
         sorted_beside_the_key,
-        two_experts_each,
+        pytest.param(two_experts_each, marks=pytest.mark.slow),
         added_to_the_token,
     ],
 )
