@@ -23,7 +23,7 @@ from same_bits_program import MODELS, OPTIMIZERS, fingerprints
 
 PROGRAM = PROGRAMS / "same_bits_program.py"
 
-EVERYDAY = ["mlp/adamw/float32", "mlp/sgd/bfloat16", "transformer/sgd/float32"]
+FIRST = ["mlp/adamw/float32", "mlp/sgd/bfloat16", "transformer/sgd/float32"]
 # Every model with sums, momenta and norms; every optimizer in both precisions.
 SLOW_8 = {
     "mlp": ["lion/float32", "adafactor/float32", "lamb/float32"],
@@ -50,11 +50,12 @@ def assert_same_bits(device_counts, towers, cases):
         assert other == first, f"{num_devices} devices differ from {device_counts[0]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "device_counts", "cases"),
     [
-        pytest.param(8, (1, 3), EVERYDAY[:2], id="8 towers"),
-        pytest.param(8, (1, 4), EVERYDAY[2:], id="dropout", marks=pytest.mark.slow),
+        pytest.param(8, (1, 3), FIRST[:2], id="8 towers"),
+        pytest.param(8, (1, 4), FIRST[2:], id="dropout"),
     ],
 )
 def test_same_bits_in_processes_with_other_device_counts(towers, device_counts, cases):
@@ -89,7 +90,7 @@ def test_twelve_towers_on_other_numbers_of_devices(cases):
 
 
 def test_the_slow_tables_leave_no_model_optimizer_or_precision_out():
-    cases = {tuple(case.split("/")) for case in [*itertools.chain(*names(SLOW_8)), *EVERYDAY]}
+    cases = {tuple(case.split("/")) for case in [*itertools.chain(*names(SLOW_8)), *FIRST]}
     dtypes = {"float32", "bfloat16"}
     assert {(o, d) for _, o, d in cases} == set(itertools.product(OPTIMIZERS, dtypes))
     assert {(m, d) for m, _, d in cases} == set(itertools.product(MODELS, dtypes))
@@ -100,7 +101,8 @@ def on_one_device():
     return fingerprints("mlp/sgd/float32", 6, 1)
 
 
-@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 3])
 def test_same_bits_on_a_part_of_the_devices(num_devices, on_one_device):
     assert fingerprints("mlp/sgd/float32", 6, num_devices) == on_one_device
 
@@ -193,6 +195,7 @@ def test_same_bits_with_nan_and_infinity_of_both_signs():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_same_bits_for_a_leaf_larger_than_a_buffer_that_devices_do_not_divide():
     """Lie: a large leaf, which travels in chunks, is added or cut in another way."""
     params = {"w": np.full(65 * 1024 + 3, 1e-3, np.float32), "b": np.float32(0)}
@@ -373,6 +376,7 @@ def test_mutation_the_same_rows_on_every_tower(monkeypatch):
     assert sums_on((1,)) != plain
 
 
+@pytest.mark.slow
 def test_mutation_keys_by_device_instead_of_by_tower(monkeypatch):
     def loss(w, batch, *, rng):
         return w * batch["x"] + jax.random.normal(rng, batch["x"].shape)
