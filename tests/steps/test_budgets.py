@@ -227,7 +227,9 @@ def test_programs_started_in_one_step(monkeypatch, devices, towers, expected):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}], ids=str
+    "options",
+    [{}, {"towers": 4}, pytest.param({"towers": 4, "shard_update": True}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_step_does_not_wait_for_the_devices(options):
     """A step is made while its batch is still held up on the devices."""

@@ -91,6 +91,7 @@ def test_model_state_keeps_its_dtype():
     np.testing.assert_allclose(state.model_state["mean"], BATCHES[0]["x"].mean(0), atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 def test_an_nnx_module_computes_in_bfloat16():
     nnx = pytest.importorskip("flax.nnx")
@@ -120,6 +121,7 @@ def test_other_dtypes_are_refused(dtype):
         mt.train_step(losses, optax.sgd(0.1), compute_dtype=dtype)
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_it(tmp_path):
     def fit(steps, **options):
         trainer = mt.Trainer(
@@ -139,7 +141,7 @@ def test_a_resume_keeps_it(tmp_path):
     "options",
     [
         {"compute_dtype": jnp.bfloat16, "clip_norm": 1.0},
-        {"compute_dtype": jnp.float16, "towers": 2},
+        pytest.param({"compute_dtype": jnp.float16, "towers": 2}, marks=pytest.mark.slow),
         *(
             pytest.param({"towers": 2, **options}, marks=pytest.mark.slow)
             for options in (

@@ -75,7 +75,7 @@ def numpy_norms(limit):
         pytest.param("blocks", None, marks=pytest.mark.slow),
         ("shards", LIMIT),
         pytest.param("stages", None, marks=pytest.mark.slow),
-        ("a call for all", LIMIT),
+        pytest.param("a call for all", LIMIT, marks=pytest.mark.slow),
         pytest.param("same bits", None, marks=pytest.mark.slow),
         pytest.param("blocks", LIMIT, marks=pytest.mark.slow),
         pytest.param("stages", LIMIT, marks=pytest.mark.slow),

@@ -69,6 +69,7 @@ def one_by_one():
     return told
 
 
+@pytest.mark.slow
 def test_law_l3_calls_have_the_bits_of_single_steps(in_calls, one_by_one, monkeypatch):
     """Meetings after steps 3 and 6, inside of calls and at their ends; ragged batches; short calls.
 

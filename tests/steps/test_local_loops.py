@@ -186,6 +186,7 @@ def test_a_replay_in_numpy_with_metrics_that_a_loss_averages_itself():
     np.testing.assert_allclose(state.local.params, own, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_written_into_a_state_is_that_of_every_tower():
     outcomes = []
     for options in ({}, {"steps_per_call": 2}):
@@ -211,6 +212,7 @@ def test_a_meeting_that_is_not_finite_is_told_in_its_step():
     assert_close(state.params, PARAMS)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_between_two_meetings(tmp_path):
     def batches(first):
         return iter(BATCHES[first:])

@@ -82,12 +82,13 @@ def test_a_masked_loss_and_its_metrics(options):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_towers", "options"),
     [
-        pytest.param(2, {"shard_params": True}, marks=pytest.mark.slow),
+        (2, {"shard_params": True}),
         (2, {"shard_update": True}),
-        pytest.param(4, {"towers": 4, "stages": 2}, marks=pytest.mark.slow),
+        (4, {"towers": 4, "stages": 2}),
     ],
     ids=["shard_params", "shard_update", "stages"],
 )

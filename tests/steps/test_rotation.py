@@ -307,7 +307,9 @@ def test_a_skipped_update_leaves_the_model_state_of_its_group():
     np.testing.assert_array_equal(state.local["params"]["w"][0], state.params["w"])
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
+)
 def test_law_l6_keys_in_the_model_state_differ_in_every_tower(make_key):
     # The lie: T towers that each begin with the same key, and T updates with the same mask.
     def loss(w, x, *, model_state):
@@ -531,7 +533,7 @@ def test_a_step_that_is_not_finite_is_left_out(bad):
     assert float(metrics["skipped"]) == 0
 
 
-@pytest.mark.parametrize("max_staleness", [None, 1, 0])
+@pytest.mark.parametrize("max_staleness", [None, pytest.param(1, marks=pytest.mark.slow), 0])
 def test_batches_from_the_host_and_from_prefetch_have_the_same_bits(max_staleness):
     # The lie: the 8 rows of an update are 8 from the host and, since they do not fill 6 towers, 12
     # from prefetch; a tower's own statistics then count some rows twice.

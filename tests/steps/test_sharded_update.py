@@ -194,6 +194,7 @@ def test_options_that_exclude_each_other():
         make(shard_update=True, skip_nonfinite=True)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_second_step():
     compiled = []
 

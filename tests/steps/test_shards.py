@@ -138,7 +138,7 @@ def nbytes(params, *names):
     return sum(params[name].nbytes for name in names)
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["params", pytest.param("update", marks=pytest.mark.slow)])
 def trained(request):
     """A step on three devices, its first state's arrays, and a later state."""
     step = make(3, ema_decay=0.9, diagnostics=True, skip_nonfinite=True, **WAYS[request.param])

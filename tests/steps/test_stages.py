@@ -150,6 +150,7 @@ def test_bfloat16_parameters_and_clipping():
     check(params=params, batches=X.astype(jnp.bfloat16), clip_norm=0.1, rtol=3e-2, ema_decay=0.9)
 
 
+@pytest.mark.slow
 def test_parameters_without_arrays():
     # The lie: an error of JAX about concatenating nothing, where it works without stages.
     more = {"clip_norm": 1.0, "skip_nonfinite": True, "diagnostics": True}
@@ -228,6 +229,7 @@ def test_an_equinox_model():
     check_model(lambda model, batch: (jax.vmap(model)(batch) ** 2).sum(1), model)
 
 
+@pytest.mark.slow
 def test_changed_learning_rates_and_states_of_other_steps():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     step, plain = make(optimizer=optimizer), make(optimizer=optimizer, stages=None)

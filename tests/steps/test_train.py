@@ -14,6 +14,11 @@ from tower_keys import tower_key
 from trees import assert_close
 
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
+slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
+fast_every_day = pytest.mark.parametrize("towers", [None, slowly(4)], ids=["fast", "same bits"])
+same_bits_every_day = pytest.mark.parametrize(
+    "towers", [slowly(None), 4], ids=["fast", "same bits"]
+)
 
 
 def where(towers):
@@ -95,7 +100,7 @@ def plain_loop(model_name):
 
 
 @pytest.mark.filterwarnings("ignore:random numbers")  # a dropout rate of 0, drawn all the same
-@both_ways
+@fast_every_day
 @pytest.mark.parametrize("model_name", [pytest.param("transformer", marks=pytest.mark.slow), "mlp"])
 def test_equals_a_plain_optax_loop(model_name, towers):
     """Lie: clipping, schedules or weight decay see another gradient than on one device."""
@@ -106,7 +111,7 @@ def test_equals_a_plain_optax_loop(model_name, towers):
     assert_close((state.params, history), (params, expected), rtol=1e-3, atol=1e-4)
 
 
-@both_ways
+@same_bits_every_day
 def test_trap_a_second_compilation_on_step_two(towers):
     """Counters on one device, weak types, a ragged last batch: one compilation for the run."""
     traces, compilations = [], []
@@ -208,9 +213,9 @@ def test_ema_of_16_bit_parameters_is_kept_in_32():
     "options",
     [
         {"clip_norm": 2.0, "ema_decay": 0.9},
-        {"shard_update": True},
+        pytest.param({"shard_update": True}, marks=pytest.mark.slow),
         {"stages": 1},
-        {"sync_every": 2},
+        pytest.param({"sync_every": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_parameters_and_metrics_of_eight_bits(options):
@@ -252,7 +257,7 @@ def statistics_loss(params, batch, *, model_state):
         ("mean", 4),
         ("first", None),
         pytest.param("mean", None, marks=pytest.mark.slow),
-        ("first", 4),
+        pytest.param("first", 4, marks=pytest.mark.slow),
     ],
 )
 def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
@@ -479,7 +484,7 @@ def test_extra_args_reach_the_optimizer(towers):
     assert_close(state.opt_state[1].best_value, min(history))
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_rows_of_typed_keys(towers):
     """Also when they were cut for other devices."""
 
@@ -653,7 +658,9 @@ def test_a_skipped_step_leaves_nothing_but_its_number(towers):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}], ids=str
+    "options",
+    [{}, {"towers": 4}, pytest.param({"towers": 4, "shard_update": True}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_16_bit_parameters_train_as_by_hand(options):
     """Lie: the same bits everywhere, of a gradient that lost some. (All numbers here are exact.)"""
