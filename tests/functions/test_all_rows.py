@@ -83,7 +83,11 @@ def supervised(w, batch):
     }
 
 
-@every_way
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(WAYS[0], marks=pytest.mark.slow), WAYS[1]],
+    ids=["fast", "same bits"],
+)
 def test_rows_that_meet_on_purpose_are_no_false_alarm(way):
     step = mt.train_step(supervised, optax.sgd(0.1), **way)
     with warnings.catch_warnings():

@@ -145,7 +145,7 @@ def plainly(way):
     return WAYS[way](plain_step, params_of(), batch_of(10), {})
 
 
-@pytest.mark.parametrize("towers", [None, 3])
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_argnums_and_in_axes_as_in_jax(towers):
     def loss(x, a, b, scale):
         return (x.T * a) @ b * scale

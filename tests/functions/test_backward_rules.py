@@ -104,7 +104,7 @@ def test_inside_jit(rule):
     [
         ("clipped", "fast", False),
         ("rounded", "same bits", False),
-        ("clipped", "same bits", True),
+        pytest.param("clipped", "same bits", True, marks=pytest.mark.slow),
         ("clipped", "same bits, uneven", False),
         ("rounded", "same bits, uneven", True),
     ],

@@ -144,6 +144,7 @@ def test_an_nnx_module_is_placed_once_and_again_where_it_changes(copies):
         mt.make_parallel(net, towers=2, stages=3, devices=3)(X)
 
 
+@pytest.mark.slow
 def test_an_equinox_module_as_an_argument_and_numpy_arrays_that_change(copies):
     mlp = eqx.nn.MLP(4, 4, 8, 3, key=jax.random.key(0))
     bias = np.zeros(4, np.float32)
@@ -173,7 +174,7 @@ def held_bytes(shape):
     return held
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_device_keeps_its_stages_alone_and_nothing_when_the_weights_are_gone(devices):
     # The lies: "cut", and every device has everything; a cache that never forgets.
     size = 20 + devices  # shapes of no other test
@@ -210,6 +211,7 @@ def test_a_scan_over_layers_keeps_each_layer_with_its_stage(copies):
     assert copies.during(lambda: infer(stack, x))[1] == 0
 
 
+@pytest.mark.slow
 def test_what_a_step_with_stages_keeps_is_used_where_it_lies():
     def losses(params, x):
         return (tied(params, x, x[:, 0])["out"] ** 2).sum(1)

@@ -17,16 +17,19 @@ import multitower as mt
 from tower_keys import tower_key
 
 both_kinds = pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
-# Every kind of key in every way, and not every number of rows with all of them; every day each
-# kind and each way.
+slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
+same_bits_every_day = pytest.mark.parametrize(
+    "towers", [slowly(None), 4], ids=["fast", "same bits"]
+)
+# Every kind of key in every way, and not every number of rows with all of them; every day one of
+# them: a key that is closed over has each kind and each way.
 every_pair = pytest.mark.parametrize(
     ("make_key", "towers", "num_rows"),
     [
         pytest.param(jax.random.key, None, 6, id="fast"),
         pytest.param(jax.random.PRNGKey, None, 2, id="fast, legacy", marks=pytest.mark.slow),
         pytest.param(jax.random.key, 4, 2, id="same bits", marks=pytest.mark.slow),
-        pytest.param(jax.random.PRNGKey, 4, 7, id="same bits, legacy"),
+        pytest.param(jax.random.PRNGKey, 4, 7, id="same bits, legacy", marks=pytest.mark.slow),
     ],
 )
 X = np.ones((8, 3), np.float32)
@@ -48,7 +51,9 @@ def data_of(key):
 
 
 @pytest.mark.parametrize(
-    ("make_key", "towers"), [(jax.random.key, None), (jax.random.PRNGKey, 1)], ids=["fast", "bits"]
+    ("make_key", "towers"),
+    [slowly(jax.random.key, None), (jax.random.PRNGKey, 1)],
+    ids=["fast", "bits"],
 )
 def test_on_one_device_it_is_jax(make_key, towers):
     key = make_key(3)
@@ -71,9 +76,9 @@ def test_on_one_device_it_is_jax(make_key, towers):
     ("devices", "towers"),
     [
         (1, 1),  # one device: what plain JAX draws
-        pytest.param(1, None, marks=pytest.mark.slow),
+        slowly(1, None),
         (4, None),
-        (2, 4),
+        slowly(2, 4),
     ],
 )
 def test_a_training_step_draws_what_jax_draws_with_the_keys_of_towers(devices, towers):
@@ -96,7 +101,9 @@ def test_a_training_step_draws_what_jax_draws_with_the_keys_of_towers(devices, t
 
 
 @pytest.mark.parametrize(
-    ("make_key", "towers"), [(jax.random.PRNGKey, None), (jax.random.key, 4)], ids=["fast", "bits"]
+    ("make_key", "towers"),
+    [slowly(jax.random.PRNGKey, None), (jax.random.key, 4)],
+    ids=["fast", "bits"],
 )
 def test_the_keys_of_towers(make_key, towers):
     key = make_key(3)
@@ -181,7 +188,7 @@ def test_a_key_that_depends_on_rows_is_refused():
             mt.value_and_grad(loss, has_aux=True, devices=2)(1.0, make_key(0), X)
 
 
-@both_ways
+@same_bits_every_day
 def test_a_legacy_key_beside_two_rows_is_a_key(towers):
     key = jax.random.PRNGKey(0)
     found = mt.make_parallel(noise, devices=2, towers=towers and 2)(key, X[:2])
@@ -204,7 +211,7 @@ def test_a_key_that_is_shared_by_mistake_is_named(make_key):
         apart(1.0, X, {"key": make_key(0)})
 
 
-@both_ways
+@same_bits_every_day
 def test_jax_finds_a_key_that_is_used_twice_in_the_loss_alone(towers):
     """Lie: a key of ours that JAX takes for one of the user's, used twice."""
     once = lambda w, x, key: (w * x * noise(key, x)).sum(1)
@@ -215,7 +222,7 @@ def test_jax_finds_a_key_that_is_used_twice_in_the_loss_alone(towers):
             mt.grad(twice, devices=2, towers=towers)(1.0, X, jax.random.key(0))
 
 
-@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"sync_every": 1}], ids=str)
+@pytest.mark.parametrize("options", [slowly({"skip_nonfinite": True}), {"sync_every": 1}], ids=str)
 def test_jax_finds_no_key_that_a_step_uses_twice(options):
     losses = lambda w, x, *, rng: (w * x * noise(rng, x)).sum(1)
     step = mt.train_step(losses, optax.sgd(0.1), devices=2, towers=2, **options)

@@ -150,14 +150,8 @@ def test_law_l2_two_lines(name):
     assert_close(found, LOOPS[name](jax.value_and_grad), rtol, atol)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a GAN",
-        pytest.param("jax.checkpoint", marks=pytest.mark.slow),
-        pytest.param("bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a GAN", "jax.checkpoint", "bfloat16"])
 def test_law_l3_same_bits_without_jit(name):
     loop = functools.partial(LOOPS[name], jit=False)
     one, two = (
@@ -166,7 +160,7 @@ def test_law_l3_same_bits_without_jit(name):
     assert mt.fingerprint(one) == mt.fingerprint(two)
 
 
-@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize("towers", [None, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "around",
     [

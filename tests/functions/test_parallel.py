@@ -162,7 +162,7 @@ def test_trap_an_indivisible_batch_raises_or_is_dropped():
 
 
 @pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_law_l6_random_numbers_differ_by_tower_never_by_device(traced):
     """Trap: the same dropout mask on every tower; or masks that change with the devices."""
     x = np.zeros((12, 3), np.float32)
