@@ -239,7 +239,9 @@ def test_a_flag_that_cannot_be_set_is_named():
         mt.predict(lambda m, x: x, Noisy(jnp.ones(4), KEY), X[0], global_batch=4)
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
+)
 def test_law_l6_a_key_inside_a_module(make_key):
     """Lie: the same noise in every tower; or in another place than in a closure or an argument."""
 
@@ -272,7 +274,9 @@ def permuted_losses(model, x):
     return (x[:, model.order] @ model.weight - x[:, 0]) ** 2
 
 
-@pytest.mark.parametrize("options", [{}, {"towers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"towers": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_models_of_one_step_keep_their_own_integers(options):
     """An ensemble. Lie: all of them are trained with the integers of the last one."""
 

@@ -106,6 +106,7 @@ def test_law_l2_dropout_and_batch_norm_as_by_hand(two_towers, make_key):
     assert_close(found, two_towers)  # both kinds of keys give the same numbers
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_parameters_alone():
     """As in Flax's own examples: `loss_fn(params)`, around the batch, the state and the key."""
     net = nn.Dense(2)

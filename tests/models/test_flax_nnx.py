@@ -147,6 +147,7 @@ def test_law_l2_gradients_are_what_nnx_gives(argnums):
     assert_close(found, nnx.jit(nnx.value_and_grad(loss, argnums=argnums))(*args))
 
 
+@pytest.mark.slow
 def test_modules_beside_the_first_argument():
     """A GAN's generator, and random streams of their own: what changes in them is handed on."""
 
@@ -388,7 +389,11 @@ def normed(kind):
     ("model", "name"),
     [
         (Halves(), r"Halves\['weight'\] \(.*self.weight\[...\] / 2\)"),
-        (normed(nnx.WeightNorm), r"WeightNorm\['layer_instance'\]\['kernel'\] \("),
+        pytest.param(
+            normed(nnx.WeightNorm),
+            r"WeightNorm\['layer_instance'\]\['kernel'\] \(",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["own", "weight norm"],
 )
@@ -404,6 +409,7 @@ def test_a_parameter_that_a_call_writes_into_is_named(model, name):
     assert problem.kind == "written"
 
 
+@pytest.mark.slow
 def test_parameters_that_keep_their_values_are_not_told_of():
     """Lie: a false alarm at nnx.scan, nnx.cond and nnx.remat; or at a copy that is scored."""
     assert mt.check_parallel(lambda model, x: model(x), InLayers(), X[0])

@@ -83,7 +83,9 @@ def test_law_l3_train_step_on_named_tuples_and_dataclasses():
     assert state.model_state.b == 2
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
+)
 def test_law_l6_keys_in_the_model_state(make_key):
     """Lie: a key that lives in the state draws the same numbers in every tower, or splits them."""
 

@@ -20,8 +20,10 @@ X = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32)
 X *= np.arange(1, 1 + ROWS)[:, None] / 8  # the towers' own statistics are far apart
 Y = X.sum(1)
 WAYS = {"fast": {"devices": 4}, "same bits": {"devices": 2, "towers": TOWERS}}
-every_way = pytest.mark.parametrize("way", WAYS)
 # Exchanges with the same bits know no framework: of one they are tried every day.
+same_bits_every_day = pytest.mark.parametrize(
+    "way", [pytest.param("fast", marks=pytest.mark.slow), "same bits"]
+)
 fast_every_day = pytest.mark.parametrize(
     "way", ["fast", pytest.param("same bits", marks=pytest.mark.slow)]
 )
@@ -45,7 +47,7 @@ class NNXNet(nnx.Module):
         return self.norm(jnp.tanh(self.first(x))) @ jnp.arange(4.0)
 
 
-@every_way
+@same_bits_every_day
 def test_flax_nnx(way):
     def loss(net, x, y):
         return (net(x) - y) ** 2
