@@ -177,6 +177,7 @@ def test_checkpoint_jit_and_backward_rules_inside():
     check(unmarked, BLOCKS, X, stages=2)
 
 
+@pytest.mark.slow
 def test_what_is_done_to_parameters_before_the_model_is_done_where_they_are_used():
     """Lie: all parameters in the first stage, because the loss begins with them."""
 
@@ -187,6 +188,7 @@ def test_what_is_done_to_parameters_before_the_model_is_done_where_they_are_used
     assert list(chain.homes) == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_around_all_is_cut_and_one_that_fits_is_not():
     chain = check(jax.checkpoint(blocks), BLOCKS, X, stages=3)
     assert [chain.homes.count(s) for s in range(3)] == [2, 2, 2]
