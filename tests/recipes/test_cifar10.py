@@ -49,6 +49,7 @@ def test_the_average_follows_quickly_at_first():
     np.testing.assert_allclose(found, [2 / 11, 10 / 19, 0.99, 0.99], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_loss_holds_the_penalty_of_the_weights_once():
     shapes = jax.eval_shape(lambda key: lenet5.init(key, channels=3), jax.random.key(0))
     draw = np.random.default_rng(0)

@@ -35,6 +35,7 @@ def test_the_example_learns_and_is_short():
     assert result["test_accuracy"] > 0.95
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_file(tmp_path, capsys):
     where = ["--run-dir", str(tmp_path), "--devices", "1", "--steps", "2"]
     assert main(["train", str(EXAMPLE), *where]) == 0

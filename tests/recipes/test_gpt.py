@@ -219,6 +219,7 @@ def test_one_device_has_the_same_fingerprint(trained, tmp_path):
     assert [one[key] for key in keys] == [two[key] for key in keys]
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_again(trained, capsys):
     assert main(["eval", str(trained), "--devices", "1"]) == 0
     scored = json.loads(capsys.readouterr().out)

@@ -23,6 +23,7 @@ def params():
     return jax.jit(conv_net.init)(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_dropout_drops_its_share_and_keeps_the_mean(params):
     # All features are 1 and lead to one answer, which is then their sum.
     zeros, ones = lambda *shape: np.zeros(shape, "f4"), lambda *shape: np.ones(shape, "f4")
@@ -56,6 +57,7 @@ def test_every_tower_draws_its_own_dropout(params):
     assert len(set(found.tolist())) == 4
 
 
+@pytest.mark.slow
 def test_scoring_drops_nothing(params):
     batch = {"image": (IMAGES * 255).astype(np.uint8), "label": np.arange(6, dtype=np.int32)}
     scores = find_recipe("mnist").metrics(params, batch)

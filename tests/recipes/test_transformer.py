@@ -54,6 +54,7 @@ def test_what_is_yet_to_come_does_not_change_a_bit(params):
     assert (found[0, 7:] != changed[0, 7:]).any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_cached_scores_are_those_of_the_whole(params):
     tokens = jnp.array([SEPARATOR, *range(60, 60 + LENGTH - 1)])
     whole = forward(params, tokens[None], jnp.zeros((1, LENGTH), int))[0]
@@ -76,7 +77,10 @@ def test_a_full_cache_forgets_the_oldest_token_first(params):
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 0.05), (jnp.float16, 0.005)])
+@pytest.mark.parametrize(
+    ("dtype", "atol"),
+    [(jnp.bfloat16, 0.05), pytest.param(jnp.float16, 0.005, marks=pytest.mark.slow)],
+)
 def test_16_bit_weights_give_float32_scores_that_are_close(params, dtype, atol):
     tokens = np.arange(LENGTH, dtype=np.int32)[None]
     narrow = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), params)

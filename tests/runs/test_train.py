@@ -184,6 +184,7 @@ def test_every_step_is_reported_once_and_in_order():
     assert all(now.examples_per_s > 0 for now in seen[1:])
 
 
+@pytest.mark.slow
 def test_a_recipe_clips_unless_the_run_says_otherwise():
     clipped = dataclasses.replace(LINE, clip_norm=0.1)
     options = RunOptions(devices=1, steps=2)
@@ -200,6 +201,7 @@ def test_a_recipe_clips_unless_the_run_says_otherwise():
     assert len(set(found)) == 3
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_that_of_a_step_by_hand():
     from multitower.data.batches import make_batch
 
@@ -304,6 +306,7 @@ def test_a_run_that_ends_early_scores_what_it_has(tmp_path):
         run(still, dataclasses.replace(options, early_stopping="lost"))
 
 
+@pytest.mark.slow
 def test_trackers_are_told_the_batch_size_that_the_recipe_chose(monkeypatch, tmp_path):
     """Lie: global_batch None beside each of two runs that are compared."""
     told = []

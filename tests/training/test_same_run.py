@@ -33,7 +33,7 @@ def fit(run_dir, optimizer=None, steps=2, allow_changes=False, rows=16, **settin
 SAME = [
     {},
     {"devices": 2},
-    {"devices": 3},
+    pytest.param({"devices": 3}, marks=pytest.mark.slow),
     pytest.param({"devices": 2, "shard_update": True}, marks=pytest.mark.slow),
     {"optimizer": optax.adam(jnp.float32(0.1).item())},
     {"devices": 2, "check_replicas_every": 1},
@@ -184,7 +184,8 @@ def test_law_l4_batches_of_any_size_go_on_where_a_full_one_is_said(tmp_path):
         assert fit(tmp_path, optax.sgd(0.1), steps=steps, rows=rows).step == steps
 
 
-@pytest.mark.parametrize("cut", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [2, 5])
 def test_law_l4_a_run_that_goes_on_with_a_ragged_batch(cut, tmp_path):
     """Lie: the ragged batch is taken for a full one, and its rows go to other towers."""
 

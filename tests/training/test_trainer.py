@@ -50,7 +50,9 @@ def undisturbed():
     return mt.fingerprint(make_trainer(2).fit(PARAMS, batches, steps=60))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, number, undisturbed):
     # The lie (law L4): a stopped run that resumes elsewhere, on other devices.
     seen = []
@@ -317,6 +319,7 @@ def test_options_that_make_no_sense(options, message):
         mt.Trainer(losses, optax.sgd(0.1), **options)
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_numbers_and_the_same_run(tmp_path):
     """Lies: eight towers that are no number; a setting that JSON refuses at the first save."""
     numbers = {"towers": 4, "global_batch": 32, "ema_decay": 0.5, "stages": 2, "remat": False}
@@ -352,7 +355,7 @@ def test_what_a_run_could_not_save_or_test_is_told_before_it(arguments, message,
     assert make_trainer(1).fit(PARAMS, batches, steps=3.0).step == 3  # a whole number, such as 1e5
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_device_with_other_bits_is_named(towers):
     # The lie: replicas that drift apart unnoticed.
     step = mt.train_step(losses, optax.adam(0.01), towers=towers, devices=3)

@@ -35,7 +35,7 @@ def steps_until_stop(vote, clock, most):
     return None
 
 
-@pytest.mark.parametrize("step_s", [0.001, 0.02, 3.0])
+@pytest.mark.parametrize("step_s", [0.001, 0.02, pytest.param(3.0, marks=pytest.mark.slow)])
 def test_a_signal_is_heard_in_time(several, step_s):
     caught = []
     clock = Clock(step_s)
