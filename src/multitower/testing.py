@@ -56,7 +56,7 @@ def assert_same_bits(
         ...     return ((batch * kept) @ w - 1) ** 2
         >>> rows = np.random.default_rng(0).normal(size=(3, 16, 4)).astype(np.float32)
         >>> mt.testing.assert_same_bits(
-        ...     losses, optax.adam(0.1), jnp.ones(4), rows, rng=jax.random.key(0), devices=[1, 2]
+        ...     losses, optax.sgd(0.1), jnp.ones(4), rows, rng=jax.random.key(0), devices=[1, 2]
         ... )
     """
     batches = list(batches)

@@ -77,9 +77,9 @@ def run(
         >>> from multitower.recipes.catalog import find_recipe
         >>> from multitower.runs.options import RunOptions
         >>> from multitower.runs.train import run
-        >>> result = run(find_recipe("digits"), RunOptions(steps=2, global_batch=16, devices=2))
+        >>> result = run(find_recipe("digits"), RunOptions(steps=2, global_batch=16, devices=1))
         >>> result["steps"], result["towers"], 0 <= result["test_accuracy"] <= 1
-        (2, 2, True)
+        (2, 1, True)
     """
     began = time.perf_counter()
     if directory is not None:  # also if a recipe changes the working directory
