@@ -46,6 +46,7 @@ def in_new_process(*words, **settings):
     )
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_result_with_all_keys(tmp_path, capsys):
     result = train(tmp_path, "--devices", "2", "--seed", "4")
     assert set(result) == KEYS
@@ -81,8 +82,14 @@ def test_towers_and_simulate(tmp_path, capsys):
 def test_without_a_run_directory_there_is_a_new_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", CIRCLE, *QUICK, "--devices", "1"]) == 0
-    (result,) = tmp_path.glob("runs/circle-*/result.json")
-    assert json.loads(result.read_text())["devices"] == 1
+    (path,) = tmp_path.glob("runs/circle-*/result.json")
+    result = json.loads(path.read_text())
+    assert set(result) == KEYS
+    assert result["devices"] == 1
+    shown = capsys.readouterr().out
+    assert "training circle on 1 CPU device" in shown
+    assert "step 2/2  loss" in shown
+    assert "result.json" in shown
 
 
 @pytest.mark.slow
