@@ -87,11 +87,11 @@ def mixture(layer):
     [
         put_back_by_the_inverse,
         put_back_by_writing,
-        put_back_by_an_inverse_that_is_written,
+        pytest.param(put_back_by_an_inverse_that_is_written, marks=pytest.mark.slow),
         pytest.param(with_a_rule_of_its_own, marks=pytest.mark.slow),
         sorted_beside_the_key,
         pytest.param(two_experts_each, marks=pytest.mark.slow),
-        added_to_the_token,
+        pytest.param(added_to_the_token, marks=pytest.mark.slow),
     ],
 )
 def test_a_mixture_of_experts_brings_nothing_together(layer):

@@ -83,7 +83,9 @@ def on_devices(num_devices, loss=losses, params=PARAMS, *, copies=False):
     )
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["shards", "copies"])
+@pytest.mark.parametrize(
+    "copies", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["shards", "copies"]
+)
 def test_values_and_gradients_are_those_of_whole_leaves(copies):
     # The lies: a gradient of one device; one that is N times too big; a part of another device.
     (total, aux), gradients = jax.jit(jax.value_and_grad(losses, has_aux=True))(PARAMS, ROWS)

@@ -211,6 +211,7 @@ def test_sixteen_rows_are_not_sixteen_classes():
     np.testing.assert_allclose(aux, [3.5] * 4)
 
 
+@pytest.mark.slow
 def test_law_l6_every_tower_draws_its_own_numbers():
     def loss(w, key, x):
         noise = jax.random.normal(key, x.shape)

@@ -129,7 +129,8 @@ def test_a_scalar_loss_in_a_training_step():
         np.testing.assert_allclose(state.params, W - expected("clipped", x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_same_bits_on_any_number_of_devices(dtype):
     x, w = rows(21), W.astype(dtype)
 

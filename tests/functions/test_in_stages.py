@@ -56,7 +56,7 @@ def test_law_l3_the_same_bits_on_any_layout_and_l1_those_of_the_function():
         close(one, tied([np.asarray(w) for w in WEIGHTS], X[:n], X[:n, 0]))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_fewer_rows_than_towers_and_a_tower_for_each_replica(num_rows):
     rows = X[:num_rows]
     for towers, devices in ((4, 2), (None, 4)):

@@ -133,9 +133,15 @@ LOOPS = {
 }
 
 
-# Their likes are tried every day: two losses below, chains in steps/, 16 bits in
-# steps/test_compute_dtype.py.
-DEAR = ("a GAN", "gradient accumulation of a chain", "a step without jit", "bfloat16")
+# Their likes are tried every day: chains in steps/, 16 bits in steps/test_compute_dtype.py,
+# jax.checkpoint in test_all_rows.py.
+DEAR = (
+    "a GAN",
+    "jax.checkpoint",
+    "gradient accumulation of a chain",
+    "a step without jit",
+    "bfloat16",
+)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_law_l1_any_rows_any_devices_any_pytree(num_rows, num_devices):
     assert_equal(found, jax.jit(mixed)(batch, bias=np.arange(num_rows) / 2))
 
 
+@pytest.mark.slow
 @few
 @given(
     num_rows=st.integers(1, 20),

@@ -143,7 +143,9 @@ def test_a_backward_rule_that_is_not_linear(way):
     assert_close(mt.value_and_grad(loss, **WAYS[way])(PARAMS, batch), expected)
 
 
-@every_way
+@pytest.mark.parametrize(
+    "way", ["fast", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+)
 def test_totals_without_rows_need_full_towers(way):
     def summed(params, batch):
         mask = batch["mask"]

@@ -552,7 +552,7 @@ class WholeAgent(Agent):
 
 
 @pytest.mark.parametrize("of", ["loss", "scaled by hand", "__call__"])
-@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize("towers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_trap_an_agent_whose_loss_is_a_method(of, towers):
     """Its attributes change between calls, as the target network of Q-learning does."""
     one = Agent()

@@ -136,6 +136,7 @@ def test_integers_in_a_plain_tree_stay_an_error():
         mt.grad(lambda p, x: (p["w"] * x).mean())({"w": 1.0, "n": jnp.arange(3)}, X[0])
 
 
+@pytest.mark.slow
 def test_train_step_takes_a_module(two_towers):
     """The loss gets the module; `step.model` gives the trained one back, functions and all.
 

@@ -201,6 +201,7 @@ def test_a_module_that_is_read_as_a_global():
         assert (run(X[0]) == 7).all()
 
 
+@pytest.mark.slow
 def test_train_step_takes_a_module():
     """The whole step, with per-example losses: `step.model` gives the trained module back."""
     prints = []

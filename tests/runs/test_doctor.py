@@ -11,6 +11,7 @@ from multitower.towers.placement import contiguous
 from processes import run_python
 
 
+@pytest.mark.slow
 def test_it_names_devices_settings_and_versions():
     # In a process with two devices: with the eight of this one it compiles for half a minute.
     report = run_python("-m", "multitower", "doctor", "--simulate", "2", "--json")

@@ -66,16 +66,15 @@ def one_device():
     return train(make(1))
 
 
-SLOW = pytest.mark.slow
-
-
+# Every day: a resume on another layout, in steps/test_stages.py, and functions/test_in_stages.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
         (2, {}),
-        pytest.param(4, {"layout": (2, 2), "interleave": True}, marks=SLOW),
-        pytest.param(6, {"layout": (2, 3)}, marks=SLOW),
-        pytest.param(3, {"layout": (3, 1)}, marks=SLOW),
+        (4, {"layout": (2, 2), "interleave": True}),
+        (6, {"layout": (2, 3)}),
+        (3, {"layout": (3, 1)}),
     ],
 )
 def test_law_l3_the_same_bits_on_any_layout(one_device, devices, options):

@@ -27,7 +27,7 @@ BATCHES = [
 ]
 WAYS = [
     {"devices": 2},
-    {"devices": 1, "towers": 4},
+    pytest.param({"devices": 1, "towers": 4}, marks=pytest.mark.slow),
     pytest.param({"devices": 2, "towers": 4, "shard_update": True}, marks=pytest.mark.slow),
     pytest.param({"devices": 2, "towers": 4, "stages": 2}, marks=pytest.mark.slow),
 ]
@@ -91,7 +91,6 @@ def test_model_state_keeps_its_dtype():
     np.testing.assert_allclose(state.model_state["mean"], BATCHES[0]["x"].mean(0), atol=0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 def test_an_nnx_module_computes_in_bfloat16():
     nnx = pytest.importorskip("flax.nnx")

@@ -223,6 +223,7 @@ def leftovers(devices, towers=8, sync_every=2, **options):
     return mt.fingerprint((state, history, more))
 
 
+@pytest.mark.slow
 def test_law_l3_the_same_bits_on_any_number_of_devices():
     # The second device has two towers of three, and no whole subtree: order decides.
     found = [leftovers(devices, towers=3) for devices in (1, 2)]

@@ -126,9 +126,8 @@ def test_weights_that_are_drawn_by_towers_of_a_model_in_parts(num_towers, option
             np.testing.assert_allclose(state.params[name], leaf, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("sharded", "towers", "most"), [(False, 3, 2), pytest.param(True, 4, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "towers", "most"), [(False, 3, 2), (True, 4, 3)])
 def test_the_same_bits_on_any_number_of_devices(sharded, towers, most):
     found = []
     for devices in (1, most):

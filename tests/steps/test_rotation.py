@@ -243,13 +243,10 @@ def rich_run(devices, towers, max_staleness):
     return state, [*seen, metrics]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "max_staleness", "devices"),
-    [
-        (4, 1, (1, 3)),
-        pytest.param(8, 3, (1, 2, 3, 8), marks=pytest.mark.slow),
-        pytest.param(8, 7, (1, 2, 3, 8), marks=pytest.mark.slow),
-    ],
+    [(4, 1, (1, 3)), (8, 3, (1, 2, 3, 8)), (8, 7, (1, 2, 3, 8))],
 )
 def test_same_bits_on_any_number_of_devices(towers, max_staleness, devices):
     # On 3 devices a group spans two of them; on 8 groups of two towers all do.

@@ -55,16 +55,15 @@ def test_law_l3_the_same_bits_on_any_number_of_devices():
     )  # fmt: skip
 
 
+# Every day: momentum in steps/state/test_changed_state.py, adam in steps/test_clip_norm.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(
-            optax.adamw(0.1, mask={"in": True, "out": False, "shift": False}),
-            marks=pytest.mark.slow,
-        ),
+        optax.adamw(0.1, mask={"in": True, "out": False, "shift": False}),
         optax.sgd(0.1, momentum=0.9),
-        pytest.param(optax.lion(1e-2), marks=pytest.mark.slow),
-        pytest.param(optax.MultiSteps(optax.adam(0.1), 2), marks=pytest.mark.slow),
+        optax.lion(1e-2),
+        optax.MultiSteps(optax.adam(0.1), 2),
     ],
     ids=["mask by name", "momentum", "lion", "MultiSteps"],
 )

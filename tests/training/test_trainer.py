@@ -72,6 +72,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, numbe
     assert seen == list(range(1, 61))  # every step told once
 
 
+@pytest.mark.slow
 def test_a_second_fit_has_the_batch_size_of_its_own_batches():
     """Lies: other bits, because towers are as large as in an earlier fit; or no larger batch."""
 
@@ -98,6 +99,7 @@ def test_a_run_directory_is_not_used_twice_by_accident(tmp_path):
     assert told == []  # nothing is left to do, and nothing is done
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path, undisturbed):
     # The lie: a longer run that begins anew, or that is not the run of so many steps.
     make_trainer(2, run_dir=tmp_path, hooks=[]).fit(PARAMS, batches, steps=33)

@@ -162,23 +162,28 @@ WRONG = [
     (total, "sum", "output", "reduce_sum .*sum()"),
     (baked_divisor, "row count", "output", "div .*/ 16"),
     (baked_shape, "row count", "the function", None),
-    (negatives, "mixed rows", "output", "dot_general .*z @ z.T"),
     (batch_statistics, "mixed rows", "output", r"reduce_sum .*z.mean\(0\)"),
     (root_of_mean, "mixed rows", "output", "sqrt "),
-    (weighted_mean, "mixed rows", "output", r"div .*weight.sum\(\)"),
     (largest, "mixed rows", "output", "reduce_max "),
     (sorted_rows, "mixed rows", "output", "sort "),
-    (running_mean, "mixed rows", "output", "scan "),
     (times_the_rows, "row count", "output", "div .*len"),
     (discounted, "row count", "output", None),
     (dropout_of_its_own, "same numbers", "random numbers", "random_bits .*bernoulli"),
     (noise_of_numpy, "not repeatable", "output", None),
     (counting_metric, "sum", "output[1]['hits']", "reduce_sum "),
 ]
+# Much as the others.
+WRONG_TOO = [
+    (negatives, "mixed rows", "output", "dot_general .*z @ z.T"),
+    (weighted_mean, "mixed rows", "output", r"div .*weight.sum\(\)"),
+    (running_mean, "mixed rows", "output", "scan "),
+]
 
 
 @pytest.mark.parametrize(
-    ("fn", "kind", "output", "place"), WRONG, ids=[fn.__name__ for fn, *_ in WRONG]
+    ("fn", "kind", "output", "place"),
+    [*WRONG, *(pytest.param(*case, marks=pytest.mark.slow) for case in WRONG_TOO)],
+    ids=[fn.__name__ for fn, *_ in WRONG + WRONG_TOO],
 )
 def test_a_wrong_program_is_named_with_its_line(fn, kind, output, place):
     # The lie: training starts, and the loss is of something else.
@@ -324,11 +329,12 @@ def by_output(w, batch):
     ("fn", "args", "name", "in_axes"),
     [
         (by_class, (X, BATCH["y"], np.arange(16.0)), "weights", (None, 0, 0, None)),
-        (
+        pytest.param(
             by_output,
             ({"x": X, "weights": np.arange(16.0)},),
             "batch['weights']",
             (None, {"weights": None, "x": 0}),
+            marks=pytest.mark.slow,
         ),
     ],
 )
