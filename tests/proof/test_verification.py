@@ -64,6 +64,7 @@ def test_another_order_of_additions_is_found_in_the_reduction(fault):
     assert re.search(r"gradients\[\d\] is -?\d+\.\d+ \(0x[0-9a-f]{8}\) and ", line)
 
 
+@pytest.mark.slow
 def test_a_product_in_the_reduction_is_found_there(fault):
     # The lie: a mean computed on the way, which rounds on a device and not between devices.
     def fused(left, right):

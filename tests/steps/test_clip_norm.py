@@ -81,7 +81,14 @@ def parameters_with_optax():
     return jax.device_get(state.params)
 
 
-@every_way
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[pytest.mark.slow] if way == "same bits" else [])
+        for way, options in WAYS.items()
+    ],
+    ids=WAYS,
+)
 def test_it_equals_optax(options):
     state, _ = train(LIMIT, options, optax.adam(0.1))
     expected = parameters_with_optax()

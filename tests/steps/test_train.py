@@ -337,7 +337,7 @@ def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     assert np.isnan(float(state.model_state)), "the trap is none, so the test proves nothing"
 
 
-@both_ways
+@same_bits_every_day
 def test_trap_the_same_dropout_mask_on_every_tower_or_step(towers):
     """accelerate#114; law L6. And another start draws the same again."""
 

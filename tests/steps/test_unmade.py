@@ -117,8 +117,7 @@ def in_two_stages(loss, optimizer, **options):
     return mt.train_step(loss, optimizer, towers=2, stages=2, devices=devices, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_function", [True, False])
+@pytest.mark.parametrize("is_function", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trap_a_model_that_fits_no_device_is_made_in_pieces(watch, is_function):
     """keras#21634: parameters or optimizer state are whole somewhere before they are cut."""
     step = in_two_stages(losses, optax.adam(0.1), ema_decay=0.9)
