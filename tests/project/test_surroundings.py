@@ -47,6 +47,28 @@ def test_a_mesh_of_the_users(name, towers):
     CALLS[name](towers)
 
 
+ON_A_MESH = {
+    "evaluate": lambda w, x: mt.evaluate(lambda w, x: {"a": w * x}, w, x, global_batch=2),
+    "check_parallel": lambda w, x: mt.check_parallel(loss, w, x),
+    "make_batch": lambda w, x: mt.make_batch(x, global_batch=2, seed=0, step=0),
+    "shard": lambda w, x: mt.shard(x, towers=3, devices=1),
+    "average_gradients": lambda w, x: mt.average_gradients([x, x]),
+}
+
+
+@pytest.mark.parametrize("name", ON_A_MESH)
+def test_arrays_on_a_mesh_with_explicit_axes(name):
+    """Lie: a page of JAX's words about a gather. jax.make_mesh makes such meshes."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    w = jax.device_put(jnp.float32(1), jax.NamedSharding(mesh, jax.P()))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    found, expected = (jax.tree.leaves(ON_A_MESH[name](*given)) for given in [(w, x), (1.0, X)])
+    if name != "check_parallel":
+        np.testing.assert_array_equal(found[0], expected[0])
+    with pytest.raises(mt.ArgumentError, match=r"(w|x) is on a mesh with the explicit axes"):
+        jax.jit(mt.grad(loss, devices=2))(w, x)
+
+
 def test_a_call_in_place_of_pmap():
     """Lie: that the user has called jax.set_mesh."""
     with pytest.raises(mt.ConfigurationError, match=r"inside jax.pmap or jax.shard_map.*neither"):

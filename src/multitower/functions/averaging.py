@@ -93,7 +93,7 @@ def _tree_mean(leaves: list[Any]) -> Any:
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
     if not is_traced(leaves[0]):
         (home, *_) = leaves[0].devices()
-        leaves = [jax.device_put(leaf, home) for leaf in leaves]
+        leaves = [jax.device_put(leaf, jax.sharding.SingleDeviceSharding(home)) for leaf in leaves]
     tree = sum_tree(0, len(leaves))
     total = evaluate(tree, lambda i: leaves[i].astype(wide))
     return (total / len(leaves)).astype(dtype)

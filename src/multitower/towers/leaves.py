@@ -40,6 +40,21 @@ def _zero() -> jax.Array:
     return jnp.int32(0)
 
 
+def explicit_axes(leaf: jax.Array) -> tuple[Any, ...]:
+    """The names of the axes of an array's mesh, if JAX keeps its sharding in its type."""
+    mesh = jax.typeof(leaf).sharding.mesh
+    return mesh.axis_names if jax.sharding.AxisType.Explicit in mesh.axis_types else ()
+
+
+def without_explicit_axes(leaf: Any) -> Any:
+    """The same leaf, not copied; JAX then does not ask where the results of operations lie."""
+    if not isinstance(leaf, jax.Array) or is_traced(leaf) or not explicit_axes(leaf):
+        return leaf
+    sharding: Any = leaf.sharding
+    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(leaf, jax.NamedSharding(mesh, sharding.spec))
+
+
 def device_dtype(leaf: Any) -> Any:
     """The dtype that an array has on a device (float32 for NumPy's float64, by default)."""
     if isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

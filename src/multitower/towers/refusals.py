@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from multitower.errors import ArgumentError
 from multitower.towers.lazy_rows import LazyRows
-from multitower.towers.leaves import Constant, leaves_in_lists
+from multitower.towers.leaves import Constant, explicit_axes, leaves_in_lists
 
 
 class Names(Protocol):
@@ -191,6 +191,22 @@ def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
         raise ArgumentError(
             f"{where()} is gone: it was donated to a jitted call (donate_argnums), which has "
             "reused its memory. Pass the result of that call, or an array that was not donated."
+        )
+
+
+def refuse_explicit_axes(leaf: jax.Array, where: Callable[[], str]) -> None:
+    """Refuses a traced array on a mesh that it must not leave; an array with values may leave it.
+
+    Raises:
+        ArgumentError: the array is traced, and on such a mesh.
+    """
+    names = explicit_axes(leaf) if isinstance(leaf, Tracer) else ()
+    if names:
+        raise ArgumentError(
+            f"{where()} is on a mesh with the explicit axes {names}, as jax.make_mesh makes them, "
+            "and inside jax.jit it cannot leave that mesh. Make the mesh with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}; or leave out "
+            "jax.device_put: with multitower a program needs no mesh."
         )
 
 

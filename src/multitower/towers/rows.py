@@ -20,6 +20,7 @@ from multitower.towers.refusals import (
     is_number,
     path_of,
     refuse_donated,
+    refuse_explicit_axes,
     refuse_foreign_array,
     refuse_lists_for_rows,
     refuse_numbers_for_rows,
@@ -232,6 +233,7 @@ def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
 def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
     if isinstance(leaf, jax.Array):
         refuse_donated(leaf, where)
+        refuse_explicit_axes(leaf, where)
     elif isinstance(leaf, np.ndarray):
         refuse_what_is_no_number(leaf, where)
     else:

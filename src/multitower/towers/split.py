@@ -233,7 +233,9 @@ def on_one_device(leaf: Any) -> Any:
     if leaf.is_fully_replicated:
         return leaf.addressable_shards[0].data
     if leaf.is_fully_addressable:
-        return jax.device_put(leaf, leaf.addressable_shards[0].device)
+        # Given a device, JAX leaves explicit axes of the old mesh in the type of the array.
+        home = leaf.addressable_shards[0].device
+        return jax.device_put(leaf, jax.sharding.SingleDeviceSharding(home))
     return leaf
 
 

@@ -23,7 +23,7 @@ from multitower.models.callables import as_function
 from multitower.models.closures import open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
-from multitower.towers.leaves import is_key
+from multitower.towers.leaves import is_key, without_explicit_axes
 from multitower.towers.placement import AXIS
 from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, take_apart
 from multitower.trials.comparison import numbers_of
@@ -88,6 +88,7 @@ class Trial:
         }
         axes = (of_args, of_kwargs, dict(in_axes) if names else 0, None, None)
         tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
+        tree = jax.tree.map(without_explicit_axes, tree)
         arguments = Arguments(fn)
         parts = take_apart(tree, axes, name=arguments, constants=True)
         if parts.num_rows < 2:
