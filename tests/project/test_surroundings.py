@@ -69,6 +69,31 @@ def test_arrays_on_a_mesh_with_explicit_axes(name):
         jax.jit(mt.grad(loss, devices=2))(w, x)
 
 
+def on_devices(how, mesh):
+    split = jax.NamedSharding(mesh, jax.P("data"))
+    if how == "shard_map":
+        return jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    if how == "in_shardings":
+        return jax.jit(jnp.sin, in_shardings=split)
+    if how == "device_put":
+        return lambda x: jax.device_put(x, split)
+    return lambda x: jax.lax.with_sharding_constraint(x, split)
+
+
+@pytest.mark.parametrize("how", ["constraint", "device_put", "in_shardings", "shard_map"])
+def test_shardings_inside_a_loss(how):
+    """Lie: "safe to run data parallel", and then JAX's words about the devices of an argument."""
+    auto = (jax.sharding.AxisType.Auto,)
+    meshes = [jax.make_mesh((n,), ("data",), auto, devices=jax.devices()[:n]) for n in (1, 2)]
+    here, apart = (lambda w, x, put=on_devices(how, mesh): loss(w, put(x)) for mesh in meshes)
+    assert mt.check_parallel(here, 1.0, X)  # as a program for any number of devices does on one
+    for call in (mt.grad(apart, devices=2), mt.grad(apart, devices=1, towers=2)):
+        with pytest.raises(mt.ArgumentError, match="on several devices, and a tower runs on one"):
+            call(1.0, X)
+    with pytest.raises(mt.ArgumentError, match="on several devices, and a tower runs on one"):
+        mt.check_parallel(apart, 1.0, X)
+
+
 def test_a_call_in_place_of_pmap():
     """Lie: that the user has called jax.set_mesh."""
     with pytest.raises(mt.ConfigurationError, match=r"inside jax.pmap or jax.shard_map.*neither"):

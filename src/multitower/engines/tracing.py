@@ -24,6 +24,16 @@ _T = TypeVar("_T")
 _repeats = jax.make_user_context(default_value=False)
 
 
+# Parameters of operations that may put arrays on several devices: meshes, and shardings of meshes.
+_PLACES = {
+    "sharding_constraint": ["sharding"],
+    "reshard": ["dst_sharding"],
+    "device_put": ["devices"],
+    "shard_map": ["mesh"],
+    "jit": ["in_shardings", "out_shardings"],
+}
+
+
 @dataclass(frozen=True)
 class Traced:
     """A program, and a function that runs it.
@@ -80,7 +90,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], num_towers: int) -> Tra
     shapes = jax.tree.map(_shape, args)
     make = jax.make_jaxpr(fn, axis_env=axis_of(num_towers), return_shape=True)
     program, result = make(*shapes)
-    refuse_refs(program)
+    refuse_other_places(program)
     return Traced(program, jax.tree.structure(result), number)
 
 
@@ -97,8 +107,8 @@ def refuse_kept_values(program: Any) -> None:
         raise ArgumentError(KEEPS_VALUES)
 
 
-def refuse_refs(program: Any) -> None:
-    """Refuses a function that reads or writes a `jax.new_ref` which was made outside of it.
+def refuse_other_places(program: Any) -> None:
+    """Refuses a function with a `jax.new_ref` made outside of it, or with a mesh of its own.
 
     Args:
         program: its closed jaxpr.
@@ -112,6 +122,13 @@ def refuse_refs(program: Any) -> None:
             "device, and towers run on all of them, each with values of its own. Pass what it "
             "holds, ref[...], as an argument (mt.train_step takes it as model_state=), and return "
             "the new value."
+        )
+    found = first_collective(program, _is_on_several_devices)
+    if found is not None:
+        raise ArgumentError(
+            f"{place_of(found)} puts arrays on several devices, and a tower runs on one. Leave it "
+            "out of this function: multitower puts rows on devices itself, and splits parameters "
+            "with shard_params=True."
         )
 
 
@@ -143,6 +160,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     known = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     weak = getattr(known, "weak_type", False)
     return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=weak)
+
+
+def _is_on_several_devices(equation: Any) -> bool:
+    where = _PLACES.get(equation.primitive.name, ())
+    flat = jax.tree.leaves([equation.params.get(name) for name in where])
+    return any(getattr(getattr(x, "mesh", x), "size", 1) > 1 for x in flat)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 
 from multitower.checks.first_look import Read, read_tower
 from multitower.engines.collectives import axis_of, first_collective, needs_axis
-from multitower.engines.tracing import refuse_refs
+from multitower.engines.tracing import refuse_other_places
 from multitower.errors import ArgumentError, BatchError
 from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import is_state_of, split_state, state_structures
@@ -137,7 +137,7 @@ class Trial:
             program = jax.make_jaxpr(run, axis_env=axis_of(1))(rows)
         except Exception:  # it uses values of arrays: it can be run, not traced
             return False
-        refuse_refs(program)
+        refuse_other_places(program)
         if first_collective(program, needs_axis) is not None:
             return True
         try:  # jax.lax.axis_size("towers") is a constant, and no operation in the program

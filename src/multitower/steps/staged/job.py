@@ -10,7 +10,7 @@ from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.job import Shared
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.same_bits import with_one_nan
-from multitower.engines.tracing import refuse_kept_values, refuse_refs
+from multitower.engines.tracing import refuse_kept_values, refuse_other_places
 from multitower.stages.chain import Chain, make_chain
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.pieces import rows_of
@@ -61,7 +61,7 @@ class StagedJob:
         trace = jax.make_jaxpr(self._tower, axis_env=axis_of(num_towers), return_shape=True)
         closed, (_, results) = trace(*shapes)
         refuse_kept_values(closed)
-        refuse_refs(closed)
+        refuse_other_places(closed)
         first = first_collective(closed)
         self.meets = None if first is None else place_of(first)
         closed = without_collectives(closed, len(shapes) - 3, num_towers)
