@@ -85,7 +85,8 @@ def test_shardings_inside_a_loss(how):
     """Lie: "safe to run data parallel", and then JAX's words about the devices of an argument."""
     auto = (jax.sharding.AxisType.Auto,)
     meshes = [jax.make_mesh((n,), ("data",), auto, devices=jax.devices()[:n]) for n in (1, 2)]
-    here, apart = (lambda w, x, put=on_devices(how, mesh): loss(w, put(x)) for mesh in meshes)
+    puts = [on_devices(how, mesh) for mesh in meshes]
+    here, apart = (lambda w, x, put=put: loss(w, put(x)) for put in puts)
     assert mt.check_parallel(here, 1.0, X)  # as a program for any number of devices does on one
     for call in (mt.grad(apart, devices=2), mt.grad(apart, devices=1, towers=2)):
         with pytest.raises(mt.ArgumentError, match="on several devices, and a tower runs on one"):

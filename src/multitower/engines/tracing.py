@@ -27,7 +27,6 @@ _repeats = jax.make_user_context(default_value=False)
 # Parameters of operations that may put arrays on several devices: meshes, and shardings of meshes.
 _PLACES = {
     "sharding_constraint": ["sharding"],
-    "reshard": ["dst_sharding"],
     "device_put": ["devices"],
     "shard_map": ["mesh"],
     "jit": ["in_shardings", "out_shardings"],
@@ -165,7 +164,10 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 def _is_on_several_devices(equation: Any) -> bool:
     where = _PLACES.get(equation.primitive.name, ())
     flat = jax.tree.leaves([equation.params.get(name) for name in where])
-    return any(getattr(getattr(x, "mesh", x), "size", 1) > 1 for x in flat)
+    meshes = [getattr(x, "mesh", x) for x in flat]
+    kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
+    # JAX itself may put constants on the mesh of the call that it is tracing, which is ours.
+    return any(isinstance(x, kinds) and x.size > 1 and x.axis_names != (AXIS,) for x in meshes)
 
 
 @contextmanager
