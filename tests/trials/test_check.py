@@ -90,6 +90,25 @@ def test_a_right_program_is_not_blamed(fn):
     check.raise_if_wrong()
 
 
+def in_groups(w, batch):
+    rewards = batch["y"].reshape(-1, 4)  # four answers to each question
+    better = rewards - rewards.mean(1, keepdims=True)
+    return better.reshape(-1) * by_row(w, batch)
+
+
+def in_pairs(w, batch):
+    z = batch["x"] @ w
+    return ((z[0::2] - z[1::2]) ** 2).mean()
+
+
+@pytest.mark.parametrize("fn", [in_groups, pytest.param(in_pairs, marks=pytest.mark.slow)])
+def test_rows_that_belong_to_their_neighbours_are_not_taken_apart(fn):
+    # The lie: rows are tried in another order, and groups that are whole in every tower are not.
+    check = check_parallel(fn, W, BATCH, towers=2)
+    assert check, str(check)
+    assert not check_parallel(fn, W, {name: rows[:12] for name, rows in BATCH.items()}, towers=4)
+
+
 def total(w, batch):
     return by_row(w, batch).sum()
 

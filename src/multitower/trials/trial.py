@@ -103,13 +103,18 @@ class Trial:
         parts = take_apart(self.tree, own_axes, name=self.arguments, constants=True)
         return Trial(self.fun, self.arguments, self.tree, own_axes, parts, self.reduction)
 
-    def towers(self, tower_rows: int, *, strided: bool) -> Towers:
-        """The rows of full towers: consecutive, or `strided` every n-th row; and each tower."""
+    def towers(self, tower_rows: int, *, strided: int = 0) -> Towers:
+        """The rows of full towers: consecutive, or every n-th row; and each tower.
+
+        Args:
+            tower_rows: the number of rows of a tower.
+            strided: how many neighbours stay together in every n-th; 0 for consecutive rows.
+        """
         count = self.parts.num_rows // tower_rows
         num_rows = count * tower_rows
         places = np.arange(num_rows).reshape(count, -1)
         if strided:
-            places = np.arange(num_rows).reshape(-1, count).T
+            places = places.reshape(-1, count, strided).swapaxes(0, 1).reshape(count, -1)
         return [
             (self._rows(own), Tower(jnp.int32(n), jnp.int32(tower_rows), jnp.int32(num_rows)))
             for n, own in enumerate(places)

@@ -42,12 +42,9 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
         min(max(size, 1), num_rows // 2) for size in (num_rows // wanted, -(-num_rows // wanted))
     ]
     tower_rows = min(sizes, key=lambda size: abs(num_rows // size - wanted))
-    times = 1
-    read = trial.reading()
-    if read is None:
-        times = tower_rows
-        read = trial.reading(times)
-    problems = [*_values(trial, tower_rows, read), *same_numbers(read[0].draws if read else ())]
+    times, read = _reading(trial, tower_rows)
+    problems = _values(trial, tower_rows, read, times)
+    problems += same_numbers(read[0].draws if read else ())
     problems = _blame_tables(trial, tower_rows, read, problems)
     if read:
         kept = lambda _, results: [*results.kept_in_states(), *results.written_parameters()]
@@ -55,13 +52,31 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
 
 
-def _values(trial: Trial, tower_rows: int, read: Read | None) -> list[Problem]:
-    """Compares results on the whole batch with those of its towers, on the real inputs."""
+def _reading(trial: Trial, tower_rows: int) -> tuple[int, Read | None]:
+    """What the program does with rows, and how many it needs together: whole groups of so many."""
+    if (read := trial.reading()) is not None:
+        return 1, read
+    if (read := trial.reading(tower_rows)) is None:
+        return 1, None
+    divisors = (times for times in range(2, tower_rows) if tower_rows % times == 0)
+    tried = ((times, trial.reading(times)) for times in divisors)
+    return next((one for one in tried if one[1] is not None), (tower_rows, read))
+
+
+def _values(trial: Trial, tower_rows: int, read: Read | None, group: int = 1) -> list[Problem]:
+    """Compares results on the whole batch with those of its towers, on the real inputs.
+
+    Args:
+        trial: the function, and its inputs.
+        tower_rows: the number of rows of a tower.
+        read: what the program does with rows; None if it is not known.
+        group: how many neighbours belong together.
+    """
     num_rows = trial.parts.num_rows // tower_rows * tower_rows
     (whole,), (again,) = (trial.run([trial.whole(num_rows)]) for _ in range(2))
     # Two ways to cut, since one may agree by chance. If towers exchange values, the order of rows
     # may have a meaning, such as neighbours that belong together, and is kept.
-    both = (False, False) if trial.meets else (False, True)
+    both = (0, 0) if trial.meets else (0, group)
     ways = [trial.towers(tower_rows, strided=strided) for strided in both]
     try:
         cut, strided = (trial.run(way) for way in ways)
