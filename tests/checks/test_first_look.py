@@ -294,29 +294,12 @@ def largest_view(w, x):
     return (x @ w).reshape(2, -1).max(0).mean()
 
 
-def smallest_and_largest(w, x):
-    pick = lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
-    low, high = jax.lax.reduce((x @ w, x @ w), (np.float32(9), np.float32(-9)), pick, (0,))
-    return high - low
-
-
-def test_a_reduction_of_a_users_own_brings_rows_together():
-    # The lie: what jax.lax.reduce does with two elements is done with each row.
-    with pytest.warns(mt.MultitowerWarning, match=r"loss \(reduce at .*\): rows are brought"):
-        look_at(mt.grad(smallest_and_largest, devices=2), X)
-
-
 def view_after_view(w, x):
     step = lambda before, z: (jnp.tanh(before + z), before)
     return jax.lax.scan(step, jnp.zeros(len(x) // 2), (x @ w).reshape(2, -1))[1].mean()
 
 
 VIEWS = [views, unpacked_views, sum_of_views, largest_view, view_after_view]
-
-
-def by_length(w, x):
-    z, half = x @ w, len(x) // 2
-    return ((z[:half] - z[half:]) ** 2).mean()
 
 
 @pytest.mark.parametrize("loss", VIEWS)
@@ -337,10 +320,27 @@ def test_halves_of_the_batch_are_not_those_of_a_tower(entry, loss):
         ENTRIES[entry](loss)(W, X)
 
 
+def by_length(w, x):
+    z, half = x @ w, len(x) // 2
+    return ((z[:half] - z[half:]) ** 2).mean()
+
+
 def test_halves_of_three_rows_broadcast():
     """Lie: silence, because the look failed with all other numbers of rows that it chose."""
     with pytest.warns(mt.MultitowerWarning, match=r"slice at .*a part of the rows is taken"):
         look_at(mt.grad(by_length, devices=1), X[:3])
+
+
+def smallest_and_largest(w, x):
+    pick = lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
+    low, high = jax.lax.reduce((x @ w, x @ w), (np.float32(9), np.float32(-9)), pick, (0,))
+    return high - low
+
+
+def test_a_reduction_of_a_users_own_brings_rows_together():
+    # The lie: what jax.lax.reduce does with two elements is done with each row.
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(reduce at .*\): rows are brought"):
+        look_at(mt.grad(smallest_and_largest, devices=2), X)
 
 
 def in_chunks(w, x):
@@ -395,6 +395,9 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         lambda w, x: sum(z**2 for z in jnp.split(jnp.concatenate([x, 2 * x]) @ w, 2)),
         lambda w, x: sum(losses(w, rows).sum() for rows in x.reshape(2, -1, 3)) / len(x),
         lambda w, x: jnp.stack([losses(w, rows) for rows in x.reshape(2, -1, 3)]).mean(),
+        lambda w, x: jnp.where(w[0] > 0, sum(losses(w, x.reshape(2, -1, 3))), 0).mean() / 2,
+        lambda w, x: (rows_added_up(w, x.reshape(2, -1, 3)) / 2).mean(),
+        lambda w, x: (jax.grad(lambda x: losses(w, x.reshape(2, -1, 3)).sum())(x) ** 2).mean(),
     ],
     ids=[
         "neighbours",
@@ -406,6 +409,9 @@ def test_a_checkpoint_in_a_loop_over_rows_only_adds_them_up():
         "views of a row",
         "loop of Python",
         "loop that stacks",
+        "sum of chunks",
+        "scan that adds",
+        "gradient",
     ],
 )
 def test_nothing_is_said_of_groups_of_rows(loss):
