@@ -126,6 +126,24 @@ def test_sums_products_and_regularisers(way, num_rows):
     assert_close(found, jax.jit(jax.value_and_grad(mixture))(PARAMS, batch))
 
 
+@any_rows
+def test_losses_of_rows_are_added_as_their_mean(way, num_rows):
+    """BERT: masked tokens, and one more loss for every sequence."""
+
+    def loss(params, batch):
+        tokens, of_rows = masked(params, batch), token_losses(params, batch).max(1)
+        return 3 * of_rows + tokens - of_rows, {"both": tokens - of_rows}
+
+    def on_one_device(params):
+        value, metrics = loss(params, batch)
+        return value.mean(), metrics["both"].mean()
+
+    batch = batch_of(num_rows)
+    (value, aux), gradients = mt.value_and_grad(loss, has_aux=True, **WAYS[way])(PARAMS, batch)
+    expected = jax.jit(jax.value_and_grad(on_one_device, has_aux=True))(PARAMS)
+    assert_close(((value, aux["both"]), gradients), expected)
+
+
 @every_way
 def test_a_backward_rule_that_is_not_linear(way):
     @jax.custom_vjp
@@ -211,7 +229,8 @@ def test_other_uses_are_refused_in_words():
         "a product": lambda r: r * r,
         "a number divided": lambda r: 1 / r,
         r"\.mean": lambda r: r.mean(),
-        r"\+ with float32\[2\]": lambda r: r + jnp.ones(2),
+        r"\+ with float32\[10, 1\]": lambda r: r + jnp.ones((10, 1)),
+        "shape \\(2,\\) for 10 rows": lambda r: r + jnp.ones(2),
     }
     for message, use in uses.items():
         with pytest.raises((mt.OutputError, AttributeError), match=message):

@@ -29,7 +29,8 @@ def ratio(total: Any, weight: Any) -> Any:
 
     Use it for a loss or metric that is a mean over tokens, padded sequences or weighted rows. On
     one device, and outside of towers, it is `jnp.sum(total) / jnp.sum(weight)`. You can add a ratio
-    to other ratios and to numbers such as a penalty, and multiply or divide it by numbers.
+    to other ratios, to numbers such as a penalty, and to losses with one entry per row, whose mean
+    counts. You can multiply or divide it by numbers.
 
     The towers' weights are added up before gradients are computed, so that the gradients are those
     of one device, also with a `jax.custom_vjp` that is not linear. That costs a small program and
@@ -90,10 +91,14 @@ class Ratio:
     __array_ufunc__ = None  # so that NumPy's numbers leave the arithmetic to this class
 
     def __add__(self, other: Any) -> "Ratio":
-        """Adds a ratio or a number."""
+        """Adds a ratio, a number, or losses of rows, whose mean over all rows counts."""
         if isinstance(other, Ratio):
             added = self + other.offset if other.offset is not None else self
             return Ratio((*added.terms, *other.terms), added.offset)
+        other = _float(other, "+")
+        if other.ndim == 1:
+            losses = wide(other)
+            return self + Ratio(((losses, jnp.ones_like(losses)),), None)
         other = _number(other, "+")
         return Ratio(self.terms, other if self.offset is None else self.offset + other)
 
@@ -116,11 +121,11 @@ class Ratio:
         return self
 
     def __sub__(self, other: Any) -> "Ratio":
-        """Subtracts a ratio or a number."""
+        """Subtracts a ratio, a number, or losses of rows."""
         return self + (-other)
 
     def __rsub__(self, other: Any) -> "Ratio":
-        """A number minus this."""
+        """A number, or losses of rows, minus this."""
         return -self + other
 
     def __rtruediv__(self, other: Any) -> "Ratio":
@@ -254,8 +259,15 @@ def by_row(part: jax.Array, num_rows: int) -> jax.Array:
 def _number(value: Any, sign: str) -> Any:
     if isinstance(value, Ratio):
         raise _refuse(f"a product or quotient of two of them ({sign})")
+    value = _float(value, sign)
+    if value.shape:
+        raise _refuse(f"{sign} with {value.dtype}{list(value.shape)}")
+    return value
+
+
+def _float(value: Any, sign: str) -> Any:
     value = jnp.asarray(value)
-    if value.shape or not jnp.issubdtype(wide(value).dtype, jnp.floating):
+    if not jnp.issubdtype(wide(value).dtype, jnp.floating):
         raise _refuse(f"{sign} with {value.dtype}{list(value.shape)}")
     return value
 
@@ -263,9 +275,10 @@ def _number(value: Any, sign: str) -> Any:
 def _refuse(what: str) -> OutputError:
     return OutputError(
         f"{what} was asked of mt.ratio(total, weight) inside a tower, where its value is not known "
-        "until the towers have met: it can be added to ratios and to scalars, and be multiplied "
-        "and divided by scalars. Return it as the loss or as a metric, and compute the rest with "
-        "the result, such as a perplexity by np.exp(float(metrics['loss']))."
+        "until the towers have met: it can be added to ratios, to scalars and to losses of shape "
+        "(rows,), and be multiplied and divided by scalars. Return it as the loss or as a metric, "
+        "and compute the rest with the result, such as a perplexity by "
+        "np.exp(float(metrics['loss']))."
     )
 
 
