@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental import sparse
 
 import multitower as mt
 from multitower.towers.rows import (
@@ -138,3 +139,23 @@ def test_a_batch_of_graphs_is_no_batch_of_rows():
     for arguments in ((graphs,), ({"graphs": graphs, "y": each},)):
         with pytest.raises(mt.BatchError, match=r"a batch of graphs.*Pad every graph.*jax.vmap"):
             mt.value_and_grad(loss, devices=2)(np.ones(2), *arguments)
+
+
+def test_a_sparse_array_is_no_batch_of_rows():
+    """Lie: its entries are rows, if by chance there are as many as rows, or weights."""
+    x = np.eye(4, dtype=np.float32)
+    whole, by_row = sparse.BCOO.fromdense(x), sparse.BCOO.fromdense(x, n_batch=1)
+    loss = lambda w, x, y: (x @ w - y) ** 2
+    w, y = np.ones(4, np.float32), np.zeros(4, np.float32)
+    for array in (whole, by_row, sparse.BCSR.fromdense(x)):
+        with pytest.raises(mt.ArgumentError, match=r"sparse array.*None for it in in_axes"):
+            mt.value_and_grad(loss, devices=2)(w, array, y)
+
+    def made_inside(w, data, indices, y):
+        return loss(w, sparse.BCOO((data, indices), shape=(len(data), 4)), y)
+
+    found = mt.value_and_grad(made_inside, devices=2)(w, by_row.data, by_row.indices, y)
+    np.testing.assert_allclose(found[0], 1)
+    whole_loss = lambda w, whole, x, y: loss(whole @ w, x, y)
+    found = mt.value_and_grad(whole_loss, in_axes=(None, None, 0, 0), devices=2)(w, whole, x, y)
+    np.testing.assert_allclose(found[0], 1)

@@ -185,6 +185,27 @@ def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str
         )
 
 
+def refuse_sparse_rows(kinds: Any) -> None:
+    """Refuses a sparse array of JAX as rows, because its entries are not one for every row.
+
+    Args:
+        kinds: the tree of arguments, with the kind of each leaf, as in `Split`, in its place.
+
+    Raises:
+        ArgumentError: arrays inside a sparse array are to be cut.
+    """
+    is_sparse = lambda node: type(node).__module__.startswith("jax.experimental.sparse")
+    for node in jax.tree.leaves(kinds, is_leaf=is_sparse):
+        if is_sparse(node) and any(isinstance(kind, int) for kind in jax.tree.leaves(node)):
+            name = type(node).__name__
+            raise ArgumentError(
+                f"a sparse array, {name} of jax.experimental.sparse, cannot be cut into towers. "
+                "Pass the entries of each row as arrays, data and indices of BCOO.fromdense(x, "
+                "n_batch=1), and make the BCOO in the function; its shape is (len(data), columns). "
+                f"If every tower needs the whole {name}, say None for it in in_axes."
+            )
+
+
 def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
     """Refuses an array that was donated to a jitted call, so that its memory is gone."""
     if not isinstance(leaf, Tracer) and leaf.is_deleted():

@@ -24,6 +24,7 @@ from multitower.towers.refusals import (
     refuse_foreign_array,
     refuse_lists_for_rows,
     refuse_numbers_for_rows,
+    refuse_sparse_rows,
     refuse_what_is_no_array,
     refuse_what_is_no_number,
 )
@@ -67,6 +68,7 @@ class Split:
 
     def rebuild(self, shared: Sequence[Any], rows: Sequence[Any], tower: Tower) -> Any:
         """One tower's tree, from the shared leaves and its own rows (rows on axis 0)."""
+        refuse_sparse_rows(jax.tree.unflatten(self.treedef, self.kinds))
         shared_left, rows_left = iter(shared), iter(rows)
         leaves: list[Any] = []
         for kind in self.kinds:

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import jax
 
 from multitower.errors import BatchError
-from multitower.towers.refusals import Names, name_of, path_of, taken_out_of
+from multitower.towers.refusals import (
+    Names,
+    name_of,
+    path_of,
+    refuse_sparse_rows,
+    taken_out_of,
+)
 
 _SHOWN = 3  # a message names at most so many arrays of an argument
 _GRAPHS = (
@@ -59,7 +65,11 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
         name: what the tree is called, or the names of its leaves.
         axes: the in_axes that were given for it.
         kinds: for each leaf its kind, as in `Split`; an int is the axis of its rows.
+
+    Raises:
+        ArgumentError: some of the arrays are inside a sparse array.
     """
+    refuse_sparse_rows(jax.tree.unflatten(jax.tree.structure(tree), kinds))
     graphs = jax.tree.leaves(tree, is_leaf=_is_batch_of_graphs)
     if any(map(_is_batch_of_graphs, graphs)):
         return BatchError(_GRAPHS)
