@@ -155,6 +155,12 @@ def with_two_states(params, x, seen, other):  # one row in each, as BatchNorm of
     return losses(params, x + seen["mean"] + other["mean"])
 
 
+def with_unlabelled(params, batch):
+    unlabelled = losses(params, batch["more"].reshape(-1, 3)).reshape(len(batch["x"]), -1)
+    return losses(params, batch["x"]) + unlabelled.mean(1)
+
+
+MORE = np.ones((16, 3), np.float32)
 mean = lambda params, x: losses(params, x).mean()
 SEEN = {"mean": np.zeros((1, 3), np.float32), "var": np.ones((1, 3), np.float32)}
 ADVICE = {
@@ -232,6 +238,12 @@ ADVICE = {
         "w has 3 rows and x has 8: all split arrays need the same number of rows. If every tower "
         "needs the whole of w: in_axes=(None, 0). If of x: in_axes=(0, None).",
         lambda: parallel(lambda w, x: x @ w, W, X, in_axes=(None, 0)),
+    ),
+    "rows differ, with several to each row of the others": (
+        lambda: grads(with_unlabelled, W, {**batch, "more": MORE}),
+        "If 2 rows of batch['more'] belong to each row of batch['x']: pass "
+        "batch['more'].reshape(8, 2, 3).",
+        lambda: grads(with_unlabelled, W, {**batch, "more": MORE.reshape(8, 2, 3)}),
     ),
     "rows differ, in an argument that is named": (
         lambda: mt.grad(weighted, devices=2)(W, X, weights=CLASSES),

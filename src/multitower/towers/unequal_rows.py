@@ -119,6 +119,7 @@ def _arguments_differ(
         f"{num_rows}: all split arrays need the same number of rows. If every tower needs the "
         f"whole of {_in_words([name_of(one.path, name) for one in no_rows])}: "
         f"{_wholes(tree, name, axes, no_rows)}.{_or_else(tree, name, axes, arguments, no_rows)}"
+        f"{_or_fold(tree, name, no_rows, other)}"
     )
 
 
@@ -163,6 +164,21 @@ def _or_else(
     if len(no_rows) > 1 or len(many) > 1 or few.rows() is None or isinstance(name, str):
         return ""
     return f" If of {name_of(many[0].path, name)}: {_wholes(tree, name, axes, many)}."
+
+
+def _or_fold(tree: Any, name: str | Names, no_rows: Sequence[_Argument], other: _Argument) -> str:
+    """Advice for one array with several rows to each row of the others, as FixMatch has."""
+    counts = [pair for one in no_rows for pair in one.counts.items()]
+    (number, count), num_rows = counts[0], other.rows()
+    if len(counts) > 1 or num_rows is None or count <= num_rows or count % num_rows:
+        return ""
+    where = path_of(tree, number, name)
+    times = count // num_rows
+    shape = ", ".join(map(str, (num_rows, times, *jax.tree.leaves(tree)[number].shape[1:])))
+    return (
+        f" If {times} rows of {where} belong to each row of "
+        f"{path_of(tree, min(other.counts), name)}: pass {where}.reshape({shape})."
+    )
 
 
 def _in_words(names: Sequence[str]) -> str:
