@@ -111,6 +111,93 @@ def test_the_number_of_rows_of_all_towers():
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
+def mean_of_all(x):
+    return jax.lax.pmean(x, "towers")
+
+
+def by_mean_deviation(w, x):
+    z = x @ w
+    return (z - mean_of_all(z.mean())) / mean_of_all(z.std())
+
+
+def by_deviation_of_all(w, x):
+    z = x @ w
+    mean = mean_of_all(z.mean())
+    return (z - mean) / jnp.sqrt(mean_of_all(((z - mean) ** 2).mean()))
+
+
+def normalised_in_a_tower(w, x):
+    z = x @ w
+    return mean_of_all((z / z.sum()).mean())
+
+
+def mean_of_kernels(w, x):
+    z = x * w
+    return mean_of_all(jnp.exp(-((z[:, None] - z) ** 2).sum(-1)).mean())
+
+
+def inner_step(w, x):
+    gradient = mean_of_all(jax.grad(lambda w: losses(w, x).mean())(w))
+    return losses(w - 0.1 * gradient, x)
+
+
+def centred_over_all(w, x):
+    z = x @ w
+    return ((z - mean_of_all(z.mean())) ** 2).mean()
+
+
+def largest_first(w, x):
+    z = x @ w
+    largest = jax.lax.pmax(jax.lax.stop_gradient(z.max()), "towers")
+    return largest + jnp.log(mean_of_all(jnp.exp(z - largest).mean()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_right"),
+    [
+        (by_mean_deviation, False),
+        (normalised_in_a_tower, False),
+        (mean_of_kernels, False),
+        (by_deviation_of_all, True),
+        (inner_step, True),
+        (largest_first, True),
+        (centred_over_all, True),
+    ],
+)
+def test_towers_that_meet_after_their_rows_were_mixed_are_told(loss, is_right):
+    # The lie: whatever passes through a pmean is that of the whole batch.
+    if is_right:
+        look_at(mt.grad(loss, devices=2), X)  # warnings are errors
+        return
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(psum .*made of its own rows alone"):
+        look_at(mt.grad(loss, devices=2), X)
+    with pytest.warns(mt.MultitowerWarning, match=r"aux \(psum .*made of its own rows alone"):
+        look_at(mt.grad(lambda w, x: (losses(w, x), loss(w, x)), has_aux=True, devices=2), X)
+
+
+def over_all(w, x):
+    return jax.lax.psum(losses(w, x).sum(), "towers")
+
+
+def of_all_rows(w, x):
+    return losses(w, mt.all_rows(x)).sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [over_all, of_all_rows, lambda w, x: over_all(w, x) + (w**2).sum()],
+)
+def test_a_sum_over_all_rows_that_towers_add_up_is_told(loss):
+    # The lie: reduction="sum" is right for a sum over the whole batch, which every tower has.
+    with pytest.warns(mt.MultitowerWarning, match="the same number in every tower.*T times"):
+        look_at(mt.grad(loss, devices=2, reduction="sum"), X)
+    with pytest.warns(mt.MultitowerWarning, match="the same number in every tower"):
+        step_of(loss, reduction="sum")(W, X)
+    look_at(mt.grad(loss, devices=2), X)  # as it says; warnings are errors
+    for own in (losses, total, lambda w, x: losses(w, x) + over_all(w, x) / 8):
+        look_at(mt.grad(own, devices=2, reduction="sum"), X)
+
+
 def per_token(w, x, num_tokens):
     return mt.ratio(losses(w, x).sum(), num_tokens)
 

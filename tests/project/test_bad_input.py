@@ -462,6 +462,18 @@ WRONG = {
         r"aux\['z'\] has shape \(2, 3\) with 1 rows and \(4, 3\).*2 entries for every row: if they "
         r"lie row by row, return \.reshape\(-1, 2, 3\)\.",
     ),
+    "an aux with one entry for a group of rows": (
+        # The lie: the towers' groups are one group in each, and their mean is that of them all.
+        lambda: grads(
+            lambda w, x: (losses(w, x), x.reshape(-1, 4, 3).mean(1)),
+            W,
+            np.ones((64, 3), np.float32),
+            has_aux=True,
+        ),
+        mt.OutputError,
+        r"aux has shape \(2, 3\) with 8 rows and \(4, 3\) with 16.*one entry for every 4 rows: "
+        r"jnp.repeat\(\.\.\., 4, axis=0\)",
+    ),
     "metrics named loss": (
         lambda: step(lambda w, x: (losses(w, x), {"loss": x[:, 0]})),
         mt.OutputError,

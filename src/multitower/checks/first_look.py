@@ -71,10 +71,10 @@ def look(
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
             row is divided by the number of rows, a sum over rows and a number make a mt.ratio or
-            are added, all towers draw the same numbers, a table is cut, the number of devices
-            decides over how many rows BatchNorm works, a parameter of a module is written into,
-            rows are written into a jax.new_ref, or out_axes=None takes what depends on rows from
-            the first tower.
+            are added, towers add up a loss that is the same in all of them, all towers draw the
+            same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
+            works, a parameter of a module is written into, rows are written into a jax.new_ref, or
+            out_axes=None takes what depends on rows from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -87,6 +87,7 @@ def look(
             *results.written_parameters(),
             *results.of_one_tower(),
             *results.steady_terms(),
+            *results.same_in_all(),
             *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
         ]
 

@@ -77,6 +77,8 @@ class ParallelCheck:
 FIRST = "first"
 # The kind of results that are pairs of a total and a weight, the terms of mt.ratio.
 TERMS = "terms"
+# The kind of a loss that towers add up, as reduction="sum" says, if it has no rows.
+ADDED = "added"
 
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
@@ -98,10 +100,25 @@ PARTS = (
     "example two views as batch['view1'] and batch['view2']; or take the part of all rows, "
     "mt.all_rows(x)."
 )
+TOO_LATE = (
+    "towers add up what each has made of its own rows alone, such as a standard deviation, a "
+    "quotient or a comparison of rows. The mean of these is not that of the whole batch. Add up "
+    'sums or means over rows, mean = jax.lax.pmean(x.mean(), "towers") and then '
+    'jax.lax.pmean(((x - mean) ** 2).mean(), "towers"), and compute the rest from these; or '
+    "compare with the rows of all towers, mt.all_rows(x)."
+)
+SAME_IN_ALL = (
+    "it is the same number in every tower, such as a sum that jax.lax.psum has made or a function "
+    "of mt.all_rows(x), and reduction='sum' adds towers up: with T towers it would be T times too "
+    "large. Leave reduction out."
+)
+# The operations in which towers add up.
+MEETINGS = ("psum", "psum_invariant")
 # By the operation that brought rows together.
 WHY_MIXED = {
     **dict.fromkeys(("split", "slice", "chunks"), PARTS),
     **dict.fromkeys(("reduce_max", "reduce_min"), LARGEST),
+    **dict.fromkeys(MEETINGS, TOO_LATE),
 }
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "

@@ -7,13 +7,16 @@ import jax
 
 from multitower.checks.flow import Flow, line_at, operation_at
 from multitower.checks.problems import (
+    ADDED,
     BESIDE,
     COUNTED,
     FIRST,
     HOLD_ALL,
     KEEP_A_MEAN,
+    MEETINGS,
     MIXED,
     OF_ONE_TOWER,
+    SAME_IN_ALL,
     STATISTICS,
     STEADY,
     SUM_ALL,
@@ -29,6 +32,8 @@ from multitower.checks.row_flow import Reading
 
 # State for the next step. The towers' states are averaged, which is right for statistics.
 _STATES = ("model", "model_state", "state")
+# Kinds with problems of their own.
+_ASIDE = (FIRST, TERMS, ADDED)
 
 
 class _Result(NamedTuple):
@@ -107,13 +112,18 @@ class Results(NamedTuple):
         """
         problems: list[Problem] = []
         for one in self.leaves:
-            if one.kind in (*_STATES, FIRST, TERMS) or not (averages or one.has_rows):
+            if one.kind in (*_STATES, *_ASIDE) or not (averages or one.has_rows):
                 continue
             flow = one.flow
             unknown = {line_at(root) for root in flow.roots} - self.known_lines
             if flow.mixed and unknown:
                 if not told & set(flow.mixed):
-                    place = next((p for p in flow.mixed if line_at(p) in unknown), flow.mixed[0])
+                    where = [
+                        p
+                        for p in flow.mixed
+                        if line_at(p) in unknown or operation_at(p) in MEETINGS
+                    ]
+                    place = [*where, flow.mixed[0]][0]
                     why = WHY_MIXED.get(operation_at(place), MIXED)
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif flow.is_sum:
@@ -130,7 +140,7 @@ class Results(NamedTuple):
         return [
             Problem("mixed rows", one.name, one.flow.mixed[0], STATISTICS.format(num=num_towers))
             for one in self.leaves
-            if one.kind not in (*_STATES, TERMS) and self.are_statistics(one.flow)
+            if one.kind not in (*_STATES, TERMS, ADDED) and self.are_statistics(one.flow)
         ]
 
     def kept_in_states(self, *, exchange: bool = True) -> list[Problem]:
@@ -166,6 +176,14 @@ class Results(NamedTuple):
             Problem("mixed rows", one.name, next(iter(one.flow.places), None), OF_ONE_TOWER)
             for one in self.leaves
             if one.kind == FIRST and (one.flow.word != "free" or one.has_rows)
+        ]
+
+    def same_in_all(self) -> list[Problem]:
+        """A problem if a loss is the same in every tower, and towers add it up."""
+        return [
+            Problem("sum", "loss", None, SAME_IN_ALL)
+            for one in self.leaves
+            if one.kind == ADDED and one.flow.word == "free" and not one.flow.varies
         ]
 
     def steady_terms(self) -> list[Problem]:

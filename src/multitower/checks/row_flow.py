@@ -155,7 +155,17 @@ class _Reader:
             own = Flow(varies=name not in operations.ALIKE, is_drawn=is_drawn, placed=place)
             if name not in operations.SUMS or len(inputs) != len(equation.outvars):
                 return [own] * len(equation.outvars)
-            return [replace(own, of_all=flow.is_sum) for flow in inputs]
+            # What has mixed rows is no sum over them, and a sum of such values is none either.
+            place = self.where(equation)
+            return [
+                replace(
+                    own,
+                    of_all=flow.is_sum,
+                    mixed=all_places([Flow(mixed=(place,)), flow]) if flow.mixed else (),
+                    roots=flow.roots if flow.mixed else frozenset(),
+                )
+                for flow in inputs
+            ]
         inside, program = INSIDE.get(name), program_inside(equation.params, len(inputs))
         if inside is not None or program is not None:
             self._calls.append(equation)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.problems import TERMS
+from multitower.checks.problems import ADDED, TERMS
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower
 from multitower.errors import ArgumentError, GradientError, OutputError
@@ -26,6 +26,7 @@ from multitower.functions.auxiliary import (
 from multitower.functions.calls import Leaves
 from multitower.functions.objective import (
     Reduction,
+    added_up,
     as_mean,
     name_without_rows,
     num_weights,
@@ -204,8 +205,10 @@ class ValueAndGrad(NamedTuple):
         loss, aux = self._loss_and_aux(output)
         terms = terms_in(loss, aux)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
+        added = added_up(loss, self.reduction)
         loss = as_mean(loss, tower_rows, self.reduction)
-        return {"loss": loss, "aux": aux, "model": changed, "state": state, TERMS: terms}
+        named = {"loss": loss, "aux": aux, "model": changed, "state": state}
+        return {**named, TERMS: terms, ADDED: added}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """The results of all towers, put together."""

@@ -94,6 +94,11 @@ def as_mean(loss: Any, num_rows: int, reduction: Reduction) -> Any:
     return mean if loss.offset is None else mean + loss.offset
 
 
+def added_up(loss: Any, reduction: Reduction) -> Any:
+    """A loss without rows that towers add up, else (); for the first look."""
+    return loss if reduction == "sum" and not is_ratio(loss) and not loss.ndim else ()
+
+
 def weights_of(loss: Any, here: Tower, tower_rows: int) -> list[jax.Array]:
     """A tower's sum of weights for each term of a ratio; [] for another loss."""
     return sums_of(loss, here, tower_rows).weights if is_ratio(loss) else []

@@ -105,7 +105,7 @@ def find_row_leaves(
     """Finds out for each leaf of `outputs` whether it has one entry per row.
 
     A shape alone cannot tell 16 rows from 16 classes, so the function is also traced with one row
-    more.
+    more, or if that fails, as in a function of whole groups of rows, with twice as many.
 
     Args:
         outputs_of: the function of the rows that returned `outputs`.
@@ -119,7 +119,9 @@ def find_row_leaves(
     """
     tower_rows = rows[0].shape[0]
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
-    more = _shapes_with_more_rows(outputs_of, rows, len(flat)) if _any_axis(flat) else None
+    more_rows, more = 0, None
+    if _any_axis(flat):
+        more_rows, more = _shapes_with_more_rows(outputs_of, rows, len(flat))
     verdicts: list[bool] = []
     for number, (path, leaf) in enumerate(flat):
         if number in skip:
@@ -127,13 +129,13 @@ def find_row_leaves(
             continue
         where = f"{name}{jax.tree_util.keystr(path)}"
         shape = tuple(leaf.shape)
-        grown = (tower_rows + 1, *shape[1:])
+        grown = (more_rows, *shape[1:])
         by_row = shape[:1] == (tower_rows,) and (more is None or more[number] == grown)
         if not by_row and more is not None and more[number] != shape:
-            hint = _several_to_a_row(shape, more[number], tower_rows)
+            hint = _of_groups(shape, more[number], tower_rows, more_rows - tower_rows)
             raise OutputError(
                 f"{where} has shape {shape} with {tower_rows} rows and {more[number]} with "
-                f"{tower_rows + 1}: it can neither be averaged over towers nor concatenated. "
+                f"{more_rows}: it can neither be averaged over towers nor concatenated. "
                 "Return one entry per row on axis 0, or something whose shape does not depend on "
                 f"the rows; or leave it out.{hint}"
             )
@@ -149,16 +151,27 @@ def find_row_leaves(
     return verdicts
 
 
-def _several_to_a_row(shape: tuple[int, ...], more: tuple[int, ...], tower_rows: int) -> str:
-    """Advice for a leaf whose axis 0 has several entries for every row, or "".
+def _of_groups(
+    shape: tuple[int, ...], more: tuple[int, ...], tower_rows: int, added_rows: int
+) -> str:
+    """Advice for a leaf with several entries for every row, or one for several rows, or "".
 
-    Its shape does not show whether the entries are in the order of rows. They may also be several
-    arrays over all rows, one after another, which would be in another order if the towers' leaves
-    were concatenated.
+    The shape of several entries does not show whether they are in the order of rows. They may also
+    be several arrays over all rows, one after another, which would be in another order if the
+    towers' leaves were concatenated.
     """
-    entries = more[0] - shape[0] if shape and more else 0
-    if entries < 2 or shape != (entries * tower_rows, *more[1:]):
+    added = more[0] - shape[0] if shape and more else 0
+    if added < 1 or shape[0] * added_rows != added * tower_rows or shape[1:] != more[1:]:
         return ""
+    if added_rows % added == 0 and added < added_rows:
+        group = added_rows // added
+        return (
+            f" Here is one entry for every {group} rows: jnp.repeat(..., {group}, axis=0) has one "
+            "for each row."
+        )
+    if added % added_rows or added == added_rows:
+        return ""
+    entries = added // added_rows
     inner = ", ".join(map(str, (entries, *shape[1:])))
     return (
         f" Here are {entries} entries for every row: if they lie row by row, return "
@@ -216,10 +229,15 @@ def _any_axis(flat: Any) -> bool:
 
 def _shapes_with_more_rows(
     outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], num_leaves: int
-) -> list[tuple[int, ...]] | None:
-    more = [jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
-    try:
-        leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
-    except Exception:  # a number of rows is written into the function: the known shapes must do
-        return None
-    return [tuple(leaf.shape) for leaf in leaves] if len(leaves) == num_leaves else None
+) -> tuple[int, list[tuple[int, ...]] | None]:
+    """A larger number of rows, and the shapes of all leaves with it; None if they are not known."""
+    tower_rows = rows[0].shape[0]
+    for num_rows in (tower_rows + 1, 2 * tower_rows):  # the second has whole groups of rows
+        more = [jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
+        try:
+            leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
+        except Exception:  # a number of rows is written into the function
+            continue
+        known = len(leaves) == num_leaves
+        return num_rows, [tuple(leaf.shape) for leaf in leaves] if known else None
+    return 0, None

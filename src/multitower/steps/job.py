@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.problems import TERMS
+from multitower.checks.problems import ADDED, TERMS
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower, trace
 from multitower.errors import OutputError
 from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
     Reduction,
+    added_up,
     as_mean,
     name_without_rows,
     num_weights,
@@ -282,7 +283,8 @@ def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tow
     new = join(shared.state.model_state, output.model_state)
     loss = as_mean(output.loss, len(rows[0]), step.reduction)
     metrics, terms = take_ratios(output.metrics)[0], terms_in(output.loss, output.metrics)
-    return {"loss": loss, "metrics": metrics, "model_state": new, TERMS: terms}
+    named = {"loss": loss, "metrics": metrics, "model_state": new}
+    return {**named, TERMS: terms, ADDED: added_up(output.loss, step.reduction)}
 
 
 def _forward(
