@@ -175,6 +175,47 @@ def test_towers_that_meet_after_their_rows_were_mixed_are_told(loss, is_right):
         look_at(mt.grad(lambda w, x: (losses(w, x), loss(w, x)), has_aux=True, devices=2), X)
 
 
+def with_rule(backward, forward=lambda x: x):
+    """The identity, or `forward`, with a backward rule of its own."""
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(g),))
+    return function
+
+
+def norm_of_all(g):
+    return g / jnp.sqrt(jax.lax.psum((g * g).sum(), "towers"))
+
+
+BY_ROW = lambda rule: lambda w, x: (rule(x @ w) - 1) ** 2
+OF_WEIGHTS = lambda rule: lambda w, x: losses(rule(w), x)
+RULES = {
+    "norm": (BY_ROW, with_rule(lambda g: g / jnp.linalg.norm(g)), False),
+    "centred": (BY_ROW, with_rule(lambda g: g - g.mean(0)), False),
+    "clipped weights": (OF_WEIGHTS, with_rule(lambda g: jnp.clip(g, -1, 1)), False),
+    "unit weights": (OF_WEIGHTS, with_rule(lambda g: g / jnp.linalg.norm(g)), False),
+    "clipped rows": (BY_ROW, with_rule(lambda g: jnp.clip(g, -1, 1)), True),
+    "norm of all": (BY_ROW, with_rule(norm_of_all), True),
+    "reversed": (OF_WEIGHTS, with_rule(lambda g: -0.5 * g), True),
+    "straight through": (BY_ROW, with_rule(lambda g: g, lambda x: jnp.round(x, 1)), True),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_backward_rule_that_brings_rows_together_is_told(name):
+    # The lie: what a rule does with the gradients of a tower's rows is what it does with all rows'.
+    loss_of, rule, is_right = RULES[name]
+    loss = loss_of(rule)
+    if not is_right:
+        with pytest.warns(mt.MultitowerWarning, match=r"gradients \(.*a backward rule"):
+            look_at(mt.grad(loss, devices=2), X)
+        look_at(mt.make_parallel(loss, in_axes=(None, 0), devices=2), X)
+        return
+    found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
+    if name != "norm of all":
+        expected = jax.grad(lambda w: loss(w, X).mean())(W)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def over_all(w, x):
     return jax.lax.psum(losses(w, x).sum(), "towers")
 

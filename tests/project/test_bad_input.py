@@ -479,6 +479,11 @@ WRONG = {
         mt.OutputError,
         "entry 'loss'.*Rename",
     ),
+    "metrics named staleness": (
+        lambda: step(lambda w, x: (losses(w, x), {"staleness": x[:, 0]})),
+        mt.OutputError,
+        "entry 'staleness'.*Rename",
+    ),
     "two metrics of one name": (
         lambda: step(lambda w, x: (losses(w, x), {"a": {"b": mt.ratio(x, 1.0)}, "a/b": x[:, 1]})),
         mt.OutputError,

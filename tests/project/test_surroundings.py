@@ -101,7 +101,12 @@ def test_a_call_in_place_of_pmap():
         jax.pmap(lambda x: mt.grad(loss, devices=2)(1.0, x))(jnp.stack([X, X]))
 
 
-STEPS = {"blocks": {"shard_update": True}, "stages": {"stages": 1}, "local": {"sync_every": 2}}
+STEPS = {
+    "blocks": {"shard_update": True},
+    "stages": {"stages": 1},
+    "local": {"sync_every": 2},
+    "rotation": {"updates": "asynchronous"},
+}
 NEED_VALUES = {
     "multitower.evaluate": lambda x: mt.evaluate(lambda w, x: {"a": w * x}, 1.0, x, global_batch=4),
     "multitower.predict": lambda x: mt.predict(lambda w, x: w * x, 1.0, x, global_batch=4),

@@ -149,6 +149,7 @@ def test_what_is_not_known_is_refused():
     with pytest.raises(mt.ArgumentError, match="sync_every=2 exclude each other"):
         make(plain, optax.sgd(0.1), towers=2, sync_every=2, extra_metrics=["gradient_norm"])
     taken = lambda w, x: (w * x, {"gradient_norm": x})
-    step = make(taken, optax.sgd(0.1), devices=1, extra_metrics=["gradient_norm"])
-    with pytest.raises(mt.OutputError, match="returns a metric 'gradient_norm'"):
-        step(step.init(jnp.float32(1)), np.float32([3]))
+    for how in ({}, {"towers": 1, "stages": 1}):  # with stages it was overwritten
+        step = make(taken, optax.sgd(0.1), devices=1, extra_metrics=["gradient_norm"], **how)
+        with pytest.raises(mt.OutputError, match="returns a metric 'gradient_norm'"):
+            step(step.init(jnp.float32(1)), np.float32([3]))

@@ -99,6 +99,39 @@ def test_models_of_other_shapes_take_turns(options):
             np.testing.assert_allclose(found, w - 0.1 * gradient, rtol=1e-5)
 
 
+COPIES = {
+    "copied": lambda state, _: jax.tree.map(jnp.copy, state),
+    "replaced": lambda state, params: state.replace(params=params),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard_update": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"stages": 1, "devices": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_copied_state_is_that_of_its_own_shapes(options, how):
+    """Lie: a copy, which does not say whose it is, in the blocks of the model that came last."""
+    loss = lambda w, x: (x[:, : len(w)] @ w - 1) ** 2
+    x = np.arange(24, dtype=np.float32).reshape(4, 6) / 10
+    models = [np.ones(n, np.float32) for n in (6, 3)]
+    step = mt.train_step(loss, optax.sgd(0.1), towers=2, **{"devices": 2, **options})
+    long, short = map(step.init, models)
+    copied = COPIES[how](long if how == "copied" else short, models[0])
+    short = step.init(models[1]) if how == "replaced" else short
+    for state, w in [(copied, models[0]), (short, models[1])] * 2:
+        found, _ = step(jax.tree.map(jnp.copy, state), x)
+        gradient = jax.grad(lambda w: loss(w, x).mean())(w)
+        np.testing.assert_allclose(found.params, w - 0.1 * gradient, rtol=1e-4)
+    found, _ = step(short, x)
+    np.testing.assert_allclose(found.params, w - 0.1 * gradient, rtol=1e-4)
+
+
 def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
     # The lie: a state that a step has made has the shapes of all states that it makes.
     step, state = make(towers=1, devices=1)

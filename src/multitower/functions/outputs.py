@@ -12,7 +12,7 @@ from multitower.towers.leaves import is_key, wide_dtype
 from multitower.towers.rows import Tower
 
 # What train_step itself puts into the metrics.
-_RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale")
+_RESERVED = ("loss", "tower_losses", "finite_params", "skipped", "loss_scale", "staleness")
 
 
 def is_per_example(loss: Any, tower_rows: int) -> bool:

@@ -110,9 +110,7 @@ class Makers:
     def see(self, model: Model | None, params: Any) -> Maker:
         """The maker for a model, or for plain parameters; it becomes `newest`."""
         loss = self._step.loss if model is None else self._step.loss.of_model(model)
-        leaves, treedef = jax.tree.flatten(params)
-        kind = treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        self.newest = self._find(loss, kind)
+        self.newest = self._find(loss, _kind_of_params(params))
         return self.newest
 
     def forget_seen(self) -> None:
@@ -127,16 +125,16 @@ class Makers:
             StateError: the state does not say, and this step was given several models that differ
                 in more than their weights.
         """
-        origin = state.origin
+        if isinstance(state.maker, Maker) and state.maker in self._all:
+            return state.maker
+        origin, kind = state.origin, _kind_of_params(state.params_shapes())
         if not isinstance(origin, Maker):
             self._refuse_several_models()
-            return self.newest
-        if origin in self._all:
+            return self._find(self.newest.parts.loss, kind)
+        if origin in self._all and origin.kind == kind:
             return origin
-        model = origin.parts.loss.model  # of another step
-        if model is None and self.newest.parts.loss.model is None:
-            return self.newest
-        return self._find(replace(self._step.loss, model=model), origin.kind)
+        # Of another step, or with other parameters, as state.replace(params=...) may put there.
+        return self._find(replace(self._step.loss, model=origin.parts.loss.model), kind)
 
     def _refuse_several_models(self) -> None:
         newest = self.newest.parts.loss
@@ -157,3 +155,8 @@ class Makers:
         maker = Maker(replace(self._step, loss=loss), kind)
         self._all.add(maker)
         return maker
+
+
+def _kind_of_params(params: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)

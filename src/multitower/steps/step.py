@@ -204,7 +204,7 @@ class TrainStep:
         check_is_state(state, "step(state, batch)")
         way, kind, counts = self._find_way(), None, ()
         maker = self._makers.newest
-        if state.origin is not maker:
+        if state.maker is not maker:
             maker = self._makers.of_state(state)
         if (most := most_a_call(self._division)) is not None:
             work = take_apart_each(batch, most)

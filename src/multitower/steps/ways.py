@@ -194,6 +194,7 @@ class InRotation(Whole):
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; refuses an optimizer whose momentum must be lowered and cannot be read."""
+        refuse_traced("step.init", fields)
         if self._options.momentum_correction:
             from multitower.steps.rotation.stale import momenta_in  # noqa: PLC0415 (importing stays quick)
 

@@ -131,5 +131,6 @@ class StagedRunner:
 
 
 def _of_this_process(batch: BatchParts) -> list[Any]:
-    """What all towers share."""
-    return [on_one_device(leaf) for leaf in batch.shared]
+    """What all towers share; NumPy's arrays are copied, because a loader may use theirs again."""
+    copied = lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else on_one_device(leaf)
+    return [copied(leaf) for leaf in batch.shared]
