@@ -40,7 +40,9 @@ def backward_mixing(
     """
     kinds = [atom.aval for atom in equation.outvars]
     are_floats = all(jnp.issubdtype(getattr(kind, "dtype", int), jnp.inexact) for kind in kinds)
-    if not are_floats or any(flow.mixed for flow in (*inputs, *results)):
+    # Nor is a rule read whose rows are in another order: it may put their gradients back.
+    is_told = any(flow.mixed or flow.order for flow in (*inputs, *results))
+    if not are_floats or is_told:
         return None
     atoms = zip(equation.invars, inputs, strict=True)
     known = {atom: flow for atom, flow in atoms if not isinstance(atom, core.Literal)}
