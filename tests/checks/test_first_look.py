@@ -189,10 +189,6 @@ def norm_of_all(g):
 BY_ROW = lambda rule: lambda w, x: (rule(x @ w) - 1) ** 2
 OF_WEIGHTS = lambda rule: lambda w, x: losses(rule(w), x)
 RULES = {
-    "norm": (BY_ROW, with_rule(lambda g: g / jnp.linalg.norm(g)), False),
-    "centred": (BY_ROW, with_rule(lambda g: g - g.mean(0)), False),
-    "clipped weights": (OF_WEIGHTS, with_rule(lambda g: jnp.clip(g, -1, 1)), False),
-    "unit weights": (OF_WEIGHTS, with_rule(lambda g: g / jnp.linalg.norm(g)), False),
     "clipped rows": (BY_ROW, with_rule(lambda g: jnp.clip(g, -1, 1)), True),
     "norm of all": (BY_ROW, with_rule(norm_of_all), True),
     "reversed": (OF_WEIGHTS, with_rule(lambda g: -0.5 * g), True),
