@@ -189,25 +189,20 @@ def norm_of_all(g):
 BY_ROW = lambda rule: lambda w, x: (rule(x @ w) - 1) ** 2
 OF_WEIGHTS = lambda rule: lambda w, x: losses(rule(w), x)
 RULES = {
-    "clipped rows": (BY_ROW, with_rule(lambda g: jnp.clip(g, -1, 1)), True),
-    "norm of all": (BY_ROW, with_rule(norm_of_all), True),
-    "reversed": (OF_WEIGHTS, with_rule(lambda g: -0.5 * g), True),
-    "straight through": (BY_ROW, with_rule(lambda g: g, lambda x: jnp.round(x, 1)), True),
+    "clipped rows": (BY_ROW, with_rule(lambda g: jnp.clip(g, -1, 1))),
+    "norm of all": (BY_ROW, with_rule(norm_of_all)),
+    "reversed": (OF_WEIGHTS, with_rule(lambda g: -0.5 * g)),
+    "straight through": (BY_ROW, with_rule(lambda g: g, lambda x: jnp.round(x, 1))),
 }
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_backward_rule_that_brings_rows_together_is_told(name):
-    # The lie: what a rule does with the gradients of a tower's rows is what it does with all rows'.
-    loss_of, rule, is_right = RULES[name]
+def test_a_backward_rule_that_is_right_causes_no_warning(name):
+    # The lie: a right rule is blamed. Wrong ones are not read here; check_parallel tells of them.
+    loss_of, rule = RULES[name]
     loss = loss_of(rule)
-    if not is_right:
-        with pytest.warns(mt.MultitowerWarning, match=r"gradients \(.*a backward rule"):
-            look_at(mt.grad(loss, devices=2), X)
-        look_at(mt.make_parallel(loss, in_axes=(None, 0), devices=2), X)
-        return
     found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
-    if name != "norm of all":
+    if name != "norm of all":  # on one device there is no axis of towers
         expected = jax.grad(lambda w: loss(w, X).mean())(W)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 

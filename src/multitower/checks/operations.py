@@ -18,8 +18,6 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
-# Calls of functions with a backward rule of their own.
-WITH_A_RULE: set[str] = set()  # not read yet: {"custom_vjp_call"} blames the digits recipe
 # They write into an array: the inputs that are the array, and what is written.
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.
