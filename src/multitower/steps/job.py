@@ -97,7 +97,6 @@ def make_job(
     def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
         metrics, model_state = one.finish(fields.model_state, means, sums)
         if cut:
-            refuse_taken_names(step, metrics)
             if step.diagnostics:
                 metrics["tower_losses"] = sums.tower_losses
             return fields._replace(step=fields.step + 1, model_state=model_state), metrics
@@ -162,6 +161,7 @@ class TowerStep:
     def finish(self, model_state: Any, means: Means, sums: Sums) -> tuple[dict[str, Any], Any]:
         """The metrics and the new model state, from all towers."""
         metrics = join_metrics(sums.metrics, means.metrics, sums.num_rows)
+        refuse_taken_names(self._step, metrics)
         return metrics, join(model_state, Changed(means.model_state, sums.model_state))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from multitower.errors import OutputError
 from multitower.steps.optimizing.clipping import clipped, leaf_squares
-from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics, refuse_taken_names
+from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import SMALLEST_SCALE, next_scale, unscaled
@@ -45,7 +45,6 @@ def update_if_good(
     Returns:
         The state after it, and all metrics.
     """
-    refuse_taken_names(step, metrics)
     gradients = unscaled(gradients, fields.loss_scale)
     squares = leaf_squares(gradients) if NORM in step.extra_metrics else None
     new = update(step, fields, gradients, metrics["loss"], model_state, squares=squares)

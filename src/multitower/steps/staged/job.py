@@ -15,7 +15,6 @@ from multitower.stages.chain import Chain, make_chain
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.pieces import rows_of
 from multitower.steps.job import TowerStep
-from multitower.steps.optimizing.extra_metrics import refuse_taken_names
 from multitower.steps.optimizing.update import check_same_types
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.update import may_be_split
@@ -54,7 +53,6 @@ class StagedJob:
         given: tuple[Fields, Sequence[Any], Sequence[Any]],
     ) -> None:
         fields, shared, rows = given
-        self._step = step
         self._one = TowerStep(step, split, tower_rows, num_towers)
         params, self._params = jax.tree.flatten(shapes_of(fields.params))
         rest, self._rest = jax.tree.flatten(shapes_of(rest_of(fields, shared)))
@@ -91,7 +89,6 @@ class StagedJob:
         means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
         count, model_state = before
         metrics, new = self._one.finish(model_state, means, sums)
-        refuse_taken_names(self._step, metrics)
         blank = Fields(count, (), (), (), model_state, None)
         check_same_types(blank, blank._replace(model_state=new))
         if self._one.has_tower_losses:
