@@ -211,7 +211,7 @@ class TrainStep:
             parts, counts = work.largest, work.counts
         else:
             leaves, treedef = jax.tree.flatten(batch)
-            kind = (way.version, kind_of(leaves, treedef))
+            kind = kind_of(leaves, treedef)
             if state.maker is maker and (seen := maker.seen.get(kind)) is not None:
                 return self._run_again(seen, state, leaves, batch)
             work = parts = take_apart(batch, 0, name="batch")
@@ -235,7 +235,7 @@ class TrainStep:
         given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed must not set it
-        if kind is not None and kind[1] is not None:
+        if kind is not None:
             maker.seen[kind] = Seen.of(parts, runner)
         return result
 
@@ -326,7 +326,7 @@ class TrainStep:
                 f"global_batch={parts.num_rows} to train_step or Trainer, or the rows of the "
                 "largest batch there will be."
             )
-        key = (parts.split, tower_rows, way.version)
+        key = (parts.split, tower_rows)
         if key not in maker.runners:
             batches = Batches(parts, tower_rows, num_weights > 0, bool(averaged or meets))
             maker.runners[key] = way.make_runner(maker.parts, state, batches)

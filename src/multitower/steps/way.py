@@ -81,11 +81,6 @@ class Whole:
         """How many towers share the rows of one step."""
         return self.placement.num_towers
 
-    @property
-    def version(self) -> int:
-        """Changes when runners that were made before no longer fit."""
-        return 0
-
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """A first state, from fields without optimizer state and average, which are made here."""
         ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None

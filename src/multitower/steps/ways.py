@@ -32,14 +32,8 @@ class InBlocks(Whole):
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement, same_bits=True)
-        # By the maker of states: all of its models have the same shapes.
+        # By the maker of states: all of its models have the same shapes, and so the same blocks.
         self._sharded: weakref.WeakKeyDictionary[object, ShardedState] = weakref.WeakKeyDictionary()
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Changes with the model, which decides what a block is."""
-        return self._version
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`."""
@@ -74,12 +68,11 @@ class InBlocks(Whole):
         rest = fields._replace(opt_state=None, ema_params=None)
         whole = on_all_devices(rest, self.placement)
         sharded = self._sharded.get(maker)
-        if sharded is None or not sharded.fits(whole.params):
+        if sharded is None:
             from multitower.steps.blocks.state import ShardedState  # noqa: PLC0415 (importing stays quick)
 
             sharded = ShardedState(step.optimizer, whole.params, self.placement)
             self._sharded[maker] = sharded
-            self._version += 1
         return whole, sharded
 
 

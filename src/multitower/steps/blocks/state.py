@@ -75,10 +75,6 @@ class ShardedState:
 
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
-    def fits(self, params: Any) -> bool:
-        """Whether blocks of these parameters are the same as of those that this was made for."""
-        return self.layout == BlockLayout.of(params, self._placement.num_towers)
-
     def first(self, fields: Fields, *, with_average: bool) -> Parts:
         """The parts of a first state; its `opt_state` and `ema_params` are made here."""
         init = jax.jit(lambda params, t: self._first(self.layout.block(params, t), with_average))
