@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.functions.gradient_job import check_differentiable
-from multitower.functions.outputs import wide
 from multitower.models.equinox import is_equinox
 from multitower.models.modules import Model, is_model, take_model
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.loss import LossFunction
+from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
@@ -73,10 +73,7 @@ def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: 
         step = replace(step, loss=loss)
     params, model_state, rng = jax.tree.map(shape_of, (params, model_state, rng))
     check_differentiable(params, lambda: "params")
-    opt_state = jax.eval_shape(step.optimizer.init, params)
-    ema = None
-    if step.ema_decay is not None:
-        ema = jax.eval_shape(lambda tree: jax.tree.map(wide, tree), params)
+    opt_state, ema = jax.eval_shape(lambda params: begin(step, params), params)
     count = jax.ShapeDtypeStruct((), np.int32)
     fields = Fields(count, params, opt_state, ema, model_state, rng)
     loss_scale = fitting_scale(step.loss.compute_dtype, None)

@@ -97,12 +97,8 @@ def make_job(
     def finish(fields: Fields, means: Means, sums: Sums) -> tuple[Fields, Any]:
         metrics, model_state = one.finish(fields.model_state, means, sums)
         if cut:
-            if step.diagnostics:
-                metrics["tower_losses"] = sums.tower_losses
             return fields._replace(step=fields.step + 1, model_state=model_state), metrics
-        return update_if_good(
-            step, fields, sums.gradients, metrics, model_state, tower_losses=sums.tower_losses
-        )
+        return update_if_good(step, fields, sums.gradients, metrics, model_state)
 
     return Job(tower, finish)
 
@@ -124,14 +120,13 @@ class TowerStep:
         self._tower_rows = tower_rows
         self._num_towers = num_towers
         self._forward = _forward(step, split, tower_rows, sort)
-        self.has_tower_losses = step.diagnostics
 
     def objective(
         self, params: Any, shared: Shared, rows: list[Any], here: Tower
     ) -> tuple[Any, LossOutput]:
         """This tower's share of the loss, to be differentiated, and everything the loss returns."""
         output = self._forward(params, shared, rows, here)
-        weights = shared.rest[-num_weights(output.loss) :]  # the last ones, if there are any
+        weights = shared.rest[len(shared.rest) - num_weights(output.loss) :]
         share = share_of(output.loss, here, self._tower_rows, self._step.reduction, weights)
         return scaled(share, shared.state.loss_scale), output
 
@@ -162,6 +157,8 @@ class TowerStep:
         """The metrics and the new model state, from all towers."""
         metrics = join_metrics(sums.metrics, means.metrics, sums.num_rows)
         refuse_taken_names(self._step, metrics)
+        if self._step.diagnostics:
+            metrics["tower_losses"] = sums.tower_losses
         return metrics, join(model_state, Changed(means.model_state, sums.model_state))
 
 

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import jax
-
 from multitower.errors import StateError
-from multitower.functions.outputs import wide
 from multitower.stages.layout import Layout
 from multitower.steps.job import Looked
+from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import (
     FastRunner,
@@ -83,8 +81,7 @@ class Whole:
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """A first state, from fields without optimizer state and average, which are made here."""
-        ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
-        opt_state = step.optimizer.init(fields.params)
+        opt_state, ema = begin(step, fields.params)
         return self.adopt(step, fields._replace(opt_state=opt_state, ema_params=ema), maker)
 
     def accepted(self, fields: Fields) -> Fields:

@@ -39,7 +39,7 @@ class InBlocks(Whole):
         """As in `Whole`."""
         refuse_traced("step.init", fields)
         whole, sharded = self._fitted(step, fields, maker)
-        parts = sharded.first(whole, with_average=step.ema_decay is not None)
+        parts = sharded.first(step, whole)
         return sharded.state(parts, maker)
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:

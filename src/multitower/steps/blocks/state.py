@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError
-from multitower.functions.outputs import wide
 from multitower.processes.together import spread, whole_on_host
+from multitower.steps.optimizing.update import begin
+from multitower.steps.parts import StepParts
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
@@ -61,7 +62,6 @@ class ShardedState:
                 "params have no numbers, and with shard_update=True every tower keeps a block of "
                 "them: leave shard_update out."
             )
-        self._optimizer = optimizer
         self._placement = placement
         whole = jax.eval_shape(optimizer.init, params)
         block = jax.eval_shape(optimizer.init, self.layout.shapes_of_block())
@@ -75,9 +75,9 @@ class ShardedState:
 
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
-    def first(self, fields: Fields, *, with_average: bool) -> Parts:
+    def first(self, step: StepParts, fields: Fields) -> Parts:
         """The parts of a first state; its `opt_state` and `ema_params` are made here."""
-        init = jax.jit(lambda params, t: self._first(self.layout.block(params, t), with_average))
+        init = jax.jit(lambda params, t: Block(*begin(step, self.layout.block(params, t))))
         parts = self._parts(fields, {})
         for replica, d in zip(parts.replicas, self._placement.local, strict=True):
             device = self._placement.devices[d]
@@ -173,10 +173,6 @@ class ShardedState:
     def _parts(self, fields: Fields, blocks: dict[int, Block]) -> Parts:
         rest = fields._replace(opt_state=None, ema_params=None)
         return Parts(replicate(rest, self._placement), blocks)
-
-    def _first(self, block: Any, with_average: bool) -> Block:
-        average = jax.tree.map(wide, block) if with_average else None
-        return Block(self._optimizer.init(block), average)
 
     def _cut(self, leaf: np.ndarray[Any, Any], tower: int) -> np.ndarray[Any, Any]:
         size = -(-leaf.size // self._placement.num_towers)

@@ -79,8 +79,7 @@ class LocalJob:
 
         (loss, output), gradients = jax.value_and_grad(objective, has_aux=True)(own.params)
         model_state = join(own.model_state, output.model_state)
-        given = (self._inner, fields, gradients, {"loss": loss}, model_state)
-        new, told = update_if_good(*given, tower_losses=())
+        new, told = update_if_good(self._inner, fields, gradients, {"loss": loss}, model_state)
         has_rows = here.num_rows > 0
         choose = lambda n, o: n if n is o else jnp.where(has_rows, n, o)  # the key does not change
         new = jax.tree.map(choose, new, fields)
@@ -105,8 +104,7 @@ class LocalJob:
         if self._inner.skip_nonfinite:
             metrics["skipped"] = jnp.where(met.good, sums.skipped, self._num_towers)
         if self._inner.diagnostics:
-            finite = (sums.bad == 0) & met.finite
-            metrics.update(tower_losses=sums.counted.tower_losses, finite_params=finite)
+            metrics["finite_params"] = (sums.bad == 0) & met.finite
         return metrics
 
 
@@ -185,8 +183,8 @@ class MeetingJob:
         model_state = _joined(fields.model_state, sums.model_state, mean)
         # Functions of the number of updates, such as `ema_decay`, count meetings.
         before = fields._replace(step=fields.step // self._options.sync_every - 1)
-        given = (self._outer, before, gradients, {"loss": jnp.float32(0)}, model_state)
-        new, told = update_if_good(*given, tower_losses=())
+        metrics = {"loss": jnp.float32(0)}
+        new, told = update_if_good(self._outer, before, gradients, metrics, model_state)
         good = told.get("skipped", jnp.float32(0)) == 0
         met = Met(good, told.get("finite_params", jnp.ones(0, bool)))
         averaged = {n: mean(total) for n, total in sums.opt_state.averaged.items()}

@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     step: int
 
 
-def begin(fields: Fields, own: Own, placement: Placement) -> Parts:
+def all_alike(fields: Fields, own: Own, placement: Placement) -> Parts:
     """The parts of a state in which every tower has `own`; the arguments are not overwritten."""
     on_host = jax.tree.map(on_the_host, own)
     return _parts(fields, lambda tower: on_host, placement)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
-from multitower.functions.outputs import wide
 from multitower.processes.together import whole_on_host
 from multitower.steps.local.calls import LocalCallRunner
 from multitower.steps.local.looped import LocalLoopRunner, LoopParts
@@ -16,8 +15,8 @@ from multitower.steps.local.options import LocalOptions, refuse_meeting
 from multitower.steps.local.runner import LocalRunner
 from multitower.steps.local.state import (
     Own,
+    all_alike,
     as_state,
-    begin,
     check_towers,
     on_the_host,
     take_apart,
@@ -49,9 +48,7 @@ class InLocal(Whole):
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; `opt_state` is the outer optimizer's."""
         refuse_traced("step.init", fields)
-        ema = jax.tree.map(wide, fields.params) if step.ema_decay is not None else None
-        opt_state = step.optimizer.init(fields.params)
-        return self._begin(fields._replace(opt_state=opt_state, ema_params=ema), maker)
+        return super().first(step, fields, maker)
 
     def accepted(self, fields: Fields) -> Fields:
         """As in `Whole`, but takes states with `local`, too."""
@@ -110,7 +107,7 @@ class InLocal(Whole):
 
     def _begin_with(self, fields: Fields, own: Own, maker: object) -> TrainState:
         """A state in which each tower begins with `own`; `fields` holds the rest."""
-        return as_state(begin(fields, own, self.placement), self.placement, maker)
+        return as_state(all_alike(fields, own, self.placement), self.placement, maker)
 
 
 class InLocalLoops(InLocal):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from multitower.errors import ArgumentError, OutputError
 from multitower.steps.optimizing.clipping import global_norm
+from multitower.steps.optimizing.hyperparams import holders
 from multitower.steps.parts import StepParts
 
 NORM = "gradient_norm"
@@ -80,7 +81,7 @@ def learning_rate_in(opt_state: Any) -> Any:
     Raises:
         ArgumentError: the state holds no learning rate, or several.
     """
-    found = list(_rates(opt_state))
+    found = [node.hyperparams[RATE] for node in holders(opt_state) if RATE in node.hyperparams]
     if len(found) != 1:
         many = f"holds {len(found)} of them" if found else "does not hold it"
         raise ArgumentError(
@@ -89,13 +90,3 @@ def learning_rate_in(opt_state: Any) -> Any:
             f"leave {RATE!r} out."
         )
     return found[0]
-
-
-def _rates(tree: Any) -> list[Any]:
-    holds = lambda node: isinstance(getattr(node, "hyperparams", None), Mapping)
-    found: list[Any] = []
-    for node in jax.tree.leaves(tree, is_leaf=holds):
-        if holds(node):
-            found += [node.hyperparams[RATE]] if RATE in node.hyperparams else []
-            found += _rates(getattr(node, "inner_state", ()))
-    return found

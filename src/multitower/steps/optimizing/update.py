@@ -6,12 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import OutputError
+from multitower.functions.outputs import wide
 from multitower.steps.optimizing.clipping import clipped, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import SMALLEST_SCALE, next_scale, unscaled
 from multitower.steps.state.fields import Fields
+
+
+def begin(step: StepParts, params: Any) -> tuple[Any, Any]:
+    """The first optimizer state, and the first moving average, which is None without `ema_decay`.
+
+    Args:
+        step: what the step is made of.
+        params: the first parameters, or a block or piece of them.
+    """
+    ema = jax.tree.map(wide, params) if step.ema_decay is not None else None
+    return step.optimizer.init(params), ema
 
 
 def finite_leaves(params: Any) -> jax.Array:
@@ -26,8 +38,6 @@ def update_if_good(
     gradients: Any,
     metrics: dict[str, Any],
     model_state: Any,
-    *,
-    tower_losses: Any,
 ) -> tuple[Fields, dict[str, Any]]:
     """Makes an update, unless `skip_nonfinite` is set and something is not finite.
 
@@ -39,8 +49,6 @@ def update_if_good(
         gradients: means over all rows, times the loss scale.
         metrics: means over all rows; the metrics that the step adds are written into this dict.
         model_state: the model state after the update.
-        tower_losses: the mean loss of each tower, float32, shape (towers,); used with
-            `diagnostics` only.
 
     Returns:
         The state after it, and all metrics.
@@ -68,7 +76,7 @@ def update_if_good(
         # The step still counts, as the batch has been used.
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
     if step.diagnostics:
-        metrics.update(tower_losses=tower_losses, finite_params=finite)
+        metrics["finite_params"] = finite
     return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
 
 

@@ -6,13 +6,14 @@ that do not wait have an implicit momentum of 1 - 1/M, and explicit momentum com
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from multitower.errors import ArgumentError
+from multitower.steps.optimizing.hyperparams import holders, holds
 from multitower.steps.rotation.options import RotationOptions
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def momenta_in(opt_state: Any) -> list[Any]:
         ArgumentError: the state holds no momentum, or a schedule sets it.
     """
     found: list[Any] = []
-    for node in _holders(opt_state):
+    for node in holders(opt_state):
         name = _name_in(node)
         if name in getattr(node, "hyperparams_states", {}):
             raise ArgumentError(
@@ -86,18 +87,6 @@ def _lowered(momentum: Any, staleness: Any) -> Any:
     return jnp.maximum(momentum - staleness / (1 + staleness), 0).astype(momentum.dtype)
 
 
-def _holds(node: Any) -> bool:
-    return isinstance(getattr(node, "hyperparams", None), Mapping)
-
-
-def _holders(tree: Any) -> Iterator[Any]:
-    """The states of `optax.inject_hyperparams` in a state, outer ones first."""
-    for node in jax.tree.leaves(tree, is_leaf=_holds):
-        if _holds(node):
-            yield node
-            yield from _holders(getattr(node, "inner_state", ()))
-
-
 def _name_in(node: Any) -> str | None:
     return next((name for name in _NAMES if name in node.hyperparams), None)
 
@@ -106,7 +95,7 @@ def _with_momenta(tree: Any, momenta: Iterator[Any]) -> Any:
     """The optimizer's state with these momenta, in the order of `momenta_in`."""
 
     def changed(node: Any) -> Any:
-        if not _holds(node):
+        if not holds(node):
             return node
         if (name := _name_in(node)) is not None:
             node = node._replace(hyperparams={**node.hyperparams, name: next(momenta)})
@@ -114,4 +103,4 @@ def _with_momenta(tree: Any, momenta: Iterator[Any]) -> Any:
             node = node._replace(inner_state=_with_momenta(node.inner_state, momenta))
         return node
 
-    return jax.tree.map(changed, tree, is_leaf=_holds)
+    return jax.tree.map(changed, tree, is_leaf=holds)

@@ -61,9 +61,7 @@ class ShardsJob:
         metrics, model_state = self._one.finish(fields.model_state, means, sums)
         there = shardings_of(fields.params, self._shards.placement)
         own = fields._replace(params=jax.lax.with_sharding_constraint(fields.params, there))
-        new, metrics = update_if_good(
-            self._step, own, gradients, metrics, model_state, tower_losses=sums.tower_losses
-        )
+        new, metrics = update_if_good(self._step, own, gradients, metrics, model_state)
         # Parameters are gathered here, after the update, not before it.
         params = jax.lax.with_sharding_constraint(new.params, there)
         return new._replace(params=params), metrics

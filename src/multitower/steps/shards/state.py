@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from multitower.functions.outputs import wide
+from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.runner import own_copy
 from multitower.steps.state.changes import Changes, with_changes
@@ -50,8 +50,7 @@ class StateShards:
         placed = self.place(fields)
 
         def make(params: Any) -> tuple[Any, Any]:
-            ema = jax.tree.map(wide, params) if step.ema_decay is not None else None
-            return jax.tree.map(_strong, (step.optimizer.init(params), ema))
+            return jax.tree.map(_strong, begin(step, params))
 
         opt_state, ema = jax.eval_shape(make, placed.params)
         there = self.shardings(placed._replace(opt_state=opt_state, ema_params=ema))

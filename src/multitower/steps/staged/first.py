@@ -8,8 +8,8 @@ import numpy as np
 
 from multitower.engines.equal_programs import EqualPrograms
 from multitower.engines.segments import is_call, open_calls, slice_of
-from multitower.functions.outputs import wide
 from multitower.stages.layout import Layout
+from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.state import Block, Head, Parts, Trees, copied
 from multitower.steps.staged.update import SHARED, Homes
@@ -79,8 +79,7 @@ class First(NamedTuple):
 
     def begin(self, params: Any) -> tuple[Any, Any]:
         """The first optimizer state and moving average."""
-        ema = jax.tree.map(wide, params) if self.step.ema_decay is not None else None
-        return self.step.optimizer.init(params), ema
+        return begin(self.step, params)
 
     def _params(self, homes: Homes, layout: Layout) -> list[list[dict[int, Any]]]:
         """The parameters by number, for each replica and stage; made one by one."""
@@ -150,7 +149,7 @@ class _Beginning:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(shapes)]
         needed = [i for i, x in enumerate(program.inputs) if x in segment.inputs]
 
-        def begin(values: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        def run(values: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
             found = [
                 jnp.array(x, dtype=dtypes[place], copy=True)  # of a strong type
                 for x, place in zip(segment(values), places, strict=True)
@@ -160,7 +159,7 @@ class _Beginning:
 
         devices = [self._device(r, stage) for r in range(len(self._layout.replicas))]
         given = ([params[i] for i in needed],)
-        return needed, self._equal.compile_for_each(begin, given, devices)
+        return needed, self._equal.compile_for_each(run, given, devices)
 
     def _device(self, r: int, stage: int) -> jax.Device:
         return self._layout.head if stage == SHARED else self._layout.device(r, stage)

@@ -73,9 +73,12 @@ class StagedJob:
         """A tower's share of the loss, and the pair of what is averaged and what is summed."""
         first, last = self._ends
         params = jax.tree.unflatten(self._params, leaves[:first])
-        (count, model_state, rng), shared = jax.tree.unflatten(self._rest, leaves[first:last])
-        fields = Fields(count, params, (), (), model_state, rng)
-        given = (Shared(fields, shared), list(leaves[last:-3]), Tower(*leaves[-3:]))
+        kept, shared = jax.tree.unflatten(self._rest, leaves[first:last])
+        given = (
+            Shared(kept._replace(params=params), shared),
+            list(leaves[last:-3]),
+            Tower(*leaves[-3:]),
+        )
         found = self._one.objective(params, *given)
         return found[0], self._one.results(*given, found)
 
@@ -91,11 +94,9 @@ class StagedJob:
         metrics, new = self._one.finish(model_state, means, sums)
         blank = Fields(count, (), (), (), model_state, None)
         check_same_types(blank, blank._replace(model_state=new))
-        if self._one.has_tower_losses:
-            metrics["tower_losses"] = sums.tower_losses
         return count + 1, new, metrics
 
 
-def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The arguments of a tower besides parameters and rows: state fields, and shared leaves."""
-    return (fields.step, fields.model_state, fields.rng), list(shared)
+def rest_of(fields: Fields, shared: Sequence[Any]) -> tuple[Fields, list[Any]]:
+    """The arguments of a tower besides parameters and rows: the other fields, and shared leaves."""
+    return fields._replace(params=(), opt_state=(), ema_params=()), list(shared)

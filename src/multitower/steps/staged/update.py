@@ -24,10 +24,10 @@ from multitower.engines.segments import (
 )
 from multitower.errors import ArgumentError
 from multitower.stages.chain import SPLIT
+from multitower.steps.optimizing.clipping import leaf_squares
 from multitower.steps.optimizing.update import update
 from multitower.steps.parts import StepParts
 from multitower.steps.state.fields import Fields, shapes_of
-from multitower.towers.leaves import wide_dtype
 
 if TYPE_CHECKING:
     import optax
@@ -82,8 +82,7 @@ class _Traced(NamedTuple):
 def _trace(step: StepParts, shapes: Fields, loss: Any) -> _Traced:
     rest = {"loss": loss, "step": shapes.step}
     if step.clip_norm is not None:
-        num_leaves = len(jax.tree.leaves(shapes.params))
-        rest["squares"] = jax.ShapeDtypeStruct((num_leaves,), squares_dtype(shapes.params))
+        rest["squares"] = jax.eval_shape(leaf_squares, shapes.params)
 
     def run(params: Any, gradients: Any, opt_state: Any, ema: Any, rest: Any) -> Any:
         before = Fields(rest["step"], params, opt_state, ema, (), None)
@@ -195,7 +194,7 @@ class WholeUpdate:
     def _opt_homes(
         self, param_homes: Sequence[int], split_state: Mapping[int, int]
     ) -> tuple[int, ...]:
-        program, (params, gradients, opt_state, ema, _), outputs = self._whole
+        program, (params, gradients, opt_state, ema, _), results = self._whole
         known = {
             number: home
             for group in (params, gradients, ema)
@@ -203,7 +202,7 @@ class WholeUpdate:
         }
         known.update((opt_state[j], home) for j, home in split_state.items())
         needs = needs_of(program)
-        new_params, new_state, new_ema = outputs
+        new_params, new_state, new_ema = results
         changed = True
         while changed:
             changed = False
@@ -295,11 +294,6 @@ def _pieces_in(stage: int, tree: Any, rows: Rows) -> Any:
 def _piece(leaf: Any, rows: tuple[int, int]) -> tuple[int, ...]:
     """The shape of rows `first:last` of a leaf."""
     return (rows[1] - rows[0], *leaf.shape[1:])
-
-
-def squares_dtype(params: Any) -> Any:
-    """The dtype in which sums of squares are kept."""
-    return wide_dtype(*(jnp.finfo(leaf.dtype).dtype for leaf in jax.tree.leaves(params)))
 
 
 def _split(numbers: Sequence[Any], trees: Sequence[Any]) -> list[list[Any]]:

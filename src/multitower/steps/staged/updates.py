@@ -88,8 +88,7 @@ class Updates:
         if not jax.tree.leaves(new):
             return new
         key = ("kept", jax.tree.structure(new))
-        last = self._layout.num_stages - 1
-        return self._call(key, _keep, (good, new, old), (0, last))
+        return self._call(key, _keep, (good, new, old))
 
     def _told(self, parts: Parts, new: Any, shared: dict[int, Any], squares: Any) -> dict[str, Any]:
         """The extra metrics of the update, on the head's device."""
@@ -108,8 +107,7 @@ class Updates:
                 squares = self._by_leaf(squares, operator.add)
             return extra_metrics(self._step, jax.tree.unflatten(tree, numbers), squares)
 
-        where = (0, self._layout.num_stages - 1)
-        return self._call("told", program, (state, squares), where)
+        return self._call("told", program, (state, squares))
 
     def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
         """The update program of a stage: its new block, and which of its parameters are finite."""
@@ -184,15 +182,14 @@ class Updates:
             return dict(zip(self._whole.homes.opt_state_of(SHARED), found, strict=True))
 
         given = jax.device_put(rest, self._layout.head)
-        return self._call("shared", program, given, (0, self._layout.num_stages - 1))
+        return self._call("shared", program, given)
 
     def _checked(
         self, parts: Parts, new: Any, shared: Any, finite: list[Any], loss: jax.Array
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Checks whether all is finite; if not, `skip_nonfinite` brings back the old state."""
-        last = self._layout.num_stages - 1
         given = jax.device_put((finite, loss), self._layout.head)
-        all_of, good, skipped = self._call("decide", self._decide, given, (0, last))
+        all_of, good, skipped = self._call("decide", self._decide, given)
         metrics: dict[str, Any] = {}
         if self._step.diagnostics:
             metrics["finite_params"] = all_of
@@ -211,9 +208,16 @@ class Updates:
         good = all_of.all() & jnp.isfinite(loss)
         return all_of, good, 1 - good.astype(jnp.float32)
 
-    def _call(self, key: Any, fn: Any, given: Any, where: tuple[int, int], donate: Any = ()) -> Any:
-        """Calls a program on (replica, stage), compiled once for all replicas."""
-        replica, stage = where
+    def _call(
+        self,
+        key: Any,
+        fn: Any,
+        given: Any,
+        where: tuple[int, int] | None = None,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        """Calls a program on (replica, stage), compiled once for all replicas; or on the head."""
+        replica, stage = where or (0, self._layout.num_stages - 1)
         if key not in self._compiled:
             devices = self._layout.devices_of(stage)
             self._compiled[key] = self._equal.compile_for_each(fn, given, devices, donate=donate)

@@ -47,9 +47,9 @@ class StagedWeights:
         job = make_weights_job(step, split, rows[0].shape[0])
 
         def tower(params: Any, rest: Any, rows: Any, here: Tower) -> list[jax.Array]:
-            (count, model_state, rng), shared = rest
-            fields = Fields(count, params, (), (), model_state, rng)
-            return job.tower(Shared((), (fields, shared)), rows, here).sums
+            kept, shared = rest
+            given = (kept._replace(params=params), shared)
+            return job.tower(Shared((), given), rows, here).sums
 
         number = jax.ShapeDtypeStruct((), np.int32)
         shapes = shapes_of((fields.params, rest_of(fields, shared), list(rows)))
