@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from multitower.errors import ArgumentError, OutputError
+from multitower.towers.split import copy_to
 
 
 def compile_for_each(
@@ -94,16 +95,16 @@ def _refuse_packed(arguments: Sequence[Any]) -> None:
 
 
 class WholeNumbers:
-    """Whole-number arguments of programs, int32, shape (); each is copied to a device once."""
+    """Whole-number arguments of programs, int32, shape (); each is copied to its place once."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[jax.Device, int], jax.Array] = {}
+        self._copies: dict[tuple[Any, int], jax.Array] = {}
 
-    def on(self, device: jax.Device, value: int) -> jax.Array:
-        """A number on a device, int32, shape ()."""
-        key = (device, value)
+    def on(self, home: jax.Device | Sharding, value: int) -> jax.Array:
+        """A number on a device, or on all devices of a sharding, int32, shape ()."""
+        key = (home, value)
         if key not in self._copies:
-            self._copies[key] = jax.device_put(np.int32(value), device)
+            self._copies[key] = copy_to([np.int32(value)], [home])[0]
         return self._copies[key]
 
 

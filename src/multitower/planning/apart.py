@@ -25,10 +25,9 @@ from multitower.planning.programs import Programs, memory_of, tower_shapes, work
 from multitower.planning.shapes import Planned, StateBytes, num_bytes, row_shapes
 from multitower.planning.traffic import Traffic, with_towers
 from multitower.steps.local.job import LocalJob, MeetingJob
-from multitower.steps.local.options import LocalOptions
-from multitower.steps.local.options import refuse_meeting as refuse_meeting_apart
+from multitower.steps.local.options import LocalOptions, refuse_meeting_in_local
 from multitower.steps.local.state import Own
-from multitower.steps.rotation.options import RotationOptions, refuse_meeting
+from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
 from multitower.steps.rotation.runner import make_finish
 from multitower.steps.rotation.turns import Turns
 from multitower.towers.placement import Placement, contiguous
@@ -146,7 +145,7 @@ def _compile_local(
     shared = Shared(_own(given), (fields.step, fields.rng, batch.shared))
     traced = trace(run, (shared, row_shapes(batch, tower_rows), tower_shapes()), 1)
     if traced.rounds(final=True) is not None:
-        raise refuse_meeting_apart(traced.meets or "axis_index")
+        raise refuse_meeting_in_local(traced.meets or "axis_index")
 
     def tower(own: Own, rest: Any, rows: Any, here: Any) -> Any:
         return traced(Shared(own, rest), rows, here)
@@ -196,7 +195,7 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
     tower_rows = -(-batch.num_rows // turns.num_towers)
     program = programs.tower(tower_rows, turns.num_towers)
     if program.meets is not None:
-        raise refuse_meeting(program.meets)
+        raise refuse_meeting_in_rotation(program.meets)
     update = _once(programs, "update", lambda: _compile_update(given, programs))
     sums = sum(program.buffers)
     waiting = [_waiting(group, turns.home) for group in turns.groups]
@@ -260,12 +259,13 @@ def _waiting(group: Placement, home: jax.Device) -> Waiting:
 
 def _compile_update(given: Planned, programs: Programs) -> int:
     """Bytes that an update needs beside its arguments; parameters are not overwritten."""
-    step, fields, batch, _ = given
+    step, fields, batch, options = given
+    assert isinstance(options, RotationOptions)
     count = jax.ShapeDtypeStruct((), np.int32)
     used = (fields.opt_state, fields.ema_params)
     kept = fields._replace(opt_state=None, ema_params=None)
     arguments = (kept, used, programs.sums, scale_shape(), count)
-    finish = make_finish(step, batch.split, 1, 1)
+    finish = make_finish(step, batch.split, 1, 1, options)
     (compiled,) = compile_for_each(finish, arguments, programs.local[:1], donate=(1,))
     return working_bytes(compiled)
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from multitower.engines.executable import WholeNumbers
 from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.processes.together import are_several
 from multitower.steps.parts import StepParts
@@ -221,13 +222,11 @@ class StackFeeder:
         self._size = tower_rows * placement.num_towers
         self._most = most
         self._must_be_full = must_be_full
-        self._numbers: dict[int, jax.Array] = {}
+        self._numbers = WholeNumbers()
 
     def number(self, value: int) -> jax.Array:
-        """A whole number as int32 on every device, copied there once."""
-        if value not in self._numbers:
-            self._numbers[value] = copy_to([np.int32(value)], [self._placement.shared])[0]
-        return self._numbers[value]
+        """A whole number on every device, int32, shape ()."""
+        return self._numbers.on(self._placement.shared, value)
 
     def feed(self, stack: Stack) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """The shared leaves, the rows, and the numbers of real rows, with a first axis for steps.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines import spmd
+from multitower.engines.executable import WholeNumbers
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
 from multitower.steps.job import make_job, make_weights_job
@@ -124,7 +125,7 @@ class Feeder:
     def __init__(self, placement: Placement, tower_rows: int) -> None:
         self._size = tower_rows * placement.num_towers
         self._placement = placement
-        self._counts: dict[int, jax.Array] = {}
+        self._numbers = WholeNumbers()
 
     def feed(self, parts: Parts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """The shared leaves, the rows, and the number of real rows (int32), all on the devices."""
@@ -132,7 +133,7 @@ class Feeder:
         rows = [self._whole(leaf) for leaf in parts.rows]
         shared = self._placement.shared
         rest = copy_to(parts.shared, [shared] * len(parts.shared)) if parts.shared else []
-        return rest, rows, self._count(parts.num_rows)
+        return rest, rows, self._numbers.on(shared, parts.num_rows)
 
     def _whole(self, leaf: Any) -> jax.Array:
         """The rows, padded to those of a full batch, split over the devices."""
@@ -140,12 +141,6 @@ class Feeder:
         if isinstance(leaf, jax.Array) and leaf.sharding == self._placement.split:
             return leaf
         return copy_to([leaf], [self._placement.split])[0]
-
-    def _count(self, num_rows: int) -> jax.Array:
-        """A number of rows as int32 on every device, copied there once."""
-        if num_rows not in self._counts:
-            self._counts[num_rows] = copy_to([np.int32(num_rows)], [self._placement.shared])[0]
-        return self._counts[num_rows]
 
 
 def take_changes(

@@ -51,19 +51,16 @@ class Batches(NamedTuple):
 
 
 class Whole:
-    """Every device has the whole state; also the base of the other ways.
+    """Every device has the whole state, and the bits are the same; also the base of other ways.
 
     Attributes:
         placement: which device runs which towers; with stages, the device of the first stage.
         layout: with stages, which device runs which of them; else None.
     """
 
-    def __init__(
-        self, placement: Placement, *, same_bits: bool, layout: Layout | None = None
-    ) -> None:
+    def __init__(self, placement: Placement, layout: Layout | None = None) -> None:
         self.placement = placement
         self.layout = layout
-        self._runner = SameBitsRunner if same_bits else FastRunner
 
     # Whether a function's parameters are made in parts, each on its device.
     makes_in_parts = False
@@ -117,4 +114,15 @@ class Whole:
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """Makes the runner of batches like these."""
         batch, tower_rows, has_weights, _ = batches
-        return self._runner(step, batch.split, tower_rows, self.placement, has_weights=has_weights)
+        given = (step, batch.split, tower_rows, self.placement)
+        return SameBitsRunner(*given, has_weights=has_weights)
+
+
+class InOneProgram(Whole):
+    """As in `Whole`, with one program over all devices; equal to one device up to rounding."""
+
+    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
+        """As in `Whole`."""
+        batch, tower_rows, has_weights, _ = batches
+        given = (step, batch.split, tower_rows, self.placement)
+        return FastRunner(*given, has_weights=has_weights)

@@ -13,13 +13,12 @@ from multitower.steps.job import Looked
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
 from multitower.steps.parts import ShardOptions, StepParts
-from multitower.steps.rotation.options import RotationOptions
-from multitower.steps.rotation.options import refuse_meeting as refuse_meeting_in_rotation
+from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
 from multitower.steps.runner import on_all_devices
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.way import Batches, Runner, Whole
+from multitower.steps.way import Batches, InOneProgram, Runner, Whole
 from multitower.towers.placement import Placement, place
 from multitower.towers.surroundings import refuse_traced
 
@@ -31,7 +30,7 @@ class InBlocks(Whole):
     """Every tower keeps a block of the optimizer's state and of the average; same bits."""
 
     def __init__(self, placement: Placement) -> None:
-        super().__init__(placement, same_bits=True)
+        super().__init__(placement)
         # By the maker of states: all of its models have the same shapes, and so the same blocks.
         self._sharded: weakref.WeakKeyDictionary[object, ShardedState] = weakref.WeakKeyDictionary()
 
@@ -84,7 +83,7 @@ class InStages(Whole):
     def __init__(self, options: StageOptions, devices: DeviceSpec | None, towers: int) -> None:
         self._layout = options.on(devices, towers)
         self._remat = options.remat
-        super().__init__(self._layout.towers, same_bits=True, layout=self._layout)
+        super().__init__(self._layout.towers, self._layout)
 
     def first(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; arrays are put on devices at the first step, which cuts the model."""
@@ -127,7 +126,7 @@ class InShards(Whole):
     makes_in_parts = True
 
     def __init__(self, options: ShardOptions, placement: Placement) -> None:
-        super().__init__(placement, same_bits=False)
+        super().__init__(placement)
         from multitower.steps.shards.state import StateShards  # noqa: PLC0415 (importing stays quick)
 
         self._shards = StateShards(options, placement)
@@ -156,7 +155,7 @@ class InLoops(Whole):
     """As in `Whole`, with several steps in one call; equal to one device up to rounding."""
 
     def __init__(self, options: LoopOptions, placement: Placement) -> None:
-        super().__init__(placement, same_bits=False)
+        super().__init__(placement)
         self._options = options
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
@@ -173,7 +172,7 @@ class InRotation(Whole):
     exchange = False
 
     def __init__(self, options: RotationOptions, placement: Placement) -> None:
-        super().__init__(placement, same_bits=True)
+        super().__init__(placement)
         from multitower.steps.rotation.turns import Turns  # noqa: PLC0415 (importing stays quick)
 
         self._options = options
@@ -261,4 +260,5 @@ def find_way(division: Division, devices: DeviceSpec | None, towers: int | None)
         return InShards(division, placement)
     if isinstance(division, RotationOptions):
         return InRotation(division, placement)
-    return InBlocks(placement) if division else Whole(placement, same_bits=towers is not None)
+    kind = InBlocks if division else InOneProgram if towers is None else Whole
+    return kind(placement)

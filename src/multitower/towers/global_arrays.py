@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from multitower.processes.together import spread
+from multitower.processes.together import spread, whole_on_host
+from multitower.towers.leaves import is_key
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.split import copy_to
 
@@ -124,6 +125,25 @@ def _one_after_another(pieces: list[Any], num_rows: int) -> Any:
     This is one program for all leaves. Joined one by one, each leaf would compile its own program.
     """
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[:num_rows], *pieces)
+
+
+def stack_on_host(leaves: Sequence[jax.Array], placement: Placement | None = None) -> Any:
+    """One leaf from several, stacked along a new first axis, on the host; a key on a device.
+
+    Args:
+        leaves: leaves of one shape, such as those of this process's towers in ascending order.
+        placement: with several processes, which device runs which tower.
+    """
+    if is_key(leaves[0]):
+        data = stack_on_host([jax.random.key_data(leaf) for leaf in leaves], placement)
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaves[0]))
+    if placement is not None and placement.spans_processes:
+        rows = [leaf[None] for leaf in leaves]
+        whole = whole_on_host(gather_rows(rows, placement, placement.num_towers))
+    else:
+        whole = np.stack([np.asarray(leaf) for leaf in leaves])  # host-device sync
+    whole.flags.writeable = False  # what a user wrote into it would be lost
+    return whole
 
 
 def gather_rows(towers: Sequence[jax.Array], placement: Placement, num_rows: int) -> jax.Array:

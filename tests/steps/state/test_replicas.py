@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from multitower.errors import StateError
-from multitower.steps.state.replicas import check_stages
+from multitower.steps.state.replicas import check_replicas_of_stages
 
 ELEMENTS = np.random.default_rng(0).normal(size=300)
 
@@ -22,14 +22,14 @@ def test_one_bit_of_one_element_is_seen(dtype):
             bits[place] ^= width.type(1 << bit)
             copies = [{"w": jnp.asarray(x)} for x in (good, bits.view(good.dtype))]
             with pytest.raises(StateError, match="holds other bits in statew"):
-                check_stages([copies], several=False)
-    check_stages([[{"w": jnp.asarray(good)}] * 2], several=False)
+                check_replicas_of_stages([copies], several=False)
+    check_replicas_of_stages([[{"w": jnp.asarray(good)}] * 2], several=False)
 
 
 def test_exchanged_elements_are_seen():
     good = jnp.asarray(ELEMENTS, jnp.float32)
     with pytest.raises(StateError):
-        check_stages([[{"w": good}, {"w": good[::-1]}]], several=False)
+        check_replicas_of_stages([[{"w": good}, {"w": good[::-1]}]], several=False)
     key = jax.random.split(jax.random.key(0))
     with pytest.raises(StateError):
-        check_stages([[{"key": key[0]}, {"key": key[1]}]], several=False)
+        check_replicas_of_stages([[{"key": key[0]}, {"key": key[1]}]], several=False)

@@ -1,4 +1,1 @@
-"""With `shard_update` every tower keeps a block of the optimizer's state: read `state.py` first.
-
-Only `steps.ways` imports from here.
-"""
+"""With `shard_update` every tower keeps a block of the optimizer's state: read `state.py` first."""

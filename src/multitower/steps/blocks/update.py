@@ -9,6 +9,7 @@ of Weight Update in Data-Parallel Training".
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,8 +60,7 @@ class ShardedRunner:
         self._sharded = sharded
         self._gather_squares = reduction.make_gather(placement, operator.itemgetter(0))
         self._numbers = WholeNumbers()
-        self._squares: dict[Any, list[jax.stages.Compiled]] = {}
-        self._updates: dict[Any, list[jax.stages.Compiled]] = {}
+        self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
         self._finite = jax.jit(finite_leaves)
 
     def run(
@@ -95,26 +95,18 @@ class ShardedRunner:
             The new rows of each tower, its new block, and the metrics of the update, which are the
             same for all towers.
         """
-        new_rows: dict[int, list[jax.Array]] = {}
-        new_blocks: dict[int, Block] = {}
         squares = self._squares_of_all(finished)
-        told: dict[str, jax.Array] = {}
-        key = None  # the same for every tower
-        for i, d in enumerate(self._placement.local):
+
+        def arguments(i: int, tower: int) -> tuple[Any, ...]:
             fields, metrics = finished.results[i]
-            for tower in self._placement.towers_on[d]:
-                number = self._numbers.on(self._devices[i], tower)
-                given = (fields.params, fields.step, metrics["loss"], number, squares[i])
-                arguments = (blocks[tower], finished.blocks[tower], given)
-                key = key or signature(arguments)
-                if key not in self._updates:
-                    self._updates[key] = compile_for_each(
-                        self._update_block, arguments, self._devices, donate=(0,)
-                    )
-                found = self._updates[key][i](*arguments)
-                new_rows[tower], new_blocks[tower], own = found
-                told = told or own
-        return new_rows, new_blocks, told
+            number = self._numbers.on(self._devices[i], tower)
+            given = (fields.params, fields.step, metrics["loss"], number, squares[i])
+            return blocks[tower], finished.blocks[tower], given
+
+        found = self._for_each_tower(self._update_block, arguments, donate=(0,))
+        new_rows = {tower: rows for tower, (rows, _, _) in found.items()}
+        new_blocks = {tower: block for tower, (_, block, _) in found.items()}
+        return new_rows, new_blocks, next(iter(found.values()))[2]
 
     def _update_block(self, block: Block, rows: Any, given: Any) -> tuple[Any, Block, Any]:
         """The update program: the same for every tower."""
@@ -142,15 +134,35 @@ class ShardedRunner:
         """The sums of squares of all towers' blocks, once per local device; None if not needed."""
         if self._step.clip_norm is None and NORM not in self._step.extra_metrics:
             return [None] * len(self._devices)
-        found: dict[int, list[jax.Array]] = {}
+        arguments = lambda i, tower: (finished.blocks[tower],)
+        found = self._for_each_tower(self._squares_of, arguments)
+        return reduction.gather_values(self._gather_squares, found, self._placement)
+
+    def _squares_of(self, rows: Any) -> list[jax.Array]:
+        """The sums of squares of a tower's block: the same program for every tower."""
+        return [leaf_squares(self._gradients(rows))]
+
+    def _for_each_tower(
+        self,
+        fn: Callable[..., Any],
+        arguments: Callable[[int, int], tuple[Any, ...]],
+        *,
+        donate: tuple[int, ...] = (),
+    ) -> dict[int, Any]:
+        """What `fn` returns for each local tower, by its number; compiled once for all of them.
+
+        Args:
+            fn: a method of this class.
+            arguments: its arguments, of (number of the local device, number of the tower).
+            donate: positions of the arguments that are overwritten.
+        """
+        found: dict[int, Any] = {}
         key = None  # the same for every tower
         for i, d in enumerate(self._placement.local):
             for tower in self._placement.towers_on[d]:
-                rows = finished.blocks[tower]
-                key = key or signature(rows)
-                if key not in self._squares:
-                    self._squares[key] = compile_for_each(
-                        lambda rows: [leaf_squares(self._gradients(rows))], (rows,), self._devices
-                    )
-                found[tower] = self._squares[key][i](rows)
-        return reduction.gather_values(self._gather_squares, found, self._placement)
+                given = arguments(i, tower)
+                key = key or (fn.__name__, signature(given))
+                if key not in self._compiled:
+                    self._compiled[key] = compile_for_each(fn, given, self._devices, donate=donate)
+                found[tower] = self._compiled[key][i](*given)
+        return found

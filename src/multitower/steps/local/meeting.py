@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.totals import Totals
 from multitower.steps.local.job import MeetingJob, Met
 from multitower.steps.local.options import LocalOptions
@@ -24,15 +24,18 @@ class _Programs(NamedTuple):
 
 
 class Meeting:
-    """Meetings on one placement: the same additions as for the gradients of a synchronous step."""
+    """Meetings on one placement: the same additions as for the gradients of a synchronous step.
+
+    Attributes:
+        every: towers meet after every step whose number, from 1, is a multiple of this.
+        totals: adds up what the towers bring.
+    """
 
     def __init__(self, step: StepParts, options: LocalOptions, placement: Placement) -> None:
+        self.every = options.sync_every
         self._job = MeetingJob(step, options)
         self.totals = Totals(placement)
-        self._numbers = [
-            jax.device_put(np.int32(turn.tower), self.totals.devices[turn.i])
-            for turn in self.totals.turns
-        ]
+        self._numbers = WholeNumbers()
         self._compiled: dict[Any, _Programs] = {}
 
     def prepare(self, parts: Parts) -> _Programs:
@@ -50,7 +53,8 @@ class Meeting:
         """
         programs = self.prepare(parts)
         stacks = self.totals.stacks()
-        for turn, number in zip(self.totals.turns, self._numbers, strict=True):
+        for turn in self.totals.turns:
+            number = self._numbers.on(self.totals.devices[turn.i], turn.tower)
             own, params = parts.towers[turn.tower], parts.replicas[turn.i].params
             sums = programs.moved[turn.i](own, params, number)
             self.totals.put(stacks, turn, sums, programs.add)

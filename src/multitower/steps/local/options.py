@@ -11,7 +11,7 @@ LocalState = Literal["keep", "average"]
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's
 
 
-def refuse_meeting(meets: str) -> ArgumentError:
+def refuse_meeting_in_local(meets: str) -> ArgumentError:
     """The error for a loss in which towers exchange values; `meets` names the first place."""
     does, way_out = f"exchanges values between towers ({meets})", "leave the exchange out"
     if meets == "axis_index":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
@@ -20,7 +20,7 @@ from multitower.engines.totals import Totals, TowerSums, Turn
 from multitower.engines.tracing import refuse_kept_values, trace
 from multitower.steps.local.job import LocalJob, Met
 from multitower.steps.local.meeting import Meeting
-from multitower.steps.local.options import refuse_meeting
+from multitower.steps.local.options import refuse_meeting_in_local
 from multitower.steps.local.state import Own, Parts, as_state
 from multitower.steps.parts import StepParts
 from multitower.steps.runner import Metrics
@@ -75,19 +75,20 @@ class LocalRunner:
         split: Split,
         tower_rows: int,
         placement: Placement,
-        meetings: tuple[Meeting, int],
+        meeting: Meeting,
     ) -> None:
         self._job = LocalJob(step, split, tower_rows, placement.num_towers)
         self._tower_rows = tower_rows
         self._placement = placement
-        self._meeting, self._every = meetings
-        self.devices = self._meeting.totals.devices
-        self.turns = self._meeting.totals.turns
-        self.totals = self._meeting.totals
+        self._meeting = meeting
+        self.devices = meeting.totals.devices
+        self.turns = meeting.totals.turns
+        self.totals = meeting.totals
         if not placement.spans_processes:
             self.totals = Totals(contiguous(self.devices[:1], placement.num_towers))
         self._compiled: dict[Any, Programs] = {}
-        self._numbers: dict[Any, Any] = {}
+        self._numbers = WholeNumbers()
+        self._scales: dict[Any, jax.Array] = {}
 
     def run(
         self, state: TrainState, batch: BatchParts, maker: object
@@ -119,7 +120,7 @@ class LocalRunner:
         replicas = [one._replace(step=counts[i]) for i, one in enumerate(parts.replicas)]
         new = Parts(replicas, towers, parts.step + 1)
         met = programs.apart
-        if new.step % self._every == 0:
+        if new.step % self._meeting.every == 0:
             new, met = self._meeting.run(new)
         return new, Made(programs, sums, batch.num_rows, met)
 
@@ -142,20 +143,17 @@ class LocalRunner:
         return as_state(parts, self._placement, maker)
 
     def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
-        """The number and row counts of a tower, on its device; copied there once."""
-        key = rows[0].counts(turn.tower)
-        if key not in self._numbers:
-            counts = Tower(*(np.int32(count) for count in key))
-            self._numbers[key] = jax.device_put(counts, self.devices[turn.i])
-        return self._numbers[key]
+        """The number and row counts of a tower, on its device."""
+        device = self.devices[turn.i]
+        return Tower(*(self._numbers.on(device, n) for n in rows[0].counts(turn.tower)))
 
     def _scale(self, num_rows: int) -> jax.Array:
         """The factor that turns sums into means, shape (), on the first local device."""
         scale = np.dtype(scale_shape().dtype).type(self._tower_rows / num_rows)
         key = (num_rows, scale.dtype)
-        if key not in self._numbers:
-            self._numbers[key] = jax.device_put(scale, self.devices[0])
-        return self._numbers[key]
+        if key not in self._scales:
+            self._scales[key] = jax.device_put(scale, self.devices[0])
+        return self._scales[key]
 
     def _programs(self, parts: Parts, given: Any, rows: Sequence[TowerRows]) -> Programs:
         own = next(iter(parts.towers.values()))
@@ -174,7 +172,7 @@ class LocalRunner:
         traced = trace(tower_function(job), arguments, self._placement.num_towers)
         refuse_kept_values(traced.program)
         if traced.rounds(final=True) is not None:
-            raise refuse_meeting(traced.meets or "axis_index")
+            raise refuse_meeting_in_local(traced.meets or "axis_index")
 
         def tower(own: Own, given: Any, pieces: Any, here: Tower) -> Any:
             return traced(Shared(own, given), pieces, here)

@@ -4,12 +4,10 @@ What the towers had when they last met is whole on every device. A user sees wha
 own as arrays with a first axis for towers, on the host: a device may lack the memory for them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from multitower.errors import StateError
 from multitower.processes.together import whole_on_host
@@ -17,7 +15,7 @@ from multitower.steps.runner import on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.global_arrays import as_global, gather_rows, replicate
+from multitower.towers.global_arrays import as_global, replicate, stack_on_host
 from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import copy_to
@@ -65,12 +63,12 @@ def take_apart(fields: Fields, placement: Placement) -> Parts:
     Raises:
         StateError: it was made with another number of towers.
     """
-    check_towers(fields, placement)
+    refuse_other_towers(fields, placement)
     on_host = jax.tree.map(on_the_host, fields.local)
     return _parts(fields, lambda tower: _of_tower(on_host, tower), placement)
 
 
-def check_towers(fields: Fields, placement: Placement) -> None:
+def refuse_other_towers(fields: Fields, placement: Placement) -> None:
     """Refuses a state of another number of towers.
 
     Raises:
@@ -113,7 +111,7 @@ def as_state(parts: Parts, placement: Placement, maker: object) -> TrainState:
 
     def join(parts: Parts) -> Fields:
         towers = [parts.towers[tower] for tower in sorted(parts.towers)]
-        local = jax.tree.map(lambda *own: _side_by_side(own, placement), *towers)
+        local = jax.tree.map(lambda *own: stack_on_host(own, placement), *towers)
         return join_shared(parts)._replace(local=local)
 
     return TrainState.of_parts(parts, join, maker, join_shared=join_shared, apart=("local",))
@@ -153,17 +151,3 @@ def _with_leaves(tree: Any, by_number: dict[int, Any]) -> Any:
         (home,) = leaves[number].devices()
         leaves[number] = _on_device(leaf, home)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _side_by_side(own: Sequence[jax.Array], placement: Placement) -> Any:
-    """A leaf of all towers, stacked along a new first axis, from this process's towers."""
-    if is_key(own[0]):
-        data = _side_by_side([jax.random.key_data(leaf) for leaf in own], placement)
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(own[0]))
-    if placement.spans_processes:
-        rows = [leaf[None] for leaf in own]
-        whole = whole_on_host(gather_rows(rows, placement, placement.num_towers))
-    else:
-        whole = np.stack([np.asarray(leaf) for leaf in own])  # host-device sync
-    whole.flags.writeable = False  # what a user wrote into it would be lost
-    return whole

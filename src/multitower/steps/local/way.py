@@ -11,14 +11,14 @@ from multitower.processes.together import whole_on_host
 from multitower.steps.local.calls import LocalCallRunner
 from multitower.steps.local.looped import LocalLoopRunner, LoopParts
 from multitower.steps.local.meeting import Meeting
-from multitower.steps.local.options import LocalOptions, refuse_meeting
+from multitower.steps.local.options import LocalOptions, refuse_meeting_in_local
 from multitower.steps.local.runner import LocalRunner
 from multitower.steps.local.state import (
     Own,
     all_alike,
     as_state,
-    check_towers,
     on_the_host,
+    refuse_other_towers,
     take_apart,
     take_changes,
 )
@@ -41,7 +41,7 @@ class InLocal(Whole):
     exchange = False
 
     def __init__(self, options: LocalOptions, placement: Placement) -> None:
-        super().__init__(placement, same_bits=True)
+        super().__init__(placement)
         self._options = options
         self._meeting: Meeting | None = None
 
@@ -80,15 +80,14 @@ class InLocal(Whole):
     def check(self, meets: str | None) -> None:
         """Refuses every loss in which towers exchange values."""
         if meets:
-            raise refuse_meeting(meets)
+            raise refuse_meeting_in_local(meets)
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
         refuse_disabled_jit()
         if self._meeting is None:
             self._meeting = Meeting(step, self._options, self.placement)
-        meetings = (self._meeting, self._options.sync_every)
-        given = (step, batches.first.split, batches.tower_rows, self.placement, meetings)
+        given = (step, batches.first.split, batches.tower_rows, self.placement, self._meeting)
         one = LocalRunner(*given)
         if self._options.most is None:
             return one
@@ -133,7 +132,7 @@ class InLocalLoops(InLocal):
         return LocalLoopRunner(*given, feeder)
 
     def _go_on(self, fields: Fields, maker: object) -> TrainState:
-        check_towers(fields, self.placement)
+        refuse_other_towers(fields, self.placement)
         whole = on_all_devices(fields._replace(local=None), self.placement)
         leaves, treedef = jax.tree.flatten(fields.local)
         is_there = [isinstance(leaf, jax.Array) for leaf in leaves]

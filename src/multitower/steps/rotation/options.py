@@ -103,7 +103,7 @@ def check_rotation(
     return options
 
 
-def refuse_meeting(meets: str) -> ArgumentError:
+def refuse_meeting_in_rotation(meets: str) -> ArgumentError:
     """The error for a loss in which towers exchange values; `meets` names the first place."""
     return ArgumentError(
         f"the loss exchanges values between towers ({meets}), and with updates='asynchronous' a "

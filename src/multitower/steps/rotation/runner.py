@@ -114,7 +114,7 @@ def make_finish(
     split: Split,
     tower_rows: int,
     num_towers: int,
-    options: RotationOptions | None = None,
+    options: RotationOptions,
 ) -> Callable[..., tuple[Fields, Metrics]]:
     """Makes the finish program of an update.
 
@@ -125,11 +125,8 @@ def make_finish(
     def finish(
         kept: Fields, used: tuple[Any, Any], totals: Any, scale: Any, staleness: Any
     ) -> tuple[Fields, Metrics]:
-        own = step
-        if options is not None:
-            optimizer = for_stale_gradients(step.optimizer, options, staleness)
-            own = replace(step, optimizer=optimizer)
-        job = make_job(own, split, tower_rows, num_towers)
+        optimizer = for_stale_gradients(step.optimizer, options, staleness)
+        job = make_job(replace(step, optimizer=optimizer), split, tower_rows, num_towers)
         fields = kept._replace(opt_state=used[0], ema_params=used[1])
         new, metrics = finish_function(job)(fields, totals, scale)
         return new, {**metrics, "staleness": staleness}

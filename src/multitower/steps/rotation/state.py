@@ -7,7 +7,6 @@ is on the devices of its group's towers. A user sees all versions in `local`, st
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
@@ -16,8 +15,7 @@ from multitower.steps.rotation.turns import Turns
 from multitower.steps.runner import own_copy
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.global_arrays import replicate
-from multitower.towers.leaves import is_key
+from multitower.towers.global_arrays import replicate, stack_on_host
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
 
@@ -56,7 +54,7 @@ class Parts(NamedTuple):
     def fields(self) -> Fields:
         """The whole state, with the versions on the host: a device may lack the memory for them."""
         each = [(one.copies[0].params, one.copies[0].model_state) for one in self.versions]
-        params, model_state = jax.tree.map(lambda *leaves: _stacked(leaves), *each)
+        params, model_state = jax.tree.map(lambda *leaves: stack_on_host(leaves), *each)
         made = np.array([one.made for one in self.versions], np.int32)
         local = {"params": params, "model_state": model_state, "step": made}
         return self.home._replace(local=local)
@@ -129,12 +127,3 @@ def _seen(pair: tuple[Any, Any], rng: Any) -> Fields:
     """What a tower gets of a state: everything but the optimizer's state and the average."""
     params, model_state = pair
     return Fields((), params, None, None, model_state, rng)
-
-
-def _stacked(leaves: Any) -> Any:
-    if is_key(leaves[0]):
-        data = np.stack([np.asarray(jax.random.key_data(leaf)) for leaf in leaves])
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaves[0]))
-    whole = np.stack([np.asarray(leaf) for leaf in leaves])  # host-device sync
-    whole.flags.writeable = False  # what a user wrote into it would be lost
-    return whole

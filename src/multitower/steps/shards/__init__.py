@@ -1,4 +1,1 @@
-"""Fast steps on a state of which every device keeps a part: read `state.py`, then `job.py`.
-
-Only `steps.ways` imports from here.
-"""
+"""Fast steps on a state of which every device keeps a part: read `state.py`, then `job.py`."""

@@ -18,7 +18,7 @@ from multitower.steps.staged.update import WholeUpdate
 from multitower.steps.staged.updates import Updates
 from multitower.steps.staged.weights import StagedWeights
 from multitower.steps.state.fields import Fields
-from multitower.steps.state.replicas import check_stages
+from multitower.steps.state.replicas import check_replicas_of_stages
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Parts as BatchParts
@@ -107,7 +107,7 @@ class StagedRunner:
         if isinstance(parts, First):
             parts = parts.on_devices(self._homes, self._layout)
             if parts.spans_processes:
-                check_stages(parts.by_stage(), several=True)  # host-device sync
+                check_replicas_of_stages(parts.by_stage(), several=True)  # host-device sync
         elif parts is None or parts.homes != self._homes:
             parts = take_apart(state.fields(), self._homes, self._layout)
         return parts

@@ -36,7 +36,7 @@ def check_replicas(state: TrainState) -> None:
     """
     by_stage = getattr(state.parts(), "by_stage", None)
     if by_stage is not None:
-        check_stages(by_stage(), state.parts().spans_processes)
+        check_replicas_of_stages(by_stage(), state.parts().spans_processes)
         return
     # Leaves that are kept in blocks or by one tower, or split over the devices, have no copies.
     whole = state.shared()._replace(local=None)
@@ -60,7 +60,9 @@ def check_replicas(state: TrainState) -> None:
     _compare(on_host, names, lambda i, _: devices[i], several)
 
 
-def check_stages(stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: bool) -> None:
+def check_replicas_of_stages(
+    stages: Sequence[Sequence[Mapping[str, jax.Array]]], several: bool
+) -> None:
     """Compares the replicas of a model in stages, as `check_replicas` does.
 
     Args:
