@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.problems import ADDED, TERMS
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower
 from multitower.errors import ArgumentError, GradientError, OutputError
@@ -26,8 +25,7 @@ from multitower.functions.auxiliary import (
 from multitower.functions.calls import Leaves
 from multitower.functions.objective import (
     Reduction,
-    added_up,
-    as_mean,
+    for_first_look,
     name_without_rows,
     num_weights,
     share_of,
@@ -41,7 +39,6 @@ from multitower.functions.ratio import (
     join_ratio,
     sums_of,
     take_ratios,
-    terms_in,
 )
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
@@ -203,12 +200,9 @@ class ValueAndGrad(NamedTuple):
         call = enter_states(call, entered, here)
         output, changed = self._call(call, here, tower_rows)
         loss, aux = self._loss_and_aux(output)
-        terms = terms_in(loss, aux)
+        of_loss = for_first_look(loss, aux, tower_rows, self.reduction)
         state, aux = split_state(take_ratios(aux)[0], is_state_of(structures.values()))
-        added = added_up(loss, self.reduction)
-        loss = as_mean(loss, tower_rows, self.reduction)
-        named = {"loss": loss, "aux": aux, "model": changed, "state": state}
-        return {**named, TERMS: terms, ADDED: added}
+        return {**of_loss, "aux": aux, "model": changed, "state": state}
 
     def result(self, finished: Any, rows: Leaves) -> Finished:
         """The results of all towers, put together."""

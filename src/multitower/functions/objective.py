@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 import jax
 
+from multitower.checks.problems import ADDED, TERMS
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.outputs import is_per_example, row_sum, wide
-from multitower.functions.ratio import Ratio, is_ratio, join_ratio, lacks_rows, sums_of
+from multitower.functions.ratio import Ratio, is_ratio, join_ratio, lacks_rows, sums_of, terms_in
 from multitower.towers.rows import Tower
 
 Reduction = Literal["mean", "sum"]
@@ -94,9 +95,21 @@ def as_mean(loss: Any, num_rows: int, reduction: Reduction) -> Any:
     return mean if loss.offset is None else mean + loss.offset
 
 
-def added_up(loss: Any, reduction: Reduction) -> Any:
-    """A loss without rows that towers add up, else (); for the first look."""
-    return loss if reduction == "sum" and not is_ratio(loss) and not loss.ndim else ()
+def for_first_look(loss: Any, others: Any, num_rows: int, reduction: Reduction) -> dict[str, Any]:
+    """What the first look reads of a loss, by name.
+
+    Args:
+        loss: what the loss returned.
+        others: the results beside it, with their ratios.
+        num_rows: rows of a tower.
+        reduction: how the losses of rows are combined.
+    """
+    is_added = reduction == "sum" and not is_ratio(loss) and not loss.ndim
+    return {
+        "loss": as_mean(loss, num_rows, reduction),
+        TERMS: terms_in(loss, others),
+        ADDED: loss if is_added else (),
+    }
 
 
 def weights_of(loss: Any, here: Tower, tower_rows: int) -> list[jax.Array]:

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from multitower.checks.problems import ADDED, TERMS
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower, trace
 from multitower.errors import OutputError
 from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
     Reduction,
-    added_up,
-    as_mean,
+    for_first_look,
     name_without_rows,
     num_weights,
     share_of,
@@ -28,7 +26,6 @@ from multitower.functions.ratio import (
     join_ratio,
     sums_of,
     take_ratios,
-    terms_in,
 )
 from multitower.models.state import Changed, enter, join, sort_changes
 from multitower.processes.together import are_several
@@ -278,10 +275,8 @@ def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tow
     forward = _forward(replace(step, model_state_from="mean"), split, len(rows[0]))
     output = forward(shared.state.params, shared, rows, here)
     new = join(shared.state.model_state, output.model_state)
-    loss = as_mean(output.loss, len(rows[0]), step.reduction)
-    metrics, terms = take_ratios(output.metrics)[0], terms_in(output.loss, output.metrics)
-    named = {"loss": loss, "metrics": metrics, "model_state": new}
-    return {**named, TERMS: terms, ADDED: added_up(output.loss, step.reduction)}
+    of_loss = for_first_look(output.loss, output.metrics, len(rows[0]), step.reduction)
+    return {**of_loss, "metrics": take_ratios(output.metrics)[0], "model_state": new}
 
 
 def _forward(
