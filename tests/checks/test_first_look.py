@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.checks import row_flow
 from multitower.checks.counts import is_mean, is_steady, numbers_of, per_row
 from multitower.checks.flow import Flow
 
@@ -178,7 +179,7 @@ def test_towers_that_meet_after_their_rows_were_mixed_are_told(loss, is_right):
 def with_rule(backward, forward=lambda x: x):
     """The identity, or `forward`, with a backward rule of its own."""
     function = jax.custom_vjp(forward)
-    function.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(g),))
+    function.defvjp(lambda x: (function(x), x), lambda x, g: (backward(g),))
     return function
 
 
@@ -189,22 +190,61 @@ def norm_of_all(g):
 BY_ROW = lambda rule: lambda w, x: (rule(x @ w) - 1) ** 2
 OF_WEIGHTS = lambda rule: lambda w, x: losses(rule(w), x)
 RULES = {
-    "clipped rows": (BY_ROW, with_rule(lambda g: jnp.clip(g, -1, 1))),
-    "norm of all": (BY_ROW, with_rule(norm_of_all)),
-    "reversed": (OF_WEIGHTS, with_rule(lambda g: -0.5 * g)),
-    "straight through": (BY_ROW, with_rule(lambda g: g, lambda x: jnp.round(x, 1))),
+    "norm": (BY_ROW, with_rule(lambda g: g / jnp.linalg.norm(g)), False),
+    "centred": (BY_ROW, with_rule(lambda g: g - g.mean(0)), False),
+    "clipped weights": (OF_WEIGHTS, with_rule(lambda g: jnp.clip(g, -1, 1)), False),
+    "unit weights": (OF_WEIGHTS, with_rule(lambda g: g / jnp.linalg.norm(g)), False),
+    "clipped rows": (BY_ROW, with_rule(lambda g: jnp.clip(g, -1, 1)), True),
+    "norm of all": (BY_ROW, with_rule(norm_of_all), True),
+    "reversed": (OF_WEIGHTS, with_rule(lambda g: -0.5 * g), True),
+    "straight through": (BY_ROW, with_rule(lambda g: g, lambda x: jnp.round(x, 1)), True),
 }
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_backward_rule_that_is_right_causes_no_warning(name):
-    # The lie: a right rule is blamed. Wrong ones are not read here; check_parallel tells of them.
-    loss_of, rule = RULES[name]
+def test_a_backward_rule_that_brings_rows_together_is_told(name):
+    # The lie: what a rule does with the gradients of a tower's rows is what it does with all rows'.
+    loss_of, rule, is_right = RULES[name]
     loss = loss_of(rule)
+    if not is_right:
+        with pytest.warns(mt.MultitowerWarning, match=r"gradients \(.*a backward rule"):
+            look_at(mt.grad(loss, devices=2), X)
+        look_at(mt.make_parallel(loss, in_axes=(None, 0), devices=2), X)
+        return
     found = mt.grad(loss, devices=2)(W, X)  # warnings are errors
-    if name != "norm of all":  # on one device there is no axis of towers
+    if name != "norm of all":
         expected = jax.grad(lambda w: loss(w, X).mean())(W)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rule_that_calls_its_function_is_read_once(monkeypatch):
+    # The lie: a rule's program holds no call whose rule would be read again, and again.
+    read, seen = row_flow.backward_mixing, []
+    count = lambda *args: (seen.append(args), read(*args))[1]
+    monkeypatch.setattr(row_flow, "backward_mixing", count)
+    look_at(mt.grad(BY_ROW(with_rule(lambda g: -g)), devices=2), X)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3])
+def test_the_gradient_of_a_filter_is_a_sum_over_rows(limit):
+    # The lie: in a convolution whose channels are the rows, the rows meet.
+    @jax.custom_vjp
+    def convolved(x, w):
+        return jax.lax.conv(x, w, (1, 1), "SAME")
+
+    def backward(given, g):
+        found = jax.vjp(lambda *xw: jax.lax.conv(*xw, (1, 1), "SAME"), *given)[1](g)
+        return found if limit is None else (found[0], jnp.clip(found[1], -limit, limit))
+
+    convolved.defvjp(lambda *xw: (convolved(*xw), xw), backward)
+    loss = lambda w, x: (convolved(x[:, None, None], w[None, None, None]) ** 2).mean((1, 2, 3))
+    if limit is not None:
+        with pytest.warns(mt.MultitowerWarning, match=r"gradients \(.*a backward rule"):
+            look_at(mt.grad(loss, devices=2), X)
+        return
+    expected = jax.grad(lambda w: loss(w, X).mean())(W)
+    np.testing.assert_allclose(mt.grad(loss, devices=2)(W, X), expected, rtol=1e-5, atol=1e-6)
 
 
 def over_all(w, x):

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from multitower.checks.copies import writes_in
 from multitower.checks.flow import Flow, operation_at, rows_of
 from multitower.checks.operations import FINDS
-from multitower.checks.problems import WHOLE_BESIDE_ONE_ROW, Problem, same_numbers, table, unread
+from multitower.checks.problems import (
+    WHOLE_BESIDE_ONE_ROW,
+    Problem,
+    backward,
+    same_numbers,
+    table,
+    unread,
+)
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.engines.collectives import axis_of
@@ -73,8 +80,9 @@ def look(
             row is divided by the number of rows, a sum over rows and a number make a mt.ratio or
             are added, towers add up a loss that is the same in all of them, all towers draw the
             same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
-            works, a parameter of a module is written into, rows are written into a jax.new_ref, or
-            out_axes=None takes what depends on rows from the first tower.
+            works, a backward rule brings rows together, a parameter of a module is written into,
+            rows are written into a jax.new_ref, or out_axes=None takes what depends on rows from
+            the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -82,6 +90,7 @@ def look(
             *(table(*named(n), place) for n, place in reading.tables.items()),
             *same_numbers(reading.draws),
             *unread(reading.unread),
+            *(backward(reading.backward) if averages else ()),
             *results.mixed_or_summed(averages, {*reading.tables.values()}),
             *results.kept_in_states(exchange=exchange),
             *results.written_parameters(),

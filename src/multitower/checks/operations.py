@@ -1,7 +1,10 @@
 """Operations of JAX, by name: what each does with rows, with sums over rows, and with numbers."""
 
 # They sum over rows.
-SUMS = {"reduce_sum", "dot_general", "add_any", "psum", "psum_invariant", "scatter-add"}
+SUMS = {
+    "reduce_sum", "dot_general", "conv_general_dilated", "add_any", "psum", "psum_invariant",
+    "scatter-add",
+}  # fmt: skip
 # They make a sum over rows of one such sum, of several, or of one and what is free of rows.
 LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
@@ -18,6 +21,8 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
+# Calls of functions with a backward rule of their own.
+WITH_A_RULE = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 # They write into an array: the inputs that are the array, and what is written.
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.

@@ -161,6 +161,13 @@ GRADIENT = (
     "jax.lax.stop_gradient holds, sees only a tower's own rows. Make what a row adds to the "
     "gradient depend on that row alone."
 )
+BACKWARD = (
+    "a backward rule (jax.custom_vjp) brings rows together, as a norm of the gradients of all rows "
+    "does, or changes a sum over them otherwise than by a factor, as clipping the gradient of a "
+    "weight does. A tower has the gradients of its own rows alone, so the result would differ from "
+    "one device's. Make what a row adds to the gradient depend on that row alone; or add up over "
+    'the towers in the rule, jax.lax.psum(x, "towers").'
+)
 WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "
     "that of one device if every tower gets the whole of it: {whole}."
@@ -274,6 +281,11 @@ def same_numbers(draws: Iterable[str]) -> list[Problem]:
     """The problem of equal random numbers in all towers, once for each place that draws some."""
     places = dict.fromkeys(draws)
     return [Problem("same numbers", "random numbers", place, SAME_NUMBERS) for place in places]
+
+
+def backward(places: Iterable[str]) -> list[Problem]:
+    """The problem that a backward rule brings rows together, once for all places."""
+    return [Problem("gradient", "gradients", place, BACKWARD) for place in [*places][:1]]
 
 
 def unread(places: Iterable[str]) -> list[Problem]:

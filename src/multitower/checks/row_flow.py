@@ -22,6 +22,7 @@ from multitower.checks.along_rows import (
     takes_one_of_each_group,
     works_along_rows,
 )
+from multitower.checks.backward_rules import backward_mixing
 from multitower.checks.chunks import pairing, pairs_chunks, with_chunks
 from multitower.checks.counting import Counting
 from multitower.checks.equations import (
@@ -65,6 +66,7 @@ class Reading(NamedTuple):
         tables: arguments with rows that are looked up like a table, by number, and where.
         taken: how many rows are taken from the beginning, `x[:64]`.
         unread: where rows are written into a `jax.new_ref`; what is read from it is not known.
+        backward: where backward rules bring rows together.
     """
 
     outputs: list[Flow]
@@ -73,6 +75,7 @@ class Reading(NamedTuple):
     tables: dict[int, str]
     taken: set[int]
     unread: list[str]
+    backward: list[str]
 
 
 def read(
@@ -100,16 +103,20 @@ def read(
         The reading.
     """
     meets = first_collective(program) is not None
-    reader = _Reader(num_rows, batch_rows, num_rows * num_towers, num_groups, meets=meets)
+    reader = _Reader(num_rows, batch_rows, num_towers, num_groups, meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
-    return Reading(outputs, *found)
+    return Reading(outputs, *found, reader.backward)
 
 
 class _Reader:
     def __init__(
-        self, num_rows: int, batch_rows: int, whole: int, num_groups: int, *, meets: bool
+        self, num_rows: int, batch_rows: int, num_towers: int, num_groups: int, *, meets: bool
     ) -> None:
+        whole = num_rows * num_towers
+        self._anew = lambda: _Reader(num_rows, batch_rows, num_towers, num_groups, meets=meets)
+        self._num_towers = num_towers
+        self._is_of_rule = False  # a rule may call its function again: it is not read twice
         self.num_rows = num_rows
         self._tower_rows = num_rows * num_groups
         self._all_rows = whole if meets else 0
@@ -123,6 +130,7 @@ class _Reader:
         self.tables: dict[int, str] = {}
         self.taken = set[int]()
         self.unread: list[str] = []
+        self.backward: list[str] = []
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         return [settled(flow) for flow in self._call(program, inputs)]
@@ -173,6 +181,8 @@ class _Reader:
                 found = inside(self, equation, [settled(flow) for flow in inputs])
             else:
                 found = self._call(program, inputs)
+            if name in operations.WITH_A_RULE and not self._is_of_rule:
+                self._read_rule(equation, inputs, found)
             self._calls.pop()
             return found
         if name in operations.INTO_REFS and any(flow.word != "free" for flow in inputs):
@@ -182,6 +192,16 @@ class _Reader:
         found = in_order(equation, inputs, plain, self)
         found = found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
         return with_chunks(equation, inputs, found, self._tower_rows)
+
+    def _read_rule(self, equation: Any, inputs: list[Flow], results: list[Flow]) -> None:
+        def read(program: Any, flows: list[Flow]) -> list[Flow]:
+            reader = self._anew()
+            reader._calls, reader._is_of_rule = self._calls, True
+            return reader.run(program, flows)
+
+        place = backward_mixing(equation, inputs, results, self._num_towers, read)
+        if place is not None:
+            self.backward.append(place)
 
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
