@@ -21,8 +21,8 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
-# Calls of functions with a backward rule of their own.
-WITH_A_RULE = {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+# The call of a function with a backward rule of its own.
+WITH_A_RULE = "custom_vjp_call"
 # They write into an array: the inputs that are the array, and what is written.
 WRITTEN = {"scatter": (0, 2), "scatter-add": (0, 2), "dynamic_update_slice": (0, 1)}
 # They hold rows, or one of their elements, in a value without an axis of rows.

@@ -118,12 +118,12 @@ class Results(NamedTuple):
             unknown = {line_at(root) for root in flow.roots} - self.known_lines
             if flow.mixed and unknown:
                 if not told & set(flow.mixed):
-                    where = [
+                    tells = (
                         p
                         for p in flow.mixed
                         if line_at(p) in unknown or operation_at(p) in MEETINGS
-                    ]
-                    place = [*where, flow.mixed[0]][0]
+                    )
+                    place = next(tells, flow.mixed[0])
                     why = WHY_MIXED.get(operation_at(place), MIXED)
                     problems.append(Problem("mixed rows", one.name, place, why))
             elif flow.is_sum:

@@ -181,7 +181,7 @@ class _Reader:
                 found = inside(self, equation, [settled(flow) for flow in inputs])
             else:
                 found = self._call(program, inputs)
-            if name in operations.WITH_A_RULE and not self._is_of_rule:
+            if name == operations.WITH_A_RULE and not self._is_of_rule:
                 self._read_rule(equation, inputs, found)
             self._calls.pop()
             return found
