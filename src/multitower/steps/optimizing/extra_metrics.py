@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from multitower.errors import ArgumentError, OutputError
 from multitower.steps.optimizing.clipping import global_norm
-from multitower.steps.optimizing.hyperparams import holders
+from multitower.steps.optimizing.optimizer import holders
 from multitower.steps.parts import StepParts
 
 NORM = "gradient_norm"

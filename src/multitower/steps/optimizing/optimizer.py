@@ -1,7 +1,8 @@
-"""Calls an optimizer's update, with the loss for optimizers that take it."""
+"""Calls an optimizer's update, with the loss if it takes that; finds numbers in its state."""
 
 import inspect
 import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -85,3 +86,16 @@ def _needed(message: str) -> str | None:
         return "fast and slow parameters, optax.LookaheadParams"
     found = re.search(r"missing .* required keyword-only arguments?: (.*)", message)
     return f"more arguments, {found[1].rstrip('.')}" if found else None
+
+
+def holds(node: Any) -> bool:
+    """Whether a node of an optimizer's state is one of `optax.inject_hyperparams`."""
+    return isinstance(getattr(node, "hyperparams", None), Mapping)
+
+
+def holders(tree: Any) -> Iterator[Any]:
+    """Yields the states of `optax.inject_hyperparams` in an optimizer's state, outer ones first."""
+    for node in jax.tree.leaves(tree, is_leaf=holds):
+        if holds(node):
+            yield node
+            yield from holders(getattr(node, "inner_state", ()))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import ArgumentError
-from multitower.steps.optimizing.hyperparams import holders, holds
+from multitower.steps.optimizing.optimizer import holders, holds
 from multitower.steps.rotation.options import RotationOptions
 
 if TYPE_CHECKING:
