@@ -217,6 +217,20 @@ def test_a_backward_rule_that_brings_rows_together_is_told(name):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def convolved_halves(w, x):
+    filters = jnp.ones((2, len(x) // 2, 1))
+    sums = jax.lax.conv_general_dilated(
+        (x * w).T[:, :, None], filters, (1,), "VALID", feature_group_count=2
+    )
+    return (sums[:, 0] * sums[:, 1]).sum() / len(x)
+
+
+def test_halves_of_the_rows_that_a_convolution_sums_up_are_told():
+    # The lie: a convolution with the rows as channels sums up all of them, in groups, too.
+    with pytest.warns(mt.MultitowerWarning, match="conv_general_dilated"):
+        look_at(mt.grad(convolved_halves, devices=2), X)
+
+
 def test_a_rule_that_calls_its_function_is_read_once(monkeypatch):
     # The lie: a rule's program holds no call whose rule would be read again, and again.
     read, seen = row_flow.backward_mixing, []

@@ -131,7 +131,8 @@ def _convolution(equation: Any, inputs: Sequence[Flow], axes: Sequence[int], num
     if params["feature_group_count"] % num_rows == 0 or params["batch_group_count"] % num_rows == 0:
         return False
     batch_axis, channels = params["dimension_numbers"].lhs_spec[:2]
-    if axes == [channels] and num_rows not in equation.outvars[0].aval.shape:
+    has_groups = params["feature_group_count"] > 1  # each channel then sums up a part of the rows
+    if axes == [channels] and not has_groups and num_rows not in equation.outvars[0].aval.shape:
         return False  # it is a sum over rows, as the gradient of a filter is
     return any(axis != batch_axis for axis in axes) and inputs[0].word == "by row"
 
