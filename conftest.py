@@ -23,6 +23,7 @@ OPTIMIZED = (
     "proof/",
     "stages/test_same",
     "steps/test_budgets",
+    "steps/test_random_programs",
 )
 # Rules and gradients, not bits: they hold however they are compiled.
 LEFT_OUT_AGAIN = (
