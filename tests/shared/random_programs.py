@@ -255,7 +255,7 @@ def weights_of(batch):
 def draw(number, layers=LAYERS):
     """The program with this number, of these layers."""
     dice, numpy_rng = random.Random(number), np.random.default_rng(number)
-    towers = dice.choice([2, 3, 4, 5, 6, 8])
+    towers = dice.choice([3, 4, 5, 6, 7])
     optimizers, way = draw_way(dice, WAYS[number % len(WAYS)], towers)
     optimizer = dice.choice(list(optimizers))
     cuts = way.get("stages", 1) - 1
@@ -267,7 +267,7 @@ def draw(number, layers=LAYERS):
     # The mean of a tower's rows does not say how many they are: such programs want whole batches.
     is_by_row = "scalar" not in end.__name__ and running_norm not in chosen
     options = {**way, **draw_options(dice, way, optimizer)}
-    if end in (by_row, by_row_with_metrics) and dice.random() < 0.2:
+    if end in (by_row, by_row_with_metrics) and dice.random() < 0.4:
         options["reduction"] = "sum"
     return Program(
         number,
@@ -358,7 +358,7 @@ def draw_options(dice, way, optimizer):
         "ema_decay": (0.4, 0.9),
         "diagnostics": (0.3, True),
         "skip_nonfinite": (0.0 if "shard_update" in way else 0.3, True),
-        "clip_norm": (0.3, 0.5),
+        "clip_norm": (0.2, 0.5),
         "compute_dtype": (0.2, "bfloat16"),
         "model_state_from": (0.2, "first"),
         "extra_metrics": (
