@@ -1500,6 +1500,30 @@ def test_the_largest_of_the_rows_is_told():
     look_at(mt.value_and_grad(rightly, devices=2), X)
 
 
+def noise_like(x):
+    return jax.random.normal(jax.random.key(0), x.shape)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: losses(w, mt.all_rows(x) + noise_like(mt.all_rows(x))).mean(),
+        lambda w, x: losses(w, x + noise_like(mt.all_rows(x))[mt.row_index(x)]),
+    ],
+)
+def test_numbers_for_all_rows_are_the_same_in_every_tower(loss):
+    """Lie: "all towers draw the same numbers" of noise that is one for all of them, as in PPO."""
+    found, _ = mt.value_and_grad(loss, devices=2)(W, X)
+    np.testing.assert_allclose(found, losses(W, X + noise_like(X)).mean(), rtol=1e-6)
+
+
+def test_numbers_for_a_towers_own_rows_are_told_where_towers_meet():
+    # The lie: silence, because some rows of the loss are those of all towers.
+    loss = lambda w, x: losses(w, x + noise_like(x) - mt.all_rows(x).mean(0))
+    with pytest.warns(mt.MultitowerWarning, match="a key that is the same in every tower"):
+        look_at(mt.value_and_grad(loss, devices=2), X)
+
+
 def test_what_is_done_with_all_rows_is_told():
     # The lie: silence, because the batch's size is written into the loss.
     loss = lambda w, x: losses(w, x[:64] - x[:64].mean(0))

@@ -206,7 +206,7 @@ class _Reader:
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
         varies = any(flow.varies for flow in inputs)
-        if name in operations.DRAWS and not varies:
+        if name in operations.DRAWS and not varies and not self._is_for_all(equation):
             self.draws.append(self.where(equation))
         word, origin, mixing = self._word(equation, name, inputs)
         flow = Flow(
@@ -225,6 +225,11 @@ class _Reader:
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
         )
         return self.counting.added_to(flow, equation, inputs)
+
+    def _is_for_all(self, equation: Any) -> bool:
+        """Whether there is a result for each row of all towers, which should be alike in them."""
+        sizes = [size for atom in equation.outvars for size in atom.aval.shape if size]
+        return self._all_rows > 0 and any(size % self._all_rows == 0 for size in sizes)
 
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         """The inputs; an array without elements brings no rows to a result that has none."""
