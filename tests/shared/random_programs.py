@@ -201,6 +201,7 @@ class Program(NamedTuple):
     model_state: Any  # None if the loss takes neither a model state nor a key
     make_optimizer: Callable[[], Any]
     options: dict[str, Any]
+    towers: int  # without the option towers=, how many devices there should be
     rows: list[int]  # of each batch
 
     def __repr__(self):
@@ -252,11 +253,12 @@ def weights_of(batch):
     return batch["words"] > 2
 
 
-def draw(number, layers=LAYERS):
-    """The program with this number, of these layers."""
+def draw(number, *, layers=LAYERS, has_towers=True):
+    """The program with this number, of these layers; without towers it has one per device."""
     dice, numpy_rng = random.Random(number), np.random.default_rng(number)
     towers = dice.choice([3, 4, 5, 6, 7])
-    optimizers, way = draw_way(dice, WAYS[number % len(WAYS)], towers)
+    ways = WAYS if has_towers else FAST_WAYS
+    optimizers, way = draw_way(dice, ways[number % len(ways)], towers)
     optimizer = dice.choice(list(optimizers))
     cuts = way.get("stages", 1) - 1
     chosen = [dice.choice(layers) for _ in range(dice.randint(max(1, cuts), 3))]
@@ -277,7 +279,8 @@ def draw(number, layers=LAYERS):
         params,
         [np.zeros(WIDTH), np.ones(WIDTH)] if is_stateful else None,
         optimizers[optimizer],
-        {"towers": towers, "global_batch": full, **options},
+        {"towers": towers if has_towers else None, "global_batch": full, **options},
+        towers,
         [full, full, dice.randint(1, full) if is_by_row else full, full],
     )
 
@@ -322,6 +325,7 @@ def staleness_rate(staleness):
 
 
 WAYS = ["local", "blocks", "stages", "rotation", "whole"]
+FAST_WAYS = ["whole", "split update", "split parameters", "calls"]
 
 
 def draw_way(dice, way, towers):
@@ -349,7 +353,12 @@ def draw_way(dice, way, towers):
         if dice.random() < 0.3:
             return {"injected": OPTIMIZERS["injected"]}, {**way, "momentum_correction": True}
         return OPTIMIZERS, way
-    return OPTIMIZERS, {}
+    return OPTIMIZERS, {
+        "whole": {},
+        "split update": {"shard_update": True},
+        "split parameters": {"shard_params": True},
+        "calls": {"steps_per_call": 2},
+    }[way]
 
 
 def draw_options(dice, way, optimizer):

@@ -44,7 +44,7 @@ def draw_devices(number, towers):
 
 def test_laws_l3_and_l4_the_same_bits_for_a_run_that_moves_to_other_devices(number, tmp_path):
     program = draw(number)
-    before, after = draw_devices(number, program.options["towers"])
+    before, after = draw_devices(number, program.towers)
     batches = program.batches()
     step = program.step(before)
     state, history = program.train(step, program.begin(step), batches[:2])
@@ -64,12 +64,20 @@ def test_laws_l3_and_l4_the_same_bits_for_a_run_that_moves_to_other_devices(numb
 
 
 def test_laws_l1_and_l2_the_numbers_of_one_device(number):
-    """In float64, where no wrong term hides in what rounding allows."""
-    program = draw(number, STATELESS_LAYERS)
-    program.options.pop("compute_dtype", None)
+    program = draw(number, layers=STATELESS_LAYERS)
     if "sync_every" in program.options:  # a replay is simpler where all towers have equally many
         program = program._replace(rows=program.rows[:1] * len(program.rows))
-    devices, _ = draw_devices(number, program.options["towers"])
+    assert_numbers_of_one_device(program, draw_devices(number, program.towers)[0])
+
+
+def test_laws_l1_and_l2_without_towers(number):
+    program = draw(number, layers=STATELESS_LAYERS, has_towers=False)
+    assert_numbers_of_one_device(program, program.towers)
+
+
+def assert_numbers_of_one_device(program, devices):
+    """In float64, where no wrong term hides in what rounding allows."""
+    program.options.pop("compute_dtype", None)
     with jax.enable_x64(True):
         step = program.step(devices)
         state, history = program.train(step, program.begin(step, np.float64), program.batches())
@@ -132,7 +140,7 @@ def locally(program, optimizer, gradient, anchor):
     """Local updates of all towers, which have equally many rows; versions are of meetings."""
     options = program.options
     is_sum = options.get("reduction") == "sum"
-    towers, rows = options["towers"], options["global_batch"] // options["towers"]
+    towers, rows = program.towers, options["global_batch"] // program.towers
     outer = options.get("outer_optimizer", optax.sgd(0.7, momentum=0.9, nesterov=True))
     own, states = [anchor] * towers, [optimizer.init(anchor)] * towers
     outer_state, versions, losses = outer.init(anchor), [], []
