@@ -122,3 +122,18 @@ def test_stages_of_equal_layers_share_programs_on_a_device(devices, num_differen
     step(step.init([np.eye(4, dtype=np.float32)] * 4), np.ones((4, 4), np.float32))
     backward = [own[0].compiled for own in made[0].backward[:4]]
     assert len({id(one) for one in backward}) == num_different
+
+
+def calling(host_function):
+    def call(x):
+        run = lambda a: host_function(np.asarray(a))
+        return jax.pure_callback(run, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return call
+
+
+def test_a_callback_is_not_taken_for_another():
+    """Lie: the text of a program shows which Python function it calls."""
+    program = lambda x: calling(np.cos)(mt.cut(calling(np.sin)(x)))
+    found = mt.make_parallel(program, devices=1, towers=2, stages=2)(X)
+    np.testing.assert_allclose(found, np.cos(np.sin(X)), rtol=1e-6)

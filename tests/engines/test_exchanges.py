@@ -439,6 +439,14 @@ def test_trap_a_misspelt_axis_name():
         step(step.init(W), X)
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 1}], ids=["whole", "stages"])
+def test_keys_are_not_sent(options):
+    """Lie: XLA's words about the rank of an operand."""
+    fn = lambda x: x + lax.all_gather(jax.random.key(x[0, 0].astype(int)), "towers").size
+    with pytest.raises(mt.OutputError, match=r"all_gather at .* sends keys.*key_data"):
+        mt.make_parallel(fn, devices=2, towers=4, **options)(X)
+
+
 def test_a_collective_in_a_rule_that_may_be_needed_yet_is_refused():
     rule = COLLECTIVES["in a rule"]
     with pytest.raises(mt.OutputError, match=r"psum.*inside a function \(custom_jvp_call\)"):

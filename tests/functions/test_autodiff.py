@@ -440,6 +440,14 @@ def test_average_gradients_of_towers_on_their_own_devices_and_under_jit():
     np.testing.assert_array_equal(jax.jit(mt.average_gradients)(on_host)["w"], [1.5, 1.5])
 
 
+def test_average_gradients_are_on_the_first_of_several_devices():
+    # The lie: the first element of a set of devices is the first one.
+    mesh = jax.make_mesh((4,), ("x",), devices=mt.devices(4)[::-1])
+    rows = jax.NamedSharding(mesh, jax.P("x"))
+    towers = [jax.device_put(np.ones(4, np.float32) * i, rows) for i in range(3)]
+    assert mt.average_gradients(towers).devices() == {mt.devices()[0]}
+
+
 def test_average_gradients_adds_16_bit_floats_in_32():
     """Lie: 256 + 1 + 1 ... stays 256 in bfloat16."""
     towers = [np.full(1, 256, jnp.bfloat16)] + [np.ones(1, jnp.bfloat16)] * 255

@@ -384,3 +384,28 @@ def test_rows_of_any_rank_of_several_towers_on_a_device_under_jit():
     x = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
     found = jax.jit(mt.make_parallel(lambda x: x + 1, devices=2, towers=4))(x)
     np.testing.assert_array_equal(found, x + 1)
+
+
+@pytest.mark.parametrize("before", [[{"w": 1.0, "b": 0.0}] * 4, [None] * 4], ids=["trees", "None"])
+def test_labels_in_a_list_behind_another_list(before):
+    """Lie: a list has as many leaves as entries, and what comes behind it is another leaf."""
+    x = np.arange(4.0)
+    fn = lambda model, x, y: x + y[0]
+    with pytest.raises(mt.ArgumentError, match=r"^y is a list of 4 numbers"):
+        mt.make_parallel(fn, in_axes=(None, 0, 0), devices=2)(before, x, [0.0, 1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("towers", [2, None], ids=["bits", "fast"])
+def test_sums_of_groups_are_no_rows(towers):
+    """Lie: two of four rows hold two numbers, which are then one for each row."""
+    pairs = mt.make_parallel(lambda x: x.reshape(-1, 2).sum(0), devices=2, towers=towers)
+    with pytest.raises(mt.OutputError, match="axis 0 does not hold one entry per row"):
+        pairs(np.arange(4.0))
+
+
+def test_what_the_first_tower_says_keeps_its_sign():
+    """Lie: adding nothing of the other towers changes nothing; 0.0 is added to -0.0."""
+    first = lambda x: (x, -jnp.zeros(()))
+    run = mt.make_parallel(first, out_axes=(0, None), devices=2, towers=2)
+    _, found = run(np.ones(4, np.float32))
+    assert np.signbit(found)

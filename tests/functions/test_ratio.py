@@ -282,3 +282,14 @@ def test_what_is_no_reduction_is_refused():
     for make in (mt.value_and_grad, mt.grad):
         with pytest.raises(mt.ArgumentError, match="reduction='median': say 'mean'"):
             make(row_losses, reduction="median")
+
+
+def test_a_loss_that_is_a_ratio_for_some_shapes_alone():
+    """Lie: what was found for the first shapes holds for others; a weight was a parameter."""
+    loss = lambda w, x: mt.ratio(w * x, 2 * jnp.ones_like(x)) if x.ndim == 2 else w * x
+    x = np.arange(8, dtype=np.float32)
+    for order in (1, -1):
+        run = mt.value_and_grad(loss, devices=2, towers=4)
+        for one, factor in [(x, 1.0), (x[:, None], 0.5)][::order]:
+            found = run(3.0, one)
+            np.testing.assert_allclose(found, (3 * factor * x.mean(), factor * x.mean()))

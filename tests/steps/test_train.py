@@ -678,3 +678,22 @@ def test_16_bit_parameters_train_as_by_hand(options):
     assert float(state.params) == 1 - 0.125 * 3.5 - 0.125 * 3
     assert float(state.ema_params) == 0.5 * (0.5 * 1 + 0.5 * 0.5625) + 0.5 * 0.1875
     assert (state.params.dtype, state.ema_params.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"towers": 4}, {"towers": 4, "stages": 1}],
+    ids=["fast", "same bits", "stages"],
+)
+def test_a_mean_in_float16_of_large_numbers(options):
+    """Lie: the sum over towers, which float16 cannot hold, is float16 before it is a mean."""
+
+    def loss(w, x, *, model_state):
+        mean = (60000 * x).mean().astype(jnp.float16)
+        return (w * x) ** 2, {"mean": mean}, mean + 0 * model_state
+
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, **options)
+    state = step.init(jnp.float32(1), model_state=jnp.float16(0))
+    state, metrics = step(state, np.ones(8, np.float32))
+    assert state.model_state.dtype == jnp.float16
+    assert (float(state.model_state), float(metrics["mean"])) == (60000, 60000)

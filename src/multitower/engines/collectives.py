@@ -66,7 +66,8 @@ def check(equation: Any) -> None:
     """Refuses a collective that towers do not have.
 
     Raises:
-        OutputError: it is for some of the towers only, or it is not one of those that towers have.
+        OutputError: it is for some of the towers only, it is not one of those that towers have, or
+            it sends keys.
     """
     name, params = equation.primitive.name, equation.params
     if name not in _OF_SUMS and name not in _OF_ALL:
@@ -78,6 +79,11 @@ def check(equation: Any) -> None:
         raise OutputError(
             f"{place_of(equation)} has axis_index_groups, and a collective between towers is for "
             "all of them. Leave it out, or use lax.all_gather and select what a tower needs."
+        )
+    if any(jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in equation.invars):
+        raise OutputError(
+            f"{place_of(equation)} sends keys, and towers send numbers. Send "
+            "jax.random.key_data(key), and make keys of what arrives by jax.random.wrap_key_data."
         )
 
 

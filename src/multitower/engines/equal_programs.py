@@ -9,9 +9,10 @@ import jax
 
 from multitower.engines.executable import compile_for_each
 
-# Marks arrays that a program closes over, if JAX passes them beside the arguments, as it does with
-# jax_use_simplified_jaxpr_constants: then the text does not show which arrays they are.
-_BESIDE = "jax.const"
+# What the text of a program does not show: which Python function a callback calls, and the arrays
+# that a program closes over, if JAX passes them beside the arguments, as it does with
+# jax_use_simplified_jaxpr_constants.
+_NOT_SHOWN = ("callback", "jax.const")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class EqualPrograms:
         # The text does not show weak types: that a Python number adapts to the dtypes around it.
         weak = tuple(getattr(aval, "weak_type", False) for aval in avals)
         text = lowered.as_text()
-        if _BESIDE in text:
+        if any(mark in text for mark in _NOT_SHOWN):
             return lowered.compile()
         key = (hashlib.sha256(text.encode()).digest(), weak, device)
         if key not in self._known:

@@ -72,15 +72,20 @@ def pack(tree: Any) -> Packed:
     return Packed(tuple(buffers), Layout(treedef, tuple(slots)))
 
 
-def unpack(packed: Packed) -> Any:
-    """Gives the tree back, every leaf with its own shape and dtype."""
+def unpack(packed: Packed, scale: Any = None, num_scaled: int = 0) -> Any:
+    """Gives the tree back, every leaf with its own shape and dtype.
+
+    The first `num_scaled` leaves are multiplied by `scale`, while 16-bit floats are still float32:
+    the sum over many rows may be larger than float16 can hold, and the mean is not.
+    """
     slots, found = packed.layout.slots, dict[int, Any]()
     for number, buffer in enumerate(packed.buffers):
         own = [n for n, slot in enumerate(slots) if slot.buffer == number]
         places = [(slots[n].start, slots[n].start + _size(slots[n])) for n in own]
         whole = len(own) == 1 and buffer.size == _size(slots[own[0]])
         pieces = [buffer] if whole else slices(buffer, places)
-        found.update((n, _leaf(piece, slots[n])) for n, piece in zip(own, pieces, strict=True))
+        for n, piece in zip(own, pieces, strict=True):
+            found[n] = _leaf(piece * scale if n < num_scaled else piece, slots[n])
     return jax.tree.unflatten(packed.layout.treedef, [found[n] for n in range(len(slots))])
 
 

@@ -266,8 +266,8 @@ def finish_function(job: Job) -> Callable[[Any, Packed, Any], Any]:
     """The function of the finish program, of the state, the totals and the scale."""
 
     def finish(state: Any, totals: Packed, scale: Any) -> Any:
-        means, sums = jax.tree.map(with_one_nan, unpack(totals))
-        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
+        of_means, _ = totals.layout.treedef.children()
+        means, sums = jax.tree.map(with_one_nan, unpack(totals, scale, of_means.num_leaves))
         return job.finish(state, means, sums)
 
     return finish

@@ -17,7 +17,7 @@ from multitower.engines.packing import SMALL, pack, unpack
 from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
-from multitower.towers.leaves import is_traced
+from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, pad_rows, real_rows
 
@@ -164,10 +164,13 @@ def run_on_shards(
 
 def _over_towers(result: TowerResult, tower_rows: int, num_rows: jax.Array) -> tuple[Any, Any]:
     """Means and sums over towers."""
-    means, sums = sum_over_devices((result.means, result.sums))
+    given = jax.tree.map(jnp.asarray, result.means)
+    # The sum over many rows may be larger than float16 can hold, and the mean is not.
+    wide = jax.tree.map(lambda x: x.astype(wide_dtype(x.dtype)), given)
+    means, sums = sum_over_devices((wide, result.sums))
     # XLA fuses a product with a number into whatever uses it, but would store a quotient first.
     scale = tower_rows / num_rows.astype(float)
-    return jax.tree.map(lambda x: (x * scale).astype(x.dtype), means), sums
+    return jax.tree.map(lambda x, own: (x * scale).astype(own.dtype), means, given), sums
 
 
 def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:

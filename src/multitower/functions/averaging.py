@@ -92,7 +92,7 @@ def _tree_mean(leaves: list[Any]) -> Any:
     dtype = leaves[0].dtype
     wide = jnp.float32 if dtype.itemsize < 4 else dtype
     if not is_traced(leaves[0]):
-        (home, *_) = leaves[0].devices()
+        home = min(leaves[0].devices(), key=lambda device: device.id)
         leaves = [jax.device_put(leaf, jax.sharding.SingleDeviceSharding(home)) for leaf in leaves]
     tree = sum_tree(0, len(leaves))
     total = evaluate(tree, lambda i: leaves[i].astype(wide))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.engines import spmd
+from multitower.engines.executable import signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits
 from multitower.errors import warn
@@ -54,11 +55,6 @@ class Kind(Protocol):
     """What differs between `make_parallel` and `value_and_grad`."""
 
     @property
-    def name(self) -> str:
-        """What the user calls it, for messages."""
-        ...
-
-    @property
     def averages(self) -> bool:
         """Whether results without rows are averaged over towers."""
         ...
@@ -80,13 +76,7 @@ class Kind(Protocol):
         ...
 
     def weights_job(
-        self,
-        split: Split,
-        shared: list[Any],
-        rows: list[Any],
-        *,
-        tower_rows: int,
-        num_towers: int,
+        self, split: Split, shared: list[Any], rows: list[Any], *, num_towers: int
     ) -> Job | None:
         """A job that runs first, or None; `job` gets its sums, after the shared leaves."""
         ...
@@ -132,7 +122,7 @@ class TowerFunction:
             refuse_tower_rows(parts.rows)
             return self._jitted(parts.split, (), parts.shared, parts.rows)
         if not self._looked_at:
-            check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
+            check_same_call("arguments", [*parts.shared, *parts.rows], placement)
         if self._towers is not None:
             return self._same_bits(parts, placement)
         refuse_tower_rows(parts.rows)
@@ -215,9 +205,7 @@ class TowerFunction:
     ) -> Job | None:
         shapes = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
         num_towers = self.placement().num_towers
-        return self._kind.weights_job(
-            split, shared, shapes, tower_rows=tower_rows, num_towers=num_towers
-        )
+        return self._kind.weights_job(split, shared, shapes, num_towers=num_towers)
 
     def _evenly_placed(self) -> Placement:
         whole = self.placement()
@@ -235,14 +223,18 @@ class TowerFunction:
         tower_rows = -(-parts.num_rows // placement.num_towers)
         rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = ragged_of(parts.num_rows, placement.num_towers)
-        key = (parts.split, tower_rows, ragged is None)
+        replicas = replicate(Shared((), parts.shared), placement)
+        # Shapes and dtypes, too: a function may look at them and return a ratio for some alone.
+        kinds = signature(
+            (replicas[0].rest, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows])
+        )
+        key = (parts.split, tower_rows, ragged is None, kinds)
         engines = self._engines.get(key)
         if engines is None:
             job = self._kind.job(parts.split, tower_rows, ragged)
             before = self._weights_job(parts.split, parts.shared, parts.rows, tower_rows)
             first = None if before is None else SameBits(before, placement)
             engines = first, SameBits(job, placement)
-        replicas = replicate(Shared((), parts.shared), placement)
         if engines[0] is not None:
             weights = engines[0].run(replicas, rows).results
             pairs = zip(replicas, weights, strict=True)

@@ -80,7 +80,6 @@ class ValueAndGrad(NamedTuple):
     has_aux: bool
     in_axes: Any
     reduction: Reduction = "mean"
-    name: str = "arguments"
     averages: bool = True
 
     def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -137,7 +136,7 @@ class ValueAndGrad(NamedTuple):
                 without = name_without_rows(loss, tower_rows, offset_of, rows)
                 if without and ragged:
                     raise refuse_ragged(without, *ragged)
-                weights = shared.rest[-num_weights(loss) :]  # the last ones, if there are any
+                weights = shared.rest[len(shared.rest) - num_weights(loss) :]
                 share = share_of(loss, here, tower_rows, self.reduction, weights)
                 return share.astype(share.dtype if is_ratio(loss) else loss.dtype), (aux, changed)
 
@@ -163,15 +162,10 @@ class ValueAndGrad(NamedTuple):
         return Job(tower, finish)
 
     def weights_job(
-        self,
-        split: Split,
-        shared: list[Any],
-        rows: list[Any],
-        *,
-        tower_rows: int,
-        num_towers: int,
+        self, split: Split, shared: list[Any], rows: list[Any], *, num_towers: int
     ) -> Job | None:
         """Adds up a ratio's weights over all towers, for its gradients; None without a ratio."""
+        tower_rows = rows[0].shape[0]
 
         def weights(shared: list[Any], rows: list[Any], here: Tower) -> list[Any]:
             call = Call(*split.rebuild(shared, rows, here))

@@ -55,7 +55,7 @@ class StagedFunction(TowerFunction):
         tower_rows = -(-parts.num_rows // placement.num_towers)
         rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         if not self._looked_at:
-            check_same_call(self._kind.name, [*parts.shared, *parts.rows], placement)
+            check_same_call("arguments", [*parts.shared, *parts.rows], placement)
         forward, traced = self._program(parts, rows)
         refuse_filled(traced.meets, parts.num_rows, rows[0].tower_rows, placement)
         found = {

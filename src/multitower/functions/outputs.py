@@ -121,7 +121,7 @@ def find_row_leaves(
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
     more_rows, more = 0, None
     if _any_axis(flat):
-        more_rows, more = _shapes_with_more_rows(outputs_of, rows, len(flat))
+        more_rows, more = shapes_with_more_rows(outputs_of, rows, len(flat))
     verdicts: list[bool] = []
     for number, (path, leaf) in enumerate(flat):
         if number in skip:
@@ -227,7 +227,7 @@ def _any_axis(flat: Any) -> bool:
     return any(leaf.ndim for _, leaf in flat)
 
 
-def _shapes_with_more_rows(
+def shapes_with_more_rows(
     outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], num_leaves: int
 ) -> tuple[int, list[tuple[int, ...]] | None]:
     """A larger number of rows, and the shapes of all leaves with it; None if they are not known."""

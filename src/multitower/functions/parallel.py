@@ -14,7 +14,7 @@ from multitower.engines.job import Job, Shared, TowerResult
 from multitower.errors import ArgumentError, OutputError, refuse_foreign
 from multitower.functions.arguments import Arguments
 from multitower.functions.calls import Axes, Leaves, TowerFunction
-from multitower.functions.outputs import check_arrays
+from multitower.functions.outputs import check_arrays, shapes_with_more_rows
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.callables import as_function
 from multitower.models.closures import Contents, UsedByArguments, call_opened
@@ -171,7 +171,6 @@ class _Parallel(NamedTuple):
     fn: Any  # a function, or an OpenFunction
     in_axes: Any
     out_axes: Any
-    name: str = "arguments"
     averages: bool = False
 
     def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:
@@ -189,8 +188,10 @@ class _Parallel(NamedTuple):
         def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
             call = Call(*split.rebuild(shared.rest, rows, here))
             outputs, changed = call_tower(self.fn, call, here, tower_rows)
-            more = self._shapes_with_one_row_more(split, shared.rest, rows, here)
-            by_row, whole = self._sort_outputs(outputs, tower_rows, more)
+            outputs_of = lambda rows: self._outputs(split, shared.rest, rows, here)
+            num_leaves = jax.tree.structure(outputs).num_leaves
+            more_rows, more = shapes_with_more_rows(outputs_of, rows, num_leaves)
+            by_row, whole = self._sort_outputs(outputs, tower_rows, more_rows, more)
             first = {number: only_first(leaf, here) for number, leaf in whole.items()}
             return TowerResult(
                 means=[changes.averaged for changes in changed],
@@ -201,13 +202,7 @@ class _Parallel(NamedTuple):
         return Job(tower, finish=lambda state, means, sums: (means, sums))
 
     def weights_job(
-        self,
-        split: Split,
-        shared: list[Any],
-        rows: list[Any],
-        *,
-        tower_rows: int,
-        num_towers: int,
+        self, split: Split, shared: list[Any], rows: list[Any], *, num_towers: int
     ) -> None:
         return None
 
@@ -230,24 +225,8 @@ class _Parallel(NamedTuple):
         call = Call(*split.rebuild(shared, rows, here))
         return call_tower(self.fn, call, here, rows[0].shape[0])[0]
 
-    def _shapes_with_one_row_more(
-        self, split: Split, shared: list[Any], rows: list[Any], here: Tower
-    ) -> list[Any] | None:
-        """Shapes of the results with one row more, to tell rows from classes; None if it fails."""
-
-        def outputs(rows: list[Any]) -> Any:
-            return self._outputs(split, shared, rows, here)
-
-        more = [
-            jax.ShapeDtypeStruct((leaf.shape[0] + 1, *leaf.shape[1:]), leaf.dtype) for leaf in rows
-        ]
-        try:
-            return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(outputs, more))]
-        except Exception:  # whatever the user's function raises on other shapes
-            return None
-
     def _sort_outputs(
-        self, outputs: Any, tower_rows: int, more: list[Any] | None
+        self, outputs: Any, tower_rows: int, more_rows: int, more: list[tuple[int, ...]] | None
     ) -> tuple[Leaves, dict[int, Any]]:
         check_arrays(outputs, "result")
         flat, treedef = jax.tree_util.tree_flatten_with_path(outputs)
@@ -260,8 +239,8 @@ class _Parallel(NamedTuple):
                 whole[number] = leaf
                 continue
             has_axis = -leaf.ndim <= axis < leaf.ndim and leaf.shape[axis] == tower_rows
-            if has_axis and more is not None and len(more) == len(flat):
-                has_axis = more[number][axis] == tower_rows + 1
+            if has_axis and more is not None:  # a shape alone cannot tell rows from classes
+                has_axis = more[number][axis] == more_rows
             if not has_axis:
                 raise OutputError(
                     f"result{jax.tree_util.keystr(path)} has shape {leaf.shape} for a tower of "

@@ -80,7 +80,10 @@ def only_first(leaf: Any, here: Tower) -> Any:
     """A leaf in tower 0, zeros in the others: summed over towers it is tower 0's."""
     if is_key(leaf):
         return _KeyData(only_first(jax.random.key_data(leaf), here), jax.random.key_impl(leaf))
-    return jnp.where(here.number == 0, leaf, jnp.zeros_like(leaf))
+    zero = jnp.zeros_like(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        zero = -zero  # adding -0.0 changes no number, adding 0.0 would change -0.0
+    return jnp.where(here.number == 0, leaf, zero)
 
 
 def join(old: Any, changed: Changed) -> Any:

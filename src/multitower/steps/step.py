@@ -326,9 +326,10 @@ class TrainStep:
                 f"global_batch={parts.num_rows} to train_step or Trainer, or the rows of the "
                 "largest batch there will be."
             )
-        key = (parts.split, tower_rows)
+        seen = (num_weights > 0, bool(averaged or meets))  # a loss may look at its shapes
+        key = (parts.split, tower_rows, seen)
         if key not in maker.runners:
-            batches = Batches(parts, tower_rows, num_weights > 0, bool(averaged or meets))
+            batches = Batches(parts, tower_rows, *seen)
             maker.runners[key] = way.make_runner(maker.parts, state, batches)
         return maker.runners[key]
 

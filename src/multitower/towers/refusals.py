@@ -61,7 +61,7 @@ def refuse_numbers_for_rows(
                 "numpy.asarray(...), to cut them into towers. If every tower needs all of them: "
                 f"{whole_of(tree, number, name, given_axes)}."
             )
-        number += len(sub) if is_list(sub) else 1
+        number += jax.tree.structure(sub).num_leaves
 
 
 def is_number(value: Any) -> bool:

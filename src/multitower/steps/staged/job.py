@@ -86,10 +86,14 @@ class StagedJob:
         self, before: tuple[Any, Any], results: Sequence[Packed], scale: jax.Array
     ) -> tuple[Any, Any, dict[str, Any]]:
         """The new step count and model state, and the metrics, from the results of all stages."""
-        by_place = {place: one for packed in results for place, one in unpack(packed).items()}
+        of_means, _ = self._results.children()
+        by_place: dict[int, Any] = {}
+        for packed in results:
+            places = jax.tree.unflatten(packed.layout.treedef, packed.layout.slots)
+            num_means = sum(place < of_means.num_leaves for place in places)
+            by_place |= unpack(packed, scale, num_means)  # means have the smaller numbers
         leaves = [with_one_nan(by_place[place]) for place in range(self._results.num_leaves)]
         means, sums = jax.tree.unflatten(self._results, leaves)
-        means = jax.tree.map(lambda x: (x * scale).astype(x.dtype), means)
         count, model_state = before
         metrics, new = self._one.finish(model_state, means, sums)
         blank = Fields(count, (), (), (), model_state, None)
