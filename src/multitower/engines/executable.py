@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from multitower.errors import ArgumentError, OutputError
+from multitower.towers.leaves import shape_of
 from multitower.towers.split import copy_to
 
 
@@ -53,7 +54,7 @@ def compile_for_each(
 
     def lower(device: jax.Device) -> tuple[jax.stages.Traced, jax.stages.Lowered, jax.Device]:
         there = SingleDeviceSharding(device)
-        traced = jitted.trace(*jax.tree.map(lambda x: _shape(x, there), tuple(arguments)))
+        traced = jitted.trace(*jax.tree.map(lambda x: shape_of(x, there), tuple(arguments)))
         _refuse_order(traced.jaxpr.effects)
         return traced, traced.lower(), device
 
@@ -129,11 +130,6 @@ _SETTINGS = (
 )
 # Not every version has all of them.
 _settings_of = operator.attrgetter(*[name for name in _SETTINGS if hasattr(jax.config, name)])
-
-
-def _shape(leaf: Any, there: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
-    weak = getattr(leaf, "weak_type", False)  # a Python number adapts to the dtypes around it
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there, weak_type=weak)
 
 
 def _options(platform: str) -> dict[str, bool | str] | None:

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.rounds import Rounds, cut_into_rounds
 from multitower.errors import ArgumentError, OutputError
-from multitower.towers.leaves import is_traced
+from multitower.towers.leaves import is_traced, shape_of
 from multitower.towers.placement import AXIS, Placement
 from multitower.towers.surroundings import KEEPS_VALUES
 
@@ -156,9 +156,7 @@ def look_by_shapes(look: Callable[[Any], _T], shapes: Any) -> _T:
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    known = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    weak = getattr(known, "weak_type", False)
-    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=weak)
+    return shape_of(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf))
 
 
 def _is_on_several_devices(equation: Any) -> bool:

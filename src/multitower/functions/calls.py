@@ -190,12 +190,13 @@ class TowerFunction:
         ragged = ragged_of(num_rows, placement.num_towers)
         job = self._kind.job(split, tower_rows, ragged)
         before = self._weights_job(split, shared, rows, tower_rows)
+        run = lambda job, shared, axes: spmd.run(
+            job, placement, Shared((), shared), rows, jnp.int32(num_rows), axes=axes
+        )
         if before is not None:
-            given = (placement, Shared((), shared), rows, jnp.int32(num_rows))
-            weights = spmd.run(before, *given, axes=axes)[0]
+            weights = run(before, shared, axes)[0]
             shared, axes = [*shared, *weights], (*axes, *[None] * len(weights)) if axes else ()
-        given = (placement, Shared((), shared), rows, jnp.int32(num_rows))
-        finished, joined = spmd.run(job, *given, axes=axes)
+        finished, joined = run(job, shared, axes)
         if ragged:
             joined = jax.tree.map(lambda leaf: leaf[:num_rows], joined)
         return self._kind.result(finished, joined)

@@ -19,7 +19,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
 from multitower.towers.global_arrays import join_rows
-from multitower.towers.leaves import are_traced, device_dtype
+from multitower.towers.leaves import are_traced, device_dtype, shape_of
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Tower
 from multitower.towers.same_call import check_same_call
@@ -127,6 +127,4 @@ class StagedFunction(TowerFunction):
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf))
-    known = jax.typeof(leaf)
-    weak = getattr(known, "weak_type", False)  # a Python number adapts to the dtypes around it
-    return jax.ShapeDtypeStruct(known.shape, known.dtype, weak_type=weak)
+    return shape_of(jax.typeof(leaf))

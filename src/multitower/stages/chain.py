@@ -19,6 +19,7 @@ from multitower.stages.order import Segments
 from multitower.stages.passes.stage import Stage
 from multitower.stages.pieces import Pieces, split_params
 from multitower.stages.work import work_of
+from multitower.towers.leaves import shape_of
 
 SPLIT = -2
 
@@ -260,7 +261,4 @@ def avals_of(program: Program, closed: Any, pieces: Pieces) -> dict[int, Any]:
 
 def shapes_of(avals: Mapping[int, Any], numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
     """The shapes of the values of these numbers, to compile programs for."""
-    return [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for a in (avals[number] for number in numbers)
-    ]
+    return [shape_of(avals[number]) for number in numbers]

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from multitower.engines.segments import Program, compute, num_same, open_calls, values_of
 from multitower.stages.work import is_heavy, work_of
+from multitower.towers.leaves import shape_of
 
 
 def split_scans(program: Program, avals: Sequence[Any], num_parts: int) -> Program:
@@ -92,10 +93,5 @@ def _in_parts(equation: Any, given: Sequence[Any], bounds: Sequence[int]) -> lis
 
 
 def _read_again(run: Callable[..., list[Any]], avals: Sequence[Any]) -> Program:
-    shapes = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for a in avals
-    ]
-    return open_calls(
-        jax.make_jaxpr(run)(*shapes), lambda equation: equation.primitive.name == "jit"
-    )
+    program = jax.make_jaxpr(run)(*map(shape_of, avals))
+    return open_calls(program, lambda equation: equation.primitive.name == "jit")

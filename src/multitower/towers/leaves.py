@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Sharding
 
 
 def is_key(leaf: Any) -> bool:
@@ -60,6 +61,15 @@ def device_dtype(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.dtype
     return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def shape_of(leaf: Any, there: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array or of its type, and on which devices it is.
+
+    The type also says whether it is a Python number, which adapts to the dtypes around it.
+    """
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there, weak_type=weak)
 
 
 def wide_dtype(*dtypes: Any) -> Any:

@@ -26,6 +26,7 @@ from multitower.engines.collectives import (
 )
 from multitower.engines.segments import Step, compute, read_program, values_of
 from multitower.engines.totals import with_one_nan
+from multitower.towers.leaves import shape_of
 
 _NAME = "multitower.sum_over_towers"
 
@@ -76,11 +77,7 @@ def without_collectives(
             known.update(zip(step.outputs, results, strict=True))
         return values_of(program.outputs, known)
 
-    shapes = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for a in closed.in_avals
-    ]
-    return jax.make_jaxpr(run)(*shapes)
+    return jax.make_jaxpr(run)(*map(shape_of, closed.in_avals))
 
 
 def _added(equation: Any, value: jax.Array, number: Any, num_towers: int) -> jax.Array:
