@@ -178,6 +178,14 @@ def test_what_was_saved_beside_a_state_is_checked_too(saved, tmp_path):
             checkpoints.newest_about()
 
 
+def test_numbers_may_be_keys_of_what_is_saved_beside_a_state(tmp_path):
+    """Lie: a checkpoint that is damaged from the start, since JSON sorts 10 before 9."""
+    state = mt.train_step(lambda w, x: w * x, optax.sgd(0.1), devices=1).init(np.float32(0))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"weights": {9: 0.5, 10: 0.25}})
+        assert checkpoints.restore(like=state).about == {"weights": {"9": 0.5, "10": 0.25}}
+
+
 def test_all_that_are_damaged_are_passed_over_and_kept(saved, tmp_path):
     """Lies: only one is passed over; a newer one than was asked for; files that are overwritten."""
     directory = copied(saved, tmp_path)

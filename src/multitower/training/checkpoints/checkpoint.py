@@ -8,6 +8,7 @@ With several processes, all of them save and restore, in a directory that all of
 Process 0 writes, and the others wait for it at Orbax's barriers.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,6 +122,8 @@ class Checkpoints:
             "leaves": {name: [x.dtype.name, list(x.shape)] for name, x in leaves.items()},
             "step": step,
         }
+        # As it is read: JSON makes strings of keys that are numbers, and sorts them as such.
+        written = json.loads(json.dumps(written))
         written["sha256"] = digest(written)
         # Orbax refuses arrays without elements; their shapes are in `written`.
         numbered = {_key(number): x for number, x in enumerate(leaves.values()) if x.size}
