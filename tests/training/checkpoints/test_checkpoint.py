@@ -207,6 +207,20 @@ def test_all_that_are_damaged_are_passed_over_and_kept(saved, tmp_path):
     assert kept == {"damaged-2", "damaged-2-2", "damaged-3", "damaged-3-2", "damaged-3-3"}
 
 
+def test_a_reader_passes_over_a_damaged_one_and_leaves_it_where_it_is(saved, tmp_path):
+    """Lie: one who only reads renames a directory of a run that may be saving."""
+    directory = copied(saved, tmp_path)
+    (file,) = (directory / "3" / "about").glob("metadata")
+    file.write_text("{}")
+    before = sorted(directory.iterdir())
+    with (
+        Checkpoints(directory, read_only=True) as checkpoints,
+        pytest.warns(mt.MultitowerWarning, match="from checkpoint 2; .* were left as they are"),
+    ):
+        assert checkpoints.restore(like=make(1)[1], allow_previous=True).step == 2
+    assert sorted(directory.iterdir()) == before
+
+
 def test_the_one_before_is_before_the_one_that_was_asked_for(saved, tmp_path):
     directory = copied(saved, tmp_path)
     (file,) = (directory / "2" / "about").glob("metadata")

@@ -72,6 +72,7 @@ class Checkpoints:
     ) -> None:
         whole_number("keep_last", keep_last, 1)
         self.directory = Path(directory).absolute()
+        self._read_only = read_only
         self._manager = OrbaxManager(self.directory, keep_last=keep_last, read_only=read_only)
         self._runs: dict[int, dict[str, Any]] = {}  # read with a state
 
@@ -142,7 +143,8 @@ class Checkpoints:
             like: a state of the same structure, shapes and dtypes: `step.init(params)`.
             step: the number of the checkpoint; by default the newest complete one.
             allow_previous: if it is damaged, read the one before, and so on, with a warning.
-                Damaged checkpoints are renamed to `damaged-<step>`, not deleted.
+                Damaged checkpoints are renamed to `damaged-<step>`, not deleted; with `read_only`
+                they are left as they are.
 
         Raises:
             CheckpointError: there is no such checkpoint; it is damaged; or it was saved with
@@ -304,11 +306,14 @@ class Checkpoints:
     def _pass_over(self, failures: Mapping[int, str], found: int) -> None:
         from multitower.training.checkpoints.damaged import set_aside  # noqa: PLC0415 (rarely needed)
 
-        set_aside(self.directory, failures)
-        self._manager.reload()
+        left = f"left as they are in {self.directory}"
+        if not self._read_only:
+            set_aside(self.directory, failures)
+            self._manager.reload()
+            left = f"renamed to {self.directory}/damaged-*"
         warn(
             f"{'; '.join(failures.values())}. Continuing from checkpoint {found}; the damaged "
-            f"files were renamed to {self.directory}/damaged-*."
+            f"files were {left}."
         )
 
 
