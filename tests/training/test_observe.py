@@ -48,6 +48,34 @@ def test_a_run_that_ended_before_its_test_phase_keeps_its_last_step(tmp_path):
     assert phases == [train, [*train, ("test", 3)], [*train, ("test", 3)], train]
 
 
+def test_an_evaluation_of_an_earlier_state_cuts_nothing(tmp_path):
+    """Lie: who looks at the state of step 2 loses the lines of all steps after it."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as hook:
+        report(hook, [1, 2])
+        report(hook, [2], phase="test")
+        report(hook, [3, 4])
+        report(hook, [4], phase="test")
+    before = read_lines(path)
+    with MetricsFile(path) as hook:
+        report(hook, [2], phase="test")
+    assert sorted(map(str, read_lines(path))) == sorted(map(str, before))
+    with MetricsFile(path) as hook:
+        report(hook, [2], phase="test")
+        report(hook, [3])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 2, 3]
+
+
+def test_steps_that_the_same_hook_is_told_again_have_one_line(tmp_path):
+    """Lie: two lines of the steps that a second `fit` makes again, after an error in the first."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as hook:
+        report(hook, [1, 2, 3, 4])
+        report(hook, [4], phase="test")
+        report(hook, [3, 4, 5])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     "damaged", [b"\xff\xfe", b"[]", b"null", b"{}", b'{"phase": 1, "step": 1}']
 )

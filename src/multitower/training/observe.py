@@ -28,7 +28,8 @@ class MetricsFile:
     """A hook that writes one JSON object per line: phase, step and metrics.
 
     A resumed run appends to the file. It first removes the lines of steps that it makes again, so
-    that every step of a phase has one line.
+    that every training step has one line. An evaluation before any training removes no line but
+    that of the same evaluation.
 
     Args:
         path: the path of the file, usually `RUN_DIR/metrics.jsonl`.
@@ -51,6 +52,7 @@ class MetricsFile:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file: Any = None
+        self._last = math.inf  # the last training step written; the first one may be made again
 
     def __call__(self, progress: Progress) -> None:
         """Writes one line; with several processes, only process 0 writes.
@@ -66,6 +68,10 @@ class MetricsFile:
                 f"the metrics hold {', '.join(sorted(map(repr, taken)))}, and every line of "
                 f"{self._path.name} has an entry of that name. Rename the metric."
             )
+        if progress.phase == "train":
+            if progress.step <= self._last:  # it is made again: opening removes its line
+                self.close()
+            self._last = progress.step
         if self._file is None:
             self._file = self._open(progress)
         # JSON has no NaN and no infinity: null stands for both.
@@ -85,6 +91,7 @@ class MetricsFile:
             RunError: it cannot be written.
         """
         file, self._file = self._file, None
+        self._last = math.inf
         try:
             if file is not None:
                 file.close()
@@ -93,9 +100,9 @@ class MetricsFile:
 
     def _open(self, first: Progress) -> Any:
         def is_made_again(line: dict[str, Any]) -> bool:
-            # A test phase follows the training step of the same number, which is not made again.
-            if first.phase == "test" and line["phase"] == "train":
-                return line["step"] > first.step
+            # An evaluation, perhaps of an earlier state, makes no training step again.
+            if first.phase == "test":
+                return (line["phase"], line["step"]) == ("test", first.step)
             return line["step"] >= first.step
 
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
