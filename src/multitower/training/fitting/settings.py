@@ -24,6 +24,7 @@ _ALWAYS = (
     "model_state_from",
     "clip_norm",
     "reduction",
+    "stages",
 )
 # For local updates over several processes, if the user does not give `steps_per_call`.
 MOST_STEPS_PER_CALL = 16
@@ -122,7 +123,7 @@ def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[
         "compute_dtype": None if narrow is None else str(narrow),
     }
     if options["stages"] is not None:
-        settings |= {name: options[name] for name in ("stages", "remat")}
+        settings["remat"] = options["remat"]
     if options["sync_every"] is not None:
         settings |= {name: options[name] for name in ("sync_every", "local_state")}
         settings["outer_optimizer"] = options["outer_optimizer"] or default_outer_optimizer()
