@@ -1,6 +1,7 @@
 """A resume with other settings is refused by name: it would be neither run."""
 
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,21 @@ def test_a_table_in_a_jitted_schedule_counts():
     )
     assert there == again
     assert there["optimizer"] != here["optimizer"]
+
+
+def test_a_nan_in_the_program_of_an_update_is_the_same_nan():
+    """Lie: the run that is there has nan, and this one has nan."""
+
+    def clip(updates, state, params=None):
+        middle = jnp.median(jnp.abs(updates))  # nan, if there is one among them
+        return jnp.clip(updates, -middle, middle), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), clip)
+    now = describe_run(optimizer, np.zeros(3, np.float32), {})
+    saved = json.loads(json.dumps(now))
+    assert saved == now
+    saved["optimizer"]["numbers"].append(float("nan"))  # as they were once saved
+    check_same_run(saved, now, "runs/1")
 
 
 def test_an_average_counts_by_what_it_computes(tmp_path):
