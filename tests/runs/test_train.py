@@ -405,6 +405,18 @@ def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
     assert [now.metrics["skipped"] for now in seen].count(1) >= 1
 
 
+def test_scores_of_the_best_state_that_are_not_finite(tmp_path):
+    """Lie: a run that has made all its steps, and ends in an error of its result."""
+    unbounded = lambda params, batch: {**metrics(params, batch), "bits": batch["x"][:, 0] * jnp.inf}
+    recipe = dataclasses.replace(LINE, metrics=unbounded)
+    options = RunOptions(devices=1, steps=1, keep_best="accuracy")
+    job = RecipeJob.of(recipe, options, tmp_path)
+    job.test(job.trainer.step.init(**job.first_state()))
+    best = job.facts()["best"]
+    assert (best["step"], best["bits"]) == (0, None)
+    assert score(recipe, options, tmp_path, best=True)["test_bits"] is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

@@ -1,6 +1,7 @@
 """Sets a recipe up: its trainer, its data, its first state."""
 
 import functools
+import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -222,8 +223,13 @@ class RecipeJob:
             facts["processes"] = jax.process_count()
         if (best := self.trainer.best) is not None:
             step, scores = best
-            facts["best"] = {"step": step, **scores}
+            facts["best"] = {"step": step, **{name: for_json(x) for name, x in scores.items()}}
         return facts
+
+
+def for_json(value: float) -> float | None:
+    """A finite number, or None, since JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
 
 
 def _can_be_traced(make: Callable[[], Any]) -> bool:

@@ -1,7 +1,6 @@
 """One run of a recipe: trains it, scores it on the test set, and returns the result."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import traced_pipeline
 from multitower.runs.same_stream import check_same_stream, describe_stream
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
-from multitower.runs.setup import RecipeJob
+from multitower.runs.setup import RecipeJob, for_json
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.rows import take_apart
@@ -133,7 +132,7 @@ def run(
     result: dict[str, Any] = {
         **job.facts(),
         "steps": made,
-        **{f"test_{name}": _for_json(value) for name, value in tested[made].items()},
+        **{f"test_{name}": for_json(value) for name, value in tested[made].items()},
         "fingerprint": fingerprint(state),
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
@@ -198,8 +197,8 @@ def score(
         best: score the best state that the run has kept.
 
     Returns:
-        `recipe`, `step` (updates made), `test_loss` and so on, `fingerprint` of the state, and
-        `examples`, the number of test examples.
+        `recipe`, `step` (updates made), `test_loss` and so on, None for one that is not finite,
+        `fingerprint` of the state, and `examples`, the number of test examples.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
@@ -210,15 +209,10 @@ def score(
     return {
         "recipe": recipe.name,
         "step": int(state.step),
-        **{f"test_{name}": value for name, value in job.test(state).items()},
+        **{f"test_{name}": for_json(value) for name, value in job.test(state).items()},
         "fingerprint": fingerprint(state),
         "examples": take_apart(job.data.test, 0, name="data").num_rows,
     }
-
-
-def _for_json(value: float) -> float | None:
-    """A finite number, or None, since JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else None
 
 
 def _find_write_report() -> Callable[..., Path]:
