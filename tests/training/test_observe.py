@@ -167,6 +167,14 @@ def test_tensorboard_reads_one_point_per_step_and_tag(tmp_path):
     assert [event.step for event in test.Histograms("params/a")] == [3]
 
 
+def test_a_second_file_of_the_same_second_leaves_the_first(tmp_path):
+    """Lie: the points of a run that is resumed at once are those of its second part alone."""
+    for step in (1, 2, 3):
+        with EventFiles(tmp_path) as hook:
+            report(hook, [step])
+    assert [event.step for event in events_of(tmp_path / "train").Scalars("loss")] == [1, 2, 3]
+
+
 def test_weights_that_diverge_are_no_traceback(tmp_path):
     """Lie: a run that has made all its steps, and ends in an error of its histograms."""
     import optax

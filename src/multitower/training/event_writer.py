@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class EventFile:
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Without a buffer: a failed write is not tried again when the file object is freed.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o644)
 
     def _write(self, content: bytes) -> None:
@@ -96,6 +97,9 @@ def open_writer(directory: Path, first_step: int) -> tuple[Any, EventFile]:
     # Its warning of each number that is not finite, with no name in it, would fill the terminal.
     logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
     record_writer.register_writer_factory(_PREFIX, _FILES)
-    writer = SummaryWriter(f"{_PREFIX}:{os.path.abspath(directory)}", purge_step=first_step)
+    # Its names have only seconds. TensorBoard reads files by name, so the time comes first.
+    suffix = f".{time.time_ns()}.{os.getpid()}"
+    path = f"{_PREFIX}:{os.path.abspath(directory)}"
+    writer = SummaryWriter(path, purge_step=first_step, filename_suffix=suffix)
     assert _FILES.newest is not None
     return writer, _FILES.newest
