@@ -405,6 +405,16 @@ def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
     assert [now.metrics["skipped"] for now in seen].count(1) >= 1
 
 
+def test_the_first_rows_are_those_of_the_first_batch_with_its_distortions():
+    """Lie: pictures and a checksum of rows that the model never sees."""
+    shuffled = lambda batch, generator: {**batch, "x": generator.permutation(batch["x"])}
+    recipe = dataclasses.replace(LINE, distort=shuffled)
+    job = RecipeJob.of(recipe, RunOptions(devices=1), None)
+    batch = next(job.batches(0))["x"]
+    for num_rows in (3, 16, 20):
+        np.testing.assert_array_equal(job.first_batch(num_rows)["x"], batch[:num_rows])
+
+
 def test_scores_of_the_best_state_that_are_not_finite(tmp_path):
     """Lie: a run that has made all its steps, and ends in an error of its result."""
     unbounded = lambda params, batch: {**metrics(params, batch), "bits": batch["x"][:, 0] * jnp.inf}

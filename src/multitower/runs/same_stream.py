@@ -29,7 +29,7 @@ def describe_stream(job: RecipeJob) -> dict[str, Any]:
         "recipe": job.recipe.name,
         "seed": job.options.seed,
         "settings": options,
-        _DATA: fingerprint(job.first_batch(min(_ROWS, job.global_batch))),
+        _DATA: fingerprint(job.first_batch(_ROWS)),
     }
 
 

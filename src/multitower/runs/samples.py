@@ -56,10 +56,10 @@ def sample_inputs(
 
     Args:
         recipe: of the run.
-        make_batch: makes a training batch with a given number of rows.
+        make_batch: makes so many of the first rows of the first batch.
 
     Returns:
-        uint8, shape (16, height, width, 1 or 3); None if the examples are not images.
+        uint8, shape (16 or fewer, height, width, 1 or 3); None if the examples are not images.
     """
     batch, augment = make_batch(_NUM_INPUTS), recipe.augment
     if augment is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from multitower.data.augmentation import augmented
 from multitower.data.batches import make_batch, make_batches
@@ -115,8 +116,10 @@ class RecipeJob:
         return feeding.calls(islice(self.batches(first), last - first), first, last)
 
     def first_batch(self, num_rows: int) -> Any:
-        """The first rows of the first batch."""
-        return make_batch(self.data.train, global_batch=num_rows, step=0, **self._order())
+        """The first rows of the first batch, or all if it has fewer."""
+        # Of the whole batch, for which a distortion draws its numbers.
+        rows = {"step": 0, "places": np.arange(min(num_rows, self.global_batch))}
+        return make_batch(self.data.train, global_batch=self.global_batch, **rows, **self._order())
 
     def _order(self) -> dict[str, Any]:
         keyed = self.recipe.augment is not None
