@@ -405,6 +405,13 @@ def test_a_run_that_diverges_stops_and_says_where_or_skips_steps():
     assert [now.metrics["skipped"] for now in seen].count(1) >= 1
 
 
+def test_a_resume_without_a_profile_tells_of_none(tmp_path):
+    """Lie: "the profile of steps None", since the run before it had one."""
+    (tmp_path / "profile").mkdir()
+    options = RunOptions(devices=1, steps=1, global_batch=8)
+    assert "profile" not in run(LINE, options, directory=tmp_path, resume=True)
+
+
 def test_the_first_rows_are_those_of_the_first_batch_with_its_distortions():
     """Lie: pictures and a checksum of rows that the model never sees."""
     shuffled = lambda batch, generator: {**batch, "x": generator.permutation(batch["x"])}

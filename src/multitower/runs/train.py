@@ -137,7 +137,8 @@ def run(
         "examples_per_s": rate,
         "seconds": round(time.perf_counter() - began, 3),
     }
-    if directory is not None and (directory / PROFILE).exists():
+    # A run that is resumed without a profile may have made one before.
+    if directory is not None and options.profile is not None and (directory / PROFILE).exists():
         _note_profile(result, job, directory / PROFILE, traced_before)
     if directory is not None and write_report is not None:
         _write(directory, write_report, job, state, result)
