@@ -40,7 +40,7 @@ def time_exchanges() -> list[dict[str, Any]]:
         if here in pair:
             swap, sharding = _swap(firsts[pair[0]], firsts[pair[1]])
             own[pair[1]] = [_seconds(swap, sharding, size) for size in _SIZES.values()]
-    found = gathered(own) if count > 1 else own[np.newaxis]
+    found = gathered(own)
     return [
         {"processes": [i, j], **dict(zip(_SIZES, found[i, j].tolist(), strict=True))}
         for i, j in itertools.combinations(range(count), 2)

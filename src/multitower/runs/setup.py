@@ -90,10 +90,6 @@ class RecipeJob:
         )
         return cls(recipe, options, trainer, data, global_batch, steps)
 
-    def steps_per_epoch(self) -> float:
-        """The number of steps in which every example is seen once; it need not be whole."""
-        return _steps_per_epoch(self.data, self.global_batch)
-
     def batches(self, first: int) -> Iterator[Any]:
         """The training batches from number `first` on."""
         return make_batches(
@@ -248,6 +244,7 @@ def _can_be_traced(make: Callable[[], Any]) -> bool:
 
 
 def _steps_per_epoch(data: DataSets, global_batch: int) -> float:
+    """The number of steps in which every example is seen once; it need not be whole."""
     return take_apart(data.train, 0, name="data").num_rows / global_batch
 
 

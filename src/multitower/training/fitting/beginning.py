@@ -83,7 +83,7 @@ def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:
 
 
 def begin_at(
-    checkpoints: Checkpoints, like: TrainState, run: Mapping[str, Any], how: Resume, where: Any
+    checkpoints: Checkpoints, like: TrainState, run: Mapping[str, Any], how: Resume
 ) -> tuple[int, TrainState, Mapping[str, Any]]:
     """Reads the checkpoint to continue from.
 
@@ -92,7 +92,6 @@ def begin_at(
         like: a state of this run.
         run: the settings of this run, from `describe_run`.
         how: the arguments of `Trainer.fit`.
-        where: the directory, for messages.
 
     Returns:
         The number of updates made, the state after them, and the settings that were saved with it:
@@ -105,6 +104,7 @@ def begin_at(
     """
     from multitower.training.same_run import check_same_run  # noqa: PLC0415 (importing stays quick)
 
+    where = checkpoints.directory
     if not how.resume:
         raise RunError(
             f"{where} holds checkpoints of steps {checkpoints.steps()}: pass resume=True to go on "

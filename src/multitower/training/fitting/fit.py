@@ -100,8 +100,7 @@ class Around(NamedTuple):
                 newest = {"the newest checkpoint": max(checkpoints.steps(), default=None)}
                 check_alike("fit", newest, self.step.placement, _ON_ONE_DISK)
             if checkpoints is not None and checkpoints.steps():
-                given = (checkpoints, state, run, call.how, checkpoints.directory)
-                first, state, saved = begin_at(*given)
+                first, state, saved = begin_at(checkpoints, state, run, call.how)
                 tested = read_tested(checkpoints.directory / str(first))
                 counted = checkpoints.run_of(first) if tested is None else tested
             patience = None
