@@ -120,6 +120,18 @@ def test_a_skipped_step_says_so_and_keeps_its_rate():
     assert float(step(state, np.array([2.0], np.float32))[1]["gradient_norm"]) == 2
 
 
+@pytest.mark.parametrize("how", [{}, {"towers": 1, "stages": 1}], ids=["whole", "stages"])
+def test_the_rate_of_an_update_that_is_not_made_is_the_one_that_was_tried(how):
+    """Lie: that of the update before."""
+    options = {"extra_metrics": ["learning_rate"], "skip_nonfinite": True, "devices": 1, **how}
+    step = mt.train_step(lambda w, x: w * x, make_optimizer(), **options)
+    state, rates = step.init(jnp.float32(1)), []
+    for x in (3, np.nan, 3):
+        state, metrics = step(state, np.float32([x]))
+        rates.append(float(metrics["learning_rate"]))
+    assert rates == [0.5, 0.25, 0.25]
+
+
 def test_the_metrics_reach_the_hooks_of_a_trainer():
     told = []
     trainer = mt.Trainer(

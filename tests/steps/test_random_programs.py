@@ -20,7 +20,11 @@ from trees import assert_close
 
 FIRST, LAST = map(int, os.environ.get("RANDOM_PROGRAMS", "0:10").split(":"))
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("number", range(FIRST, LAST))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("number", range(FIRST, LAST)),
+    pytest.mark.filterwarnings("ignore:stages=. and towers=. keep . of . devices busy"),
+]
 
 
 def left(state, history):

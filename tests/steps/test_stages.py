@@ -17,6 +17,7 @@ from multitower.errors import ArgumentError, DeviceError
 from multitower.stages.chain import SPLIT
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
+from multitower.steps.staged.state import _side_by_side
 from multitower.steps.staged.update import WholeUpdate, may_be_split
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas
@@ -623,3 +624,21 @@ def test_which_optimizers_split_stacked_parameters(optimizer, expected):
     params = {"layers": jax.ShapeDtypeStruct((4, 4, 4), jnp.float32), "head": STACKED["head"]}
     rows = {1: {stage: (stage, stage + 1) for stage in range(4)}}
     assert may_be_split(optimizer, params, rows) is expected
+
+
+def test_rows_of_other_shapes_are_another_program():
+    """Lie: JAX's words about argument types, for sentences of another length."""
+    loss = lambda w, x: (jnp.tanh(x.mean(1, keepdims=True) @ w["a"]) @ w["b"]).sum(1)
+    params = {"a": np.ones((1, 4), np.float32), "b": np.ones((4, 1), np.float32)}
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2, stages=2)
+    state = step.init(params)
+    for columns in (4, 6, 4):
+        state, metrics = step(state, np.ones((4, columns), np.float32))
+    assert float(metrics["loss"]) < 4 * np.tanh(1)
+
+
+def test_what_is_joined_from_stages_cannot_be_written_into():
+    """Lie: a write is accepted, and changes a copy alone."""
+    whole = _side_by_side([np.zeros(2), np.ones(2)], {0: (0, 2), 1: (2, 4)})
+    with pytest.raises(ValueError, match="read-only"):
+        whole[0] = 1

@@ -697,3 +697,13 @@ def test_a_mean_in_float16_of_large_numbers(options):
     state, metrics = step(state, np.ones(8, np.float32))
     assert state.model_state.dtype == jnp.float16
     assert (float(state.model_state), float(metrics["mean"])) == (60000, 60000)
+
+
+def test_an_average_that_begins_as_16_bit_parameters_moves():
+    """Lie: in bfloat16 a thousandth of the way is none, and the average stands still."""
+    step = mt.train_step(lambda w, x: -w * x, optax.sgd(0.1), devices=2, ema_decay=0.999)
+    state = step.init(jnp.bfloat16(1.4)).replace(ema_params=jnp.bfloat16(1.4))
+    for _ in range(3):
+        state, _ = step(state, np.ones(4, np.float32))
+    assert state.ema_params.dtype == np.float32
+    assert float(state.ema_params) > float(jnp.bfloat16(1.4))

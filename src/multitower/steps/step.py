@@ -8,7 +8,7 @@ import numpy as np
 from multitower.engines.tracing import uneven
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
-from multitower.functions.outputs import refuse_ragged
+from multitower.functions.outputs import refuse_ragged, wide
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Model, refuse_modules_inside
 from multitower.stages.layout import Layout
@@ -219,6 +219,8 @@ class TrainStep:
         if state.maker is not maker:
             fields = self._with_scale(way.accepted(state.fields()))
             self._check_average(fields)
+            # As in a first state: 16-bit parameters may have become the average.
+            fields = fields._replace(ema_params=jax.tree.map(wide, fields.ema_params))
             state = way.adopt(maker.parts, fields, maker)
         given = state
         if changes := state.changes():
@@ -327,7 +329,10 @@ class TrainStep:
                 "largest batch there will be."
             )
         seen = (num_weights > 0, bool(averaged or meets))  # a loss may look at its shapes
-        key = (parts.split, tower_rows, seen)
+        kinds = (
+            (*map(_kind, parts.rows), *map(_kind, parts.shared)) if way.one_kind_a_runner else ()
+        )
+        key = (parts.split, tower_rows, seen, kinds)
         if key not in maker.runners:
             batches = Batches(parts, tower_rows, *seen)
             maker.runners[key] = way.make_runner(maker.parts, state, batches)
@@ -349,3 +354,10 @@ class TrainStep:
             )
             maker.looked[key] = way.look(state, look)  # expensive: it may join the state
         return maker.looked[key]
+
+
+def _kind(leaf: Any) -> Any:
+    """What a program for an array of a batch depends on, but for its number of rows."""
+    if isinstance(leaf, int | float | complex):
+        return type(leaf)
+    return leaf.shape[1:], leaf.dtype, getattr(leaf, "weak_type", False)

@@ -66,6 +66,8 @@ class Whole:
     makes_in_parts = False
     # Whether towers may exchange values in a loss.
     exchange = True
+    # Whether a runner is for batches of the same shapes and dtypes only.
+    one_kind_a_runner = False
     # Which towers make which update, in asynchronous updates.
     turns: "Turns | None" = None
     # The stages as the newest runner has cut them.

@@ -79,6 +79,7 @@ class InStages(Whole):
     """Every stage's devices keep what belongs to it."""
 
     makes_in_parts = True
+    one_kind_a_runner = True
 
     def __init__(self, options: StageOptions, devices: DeviceSpec | None, towers: int) -> None:
         self._layout = options.on(devices, towers)

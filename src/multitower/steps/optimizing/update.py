@@ -56,8 +56,9 @@ def update_if_good(
     gradients = unscaled(gradients, fields.loss_scale)
     squares = leaf_squares(gradients) if NORM in step.extra_metrics else None
     new = update(step, fields, gradients, metrics["loss"], model_state, squares=squares)
+    told = extra_metrics(step, new.opt_state, squares)  # of this update, even if it is not made
     if not (step.diagnostics or step.skip_nonfinite or fields.loss_scale is not None):
-        return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
+        return new, {**metrics, **told}
     finite = finite_leaves(new.params)
     good = jnp.bool_(True)
     if step.skip_nonfinite:
@@ -77,7 +78,7 @@ def update_if_good(
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
     if step.diagnostics:
         metrics["finite_params"] = finite
-    return new, {**metrics, **extra_metrics(step, new.opt_state, squares)}
+    return new, {**metrics, **told}
 
 
 def update(

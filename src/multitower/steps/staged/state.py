@@ -174,4 +174,6 @@ def copied(leaf: Any, device: jax.Device) -> jax.Array:
 def _side_by_side(pieces: list[Any], rows: Mapping[int, tuple[int, int]]) -> Any:
     """The whole of a leaf, in the host's memory, from pieces in the order of stages."""
     ordered = sorted(zip(rows.values(), pieces, strict=True), key=lambda one: one[0])
-    return np.concatenate([np.asarray(piece) for _, piece in ordered])  # host-device sync
+    whole = np.concatenate([np.asarray(piece) for _, piece in ordered])  # host-device sync
+    whole.flags.writeable = False  # what a user wrote into it would be lost
+    return whole

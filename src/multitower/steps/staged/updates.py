@@ -77,11 +77,12 @@ class Updates:
                 new[r][s], found = self._call(("update", s), program, given, (r, s), donate)
                 finite.setdefault(s, found)
         shared = self._shared(rest)
+        told = self._told(parts, new, shared, squares)  # of this update, even if it is not made
         metrics: dict[str, Any] = {}
         if self._needs_finite:
             every = [finite[s] for s in self._with_params] or [np.zeros(0, bool)]
             new, shared, metrics = self._checked(parts, new, shared, every, loss)
-        return new, shared, {**metrics, **self._told(parts, new, shared, squares)}
+        return new, shared, {**metrics, **told}
 
     def kept(self, good: jax.Array, new: Any, old: Any) -> Any:
         """The new values if the step is good, else the old ones; both on the head's device."""
