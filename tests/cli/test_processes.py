@@ -96,10 +96,14 @@ def result(run_dir):
         (["eval", "d"], (None, ["eval", "d"])),
         (["eval", "d", "--simulate-processes", "2"], (2, ["eval", "d", "--simulate", "1"])),
         (["--simulate-processes=3", "--simulate", "2"], (3, ["--simulate", "2"])),
+        (["--simulate_processes=3", "--simulate=2"], (3, ["--simulate=2"])),
+        (["eval", "d", "--simulate_processes", "2"], (2, ["eval", "d", "--simulate", "1"])),
+        (["eval", "__simulate_processes", "2"], (None, [])),
         (["train", "--simulate-processes", "--help"], (None, [])),
     ],
 )
 def test_simulate_processes_is_for_the_one_that_starts_them(words, expected):
+    """Lie: one process where the flag is typed with _, as every other flag may be."""
     count, rest = split_off_processes(words)
     assert count == expected[0]
     assert rest == (expected[1] or words)

@@ -36,16 +36,21 @@ def split_off_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
         RunError: N is not a whole number above 0.
     """
     rest = list(words)
-    at = next((i for i, word in enumerate(rest) if word.split("=")[0] == _FLAG), None)
+    at = next((i for i, word in enumerate(rest) if _flag(word) == _FLAG), None)
     if at is None or "--help" in rest:
         return None, rest
     word = rest.pop(at)
     value = word.partition("=")[2] if "=" in word else (rest.pop(at) if at < len(rest) else "")
     if not value.isdecimal() or int(value) < 1:
         raise RunError(f"{_FLAG} {value}: say how many processes, such as {_FLAG} 2.")
-    if not any(word.split("=")[0] == "--simulate" for word in rest):
+    if "--simulate" not in map(_flag, rest):
         rest += ["--simulate", "1"]
     return int(value), rest
+
+
+def _flag(word: str) -> str:
+    """The flag that a word begins with, which may be typed with _ for -; else the word."""
+    return word.partition("=")[0].replace("_", "-") if word.startswith("--") else word
 
 
 def run_local_processes(
