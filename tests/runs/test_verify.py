@@ -17,6 +17,7 @@ import places
 from faults import change_results, divide_parameters
 from forks import Fork
 from multitower.cli.main import main
+from multitower.cli.starting import layouts
 from multitower.proof.record import TOWER, Spot, StepRecord, as_facts, digest
 from multitower.recipes.catalog import find_recipe
 from multitower.runs.options import RunOptions
@@ -283,6 +284,16 @@ def test_the_two_values_of_layouts_are_shown(repeats, monkeypatch, tmp_path, cap
     )
     assert f"part in the tower program (tower 1 in process 1): gradients['w']{shown}" in said
     assert ("do not even repeat themselves" in said) is not repeats
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(130, "multitower: stopped\n"), (143, "multitower: stopped by SIGTERM\n")]
+)
+def test_layouts_that_are_stopped(code, said, monkeypatch, capsys):
+    """Lie: a layout that failed, where somebody has ended it."""
+    monkeypatch.setattr(layouts, "run_local_processes", lambda *_, **__: code)
+    assert main(["verify", RECIPE, "--layouts", "1x2"]) == code
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.slow

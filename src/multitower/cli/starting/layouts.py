@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 from multitower.cli.flags.shared import flag
 from multitower.cli.starting.local_processes import run_local_processes
 from multitower.cli.starting.together import Together
-from multitower.errors import DeviceError, RunError
+from multitower.errors import DeviceError, Interrupted, RunError
 
 Layouts = Annotated[
     str | None,
@@ -112,6 +112,7 @@ def run_in_layout(
     Raises:
         RunError: a process failed; its messages were shown, and the others are ended.
         KeyboardInterrupt: the processes were stopped with Ctrl-C.
+        Interrupted: the processes were stopped with SIGTERM.
     """
     with tempfile.TemporaryFile("w+") as out:
         words = [*words, "--simulate", str(layout.devices)]
@@ -120,6 +121,8 @@ def run_in_layout(
         text = out.read()
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+    if code == 128 + signal.SIGTERM:
+        raise Interrupted("stopped by SIGTERM", signal.SIGTERM)
     if code not in (0, 1) or not text.strip():
         raise RunError(
             f"the layout {layout} failed with exit code {code}: the lines above say why. No "
