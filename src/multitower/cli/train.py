@@ -291,10 +291,10 @@ def _new_directory(
 def _recipe_name(recipe: str | None, file: Config, path: Path | None) -> str:
     if recipe is None and file.recipe is None:
         raise RunError(f"name a recipe: {', '.join(SHIPPED)}, or your own recipe, FILE.py.")
-    name = recipe or file.recipe or ""
-    if is_file_name(name):
-        name = str(Path(name).absolute())  # so that a resume finds it from anywhere
-    if file.recipe is not None and recipe is not None and name != file.recipe:
+    # Absolute, so that a resume finds it from anywhere.
+    full = lambda name: str(Path(name).absolute()) if is_file_name(name) else name
+    name = full(recipe or file.recipe or "")
+    if file.recipe is not None and recipe is not None and name != full(file.recipe):
         raise RunError(f"{path} is of the recipe {file.recipe}: leave {recipe} out, or --config.")
     return name
 

@@ -1,5 +1,6 @@
 """--config: what a file says counts, what a flag says counts more, and nothing is passed over."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -107,3 +108,16 @@ def test_a_recipe_must_be_named_once(tmp_path, capsys):
     assert "is of the recipe cifar10" in capsys.readouterr().err
     assert main(["train", "digits", "--batch-size", "8", "--tower-batch", "4"]) == 2
     assert "Give one of them" in capsys.readouterr().err
+
+
+def test_one_file_under_two_names_is_one_recipe(tmp_path, monkeypatch, capsys):
+    """Lie: two recipes, where the file and the command name the same one."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").touch()  # defines no recipe: it is looked for, and nothing is trained
+    names = ("my.py", "./my.py", str(tmp_path / "my.py"))
+    for typed, named in itertools.product(names, names):
+        Path("a.toml").write_text(f'recipe = "{named}"')
+        assert main(["train", typed, "--config", "a.toml"]) == 2
+        assert "a.toml is of the recipe" not in capsys.readouterr().err
+    assert main(["train", "other.py", "--config", "a.toml"]) == 2
+    assert "a.toml is of the recipe" in capsys.readouterr().err
