@@ -204,6 +204,27 @@ def test_what_another_job_adds_meanwhile_stays(monkeypatch, tmp_path):
     assert written[0]["layouts"] == ["1 x 1", "2 x 2"]
 
 
+def test_layouts_are_added_for_a_prediction(monkeypatch, tmp_path, capsys):
+    """Lie: too few numbers of devices, where the directory has the others."""
+    written = []
+
+    def run(layout, words):
+        read = json.loads((tmp_path / "scale.json").read_text())
+        added = joined(read, measurement(*layout, 1 / layout.total), None, 8)
+        (tmp_path / "scale.json").write_text(json.dumps(added))
+
+    (tmp_path / "scale.json").write_text(json.dumps(measurement(1, 1, 1.0)))
+    monkeypatch.setattr(scale_command, "run_in_layout", run)
+    monkeypatch.setattr(scale_command, "_say_result", lambda _: None)
+    monkeypatch.setattr(
+        "multitower.scaling.report.write_scaling", lambda _, result: written.append(result) or []
+    )
+    words = ["scale", FILE, "--strong", "--steps", "1", "--rounds", "1", "--batch-size", "12"]
+    words += ["--add", "--run-dir", str(tmp_path), "--predict", "8"]
+    assert main([*words, "--layouts", "2x1,4x1"]) == 0, capsys.readouterr().err
+    assert written[0]["prediction"]["step_s"] == pytest.approx(1 / 8)
+
+
 def test_weak_scaling_of_jobs_that_began_at_once_is_refused():
     """Lie: an efficiency of 12 rows on one device against 12 rows on four."""
     weak = [{**measurement(1, 1, 1.0), "strong": None}, {**measurement(1, 4, 1.0), "strong": None}]

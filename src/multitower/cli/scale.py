@@ -215,7 +215,8 @@ def _measure_layouts(plan: ScalingPlan, text: str, words: Sequence[str], *, quie
     check_layouts(layouts, plan.options.towers)
     check_measurable(plan.recipe, plan.options, max(layout.processes for layout in layouts))
     counts = [layout.total for layout in layouts]
-    kinds = plan.how.kinds_on(counts, plan.options.towers)
+    how = replace(plan.how, predict=None) if plan.add else plan.how  # others may be there already
+    kinds = how.kinds_on(counts, plan.options.towers)
     if plan.how.predict is not None and len(set(counts)) < len(counts):
         raise RunError(
             "--predict takes one step time for each number of devices, and several of these "
