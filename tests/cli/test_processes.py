@@ -5,10 +5,12 @@ leaves the others waiting for ever, or takes the checkpoints with it.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 import multitower as mt
 import places
 from forks import Fork
-from multitower.cli.starting.local_processes import split_off_processes
+from multitower.cli.starting.local_processes import run_local_processes, split_off_processes
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import clean_environment, free_port
 
@@ -113,6 +115,48 @@ def test_simulate_processes_is_for_the_one_that_starts_them(words, expected):
 def test_a_number_of_processes_that_is_none(value):
     with pytest.raises(mt.RunError, match="say how many"):
         split_off_processes(["train", "digits", "--simulate-processes", value])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_signal_while_processes_are_started(at, monkeypatch):
+    """Lie: nobody has heard of it; or those that are there already are left behind."""
+    sent = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, command, **how):
+            super().__init__(["sleep", "2"], **how)
+            self.number = int(command[-1])
+            if self.number == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def send_signal(self, sig):
+            if sig != signal.SIGKILL:  # which they get in the end
+                sent.append((self.number, sig))
+            super().send_signal(sig)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert run_local_processes(3, ["doctor"]) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert sorted(sent) == [(number, signal.SIGTERM) for number in range(3)]
+
+
+def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch):
+    """Lie: the first one trains on, alone."""
+    started, start_process = [], subprocess.Popen
+
+    def start_one(_, **how):
+        if started:
+            raise OSError("no more processes")
+        started.append(start_process(["sleep", "2"], **how))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    with pytest.raises(OSError, match="no more"):
+        run_local_processes(2, ["doctor"])
+    assert started[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import IO
 
 from multitower.cli.console import show_error
@@ -77,26 +77,25 @@ def run_local_processes(
         where = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "multitower", *words, "--coordinator", where]
     command += ["--num-processes", str(count), "--process-id"]
-    running = [
-        subprocess.Popen(
-            [*command, str(number)],
-            stdin=None if number == 0 else subprocess.DEVNULL,
-            stdout=stdout if number == 0 else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
-            text=True,
-            errors="replace",
-        )
-        for number in range(count)
-    ]
-    readers = [
-        threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
-        for process in running
-    ]
-    for reader in readers:
-        reader.start()
+    running: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
     try:
-        with _passed_on_signals(running):
+        with _passed_on_signals(running) as pass_on_missed:
+            for number in range(count):
+                process = subprocess.Popen(
+                    [*command, str(number)],
+                    stdin=None if number == 0 else subprocess.DEVNULL,
+                    stdout=stdout if number == 0 else subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env={**os.environ, **(environment or {})},
+                    text=True,
+                    errors="replace",
+                )
+                running.append(process)
+                reader = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
+                reader.start()
+                readers.append(reader)
+            pass_on_missed()
             failed = _wait(running)
     finally:
         for process in running:
@@ -131,27 +130,40 @@ def _wait(running: Sequence[subprocess.Popen[str]]) -> int | None:
 
 def _pass_on(stream: IO[str] | None) -> None:
     assert stream is not None
-    for line in stream:
-        with contextlib.suppress(OSError):  # nobody reads it: the process must not wait for that
-            sys.stderr.write(line)
-            sys.stderr.flush()
+    with stream:
+        for line in stream:
+            with contextlib.suppress(OSError):  # nobody reads it: the process must not wait for it
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 @contextlib.contextmanager
-def _passed_on_signals(running: Sequence[subprocess.Popen[str]]) -> Generator[None]:
-    """Passes signals on to all processes, except Ctrl-C, which the terminal sends to them."""
+def _passed_on_signals(
+    running: Sequence[subprocess.Popen[str]],
+) -> Generator[Callable[[], None]]:
+    """Passes signals on to all processes, except Ctrl-C, which the terminal sends to them.
+
+    Yields a function to call once all are started: those who came too late for a signal get it.
+    """
+    missed: list[tuple[int, int]] = []  # the signal, and the first process that came too late
+
+    def pass_on_missed() -> None:
+        for number, first in missed:
+            for process in running[first:]:
+                process.send_signal(number)
 
     def pass_on(number: int, _: object) -> None:
+        missed.append((number, len(running)))
         for process in running:
             if not (number == signal.SIGINT and _in_foreground()) and process.poll() is None:
                 process.send_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
+        yield pass_on_missed  # only the main thread may handle signals
         return
     before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield pass_on_missed
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
