@@ -25,7 +25,8 @@ class Lines(io.StringIO):
     """Knows what was left in it when it was closed."""
 
     def close(self):
-        self.left = self.read()
+        if not self.closed:
+            self.left = self.read()
         super().close()
 
 
