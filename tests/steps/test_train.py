@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.steps.step import _widened
 from same_bits_program import MODELS
 from tower_keys import tower_key
 from trees import assert_close
@@ -707,3 +708,10 @@ def test_an_average_that_begins_as_16_bit_parameters_moves():
         state, _ = step(state, np.ones(4, np.float32))
     assert state.ema_params.dtype == np.float32
     assert float(state.ema_params) > float(jnp.bfloat16(1.4))
+
+
+def test_an_average_on_the_host_stays_there_until_it_is_placed():
+    """Lie: widening leaves that are wide puts a model larger than a device on the first one."""
+    on_host = np.ones(3, np.float32)
+    assert _widened(on_host) is on_host
+    assert isinstance(_widened(on_host.astype(jnp.bfloat16)), np.ndarray)

@@ -8,7 +8,7 @@ import numpy as np
 from multitower.engines.tracing import uneven
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
-from multitower.functions.outputs import refuse_ragged, wide
+from multitower.functions.outputs import refuse_ragged
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Model, refuse_modules_inside
 from multitower.stages.layout import Layout
@@ -25,6 +25,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
+from multitower.towers.leaves import wide_dtype
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call, check_same_program
@@ -220,7 +221,7 @@ class TrainStep:
             fields = self._with_scale(way.accepted(state.fields()))
             self._check_average(fields)
             # As in a first state: 16-bit parameters may have become the average.
-            fields = fields._replace(ema_params=jax.tree.map(wide, fields.ema_params))
+            fields = fields._replace(ema_params=jax.tree.map(_widened, fields.ema_params))
             state = way.adopt(maker.parts, fields, maker)
         given = state
         if changes := state.changes():
@@ -354,6 +355,12 @@ class TrainStep:
             )
             maker.looked[key] = way.look(state, look)  # expensive: it may join the state
         return maker.looked[key]
+
+
+def _widened(leaf: Any) -> Any:
+    """A leaf of at least float32, where it is: one on the host may be larger than a device."""
+    narrow = hasattr(leaf, "dtype") and leaf.dtype != wide_dtype(leaf.dtype)
+    return leaf.astype(wide_dtype(leaf.dtype)) if narrow else leaf
 
 
 def _kind(leaf: Any) -> Any:
