@@ -183,6 +183,11 @@ def train(case, towers, devices=None, change_batch=None):
         batch = model.batch(np.random.default_rng(number), rows)
         state, metrics = step(state, change_batch(batch) if change_batch else batch)
         history.append(metrics)
+    return left_by(state, history)
+
+
+def left_by(state, history):
+    """All that training leaves, part by part."""
     return {
         "params": state.params,
         "opt_state": state.opt_state,

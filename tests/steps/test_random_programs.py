@@ -16,6 +16,7 @@ import pytest
 
 import multitower as mt
 from random_programs import STATELESS_LAYERS, as_floats, draw, ratio, weights_of
+from same_bits_program import left_by
 from trees import assert_close
 
 FIRST, LAST = map(int, os.environ.get("RANDOM_PROGRAMS", "0:10").split(":"))
@@ -29,15 +30,7 @@ pytestmark = [
 
 def left(state, history):
     """Fingerprints of all that training leaves, so that a failure says where."""
-    parts = {
-        "params": state.params,
-        "opt_state": state.opt_state,
-        "ema_params": state.ema_params,
-        "model_state": state.model_state,
-        "step": state.step,
-        "metrics": history,
-    }
-    return {name: mt.fingerprint(part) for name, part in parts.items()}
+    return {name: mt.fingerprint(part) for name, part in left_by(state, history).items()}
 
 
 def draw_devices(number, towers):
