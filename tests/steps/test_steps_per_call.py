@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.steps.looped import stack_ahead
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": DRAW.normal(size=(3, 4)).astype(np.float32), "v": np.ones(4, np.float32)}
@@ -94,6 +95,30 @@ def test_stacked_batches_that_do_not_fill_the_towers(looped):
     found, also = looped(state, jax.tree.map(lambda *leaves: np.stack(leaves), *short))
     assert_close(found, wanted)
     assert_close(also, metrics)
+
+
+def test_python_numbers_adapt_to_the_dtypes_around_them():
+    """Lie: 0.3 as float32 makes a product with bfloat16 float32, and the loss another one."""
+    x, w = BATCHES[0]["x"], jnp.asarray(PARAMS["w"], jnp.bfloat16)
+    batches = [{"x": x, "rate": 0.3}, {"x": x, "rate": 0.7}]
+    dtypes = set()
+
+    def scaled(w, batch):
+        found = batch["rate"] * (batch["x"].astype(w.dtype) @ w).sum(1)
+        dtypes.add(found.dtype.name)
+        return found
+
+    step = mt.train_step(scaled, optax.sgd(0.1), devices=2)
+    state, wanted = step.init(w), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        wanted.append(metrics["loss"])
+    looped = mt.train_step(scaled, optax.sgd(0.1), devices=2, steps_per_call=2)
+    ahead = list(mt.prefetch(batches, devices=2))
+    for given in (batches, ahead, stack_ahead(batches, 2, looped.placement)):
+        _, metrics = looped(looped.init(w), given)
+        np.testing.assert_array_equal(metrics["loss"], wanted)
+    assert dtypes == {"bfloat16"}
 
 
 def test_what_is_refused(looped):

@@ -1,6 +1,6 @@
 """Many steps in one call: a loop on the devices, so that the host starts one program for all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,10 +126,20 @@ def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
     is_full = len(batches) == most and len(shapes) == len(trees) == len(num_rows) == 1
     if not is_full or num_rows.pop() % len(placement.devices):
         return batches
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    stacked = jax.tree.map(lambda *leaves: _stack(leaves), *batches)
     leaves, treedef = jax.tree.flatten(stacked)
     homes = [rows_of_steps(placement) if leaf.ndim > 1 else placement.shared for leaf in leaves]
     return treedef.unflatten(copy_to(leaves, homes))
+
+
+def _stack(leaves: Sequence[Any]) -> Any:
+    """One array with an entry for each step; on the host where it can be.
+
+    Python numbers adapt to the dtypes around them, which an array of NumPy would not.
+    """
+    is_number = all(type(leaf) in (int, float, complex) for leaf in leaves)
+    on_device = is_number or any(isinstance(leaf, jax.Array) for leaf in leaves)
+    return jnp.stack(leaves) if on_device else np.stack(leaves)
 
 
 def rows_of_steps(placement: Placement) -> NamedSharding:
@@ -199,7 +209,9 @@ def _take_stacked_apart(stacked: Any, most: int) -> Stack:
 def _first_of(stacked: Any) -> Any:
     """The first entry of a stacked leaf; of an array on a device only its shape and dtype."""
     if isinstance(stacked, jax.Array) and not is_key(stacked):  # slicing it would be a program
-        return np.broadcast_to(np.zeros((), stacked.dtype), stacked.shape[1:])
+        zero = np.zeros((), stacked.dtype)
+        is_python = stacked.weak_type and stacked.ndim == 1
+        return zero.item() if is_python else np.broadcast_to(zero, stacked.shape[1:])
     return stacked[0]
 
 
@@ -259,8 +271,7 @@ class StackFeeder:
     def _stacked(self, leaves: Any) -> Any:
         """One array with an entry for each of `most` steps; a shorter call repeats its last one."""
         if isinstance(leaves, list):
-            on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
-            leaves = jnp.stack(leaves) if on_device else np.stack(leaves)
+            leaves = _stack(leaves)
         num_steps = leaves.shape[0]
         if num_steps == self._most:
             return leaves

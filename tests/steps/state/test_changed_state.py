@@ -205,3 +205,18 @@ def test_the_joined_optimizer_state_cannot_be_written_to_in_place():
     for leaf in jax.tree.leaves(state.opt_state):
         with pytest.raises(ValueError, match="read-only"):
             leaf[...] = 0
+
+
+@every_way
+def test_python_numbers_in_replace_are_those_of_init(way):
+    found = []
+    for bias, start in ((0.5, 0), (np.float32(0.5), np.int32(0))):
+        step, state = make(way)
+        state, _ = step(state, ROWS[0])
+        state = state.replace(params={**state.params, "b": bias}, step=start)
+        state, metrics = step(state, ROWS[1])
+        assert int(state.step) == 1
+        found.append(jax.device_get((state.params, metrics["loss"])))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    with pytest.raises(mt.GradientError, match=r"params\['b'\] has dtype int32"):
+        state.replace(params={**state.params, "b": 1})

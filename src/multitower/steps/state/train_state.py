@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError, StateError
+from multitower.functions.gradient_job import check_differentiable
 from multitower.steps.state.changes import Changes, Shown
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
@@ -195,8 +196,14 @@ class TrainState:
         return self._show("loss_scale")
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Returns a state with some attributes replaced, like `dataclasses.replace`."""
-        return TrainState(self.fields()._replace(**changes), origin=self.origin)
+        """Returns a state with some attributes replaced, like `dataclasses.replace`.
+
+        Raises:
+            GradientError: parameters that are no floats, as in `init`.
+        """
+        check_differentiable(changes.get("params"), lambda: "params")
+        arrays = jax.tree.map(_array_of, changes)
+        return TrainState(self.fields()._replace(**arrays), origin=self.origin)
 
     def block_until_ready(self) -> "TrainState":
         """Waits until the state has been computed, and returns it, like `jax.Array`'s method.
@@ -316,6 +323,12 @@ class TrainState:
             f"{name}={_summary(tree)}" for name, tree in fields._asdict().items() if name != "step"
         ]
         return f"TrainState(step={fields.step}, {', '.join(rest)})"
+
+
+def _array_of(leaf: Any) -> Any:
+    """A Python number as the array that `init` would make of it."""
+    is_number = isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype")
+    return np.asarray(leaf, jax.dtypes.result_type(leaf)) if is_number else leaf
 
 
 def _summary(tree: Any) -> str:
