@@ -111,8 +111,9 @@ class Programs:
     def shards(self, tower_rows: int, num_devices: int, *, params: bool) -> ShardsProgram:
         """The program of a step without `towers=` whose state is split over the devices.
 
-        It is compiled for `num_devices`, or for the devices of this process if these are fewer;
-        then it is an estimate.
+        It is compiled for `num_devices`, or for the devices of this process if these are fewer. A
+        program for fewer devices is taken if there is one already, so that other devices take no
+        compilation. With fewer devices it is an estimate, and the plan says so.
 
         Args:
             tower_rows: rows of each device.

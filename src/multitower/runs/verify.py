@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from multitower.proof.verification import Verification, compare, look
 from multitower.recipes.definition import Recipe
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import RecipeJob, steps_of_round
-from multitower.towers.feeding import prefetch
 
 _STEPS = 5
 _TOWERS = 8
@@ -85,18 +83,16 @@ def run_maker(
         steps_per_call = None if options.sync_every is None else 1
         here = replace(options, devices=count, steps_per_call=steps_per_call)
         job = RecipeJob.of(recipe, here, None)
-        step = job.trainer.step
+        step, steps = job.trainer.step, options.steps
+        assert steps is not None  # as `with_defaults` returns them
         state = step.init(**job.first_state())
-        batches = islice(job.batches(0), options.steps)
         of_all = devices_in_words(count)
         # Fed as in training: with several processes, each reads the rows of its own towers.
-        with closing(prefetch(batches, **job.feeding())) as ahead:
-            for number, batch in enumerate(ahead, start=1):
-                watch(f"step {number} of {options.steps} on {of_all}")
-                if steps_per_call is None:
-                    state, metrics = step(state, batch)
-                else:
-                    state, metrics = step(state, [batch])
+        with closing(job.calls(0, steps)) as calls:
+            for number, call in enumerate(calls, start=1):
+                watch(f"step {number} of {steps} on {of_all}")
+                state, metrics = step(state, call.batch)
+                if steps_per_call is not None:
                     metrics = jax.tree.map(lambda leaf: leaf[0], metrics)
                 yield state, metrics
 
