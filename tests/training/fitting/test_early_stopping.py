@@ -27,7 +27,7 @@ def batches(first):
     return mt.make_batches(X, global_batch=8, seed=0, first=first)
 
 
-def make_trainer(directory, devices, rule, checkpoint_every=3):
+def make_trainer(directory, devices, rule, checkpoint_every=3, hooks=()):
     return mt.Trainer(
         losses,
         optax.sgd(0.1),
@@ -38,7 +38,7 @@ def make_trainer(directory, devices, rule, checkpoint_every=3):
         best="min",
         checkpoint_every=checkpoint_every,
         early_stopping=rule,
-        hooks=[],
+        hooks=hooks,
     )
 
 
@@ -76,15 +76,18 @@ def test_a_run_ends_early_and_says_why(tmp_path):
     tested = []
     assert mt.fingerprint(fit(trainer, tested=tested)) == mt.fingerprint(state)
     assert (trainer.stopped, tested) == (REASON, [])
-    other = make_trainer(tmp_path, 1, mt.EarlyStopping("far", min_delta=1, best="min"))
+    told = []
+    rule = mt.EarlyStopping("far", min_delta=1, best="min")
+    other = make_trainer(tmp_path, 1, rule, hooks=[told.append])
     with pytest.raises(mt.RunError, match=r"another early_stopping: the run there has 'far, best"):
         fit(other)
     # More patience: the run goes on from where it ended.
     trainer._early_stopping = mt.EarlyStopping("far", patience=4, best="min")
     assert int(fit(trainer).step) == 12
     assert trainer.stopped is None
-    fit(other, tested=tested, allow_changes=True)
+    fit(other, tested=tested, allow_changes=True, steps_per_epoch=8)
     assert tested == [12]  # its rule has not counted this test phase
+    assert [(one.phase, one.epoch) for one in told] == [("test", 1.5)]
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)])

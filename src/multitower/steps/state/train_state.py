@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError, StateError
-from multitower.functions.gradient_job import check_differentiable
 from multitower.steps.state.changes import Changes, Shown
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
@@ -196,12 +195,7 @@ class TrainState:
         return self._show("loss_scale")
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Returns a state with some attributes replaced, like `dataclasses.replace`.
-
-        Raises:
-            GradientError: parameters that are no floats, as in `init`.
-        """
-        check_differentiable(changes.get("params"), lambda: "params")
+        """Returns a state with some attributes replaced, like `dataclasses.replace`."""
         arrays = jax.tree.map(_array_of, changes)
         return TrainState(self.fields()._replace(**arrays), origin=self.origin)
 

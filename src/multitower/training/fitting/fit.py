@@ -110,16 +110,16 @@ class Around(NamedTuple):
             test = TestPhase(call.evaluate, every, patience, is_made=is_made)
             saver = Saver(checkpoints, self.checkpoint_every, steps, call.about, run)
             vote = StopVote(caught, self.step.placement)
+            epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             if first == steps:
                 if test.is_due(first):
-                    with self.while_it_runs(patience, None, (first, steps)):
+                    with self.while_it_runs(patience, epoch, (first, steps)):
                         reason = test.again(first, state)
                     if reason is not None:
                         self.end(reason)
                 return self._ended(state, test, saver, vote)
             test.warn_if_never_due(first, steps)
             batches, global_batch = read_from(call.batches, first), self.options["global_batch"]
-            epoch = steps_of_epoch(call.batches, call.steps_per_epoch)
             epoch = steps_of_epoch(batches, None) if epoch is None else epoch
             if global_batch is None:
                 # A resumed run may begin with a smaller batch than its first one was.
