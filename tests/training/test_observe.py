@@ -145,6 +145,11 @@ def events_of(directory):
     return events
 
 
+def steps_of(directory):
+    """The steps of the points that TensorBoard shows."""
+    return [event.step for event in events_of(directory).Scalars("loss")]
+
+
 def test_tensorboard_reads_one_point_per_step_and_tag(tmp_path):
     import optax
 
@@ -167,12 +172,32 @@ def test_tensorboard_reads_one_point_per_step_and_tag(tmp_path):
     assert [event.step for event in test.Histograms("params/a")] == [3]
 
 
+def test_tensorboard_hides_what_is_made_again_and_nothing_else(tmp_path):
+    """Lies: a look at an earlier state hides later points; a second fit shows its steps twice."""
+    with EventFiles(tmp_path) as hook:
+        for _ in range(2):  # the same hook is told the same steps again
+            report(hook, [1, 2])
+            report(hook, [2], phase="test")
+            report(hook, [3, 4])
+            report(hook, [4], phase="test")
+    with EventFiles(tmp_path) as hook:
+        report(hook, [2], phase="test")  # a mere evaluation
+    assert steps_of(tmp_path / "train") == [1, 2, 3, 4]
+    assert steps_of(tmp_path / "test") == [2, 4, 2]
+    with EventFiles(tmp_path) as hook:
+        report(hook, [4], phase="test")
+        report(hook, [3])
+        report(hook, [3], phase="test")
+    assert steps_of(tmp_path / "train") == [1, 2, 3]
+    assert steps_of(tmp_path / "test") == [2, 2, 3]
+
+
 def test_a_second_file_of_the_same_second_leaves_the_first(tmp_path):
     """Lie: the points of a run that is resumed at once are those of its second part alone."""
     for step in (1, 2, 3):
         with EventFiles(tmp_path) as hook:
             report(hook, [step])
-    assert [event.step for event in events_of(tmp_path / "train").Scalars("loss")] == [1, 2, 3]
+    assert steps_of(tmp_path / "train") == [1, 2, 3]
 
 
 def test_weights_that_diverge_are_no_traceback(tmp_path):

@@ -81,13 +81,13 @@ class _Files:
 _FILES = _Files()
 
 
-def open_writer(directory: Path, first_step: int) -> tuple[Any, EventFile]:
+def open_writer(directory: Path, first_step: int | None) -> tuple[Any, EventFile]:
     """Opens an event file.
 
     Args:
         directory: the directory of the file.
         first_step: TensorBoard hides older points of this step and later ones, which a resumed run
-            makes again.
+            makes again; None to hide none.
 
     Returns:
         The writer, and its file.

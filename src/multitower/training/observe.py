@@ -136,6 +136,9 @@ class MetricsFile:
 class EventFiles:
     """A hook that writes TensorBoard event files: scalars per phase, weights at evaluations.
 
+    TensorBoard hides the points of steps that a resumed run makes again. An evaluation before any
+    training hides none.
+
     Weights that are split over several processes are left out.
 
     Args:
@@ -168,6 +171,7 @@ class EventFiles:
         self._directory = Path(directory)
         self._texts = dict(texts or {})
         self._writers: dict[str, tuple[Any, EventFile]] = {}
+        self._last = math.inf  # the last training step written; the first one may be made again
 
     def __call__(self, progress: Progress) -> None:
         """Writes a point for every metric, and weights in the phase "test"; only in process 0.
@@ -177,6 +181,10 @@ class EventFiles:
         """
         if not is_first():
             return
+        if progress.phase == "train":
+            if progress.step <= self._last:  # it is made again: new files hide its points
+                self.close()
+            self._last = progress.step
         writer = self._writer(progress)
         for name, value in progress.metrics.items():
             writer.add_scalar(name, value, progress.step)
@@ -227,6 +235,7 @@ class EventFiles:
             RunError: it cannot be written.
         """
         opened, self._writers = self._writers, {}
+        self._last = math.inf
         for writer, _ in opened.values():
             writer.close()
         for _, file in opened.values():
@@ -236,8 +245,9 @@ class EventFiles:
         if progress.phase not in self._writers:
             from multitower.training.event_writer import open_writer  # noqa: PLC0415 (importing stays quick)
 
-            # purge_step: points of steps that a resumed run makes again are hidden.
-            writer, file = open_writer(self._directory / progress.phase, progress.step)
+            # An evaluation, perhaps of an earlier state, makes no training step again.
+            again = progress.step if progress.phase == "train" or "train" in self._writers else None
+            writer, file = open_writer(self._directory / progress.phase, again)
             for name, text in self._texts.items():
                 writer.add_text(name, text, progress.step)
             self._writers[progress.phase] = writer, file
