@@ -107,6 +107,20 @@ def test_distortions_differ_from_step_to_step_and_from_seed_to_seed():
     assert len(drawn) == 9
 
 
+def test_a_distortion_in_place_leaves_the_data_set_as_it_is():
+    """Lie: an array without rows that every batch changes once more."""
+    data = {"x": np.zeros(4), "scale": np.array(1.0)}
+
+    def louder(batch, generator):
+        batch["scale"] *= 2
+        batch["x"] += 1
+        return batch
+
+    for _ in range(2):
+        batch = make_batch(data, global_batch=4, seed=0, step=0, distort=louder)
+        assert (batch["scale"], data["scale"], data["x"].sum()) == (2, 1, 0)
+
+
 def test_distortions_are_the_same_for_ever():
     batch = make_batch({"x": np.zeros(2)}, global_batch=2, seed=7, step=3, distort=noisy)
     assert batch["x"].tolist() == [0.8219707778346799, 0.5585910984475059]

@@ -1,11 +1,14 @@
 """What a loss closes over: arrays, keys, and things that may change unseen."""
 
+import collections
 import dataclasses
 import enum
 import functools
+import gc
 import logging
 import sys
 import types
+import weakref
 from typing import NamedTuple
 
 import equinox as eqx
@@ -16,7 +19,8 @@ import pytest
 from flax import linen, nnx
 
 import multitower as mt
-from multitower.models.closures import close_function, open_function
+from multitower.models.callables import as_function
+from multitower.models.closures import call_opened, close_function, open_function
 
 X = np.arange(8, dtype=np.float32)
 factor = 2.0
@@ -848,3 +852,116 @@ def test_a_global_batch_is_named():
     loss = eval("lambda w: w * batch", globals())
     value, gradient = mt.value_and_grad(loss, in_axes={"batch": 0}, devices=2)(2.0)
     assert (value, gradient) == (7.0, 3.5)
+
+
+def assert_as_jax(loss):
+    """One device of plain JAX, without towers and with."""
+    expected = jax.value_and_grad(lambda w, x: loss(w, x).mean())(1.0, X)
+    for options in ({"devices": 2}, {"devices": 2, "towers": 4}):
+        found = mt.value_and_grad(loss, **options)(1.0, X)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def fold(layers, x):
+    """Layers in the order in which the dicts hold them."""
+    for value in layers.values():
+        x = fold(value, x) if isinstance(value, dict) else x * value + 1
+    return x
+
+
+def layers(make_dict, number):
+    inner = {"second": number(3), "first": number(2)}
+    return make_dict(lambda: 0, {"z": number(2), "nested": inner, "a": number(-1)})
+
+
+@pytest.mark.parametrize("number", [jnp.float32, np.float64, np.ones(1).__mul__])
+@pytest.mark.parametrize("make_dict", [lambda _, held: held, collections.defaultdict])
+def test_the_keys_of_a_dict_keep_their_order(make_dict, number):
+    """Lie: layers in the order of their names, as JAX sorts the keys of a dict."""
+    held = layers(make_dict, number)
+    assert_as_jax(lambda w, x: fold(held, w * x))
+    assert_as_jax(functools.partial(lambda w, x, *, held: fold(held, w * x), held=held))
+
+
+def test_rows_in_a_dict_keep_its_order():
+    rows = {"b": X, "a": X + 1}
+    found = mt.value_and_grad(lambda w: fold(rows, w), in_axes={"rows": 0}, devices=2, towers=4)(
+        1.0
+    )
+    np.testing.assert_allclose(found[0], fold(rows, 1.0).mean(), rtol=1e-6)
+
+
+NUMBERS_OF_64_BITS = [
+    (1e39, lambda held: held / 1e38),
+    (1e-60, lambda held: held * 1e60),
+    (np.float64(1e39), lambda held: held / 1e38),
+    ((0.5, 1e39), lambda held: held[1] / 1e38),
+    (np.array([2**33, 2**33 + 5]), lambda held: held[1] - held[0]),
+    (np.int64(2**40), lambda held: held // 2**38),
+]
+
+
+@pytest.mark.parametrize(("held", "used"), NUMBERS_OF_64_BITS)
+def test_a_number_that_a_device_has_no_room_for(held, used):
+    """Lie: inf, 0 or other bits, where Python and NumPy compute with 64 bits."""
+    assert_as_jax(lambda w, x: w * x * used(held))
+
+
+def test_a_float_that_is_asked_for_its_type():
+    scale = 0.5
+    assert_as_jax(lambda w, x: w * x * (scale if isinstance(scale, float) else 100.0))
+
+
+def test_a_function_that_closes_over_itself_has_the_new_contents():
+    """Lie: the first call has the new ones, and the calls inside of it those of before."""
+    weight = jnp.float32(1)
+
+    def odd(x, n):
+        return x if n == 0 else even(x * weight, n - 1)
+
+    def even(x, n):
+        return x if n == 0 else odd(x + weight, n - 1)
+
+    def power(x, n):
+        return x if n == 0 else power(x * weight, n - 1)
+
+    run = mt.make_parallel(lambda x: power(x, 3), devices=2)
+    for value in (1, 2, 3):
+        weight = jnp.float32(value)
+        np.testing.assert_allclose(run(X), X * value**3)
+        assert_as_jax(lambda w, x: odd(w * x, 3))
+
+
+def test_settings_that_are_no_arrays():
+    """Lies: a static argument that is traced; one partial that makes all others compile anew."""
+
+    @functools.partial(jax.jit, static_argnames="slope")
+    def act(x, slope):
+        return jnp.where(x > 4, x, slope * x)
+
+    slope = 0.1
+    assert_as_jax(lambda w, x: act(w * x, slope))
+    assert_as_jax(functools.partial(lambda s, w, x: act(w * x, s), 0.1))
+    plain = functools.partial(lambda s, x: x * s, 2.0)
+    assert call_opened(as_function(plain), (), lambda _, contents: contents.arrays) == [2.0]
+
+
+def test_an_object_whose_loss_counts_its_calls_is_freed():
+    class Counts:
+        def __init__(self):
+            self.calls = 0
+
+            def loss(w, x):
+                self.calls += 1
+                return w * x
+
+            self.loss = loss
+
+    def forgotten():
+        own = Counts()
+        open_function(own.loss, ())
+        return weakref.ref(own)
+
+    gone = forgotten()
+    gc.collect()
+    assert gone() is None

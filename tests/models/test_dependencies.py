@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 
+import multitower as mt
 from multitower.models.closures import open_function
 from multitower.models.dependencies import content_of, dependencies_of
 from multitower.models.values import UnknownDependencyError, is_installed, is_value
@@ -330,5 +331,7 @@ def test_a_setting_of_an_installed_package(monkeypatch):
 def test_what_is_installed_and_what_is_the_same_for_good():
     assert all(map(is_installed, (int, math, np, np.ndarray, lazy, contextlib.contextmanager)))
     assert not any(map(is_installed, (Namespace, counted, types.ModuleType("mine"), tally)))
+    beside = compile("def train(): 1", f"{Path(mt.__file__).parent}_demo/train.py", "exec")
+    assert not is_installed(types.FunctionType(beside.co_consts[0], {}))
     assert all(map(is_value, (Namespace, types.ModuleType("mine"), len, jax.jit(counted), "a", 1)))
     assert not any(map(is_value, (tally, [], OfAMethod().times)))

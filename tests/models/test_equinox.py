@@ -131,6 +131,20 @@ def test_law_l2_gradients_are_what_equinox_gives():
     assert found[1]["net"].activation is None
 
 
+class Scaled(eqx.Module):
+    scale: np.float32
+
+
+def test_a_number_of_numpy_is_a_weight():
+    found = mt.value_and_grad(lambda model, x: model.scale * x[:, 0], devices=2)(
+        Scaled(np.float32(2)), X[0]
+    )
+    expected = eqx.filter_value_and_grad(lambda model, x: (model.scale * x[:, 0]).mean())(
+        Scaled(np.float32(2)), X[0]
+    )
+    assert_close(found, expected)
+
+
 def test_integers_in_a_plain_tree_stay_an_error():
     with pytest.raises(mt.GradientError, match=r"\['n'\] has dtype int32: only floats"):
         mt.grad(lambda p, x: (p["w"] * x).mean())({"w": 1.0, "n": jnp.arange(3)}, X[0])

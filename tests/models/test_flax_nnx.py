@@ -134,7 +134,9 @@ def test_law_l6_every_tower_has_its_own_mask():
 
 
 @pytest.mark.parametrize(
-    "argnums", [0, (1, 0), nnx.DiffState(0, nnx.PathContains("kernel"))], ids=["0", "1,0", "kernel"]
+    "argnums",
+    [0, (1, 0), nnx.DiffState(0, nnx.PathContains("kernel")), nnx.DiffState(0, ...)],
+    ids=["0", "1,0", "kernel", "all"],
 )
 def test_law_l2_gradients_are_what_nnx_gives(argnums):
     """Lie: gradients of another form, which nnx.Optimizer cannot take."""
@@ -185,6 +187,30 @@ def test_a_module_that_the_loss_closes_over():
     np.testing.assert_allclose(teacher.mean[...], X[0].mean(0) / 2, rtol=1e-5)
     teacher.bias[...] = jnp.full(4, 7.0)
     np.testing.assert_allclose(step(1.0, X[1]), 7.0, rtol=1e-5)
+
+
+class Teacher(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))
+
+    def teach(self, x):
+        return self.norm(x)
+
+
+GLOBAL = Teacher()
+teach_globally = GLOBAL.teach
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_method_of_a_module_that_the_loss_uses(is_global):
+    """Lies: an error of Flax about levels of tracing; or what the method changes is lost."""
+    teacher = GLOBAL if is_global else Teacher()
+    teach = teacher.teach
+    loss = lambda w, x: (w * (teach_globally if is_global else teach)(x)).mean()
+    mt.grad(loss, devices=2, towers=2)(1.0, X[0])
+    np.testing.assert_allclose(teacher.norm.mean[...], X[0].mean(0) / 2, rtol=1e-5)
+    teacher.norm.bias[...] = jnp.full(4, 7.0)
+    np.testing.assert_allclose(mt.grad(loss, devices=2)(1.0, X[1]), 7.0, rtol=1e-5)
 
 
 MODEL = nnx.Linear(4, 2, rngs=nnx.Rngs(0))

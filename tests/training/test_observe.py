@@ -60,6 +60,9 @@ def test_an_evaluation_of_an_earlier_state_cuts_nothing(tmp_path):
     with MetricsFile(path) as hook:
         report(hook, [2], phase="test")
     assert sorted(map(str, read_lines(path))) == sorted(map(str, before))
+    with MetricsFile(path) as hook:  # of other data, under other names
+        hook(mt.Progress("test", 4, 9, {"error": 0.5}))
+    assert [line["step"] for line in read_lines(path)].count(4) == 3
     with MetricsFile(path) as hook:
         report(hook, [2], phase="test")
         report(hook, [3])

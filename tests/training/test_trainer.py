@@ -15,6 +15,7 @@ import pytest
 import multitower as mt
 from multitower.data.batches import make_batches
 from multitower.steps.state.replicas import check_replicas
+from multitower.training.fitting.interruption import noted_signals
 
 RNG = np.random.default_rng(0)
 DATA = {
@@ -70,6 +71,16 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(tmp_path, numbe
     state = trainer.fit(PARAMS, batches, steps=60, resume=True)
     assert mt.fingerprint(state) == undisturbed
     assert seen == list(range(1, 61))  # every step told once
+
+
+def test_a_handler_that_python_did_not_install_stays(monkeypatch):
+    """Lie: a run inside of a program in C that fails at its end, when all work is done."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with noted_signals() as caught:
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert caught == []
 
 
 @pytest.mark.slow

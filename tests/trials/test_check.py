@@ -489,3 +489,14 @@ def test_a_loss_may_ask_for_the_number_of_towers_alone():
 
     assert check_parallel(right, W, BATCH)
     assert not check_parallel(wrong, W, BATCH)
+
+
+def test_results_that_are_nan_in_a_complex_number_are_repeatable():
+    """Lie: a function that draws random numbers on the host, because nan is not nan."""
+    found = check_parallel(lambda x: jax.lax.complex(x[:, 0] * jnp.nan, x[:, 1]), BATCH["x"])
+    assert not found.problems
+
+
+def test_a_result_that_is_no_number_is_named():
+    with pytest.raises(mt.OutputError, match=r"output\[1\]\['split'\] is str"):
+        check_parallel(lambda w, batch: (by_row(w, batch), {"split": "train"}), W, BATCH)

@@ -200,13 +200,17 @@ def _row_keys(num_rows: int, seed: int, epoch: int) -> np.ndarray[Any, Any]:
 
 
 def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:
-    """The same tree with the rows at these places, copied; what has no rows is unchanged."""
+    """A tree of copies: of the rows at these places, and of the arrays that have no rows."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = take_apart(tree, 0, name="data").split.kinds
     pairs = zip(leaves, kinds, strict=True)
-    return treedef.unflatten(
-        [on_one_device(leaf)[places] if isinstance(kind, int) else leaf for leaf, kind in pairs]
-    )
+
+    def chosen(leaf: Any, kind: Any) -> Any:
+        if isinstance(kind, int):
+            return on_one_device(leaf)[places]
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return treedef.unflatten([chosen(leaf, kind) for leaf, kind in pairs])
 
 
 def _check_has_room_for_keys(dataset: Any) -> None:

@@ -92,6 +92,15 @@ def variables_of(fun: Any) -> tuple[str, ...]:
     return held["names"].cell_contents if is_made_here(fun) and "names" in held else tuple(held)
 
 
+def made_for(fun: Any) -> Any:
+    """The user's callable that a function made here stands for; any other one is returned."""
+    while isinstance(fun, types.FunctionType) and is_made_here(fun):
+        held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
+        (name,) = {"inner", "inner_", "method", "bound"} & set(held)
+        fun = getattr(held[name].cell_contents, "__func__", held[name].cell_contents)
+    return fun
+
+
 def is_made_here(fun: types.FunctionType) -> bool:
     """Whether a function was made here, to stand for a user's callable."""
     return fun.__code__.co_filename == __file__

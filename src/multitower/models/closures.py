@@ -16,15 +16,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+
 from multitower.errors import ArgumentError, MultitowerError
-from multitower.models.callables import variables_of
+from multitower.models.callables import made_for, variables_of
 from multitower.models.dependencies import methods_of
-from multitower.models.opening import (
-    Left,
-    Opener,
-    OpenFunction,
-    flatten_with_classes,
-)
+from multitower.models.opening import Left, Opener, OpenFunction
+from multitower.models.trees import classes_in, nodes_of
 
 _Result = TypeVar("_Result")
 
@@ -55,8 +53,7 @@ class UsedByArguments:
     def of(self, *arguments: Any) -> Any:
         """Hashable; equal to that of another function if the methods use the same."""
         if self._known is None:
-            _, _, classes = flatten_with_classes(arguments)
-            self._known = methods_of(classes)
+            self._known = methods_of(classes_in(*nodes_of(arguments)[:2]))
         return self._known
 
 
@@ -66,7 +63,8 @@ def call_opened(
     """Calls `call(opened, contents)`, with as much taken out of a function as it allows.
 
     Numbers and NumPy arrays that it closes over are taken out too, so that new values need no new
-    program. A function that branches on them, or passes them to NumPy, gets their values instead.
+    program. A function that fails with them, because it branches on them, passes them to NumPy or
+    needs them to be settings, gets their values instead.
 
     Args:
         fun: the function.
@@ -79,15 +77,15 @@ def call_opened(
     Raises:
         ArgumentError: as `open_function`.
     """
-    code = getattr(fun, "__code__", None)
+    code = getattr(made_for(fun), "__code__", getattr(fun, "__code__", None))
     if code is None or code in _NEED_VALUES:
         return call(*open_function(fun, names, values=code is not None))
     opened, contents = open_function(fun, names)
     try:
         return call(opened, contents)
-    except MultitowerError:
+    except (MultitowerError, jax.errors.JaxRuntimeError, FloatingPointError):
         raise
-    except (TypeError, AttributeError, IndexError):  # what JAX raises where a value is needed
+    except Exception:  # what JAX or the function itself raises where a value is needed
         if not contents.arrays:
             raise
     result = call(*open_function(fun, names, values=True))
@@ -133,4 +131,4 @@ def close_function(opened: Any, contents: Contents) -> Callable[..., Any]:
     """The function again, around other contents in the same order."""
     if not isinstance(opened, OpenFunction):
         return opened
-    return opened.close(Left(iter(contents.arrays), contents.modules, contents.rows))
+    return opened.close(Left(iter(contents.arrays), contents.modules, contents.rows, []))

@@ -39,6 +39,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.alive: list[Any] = []
+        self._owners: list[Any] = []  # of what is left out; no longer than this reader lives
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[Any, int] = {}  # of what can contain itself
 
@@ -59,7 +60,7 @@ class Reader:
                 owner = first
             for attribute in attributes:
                 owner = inspect.getattr_static(owner, attribute, None)
-            self.alive.append(owner)
+            self._owners.append(owner)
             self._stored |= {(id(owner), last)}
 
     def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:

@@ -119,7 +119,7 @@ def take_equinox(module: Any) -> tuple[EquinoxParts, Any, Any, Any]:
 
 
 def _kind(path: Any, leaf: Any) -> str | tuple[type, Any]:
-    if isinstance(leaf, jax.Array | np.ndarray):
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return _WEIGHT if jnp.issubdtype(leaf.dtype, jnp.inexact) else _FIXED
     try:
         hash(leaf)

@@ -37,7 +37,9 @@ def diff_state(argnum: Any) -> tuple[int, Any] | None:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(argnum, nnx.DiffState):
         return None
-    return argnum.argnum, argnum.filter
+    # `nnx.split` takes these two as its last filter only.
+    is_all = argnum.filter is ... or argnum.filter is True
+    return argnum.argnum, nnx.Everything() if is_all else argnum.filter
 
 
 class NnxParts(NamedTuple):

@@ -11,19 +11,20 @@ import numpy as np
 from jax.tree_util import treedef_is_leaf
 
 from multitower.models.bytecode import WRITES, Chain, Names
-from multitower.models.callables import is_made_here, of_partial
+from multitower.models.callables import as_function, is_made_here, made_for, of_partial
 from multitower.models.dependencies import (
     Dependencies,
     content_of,
     dependencies_of,
     methods_of,
-    of_users,
 )
 from multitower.models.equinox import is_equinox
-from multitower.models.nnx import classes_of_nnx, is_nnx
+from multitower.models.nnx import is_nnx
+from multitower.models.trees import classes_in, in_order, nodes_of, orders_of
 from multitower.models.values import (
     METHOD,
     UnknownDependencyError,
+    fits_device,
     is_installed,
     is_value,
     types_in,
@@ -55,21 +56,31 @@ class OpenFunction:
     def close(self, left: "Left") -> Callable[..., Any]:
         """The function again, with the next of these contents put in."""
         code, scope, defaults, keyword_defaults = self.bare
+        left.way.append([])
         cells = tuple(cell.close(left) for cell in self.cells)
         if self.globals_:
             taken = {name: cell.close(left).cell_contents for name, cell in self.globals_}
             scope = {**scope, **taken}
         fun = types.FunctionType(code, scope, code.co_name, defaults, cells)
         fun.__kwdefaults__ = keyword_defaults
+        left.way.pop().append(fun)
         return fun
 
 
 class Left(NamedTuple):
-    """What is still to be put in, in the order in which it was taken out."""
+    """What is still to be put in, in the order in which it was taken out.
+
+    Attributes:
+        arrays: for the places of arrays.
+        modules: the NNX modules.
+        rows: trees of rows, by the name of the variable.
+        way: for each function that is being put together, a list that will hold it.
+    """
 
     arrays: Iterator[Any]
     modules: list[Any]
     rows: Mapping[str, Any]
+    way: list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,8 @@ class _Cell:
     Attributes:
         rows: the variable's name, if it holds rows.
         treedef: the structure of the tree that it holds.
-        leaves: `_ARRAY`, a `_Module`, an OpenFunction, or a `_Leaf`.
+        orders: the keys of each dict in it, in their order, which JAX does not keep.
+        leaves: `_ARRAY`, a `_Module`, an OpenFunction, an `_Again`, or a `_Leaf`.
         original: the variable, if the function may want to write into it.
         classes: what the methods of users' classes in it use.
     """
@@ -87,6 +99,7 @@ class _Cell:
     rows: str | None
     treedef: Any
     leaves: tuple[Any, ...]
+    orders: tuple[tuple[Any, ...], ...] = ()
     original: types.CellType | None = field(default=None, compare=False)
     classes: Dependencies | None = None
 
@@ -94,9 +107,9 @@ class _Cell:
         if self.original is not None:
             return self.original
         if self.rows is not None:
-            return types.CellType(left.rows[self.rows])
+            return types.CellType(in_order(left.rows[self.rows], self.orders))
         leaves = [_close_leaf(leaf, left) for leaf in self.leaves]
-        return types.CellType(jax.tree.unflatten(self.treedef, leaves))
+        return types.CellType(in_order(jax.tree.unflatten(self.treedef, leaves), self.orders))
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,13 @@ class _Module:
     """Stands for an NNX module: the same one, wherever it is closed over."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Stands for a function that is closed over by itself, or by one that it closes over."""
+
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,13 @@ def _close_leaf(leaf: Any, left: Left) -> Any:
         return next(left.arrays)
     if isinstance(leaf, _Module):
         return left.modules[leaf.number]
+    if isinstance(leaf, _Again):
+        held = left.way[leaf.depth]  # empty until that function is complete
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return held[0](*args, **kwargs)
+
+        return again
     return leaf.close(left) if isinstance(leaf, OpenFunction) else leaf.value
 
 
@@ -173,7 +200,8 @@ class Opener:
         for name in dict.fromkeys(chain[0] for chain in names.chains):
             value = fun.__globals__.get(name)
             is_named = name in self._names and name in fun.__globals__
-            if is_named or is_nnx(value) or self._is_taken(value, jax.Array):
+            is_taken = is_nnx(value) or _is_method_of_nnx(value)
+            if is_named or is_taken or self._is_taken(value, jax.Array):
                 yield name, self._open_cell(name, types.CellType(value))
 
     def _module(self, module: Any) -> _Module:
@@ -191,33 +219,37 @@ class Opener:
             is_rebound, held = True, None
         if is_rebound:
             self._may_change = True
-            return _Cell(None, None, (), cell)
-        leaves, treedef, classes = flatten_with_classes(held)
+            return _Cell(None, None, (), original=cell)
+        nodes, leaves, treedef = nodes_of(held)
+        classes = classes_in(nodes, leaves)
+        orders = orders_of(nodes)
         used = methods_of(classes, self._way[-1]) if classes else None
         if name in self._names and self.rows.setdefault(name, held) is held:
             self._num_taken += 1
-            return _Cell(name, None, (), classes=used)
+            return _Cell(name, None, (), orders, classes=used)
         before = self._num_taken
         arrays: Any = jax.Array | np.ndarray
         if _is_record(held, leaves):
             arrays |= int | float
-        elif isinstance(held, float | np.floating | tuple) and _is_users(self._way[-1]):
+        elif isinstance(held, float | np.floating | tuple) and _takes_floats(self._way[-1]):
             arrays |= float | np.floating
         is_leaf = bool(leaves) and treedef_is_leaf(treedef)
         chains = Names.of(self._way[-1].__code__).free.get(name, _WHOLE) if is_leaf else _WHOLE
         opened = tuple(self._open_leaf(leaf, arrays, chains) for leaf in leaves)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
-            return _Cell(None, treedef, opened, classes=used)
+            return _Cell(None, treedef, opened, orders, classes=used)
         # A list or dict without arrays stays itself: the function may want to write into it.
         read = Names.of(self._way[-1].__code__).free.get(name, ())
         if any(chain[:1] and chain[0] in WRITES for chain in read):
             self._may_change = True
-            return _Cell(None, None, (_leaf(held),), cell)
+            return _Cell(None, None, (_leaf(held),), original=cell)
         return _Cell(None, _ONE_LEAF, (self._compared(held, _WHOLE),))
 
     def _open_leaf(self, leaf: Any, arrays: Any, chains: Iterable[Chain]) -> Any:
         if isinstance(leaf, functools.partial):
             leaf = of_partial(leaf)
+        if _is_method_of_nnx(leaf):
+            leaf = as_function(leaf)
         leaf = self.inside(leaf)
         if is_nnx(leaf):
             return self._module(leaf)
@@ -225,15 +257,12 @@ class Opener:
             self._num_taken += 1
             self.arrays.append(leaf)
             return _ARRAY
-        is_function = isinstance(leaf, types.FunctionType)
-        if is_function and leaf not in self._way:
-            return self.open(leaf)
+        if isinstance(leaf, types.FunctionType):
+            return _Again(self._way.index(leaf)) if leaf in self._way else self.open(leaf)
         is_open = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
         is_method = isinstance(leaf, METHOD)
         if is_open or is_method or not is_value(leaf):
-            if not is_function:  # one that calls itself would keep its old contents
-                return self._compared(leaf, chains)
-            self._may_change = True
+            return self._compared(leaf, chains)
         return _leaf(leaf)
 
     def _compared(self, leaf: Any, chains: Iterable[Chain]) -> _Leaf:
@@ -248,7 +277,7 @@ class Opener:
             return _leaf(leaf)
 
     def _is_taken(self, leaf: Any, arrays: Any) -> bool:
-        if not isinstance(leaf, arrays) or isinstance(leaf, bool):
+        if not isinstance(leaf, arrays) or isinstance(leaf, bool) or not fits_device(leaf):
             return False
         if isinstance(leaf, np.ndarray | np.generic):
             # A NumPy array is never a key, but one that looks like a key would be taken for it.
@@ -256,23 +285,18 @@ class Opener:
         return not self._values or is_traced(leaf) or is_key(leaf) or is_legacy_key(leaf)
 
 
-def flatten_with_classes(tree: Any) -> tuple[list[Any], Any, tuple[type, ...]]:
-    """A tree's leaves (an NNX module is one), its structure, and the users' classes in it."""
-    nodes: list[Any] = []
-
-    def look(node: Any) -> bool:
-        nodes.append(node)
-        return is_nnx(node)
-
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=look)
-    modules = [leaf for leaf in leaves if is_nnx(leaf)]
-    classes = [*map(type, nodes), *(cls for one in modules for cls in classes_of_nnx(one))]
-    return leaves, treedef, of_users(classes)
+def _is_method_of_nnx(value: Any) -> bool:
+    return isinstance(value, types.MethodType) and is_nnx(value.__self__)
 
 
-def _is_users(fun: types.FunctionType) -> bool:
-    """Whether a function is a user's; a library's may check that a number is a Python float."""
-    return is_made_here(fun) or not is_installed(fun)
+def _takes_floats(fun: types.FunctionType) -> bool:
+    """Whether the floats that a function closes over may be arrays while it is traced.
+
+    A library's function may check that a number is a Python float, and some users' do.
+    """
+    code = getattr(made_for(fun), "__code__", fun.__code__)
+    asks_types = any(chain[0] in ("isinstance", "type") for chain in Names.of(code).chains)
+    return not asks_types and (is_made_here(fun) or not is_installed(fun))
 
 
 def _leaf(value: Any) -> _Leaf:

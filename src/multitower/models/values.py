@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import sys
 import sysconfig
 import types
@@ -11,10 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from multitower.towers.leaves import device_dtype
+
 METHOD = types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType
+_PLACES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _INSTALLED = tuple(
-    {str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(__file__).parents[1]), "<frozen"}
+    {"<frozen"} | {f"{Path(place)}{os.sep}" for place in (*_PLACES, Path(__file__).parents[1])}
 )
 
 
@@ -35,6 +38,21 @@ def is_value(leaf: Any) -> bool:
     cls = type(leaf)
     is_equal_to_itself_alone = cls.__eq__ is object.__eq__ and not is_installed(cls)
     return cls.__hash__ is not object.__hash__ and not is_equal_to_itself_alone
+
+
+def fits_device(number: Any) -> bool:
+    """Whether a closed-over number has about its value on a device, where its dtype may be narrow.
+
+    An array of integers must have all of its values; one of floats always fits.
+    """
+    is_integers = isinstance(number, np.ndarray) and number.dtype.kind in "iu"
+    if not (is_integers or isinstance(number, float | np.number)):
+        return True
+    with np.errstate(over="ignore"):
+        there = np.asarray(number).astype(device_dtype(np.asarray(number)))
+    if there.dtype.kind in "iu":
+        return np.array_equal(there, number)
+    return np.isfinite(there) == np.isfinite(number) and bool(there) == bool(number)
 
 
 def types_in(value: Any) -> Any:

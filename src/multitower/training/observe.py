@@ -29,7 +29,7 @@ class MetricsFile:
 
     A resumed run appends to the file. It first removes the lines of steps that it makes again, so
     that every training step has one line. An evaluation before any training removes no line but
-    that of the same evaluation.
+    that of the same step and metrics.
 
     Args:
         path: the path of the file, usually `RUN_DIR/metrics.jsonl`.
@@ -102,7 +102,8 @@ class MetricsFile:
         def is_made_again(line: dict[str, Any]) -> bool:
             # An evaluation, perhaps of an earlier state, makes no training step again.
             if first.phase == "test":
-                return (line["phase"], line["step"]) == ("test", first.step)
+                is_same = set(line) - _OWN == set(first.metrics)
+                return is_same and (line["phase"], line["step"]) == ("test", first.step)
             return line["step"] >= first.step
 
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")

@@ -523,8 +523,10 @@ class Trainer:
 
         Not what ends a run early: process 0 decides that for all.
         """
+        from multitower.training.fitting.settings import as_python  # noqa: PLC0415 (importing stays quick)
+
         best = self._best
-        return {
+        rhythm = {
             "steps": call.how.steps,
             "resume": call.how.resume,
             "with a run_dir": self._directory is not None,
@@ -534,6 +536,7 @@ class Trainer:
             "steps_per_call": self._options["steps_per_call"],
             "keep_best": None if best is None else [best.metric, best.mode],
         }
+        return {name: as_python(value) for name, value in rhythm.items()}
 
     def _around(self) -> "Around":
         from multitower.training.fitting.fit import Around  # noqa: PLC0415 (importing stays quick)

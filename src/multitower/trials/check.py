@@ -51,6 +51,7 @@ def check_parallel(
         ArgumentError: an argument can be neither split nor shared; or the loss takes
             `model_state`, and you passed none; or the call is inside `jax.jit` or the like.
         BatchError: fewer than two rows, or arguments with different numbers of rows.
+        OutputError: a result that is neither an array nor a number.
         DeviceError: `towers` is not a whole number above 0.
 
     Example:

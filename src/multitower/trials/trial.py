@@ -18,6 +18,7 @@ from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import is_state_of, split_state, state_structures
 from multitower.functions.gradient_job import enter_states
 from multitower.functions.objective import Reduction, as_mean, share_of
+from multitower.functions.outputs import check_arrays
 from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_of
 from multitower.models.callables import as_function
 from multitower.models.closures import open_function
@@ -46,6 +47,11 @@ class Found(NamedTuple):
     leaves: list[Any]
     has_loss: bool
     states: dict[str, Any]
+
+
+def _as_array(leaf: Any, name: str) -> jax.Array:
+    check_arrays(leaf, name)
+    return jnp.asarray(leaf)
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,10 @@ class Trial:
         states["state"], output = split_state(output, is_state_of(structures.values()))
         flat, _ = jax.tree_util.tree_flatten_with_path(output, is_leaf=is_ratio)
         names = [f"output{jax.tree_util.keystr(path)}" for path, _ in flat]
-        leaves = [leaf if is_ratio(leaf) or is_key(leaf) else jnp.asarray(leaf) for _, leaf in flat]
+        leaves = [
+            leaf if is_ratio(leaf) or is_key(leaf) else _as_array(leaf, name)
+            for name, (_, leaf) in zip(names, flat, strict=True)
+        ]
         has_loss = bool(leaves) and names[0] in ("output", "output[0]")
         return Found(names, leaves, has_loss and _may_be_loss(leaves[0], rows), states)
 

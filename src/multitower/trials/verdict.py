@@ -187,4 +187,4 @@ def _flows(read: Read | None) -> list[Flow]:
 
 def _is_same(value: Any, repeated: Any) -> bool:
     value, repeated = numbers_of(value), numbers_of(repeated)
-    return np.array_equal(value, repeated, equal_nan=value.dtype.kind == "f")
+    return np.array_equal(value, repeated, equal_nan=value.dtype.kind in "fc")

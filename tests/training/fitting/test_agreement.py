@@ -4,8 +4,10 @@ step that costs as much as the step."""
 import signal
 
 import numpy as np
+import optax
 import pytest
 
+import multitower as mt
 from multitower.towers.placement import Placement, place
 from multitower.training.fitting import agreement
 from multitower.training.fitting.agreement import VOTE_EVERY_S, StopVote
@@ -25,6 +27,15 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+def test_numbers_of_numpy_are_compared_over_processes(several):
+    """Lie: a trainer that works in one process, and has no JSON for the other ones."""
+    given = {"hooks": [], "devices": 4, "towers": 4, "checkpoint_every": np.int64(2)}
+    trainer = mt.Trainer(lambda w, x: w * x, optax.sgd(0.1), **given)
+    how = {"evaluate": print, "evaluate_every": np.int64(1), "steps": np.int64(1)}
+    state = trainer.fit(np.float32(0), lambda first: iter([np.ones(4, np.float32)]), **how)
+    assert int(state.step) == 1
 
 
 def steps_until_stop(vote, clock, most):

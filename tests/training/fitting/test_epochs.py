@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -35,6 +36,7 @@ def test_epochs_are_steps():
     same = make_trainer().fit(np.float32(0), batches, steps=8)
     assert mt.fingerprint(state) == mt.fingerprint(same)
     assert int(trainer.fit(np.float32(0), batches, epochs=0.3).step) == 1
+    assert int(trainer.fit(np.float32(0), batches, epochs=jnp.float32(0.5)).step) == 2
 
     del told[:]
     assert int(trainer.fit(np.float32(0), by_hand, epochs=3, steps_per_epoch=2).step) == 6
@@ -55,6 +57,8 @@ def test_the_size_of_an_epoch_is_asked_for():
     most = r": a run makes at most 2147483647 steps, counted in int32\."
     with pytest.raises(mt.RunError, match=r"steps=1e\+20" + most):
         fit(np.float32(0), batches, steps=10**20)
+    with pytest.raises(mt.RunError, match="steps=25000000000" + most):
+        fit(np.float32(0), batches, epochs=10**10)
     for huge in ({"steps": 10**5000}, {"epochs": 10**400, "steps_per_epoch": 2.5}):
         with pytest.raises(mt.RunError, match="steps above 1e300" + most):
             fit(np.float32(0), batches, **huge)

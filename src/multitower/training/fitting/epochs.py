@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from multitower.errors import ArgumentError, RunError, whole_number
+from multitower.training.fitting.settings import as_python
 
 # `TrainState.step` is int32.
 MOST_STEPS = 2**31 - 1
@@ -58,7 +59,7 @@ def steps_of_run(
             "return an iterator of mt.make_batches. Pass steps_per_epoch=, the number of examples "
             "divided by the rows of a batch, or steps=."
         )
-    return steps_in(epochs, size)
+    return steps_in(as_python(epochs), size)
 
 
 def _is_above_0(value: Any) -> bool:
@@ -83,7 +84,7 @@ def check_steps(steps: Any) -> int:
 def _refuse_too_many(steps: float) -> None:
     if steps > MOST_STEPS:
         # Python cannot format a larger integer as a float.
-        said = f"steps={steps:.15g}" if steps < 1e300 else "steps above 1e300"
+        said = f"steps={float(steps):.15g}" if steps < 1e300 else "steps above 1e300"
         raise RunError(f"{said}: a run makes at most {MOST_STEPS} steps, counted in int32.")
 
 

@@ -22,7 +22,9 @@ def noted_signals() -> Generator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield caught  # only the main thread may handle signals
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # None: a handler of a program in C around Python, which could not be put back.
+    before = {number: handler for number, handler in found.items() if handler is not None}
 
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
