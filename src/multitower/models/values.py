@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pureli
 _INSTALLED = tuple(
     {"<frozen"} | {f"{Path(place)}{os.sep}" for place in (*_PLACES, Path(__file__).parents[1])}
 )
+_TINY, _HUGE = (float(one) for one in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 class UnknownDependencyError(Exception):
@@ -41,18 +43,13 @@ def is_value(leaf: Any) -> bool:
 
 
 def fits_device(number: Any) -> bool:
-    """Whether a closed-over number has about its value on a device, where its dtype may be narrow.
-
-    An array of integers must have all of its values; one of floats always fits.
-    """
-    is_integers = isinstance(number, np.ndarray) and number.dtype.kind in "iu"
-    if not (is_integers or isinstance(number, float | np.number)):
-        return True
-    with np.errstate(over="ignore"):
-        there = np.asarray(number).astype(device_dtype(np.asarray(number)))
-    if there.dtype.kind in "iu":
-        return np.array_equal(there, number)
-    return np.isfinite(there) == np.isfinite(number) and bool(there) == bool(number)
+    """Whether a float, or an array of integers, has about its value in the 32 bits of a device."""
+    if isinstance(number, float | np.floating):
+        size = abs(float(number))
+        return not 0 < size < math.inf or _TINY <= size <= _HUGE
+    if isinstance(number, np.ndarray) and number.dtype.kind in "iu":
+        return np.array_equal(number.astype(device_dtype(number), copy=False), number)
+    return True
 
 
 def types_in(value: Any) -> Any:
