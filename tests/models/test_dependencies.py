@@ -5,15 +5,18 @@ something was looked at that changes all the time, or that cannot be compared.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import math
 import operator
+import os
 import random
 import re
 import sysconfig
 import types
+import weakref
 from pathlib import Path
 
 import jax
@@ -299,6 +302,32 @@ def test_random_numbers_of_the_host_are_drawn_anew(fun):
     """Lie: a loss without `jax.jit` gets the noise of its first step at every step."""
     with pytest.raises(UnknownDependencyError):
         dependencies_of(fun)
+
+
+scale_here = contextvars.ContextVar("scale_here", default=2.0)
+held_elsewhere = weakref.ref(tally)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w: w * scale_here.get(),
+        lambda w: w * held_elsewhere().scale,
+        lambda w: w * float(os.environ["SCALE"]),
+        lambda w: w * float(os.getenv("SCALE", "2")),
+    ],
+    ids=["context", "weak reference", "environment", "getenv"],
+)
+def test_what_is_kept_elsewhere_is_read_anew(fun):
+    """Lie: a loss made anew that gets the setting of the first one."""
+    with pytest.raises(UnknownDependencyError):
+        dependencies_of(fun)
+
+
+@pytest.mark.parametrize("held", [scale_here, held_elsewhere])
+def test_what_is_kept_elsewhere_and_closed_over(held):
+    make = lambda: lambda w: w * held
+    assert open_function(make(), ())[0] != open_function(make(), ())[0]
 
 
 def test_what_draws_nothing_shares_a_program():

@@ -31,7 +31,12 @@ _MANY = 5000
 # The names in the code do not show what these read.
 _READ_ANYTHING = ("__import__", "eval", "exec", "globals")
 _READ_VARIABLES = ("locals", "super", "vars")
-_FIND_ANYTHING = (("importlib", "import_module"), ("sys", "modules"))
+_FIND_ANYTHING = (
+    ("importlib", "import_module"),
+    ("sys", "modules"),
+    ("os", "environ"),
+    ("os", "getenv"),
+)
 
 
 class Reader:

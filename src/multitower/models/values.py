@@ -7,6 +7,8 @@ import os
 import sys
 import sysconfig
 import types
+import weakref
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ def is_value(leaf: Any) -> bool:
         return leaf.__self__ is None or is_value(leaf.__self__)
     if isinstance(leaf, type | types.ModuleType | jax.stages.Wrapped):
         return True
+    if isinstance(leaf, ContextVar | weakref.ReferenceType):  # what they give may change
+        return False
     try:
         hash(leaf)
     except TypeError:

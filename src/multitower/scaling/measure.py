@@ -207,7 +207,7 @@ def _refuse_incomparable(options: RunOptions, num_processes: int) -> None:
 
 def _rows(kind: str, batch: int, count: int, fewest: int, how: ScalingOptions) -> int:
     """The rows of a step; in weak scaling they grow with the number of devices."""
-    if kind == STRONG or (count == fewest and how.rows_per_device is None):
+    if kind == STRONG:
         return batch
     return (how.rows_per_device or -(-batch // fewest)) * count
 
