@@ -1596,3 +1596,40 @@ def test_rows_in_a_reference_are_told():
         return losses(twice[...], x)
 
     mt.grad(doubled, devices=2)(W, X)
+
+
+def weights(x):
+    return jnp.abs(x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda w, x: mt.ratio((weights(x) * losses(w, x)).sum(), weights(x).mean()), "mt.ratio"),
+        (lambda w, x: mt.ratio(weights(x) * losses(w, x), weights(x).mean()), "mt.ratio"),
+        (lambda w, x: losses(w, x).mean() + 1e-8 * (1e4 * x @ w).sum(), "a sum over rows"),
+        (lambda w, x: losses(w, x).sum() / 1e8, "a sum over rows"),
+        (lambda w, x: losses(w, x).sum() / len(x) ** 2, "depends on the number of rows"),
+        (lambda w, x: (jax.lax.top_k(x @ w, len(x))[0] - x @ w) ** 2, "rows are brought together"),
+    ],
+    ids=["sum by mean", "rows by mean", "large factor", "large number", "n * n", "top_k"],
+)
+def test_what_looked_like_a_mean_is_told(loss, said):
+    """Lies: a number so large that it is a multiple of everything; means that towers add up."""
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.grad(loss, devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: mt.ratio((weights(x) * losses(w, x)).mean(), weights(x).mean()),
+        lambda w, x: (x @ jax.random.normal(jax.random.key(0), (3, 3)) @ w) ** 2,
+        lambda w, x: losses(w, x).sum() / (3 * len(x)),
+        lambda w, x: losses(w, x).sum() / len(x) * 1e6,
+    ],
+    ids=["mean by mean", "random features", "three times", "large"],
+)
+def test_nothing_is_said_of_what_one_device_does_too(loss):
+    value, _ = mt.value_and_grad(loss, devices=2)(W, X)  # warnings are errors
+    np.testing.assert_allclose(value, jnp.mean(loss(W, X)), rtol=1e-5)

@@ -207,3 +207,61 @@ def test_an_encoder_that_is_computed_again_keeps_embeddings_only(monkeypatch):
             mt.value_and_grad(loss, towers=4, devices=2)(W, X)
     assert kept[0] > 4000
     assert kept[1] < 200
+
+
+def embedded(w, x):
+    z = x @ w
+    return z / jnp.linalg.norm(z, axis=1, keepdims=True)
+
+
+def similarities(w, x):
+    z = embedded(w, x)
+    return z @ mt.all_rows(z).T
+
+
+def picked(w, x):
+    found = similarities(w, x)
+    return jnp.take_along_axis(found, jnp.arange(len(x))[:, None], 1)[:, 0]
+
+
+def paired(w, x):
+    z = embedded(w, x)
+    return (z * mt.all_rows(z)[: len(z)]).sum(1)
+
+
+def cross_entropies(w, x, labels):
+    found = 3 * similarities(w, x)
+    return optax.softmax_cross_entropy_with_integer_labels(found, labels(x))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: cross_entropies(w, x, lambda x: jnp.arange(len(x))),
+        lambda w, x: jnp.diag(similarities(w, x)),
+        lambda w, x: similarities(w, x)[jnp.arange(len(x)), jnp.arange(len(x))],
+        picked,
+        paired,
+    ],
+    ids=["labels", "diagonal", "index", "take_along_axis", "slice"],
+)
+def test_a_tower_s_own_numbers_among_the_rows_of_all_towers_are_told(loss):
+    """Lie: contrastive losses whose row i has its pair in column i, which is of another tower."""
+    with pytest.warns(mt.MultitowerWarning, match="depends on the number of rows|row_index"):
+        mt.value_and_grad(loss, towers=4, devices=2)(W, X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: cross_entropies(w, x, mt.row_index),
+        lambda w, x: similarities(w, x)[jnp.arange(len(x)), mt.row_index(x)],
+        lambda w, x: (embedded(w, x) * mt.all_rows(embedded(w, x))[mt.row_index(x)]).sum(1),
+    ],
+)
+@every_way
+def test_row_index_among_the_rows_of_all_towers_is_right(loss, way):
+    value, gradient = mt.value_and_grad(loss, **way)(W, X)  # warnings are errors
+    expected = jax.value_and_grad(lambda w, x: loss(w, x).mean())(W, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-6)

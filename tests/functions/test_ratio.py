@@ -228,6 +228,9 @@ def test_other_uses_are_refused_in_words():
     uses = {
         "a product": lambda r: r * r,
         "a number divided": lambda r: 1 / r,
+        "a power": lambda r: r**2,
+        "its value": lambda r: r * float(r) + abs(r),
+        "a comparison": lambda r: r if r > 0 else -r,
         r"\.mean": lambda r: r.mean(),
         r"\+ with float32\[10, 1\]": lambda r: r + jnp.ones((10, 1)),
         "shape \\(2,\\) for 10 rows": lambda r: r + jnp.ones(2),

@@ -14,6 +14,8 @@ _OF_MATRICES = (
     "cholesky", "eig", "eigh", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve",
 )  # fmt: skip
+# These along the last axis of their first argument, if they do not say along which.
+_ALONG_LAST = ("approx_top_k", "top_k", "tridiagonal_solve")
 
 
 def works_along_rows(
@@ -36,6 +38,10 @@ def works_along_rows(
     if name in _OF_MATRICES:
         ndim = len(equation.invars[0].aval.shape)
         return any(axis >= ndim - 2 for axis in axes)
+    if name in _ALONG_LAST:
+        ndim = len(equation.invars[0].aval.shape)
+        axis = equation.params.get("axis", equation.params.get("reduction_dimension", -1))
+        return axis % ndim in axes
     if name in _ALONG_AXIS:
         params = equation.params
         along = params.get("dimensions", (params.get("axis", params.get("dimension", 0)),))

@@ -123,6 +123,9 @@ class Counting:
         if is_sum:
             rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
             self._means |= {self._where(equation): place for place in rows[:1]}
+            numbers = numbers_of(inputs, self._whole) if name == "div" else []
+            if any(number % self._num_rows**2 == 0 for number in numbers):
+                return self._where(equation)
             return before  # the number of rows makes a mean of a sum
         numbers = numbers_of(inputs, self._whole) if is_product else []
         if any(counts_rows(abs(number), self._num_rows) for number in numbers):

@@ -25,7 +25,10 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
         return None
     if word == "free" and any(flow.varies for flow in inputs):
         return None  # the number of the tower went into it, too
-    if name in operations.FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
+    if _finds_among_all(equation, reader):
+        if name == "slice":
+            return reader.where(equation)
+    elif name in operations.FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
         inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
     return next((flow.placed for flow in inputs if flow.placed), None)
 
@@ -37,3 +40,18 @@ def _makes_places(equation: Any, reader: Reader) -> bool:
     axis = equation.params["dimension"]
     of_rows = [axis in reader.row_axes(atom) for atom in equation.invars]
     return axis in reader.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
+
+
+def _finds_among_all(equation: Any, reader: Reader) -> bool:
+    """Whether it looks up rows of all towers, by numbers or by place."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("gather", "dynamic_slice", "slice"):
+        return False
+    shape, own = equation.invars[0].aval.shape, reader.row_axes(equation.invars[0])
+    of_all = [a for a, n in enumerate(shape) if n and n % reader.num_rows == 0 and a not in own]
+    if name == "slice":
+        out = reader.row_axes(equation.outvars[0])
+        return any(axis in out for axis in of_all)
+    if name == "gather":
+        return any(axis in params["dimension_numbers"].start_index_map for axis in of_all)
+    return any(params["slice_sizes"][axis] < shape[axis] for axis in of_all)

@@ -16,6 +16,7 @@ from multitower.checks.problems import (
     MEETINGS,
     MIXED,
     OF_ONE_TOWER,
+    RATIO,
     SAME_IN_ALL,
     STATISTICS,
     STEADY,
@@ -130,10 +131,14 @@ class Results(NamedTuple):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
             elif flow.beside_mean:
                 problems.append(Problem("sum", one.name, flow.beside_mean, BESIDE))
-            elif flow.counted or flow.placed:
-                where = flow.counted or flow.placed
+            elif where := self._counted(one) or flow.placed:
                 problems.append(Problem("row count", one.name, where, COUNTED))
         return problems
+
+    def _counted(self, one: _Result) -> str | None:
+        """Where a result was divided by the number of rows; not if both terms of its ratio were."""
+        terms = [term.flow.is_mean for term in self.leaves if term.kind == TERMS]
+        return None if one.kind == "loss" and terms and all(terms) else one.flow.counted
 
     def statistics(self, num_towers: int) -> list[Problem]:
         """A problem for each result that depends on statistics of a tower's rows."""
@@ -187,16 +192,17 @@ class Results(NamedTuple):
         ]
 
     def steady_terms(self) -> list[Problem]:
-        """A problem for each ratio with a number that all towers have, alone or in a sum."""
+        """A problem for each ratio of a sum and a mean, or with a number that all towers have."""
         terms = [one for one in self.leaves if one.kind == TERMS]
-        return [
-            *(
-                Problem("sum", "mt.ratio", total.flow.origin or weight.flow.origin, STEADY)
-                for total, weight in zip(terms[::2], terms[1::2], strict=True)
-                if self._is_steady(total) != self._is_steady(weight)
-            ),
-            *(Problem("sum", "mt.ratio", place, BESIDE) for place in self._beside_terms(terms)),
-        ]
+        problems: list[Problem] = []
+        for total, weight in zip(terms[::2], terms[1::2], strict=True):
+            place = total.flow.origin or weight.flow.origin
+            if self._is_steady(total) != self._is_steady(weight):
+                problems.append(Problem("sum", "mt.ratio", place, STEADY))
+            elif total.flow.is_mean != weight.flow.is_mean:
+                problems.append(Problem("sum", "mt.ratio", place, RATIO))
+        places = self._beside_terms(terms)
+        return [*problems, *(Problem("sum", "mt.ratio", place, BESIDE) for place in places)]
 
     def _beside_terms(self, terms: list[_Result]) -> list[str]:
         """Where such a number was added, each place once, if `mixed_or_summed` does not tell."""

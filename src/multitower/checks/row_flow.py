@@ -206,7 +206,9 @@ class _Reader:
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
         varies = any(flow.varies for flow in inputs)
-        if name in operations.DRAWS and not varies and not self._is_for_all(equation):
+        by_row = any(self.row_axes(atom) for atom in equation.outvars)
+        by_row |= any(one.primitive.name in INSIDE for one in self._calls)
+        if name in operations.DRAWS and by_row and not varies and not self._is_for_all(equation):
             self.draws.append(self.where(equation))
         word, origin, mixing = self._word(equation, name, inputs)
         flow = Flow(

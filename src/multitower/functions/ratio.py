@@ -7,7 +7,7 @@ has. So inside a tower a ratio stays in two parts, totals and weights, until the
 import functools
 import math
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Never
@@ -75,6 +75,15 @@ def inside_tower() -> Generator[None]:
         yield
 
 
+def _refused(what: str) -> Callable[..., Never]:
+    """A method that is refused."""
+
+    def method(self: "Ratio", *_: Any) -> Never:
+        raise _refuse(what)
+
+    return method
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class Ratio:
@@ -134,6 +143,9 @@ class Ratio:
 
     __radd__ = __add__
     __rmul__ = __mul__
+    __pow__ = __rpow__ = _refused("a power")
+    __float__ = __int__ = __abs__ = _refused("its value")
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refused("a comparison")
 
     def __getattr__(self, name: str) -> Never:
         """Refused with an explanation: a ratio has no attributes of an array."""
