@@ -96,7 +96,7 @@ def made_for(fun: Any) -> Any:
     """The user's callable that a function made here stands for; any other one is returned."""
     while isinstance(fun, types.FunctionType) and is_made_here(fun):
         held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
-        (name,) = {"inner", "inner_", "method", "bound"} & set(held)
+        name = next(one for one in ("inner_", "inner", "bound", "method") if one in held)
         fun = getattr(held[name].cell_contents, "__func__", held[name].cell_contents)
     return fun
 
