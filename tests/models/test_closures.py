@@ -207,6 +207,16 @@ def test_a_jitted_loss_that_closes_over_its_batch():
         np.testing.assert_allclose((value, gradient), (9 * (X**2).mean(), 6 * (X**2).mean()))
 
 
+@pytest.mark.parametrize("name", ["values", "names", "inner", "method", "first"])
+def test_rows_by_any_name_in_a_partial(name):
+    """Lie: the variables of this library's own functions are taken for the user's rows."""
+    loss = functools.partial(lambda w, *, scale, **rows: w * rows[name] * scale, scale=0.5)
+    found = mt.value_and_grad(
+        functools.partial(loss, **{name: X}), in_axes={name: 0}, devices=2, towers=4
+    )(1.0)
+    np.testing.assert_allclose(found[0], 0.5 * X.mean(), rtol=1e-6)
+
+
 def test_names_that_the_loss_does_not_close_over():
     x = jnp.asarray(X)
     with pytest.raises(mt.BatchError, match=r"closes over its batch.*in_axes=\{'batch': 0\}"):

@@ -1,4 +1,7 @@
-"""Turns callables that are not plain functions into functions that close over their contents."""
+"""Turns callables that are not plain functions into functions that close over their contents.
+
+Their own variables end with _, so that users' variables, which may hold rows, have other names.
+"""
 
 import functools
 import types
@@ -20,14 +23,14 @@ def as_function(fun: Callable[..., Any], rows: Collection[str] = ()) -> Callable
     """
     if isinstance(fun, functools.partial):
         return of_partial(fun, rows)
-    module, method = fun, type(fun).__call__
+    module_, method_ = fun, type(fun).__call__
     if isinstance(fun, types.MethodType):
-        module, method = fun.__self__, fun.__func__
-    if not (is_nnx(module) or is_equinox(module)):
+        module_, method_ = fun.__self__, fun.__func__
+    if not (is_nnx(module_) or is_equinox(module_)):
         return _as_closure(fun)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return method(module, *args, **kwargs)
+        return method_(module_, *args, **kwargs)
 
     return call
 
@@ -41,12 +44,12 @@ def _as_closure(fun: Any) -> Any:
             "model.stateless_call(weights, state, x)[0], with in_axes=(None, None, 0)."
         )
     is_bound = isinstance(fun, types.MethodType)
-    bound = fun if is_bound else types.MethodType(type(fun).__call__, fun)
-    if not isinstance(bound.__func__, types.FunctionType) or is_installed(bound.__func__):
+    bound_ = fun if is_bound else types.MethodType(type(fun).__call__, fun)
+    if not isinstance(bound_.__func__, types.FunctionType) or is_installed(bound_.__func__):
         return fun
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return bound(*args, **kwargs)
+        return bound_(*args, **kwargs)
 
     return call
 
@@ -63,11 +66,11 @@ def of_partial(fun: "functools.partial[Any]", rows: Collection[str] = ()) -> Cal
             others = {key: value for key, value in fun.keywords.items() if key != name}
             rest = functools.partial(fun.func, *fun.args, **others)
             return _binding(of_partial(rest, rows), name, fun.keywords[name])
-    inner, first = fun.func, fun.args
-    names, values = tuple(fun.keywords), tuple(fun.keywords.values())
+    inner_, first_ = fun.func, fun.args
+    names_, values_ = tuple(fun.keywords), tuple(fun.keywords.values())
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return inner(*first, *args, **{**dict(zip(names, values, strict=True)), **kwargs})
+        return inner_(*first_, *args, **{**dict(zip(names_, values_, strict=True)), **kwargs})
 
     return call
 
@@ -89,14 +92,14 @@ def variables_of(fun: Any) -> tuple[str, ...]:
     if getattr(fun, "__code__", None) is None:
         return ()
     held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
-    return held["names"].cell_contents if is_made_here(fun) and "names" in held else tuple(held)
+    return held["names_"].cell_contents if is_made_here(fun) and "names_" in held else tuple(held)
 
 
 def made_for(fun: Any) -> Any:
     """The user's callable that a function made here stands for; any other one is returned."""
     while isinstance(fun, types.FunctionType) and is_made_here(fun):
         held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
-        name = next(one for one in ("inner_", "inner", "bound", "method") if one in held)
+        (name,) = {"inner_", "method_", "bound_"} & set(held)
         fun = getattr(held[name].cell_contents, "__func__", held[name].cell_contents)
     return fun
 
