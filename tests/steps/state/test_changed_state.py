@@ -218,3 +218,37 @@ def test_python_numbers_in_replace_are_those_of_init(way):
         assert int(state.step) == 1
         found.append(jax.device_get((state.params, metrics["loss"])))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def weak_optimizer():
+    """Its state holds numbers that adapt to other dtypes, as Python's do: from init, and after."""
+
+    def init(params):
+        return {"count": jnp.int32(0), "rate": jnp.asarray(0.1), "next": jnp.float32(0.1)}
+
+    def update(gradients, state, params=None):
+        count = state["count"] + 1
+        new = {"count": count, "rate": state["rate"], "next": count * 0.01}
+        updates = lambda g: -(g * state["rate"]) - g * state["next"]
+        return jax.tree.map(updates, gradients), new
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}, {"shard_params": True}]
+)
+def test_law_l4_a_weak_type_in_the_optimizer_state(options):
+    """Lie: bfloat16 products that are float32 ones after a resume, as JAX saves dtypes only."""
+    step = mt.train_step(
+        lambda w, x: (x.astype(w.dtype) @ w - 1) ** 2, weak_optimizer(), devices=2, **options
+    )
+    prints = []
+    for is_saved in (False, True):
+        state = step.init(jnp.linspace(-1, 1, 5, dtype=jnp.bfloat16))
+        for number in range(3):
+            if is_saved:
+                state = state.replace(opt_state=jax.device_get(state.opt_state))
+            state, _ = step(state, ROWS[number])
+        prints.append(mt.fingerprint(state.params))
+    assert prints[0] == prints[1]

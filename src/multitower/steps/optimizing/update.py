@@ -23,7 +23,20 @@ def begin(step: StepParts, params: Any) -> tuple[Any, Any]:
         params: the first parameters, or a block or piece of them.
     """
     ema = jax.tree.map(wide, params) if step.ema_decay is not None else None
-    return step.optimizer.init(params), ema
+    return with_strong_types(step.optimizer.init(params)), ema
+
+
+def with_strong_types(tree: Any) -> Any:
+    """The same numbers, none of which adapts to the dtypes around it, as Python's numbers do.
+
+    A checkpoint keeps dtypes only: a run that it begins would compute with others.
+    """
+
+    def strong(leaf: Any) -> Any:
+        is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
+        return jax.lax.convert_element_type(leaf, jnp.result_type(leaf)) if is_weak else leaf
+
+    return jax.tree.map(strong, tree)
 
 
 def finite_leaves(params: Any) -> jax.Array:
@@ -109,6 +122,7 @@ def update(
     updates, opt_state = call_update(
         step.optimizer, gradients, fields.opt_state, fields.params, loss
     )
+    opt_state = with_strong_types(opt_state)
     params = optax.apply_updates(fields.params, updates)
     count = fields.step + 1
     ema_params = None
