@@ -21,8 +21,7 @@ import jax
 from multitower.errors import ArgumentError, MultitowerError
 from multitower.models.callables import made_for, variables_of
 from multitower.models.dependencies import methods_of
-from multitower.models.opening import Left, Opener, OpenFunction
-from multitower.models.trees import classes_in, nodes_of
+from multitower.models.opening import Left, Opener, OpenFunction, classes_in, nodes_of
 
 _Result = TypeVar("_Result")
 

@@ -1,5 +1,6 @@
 """A function taken apart: its code, what it uses, and the arrays that it closes over."""
 
+import collections
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,10 +18,10 @@ from multitower.models.dependencies import (
     content_of,
     dependencies_of,
     methods_of,
+    of_users,
 )
 from multitower.models.equinox import is_equinox
-from multitower.models.nnx import is_nnx
-from multitower.models.trees import classes_in, in_order, nodes_of, orders_of
+from multitower.models.nnx import classes_of_nnx, is_nnx
 from multitower.models.values import (
     METHOD,
     UnknownDependencyError,
@@ -34,6 +35,7 @@ from multitower.towers.leaves import is_key, is_legacy_key, is_traced
 _ARRAY = "array"
 _WHOLE: tuple[Chain, ...] = ((),)  # the whole value, and not one attribute
 _ONE_LEAF = jax.tree.structure(0)
+_DICTS = (dict, collections.defaultdict)
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,9 @@ class _Cell:
         if self.original is not None:
             return self.original
         if self.rows is not None:
-            return types.CellType(in_order(left.rows[self.rows], self.orders))
+            return types.CellType(_in_order(left.rows[self.rows], self.orders))
         leaves = [_close_leaf(leaf, left) for leaf in self.leaves]
-        return types.CellType(in_order(jax.tree.unflatten(self.treedef, leaves), self.orders))
+        return types.CellType(_in_order(jax.tree.unflatten(self.treedef, leaves), self.orders))
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class Opener:
             return _Cell(None, None, (), original=cell)
         nodes, leaves, treedef = nodes_of(held)
         classes = classes_in(nodes, leaves)
-        orders = orders_of(nodes)
+        orders = _orders_of(nodes)
         used = methods_of(classes, self._way[-1]) if classes else None
         if name in self._names and self.rows.setdefault(name, held) is held:
             self._num_taken += 1
@@ -283,6 +285,39 @@ class Opener:
             # A NumPy array is never a key, but one that looks like a key would be taken for it.
             return not self._values and leaf.dtype.kind in "biufc" and not is_legacy_key(leaf)
         return not self._values or is_traced(leaf) or is_key(leaf) or is_legacy_key(leaf)
+
+
+def nodes_of(tree: Any) -> tuple[list[Any], list[Any], Any]:
+    """All nodes of a tree, the root first; its leaves; its structure. An NNX module is a leaf."""
+    nodes: list[Any] = []
+
+    def look(node: Any) -> bool:
+        nodes.append(node)
+        return is_nnx(node)
+
+    return nodes, *jax.tree.flatten(tree, is_leaf=look)
+
+
+def classes_in(nodes: list[Any], leaves: list[Any]) -> tuple[type, ...]:
+    """The users' own classes among nodes, and in the NNX modules among leaves, each once."""
+    modules = [leaf for leaf in leaves if is_nnx(leaf)]
+    return of_users([*map(type, nodes), *(cls for one in modules for cls in classes_of_nnx(one))])
+
+
+def _orders_of(nodes: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
+    """The keys of each dict among nodes, in their order. JAX sorts them."""
+    return tuple(tuple(node) for node in nodes if type(node) in _DICTS)
+
+
+def _in_order(tree: Any, orders: tuple[tuple[Any, ...], ...]) -> Any:
+    """Gives the keys of each dict in a tree their order again; the dicts are changed."""
+    if orders:
+        dicts = [node for node in nodes_of(tree)[0] if type(node) in _DICTS]
+        for node, keys in zip(dicts, orders, strict=True):
+            held = {key: node[key] for key in keys}
+            node.clear()
+            node.update(held)
+    return tree
 
 
 def _is_method_of_nnx(value: Any) -> bool:
