@@ -31,11 +31,12 @@ class Recipe:
         data: makes the data sets. They must not depend on the seed of a run.
         init: makes the first parameters from a typed key.
         loss: `loss(params, batch)`, as for `multitower.train_step`: the losses of the batch's
-            rows, shape (rows,), or a pair of these and a dict of metrics. It may take keyword-only
-            `rng`, drawn from the run's seed, and `model_state`.
-        metrics: `metrics(params, batch)`, a dict with one number per row, shape (rows,), for each
-            name; a test set is scored by their means. It may take keyword-only `model_state`. The
-            parameters are the moving average, if there is one.
+            rows, shape (rows,), or an `mt.ratio`; a pair of these and a dict of metrics; with model
+            state these two and the new state. It may take keyword-only `rng`, drawn from the run's
+            seed, and `model_state`.
+        metrics: `metrics(params, batch)`, a dict with one number per row, shape (rows,), or an
+            `mt.ratio`, for each name; a test set is scored by their means. It may take keyword-only
+            `model_state`. The parameters are the moving average, if there is one.
         predict: `predict(params, batch)`, scores of the classes, shape (rows, classes); it may take
             keyword-only `model_state`. With it a report shows examples, if the data sets are dicts
             of `"image"`, shape (rows, height, width, 1 or 3), and `"label"`, integers.

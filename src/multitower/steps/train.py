@@ -120,8 +120,9 @@ def train_step(
             the number of devices divides, and any optimizer works. With `towers`, every tower keeps
             and updates one block, and results have the same bits on any number of devices. That
             needs an optimizer that works element by element (sgd, adam, adamw, lion, ...; for
-            clipping see `clip_norm`). Reading `opt_state` or `ema_params` then joins the blocks on
-            the host; with several processes, read them on every process.
+            clipping see `clip_norm`), and excludes `skip_nonfinite` and `stages`. Reading
+            `opt_state` or `ema_params` then joins the blocks on the host; with several processes,
+            read them on every process.
         shard_params: split the parameters too (FSDP, ZeRO stage 3). A device gathers a parameter
             where the loss uses it, and keeps its part of the gradient. Loops over stacked layers
             (`jax.lax.scan`) gather one layer at a time. `state.params` are ordinary arrays that

@@ -20,8 +20,9 @@ class LazyRows:
         num_rows: rows of the whole batch, 1 or more, the same in every process.
         read: `read(places)` returns the batch's rows at these places, as a pytree of arrays with
             rows on axis 0. `places` is an integer array, shape (rows,), of numbers from 0 to
-            `num_rows - 1` in ascending order. If the batch does not fill the towers, some of them
-            come once more, at the end, as padding. `multitower.prefetch` calls it in its thread.
+            `num_rows - 1` in ascending order. If the batch does not fill the towers, the places
+            begin again at 0, as often as needed, as padding. `multitower.prefetch` calls it in its
+            thread.
 
     Raises:
         BatchError: no rows.

@@ -439,8 +439,8 @@ class Trainer:
 
         Args:
             metrics: `metrics(params, batch)` returns a dict with one number per row for each name,
-                or an `mt.ratio` of such numbers. It may take keyword-only `model_state`. If the
-                loss takes a module, so does `metrics`, in evaluation mode (see
+                or an `mt.ratio` with one entry per row. It may take keyword-only `model_state`. If
+                the loss takes a module, so does `metrics`, in evaluation mode (see
                 `multitower.evaluate`).
             state: from `fit` or `restore`, or what `fit` passes to its test phase.
             dataset: a pytree of NumPy arrays with one example per row on axis 0, or an iterator of

@@ -57,7 +57,7 @@ def evaluate(
     Args:
         metrics: `metrics(params, batch)` returns a dict. Each value has one entry per row, a number
             or an array: shape (rows,), or such as (rows, classes). A value may also be
-            `mt.ratio(total, weight)` with one number per row in both: totals and weights are then
+            `mt.ratio(total, weight)` with one entry per row in both: totals and weights are then
             summed over all examples and divided once. `metrics` may also take keyword-only
             `model_state`, like a loss.
         params: the first argument of `metrics`, whole on every device. NNX and Equinox modules in
