@@ -1,13 +1,15 @@
 """Devices: what is set before JAX starts, and what is found afterwards."""
 
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import multitower as mt
-from multitower.hardware.configuration import CPU_THREADS
+from multitower.hardware.configuration import CPU_THREADS, warn_if_threads_are_few
+from multitower.towers.placement import _warn_of_several_kinds
 from processes import run_fork, run_python
 
 
@@ -89,9 +91,11 @@ def test_gpu_settings_reach_jax_before_it_starts():
     program = """
 import os
 import multitower as mt
+os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.5"  # jaxlib refuses both names at once
 mt.configure(visible_devices=[0, 2], memory_fraction=0.9, preallocate=False)
 import jax
-names = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
+assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"
 print(jax.config.read("jax_cuda_visible_devices"), *(os.environ[name] for name in names))
 """
     assert run_python("-c", program) == "0,2 0.9 false\n"
@@ -204,3 +208,24 @@ def test_devices_that_cannot_start_are_told(spec, error, said, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", fail)
     with pytest.raises(mt.DeviceError, match=f"JAX cannot start its devices: .*{said}"):
         mt.devices(spec)
+
+
+@pytest.mark.parametrize("spec", [[1], [0, 1], (2, "cpu:0")])
+def test_a_number_in_a_list_is_neither_a_count_nor_a_place(spec):
+    """Lie: devices=[1] is the first device, and visible_devices=[1] the second."""
+    with pytest.raises(mt.DeviceError, match=r"in a list a number could be .* name them: \['cpu:"):
+        mt.devices(spec)
+
+
+def test_devices_of_several_kinds_are_told():
+    """Lie: the same bits on an A100 and a T4, which no run here can show."""
+    kinds = [SimpleNamespace(device_kind=kind) for kind in ("A100", "A100", "T4")]
+    with pytest.warns(mt.MultitowerWarning, match="several kinds, A100 and T4"):
+        _warn_of_several_kinds(kinds)
+    _warn_of_several_kinds(kinds[:2])  # a warning is an error
+
+
+def test_threads_that_are_no_number_are_those_of_the_machine(monkeypatch):
+    monkeypatch.setenv("NPROC", "auto")
+    cpus = [SimpleNamespace(platform="cpu")]
+    warn_if_threads_are_few(cpus)

@@ -36,9 +36,11 @@ def other_process(tmp_path, monkeypatch):
 
 
 def test_a_gpu_of_another_process_is_an_error(other_process, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
     gpu_claims.claim_gpus([gpu(0), gpu(1, process_index=1)])  # the other one's is its own affair
-    with pytest.raises(mt.DeviceError, match=r"GPU 3, which another process .*=2,3\)\. Give every"):
+    with pytest.raises(
+        mt.DeviceError, match=r"GPU 3, which another process .*=2, 3\)\. Give every"
+    ):
         gpu_claims.claim_gpus([gpu(1)])
 
 
@@ -47,3 +49,10 @@ def test_a_gpu_is_free_again_when_its_process_is_killed(other_process):
     other_process.wait()
     gpu_claims.claim_gpus([gpu(3)])
     gpu_claims.claim_gpus([gpu(3)])  # one's own
+
+
+def test_where_files_cannot_be_made_nothing_is_claimed(tmp_path, monkeypatch):
+    """Lie: a container without /tmp that cannot train."""
+    monkeypatch.setattr(gpu_claims, "_claimed", {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    gpu_claims.claim_gpus([gpu(0)])

@@ -40,6 +40,8 @@ FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
         (slurm(1, "2", **FOUR, SLURM_GPUS_ON_NODE="4"), "2,3"),
         (slurm(1, "4(x2),2", node=2, **FOUR), "2,3"),
         (mpi(1, 2, **FOUR), "2,3"),
+        # mpirun in a job of SLURM hands the variables of its own process on
+        (mpi(1, 2, **FOUR) | slurm(0, "1(x2)"), "2,3"),
         (mpi(1, 2, CUDA_VISIBLE_DEVICES="GPU-5ebe,GPU-77aa"), "1"),
         # as JAX does, or as the user said
         (slurm(2, "4"), None),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import pytest
 
@@ -19,6 +19,7 @@ class Options:
     where: Path | None = None
     word: str = "a"
     maybe: float | None = None
+    older: Optional[int] = None  # noqa: UP045 (as many programs write it)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,8 @@ class Options:
         ("word", "true", "true"),
         ("maybe", "None", None),
         ("maybe", "4", 4.0),
+        ("older", "4", 4),
+        ("older", "none", None),
     ],
 )
 def test_words_become_values(name, word, value):

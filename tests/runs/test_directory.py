@@ -1,6 +1,8 @@
 """A run's directory: nothing is overwritten unasked, nothing is written by halves."""
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -49,11 +51,13 @@ def test_overwriting_removes_whatever_is_there(tmp_path):
     elsewhere = tmp_path / "large disk"
     (elsewhere / "3").mkdir(parents=True)
     run_dir = make_run_directory(tmp_path / "run")
+    write_config(run_dir, {})
     (run_dir / "checkpoints").symlink_to(elsewhere)
     (run_dir / "best").touch()
     (run_dir / "metrics.jsonl").mkdir()
     make_run_directory(run_dir, overwrite=True)
-    assert [path.name for path in run_dir.iterdir() if path.name != ".lock"] == ["checkpoints"]
+    left = {path.name for path in run_dir.iterdir()} - {".lock", "config.json"}
+    assert left == {"checkpoints"}
     assert not list(elsewhere.iterdir())
 
 
@@ -95,3 +99,33 @@ def test_a_run_that_trains_cannot_be_thrown_away(tmp_path):
     assert (directory / "checkpoints").exists()
     make_run_directory(directory, overwrite=True)
     assert not (directory / "checkpoints").exists()
+
+
+def test_overwriting_leaves_what_belongs_to_no_run(tmp_path):
+    """Lie: --run-dir . --force in a project deletes the user's own checkpoints."""
+    own = tmp_path / "checkpoints" / "weights"
+    own.mkdir(parents=True)
+    with pytest.raises(mt.RunError, match=r"holds checkpoints, and none of config.json"):
+        make_run_directory(tmp_path, overwrite=True)
+    assert own.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_process_forked_from_a_run_does_not_keep_its_lock(tmp_path):
+    """Lie: a killed run whose loader's processes live on: "another run trains there"."""
+    reading, writing = os.pipe()
+    with held_run_directory(tmp_path):
+        child = os.fork()
+        if not child:
+            os.write(writing, b"here")
+            signal.pause()
+            os._exit(0)
+        os.read(reading, 4)
+    try:
+        with held_run_directory(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)

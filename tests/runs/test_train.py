@@ -468,3 +468,27 @@ def test_scores_of_the_best_state_that_are_not_finite(tmp_path):
 def test_options_that_make_no_sense_are_errors_before_anything_starts(wrong, error, message):
     with pytest.raises(error, match=message):
         RunOptions(**wrong)
+
+
+def test_options_that_json_does_not_have_are_in_the_result(tmp_path):
+    """Lie: a run that is finished, and has no result because its recipe has no limit."""
+    options = {"limit": float("inf")}
+    recipe = dataclasses.replace(
+        LINE, options=options, about_data=lambda: {"mean": np.float32(0.5)}, clip_norm=np.float32(9)
+    )
+    run(recipe, RunOptions(steps=2, devices=1), directory=tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["options"] == {"limit": "inf", "mean": 0.5}
+    assert result["clip_norm"] == 9
+
+
+def test_a_report_without_samples_is_a_report(tmp_path, monkeypatch):
+    """Lie: a finished run that fails, as one device has no room for a model that is split."""
+
+    def no_room(*_):
+        raise MemoryError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr("multitower.runs.train.sample_predictions", no_room)
+    with pytest.warns(mt.MultitowerWarning, match="no samples: MemoryError: RESOURCE_EXHAUSTED"):
+        run(LINE, RunOptions(steps=2, devices=1), directory=tmp_path)
+    assert (tmp_path / "report.html").exists()

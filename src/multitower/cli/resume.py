@@ -125,7 +125,8 @@ def read_run(
     """The recipe and the options of a run, for these devices."""
     config = read_config(directory)
     words = {name: str(value) for name, value in config["options"].items()}
-    settings = collect_settings([], data, synthetic=False, before=config.get("settings"))
+    before = {name: str(value) for name, value in (config.get("settings") or {}).items()}
+    settings = collect_settings([], data, synthetic=False, before=before)
     recipe = find_recipe(config["recipe"], settings)
     # The layout is for the devices that the run began on; these have one of their own.
     options = RunOptions(**convert_options(RunOptions, words, f"{directory / CONFIG}: a run"))

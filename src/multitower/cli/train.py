@@ -237,6 +237,7 @@ def train(
     where = start_devices(options.devices, simulate, options.towers, together=together)
     if download:
         by_first(lambda: str(download_data(chosen)))
+        download_data(chosen)  # on each machine; the first process's files are there
     if tower_batch is not None:
         options = _with_tower_batch(options, tower_batch, batch_size)
     about = {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)}

@@ -117,7 +117,9 @@ def configure(
         jax.config.update("jax_cuda_visible_devices", settings["visible_devices"])
         jax.config.update("jax_rocm_visible_devices", settings["visible_devices"])
     if memory_fraction is not None:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)
+        # jaxlib refuses both names at once, and this one is the newer.
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
     if preallocate is not None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true" if preallocate else "false"
     _applied.update(wanted)
@@ -139,7 +141,8 @@ def warn_if_bits_depend_on_threads(found: Sequence[jax.Device]) -> None:
 def warn_if_threads_are_few(found: Sequence[jax.Device]) -> None:
     """Warns, once, if CPU devices have so few threads that XLA's collectives could dead-lock."""
     num_cpu = sum(one.platform == "cpu" for one in found)
-    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    said = os.environ.get("NPROC", "")
+    threads = int(said) if said.isdecimal() else os.cpu_count() or 1
     if num_cpu < 2 or threads >= _THREADS_PER_DEVICE * num_cpu:
         return
     _warn_once(

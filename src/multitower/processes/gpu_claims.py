@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from multitower.errors import DeviceError
-from multitower.processes.run_lock import try_lock
+from multitower.processes.run_lock import close_in_children, try_lock
 
 # Files that stay open while the process lives; the system releases their locks when it ends.
 _claimed: dict[str, int] = {}
@@ -25,7 +25,8 @@ def claim_gpus(devices: Sequence[jax.Device]) -> None:
     Raises:
         DeviceError: another process has claimed one of them.
     """
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = [name.strip() for name in names if name.strip()]
     for one in devices:
         if one.platform != "gpu" or one.process_index != jax.process_index():
             continue
@@ -45,10 +46,14 @@ def claim_gpus(devices: Sequence[jax.Device]) -> None:
 
 def _lock(name: str) -> bool:
     safe = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
-    path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{safe}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{safe}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # no place for such files, as in some containers
+        return True
     if not try_lock(descriptor):
         os.close(descriptor)
         return False
+    close_in_children(descriptor)
     _claimed[name] = descriptor
     return True

@@ -51,17 +51,18 @@ def gpus_of_process(environ: Mapping[str, str]) -> str | None:
 def _place_on_machine(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """This process's number on this machine, and the number of processes there."""
     try:
+        # First, as JAX does: mpirun inside of a SLURM job hands its own SLURM variables on.
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
+            return (
+                int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+                int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+            )
         if "SLURM_LOCALID" in environ:
             node = int(environ.get("SLURM_NODEID", "0"))
             tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
             # "2(x3),1": two on each of three nodes, one on the fourth
             counts = [int(n) for n, times in _RUN.findall(tasks) for _ in range(int(times or 1))]
             return int(environ["SLURM_LOCALID"]), counts[node]
-        if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
-            return (
-                int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
-                int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-            )
     except (KeyError, ValueError, IndexError):
         return None  # variables of another version: as JAX does
     return None

@@ -64,6 +64,7 @@ def held_run_directory(
             yield
             return
         raise RunError(f"{path / lock} cannot be made: {error.strerror or error}.") from error
+    close_in_children(descriptor)
     try:
         _wait_for_lock(descriptor, path, time.monotonic() + wait_s)
         with contextlib.suppress(OSError):  # a full disk: the line is only information
@@ -74,7 +75,28 @@ def held_run_directory(
         finally:
             _holders.pop(key, None)
     finally:
+        _kept.discard(descriptor)
         os.close(descriptor)  # which unlocks it
+
+
+_kept: set[int] = set()
+
+
+def close_in_children(descriptor: int) -> None:
+    """Closes a lock in processes that are forked from this one, as loaders of data are.
+
+    One that outlives a killed run would keep the run's lock.
+    """
+    _kept.add(descriptor)
+
+
+def _close_kept() -> None:
+    while _kept:
+        with contextlib.suppress(OSError):
+            os.close(_kept.pop())
+
+
+os.register_at_fork(after_in_child=_close_kept)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 _ENDED_BY_JAX = "JAX distributed service detected fatal errors"
 _WHILE_JOINING = "CoordinationService/RegisterTask"
@@ -156,7 +157,8 @@ class _Relay:
             self._is_noise_begun = not line.endswith(b"\n")
             return
         numbered = self._process is not None and not self._is_line_begun
-        os.write(2, (f"[process {self._process}] ".encode() if numbered else b"") + line)
+        with suppress(OSError):  # a full disk, or nobody who reads: the process goes on
+            os.write(2, (f"[process {self._process}] ".encode() if numbered else b"") + line)
         self._is_line_begun = not line.endswith(b"\n")
 
 

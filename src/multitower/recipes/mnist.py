@@ -57,11 +57,10 @@ def make_recipe(options: Options) -> Recipe:
     """
     is_lenet5 = options.model == "lenet5"
     predict = predict_lenet5 if is_lenet5 else predict_conv_net
-    directory = options.data or cache_directory(_NAME)
     return Recipe(
         name=_NAME,
         data=lambda: load(options),
-        download=lambda progress: download_mnist(directory, progress),
+        download=lambda progress: download_mnist(options.data or cache_directory(_NAME), progress),
         init=lenet5.init if is_lenet5 else conv_net.init,
         loss=loss_lenet5 if is_lenet5 else make_loss(options.dropout_rate),
         metrics=lambda params, batch: score(predict(params, batch), batch["label"]),

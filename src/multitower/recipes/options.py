@@ -174,7 +174,8 @@ def _kinds(kind: type[Any]) -> dict[str, tuple[type, ...]]:
     found: dict[str, tuple[type, ...]] = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        found[field.name] = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)  # of Optional, too
+        found[field.name] = typing.get_args(hint) if is_union else (hint,)
     return found
 
 

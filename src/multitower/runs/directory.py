@@ -148,6 +148,8 @@ def fresh_run_directory(parent: Path, name: str) -> Path:
 
 def remove_refused(path: Path) -> None:
     """Removes the fresh directory of a run that was refused before it trained."""
+    if not path.is_dir():
+        return  # the recipe has changed the working directory
     saved = any((path / CHECKPOINTS).glob("*"))
     if {one.name for one in path.iterdir()} <= {CONFIG, LOCK, CHECKPOINTS} and not saved:
         shutil.rmtree(path, ignore_errors=True)
@@ -287,10 +289,20 @@ def _check_writable(path: Path) -> None:
     probe.unlink()
 
 
+_FILES = (RESULT, METRICS, REPORT, LOGGED, CHECKPOINTS, BEST, EVENTS, PROFILE)
+
+
 def _throw_away(path: Path) -> None:
+    found = [name for name in _FILES if (path / name).exists()]
+    if found and not any((path / name).exists() for name in (CONFIG, RESULT, LOCK)):
+        raise RunError(
+            f"{path} holds {found[0]}, and none of {CONFIG}, {RESULT} and {LOCK}, so this may be "
+            "no run, and --force (overwrite=True) would delete what is yours. Delete it yourself, "
+            "or use another directory."
+        )
     with held_run_directory(path):
-        for old in (RESULT, METRICS, REPORT, LOGGED, CHECKPOINTS, BEST, EVENTS, PROFILE):
-            _remove(path / old)
+        for name in _FILES:
+            _remove(path / name)
 
 
 def _remove(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from multitower.towers.rows import take_apart
 from multitower.training.checkpoints.best import check_score
 from multitower.training.fitting.calls import Call, Feeding
 from multitower.training.fitting.epochs import steps_in
+from multitower.training.fitting.settings import as_python
 from multitower.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class RecipeJob:
         found = self.placement()
         facts: dict[str, Any] = {
             "recipe": self.recipe.name,
-            "options": {**self.recipe.options, **(about() if about else {})},
+            "options": _plain({**self.recipe.options, **(about() if about else {})}),
             "seed": self.options.seed,
             "batch_size": self.global_batch,
             "towers": placement.num_towers,
@@ -203,7 +204,7 @@ class RecipeJob:
         }
         clip_norm = clip_norm_of(self.recipe, self.options)
         if clip_norm is not None:
-            facts["clip_norm"] = clip_norm
+            facts["clip_norm"] = _plain(clip_norm)
         for name in ("ema_decay", "epochs"):
             if (value := getattr(self.options, name)) is not None:
                 facts[name] = value
@@ -229,6 +230,17 @@ class RecipeJob:
 def for_json(value: float) -> float | None:
     """A finite number, or None, since JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """A value of a recipe as JSON: NumPy's numbers as Python's, infinity and NaN in words."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    value = as_python(value)
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else str(value)
 
 
 def _can_be_traced(make: Callable[[], Any]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from multitower.errors import warn
+from multitower.errors import MultitowerError, warn
 from multitower.processes.together import is_first, of_first
 from multitower.recipes.definition import Recipe
 from multitower.runs.directory import EVENTS, METRICS, PROFILE, write_result
@@ -172,8 +172,8 @@ def _write(
     recipe = job.recipe
     # On every process: the parameters may be split over all of them.
     shown = {
-        "samples": sample_predictions(recipe, state, job.data.test),
-        "texts": sample_texts(recipe, state, job.data.test),
+        "samples": _or_none("samples", lambda: sample_predictions(recipe, state, job.data.test)),
+        "texts": _or_none("texts", lambda: sample_texts(recipe, state, job.data.test)),
     }
     if is_first():
         config = {"settings": recipe.options, "options": asdict(job.options)}
@@ -184,6 +184,17 @@ def _write(
             placement=list(job.placement().items()),
             **shown,
         )
+
+
+def _or_none(what: str, make: Callable[[], list[Any]]) -> list[Any]:
+    """What a report shows of a model; nothing if it fails: one device may have no room for it."""
+    try:
+        return make()
+    except MultitowerError:
+        raise
+    except Exception as error:  # the run is finished, and its result is written
+        warn(f"the report has no {what}: {type(error).__name__}: {error}")
+        return []
 
 
 def score(

@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.style import context
 from matplotlib.ticker import (
     FixedLocator,
     FormatStrFormatter,
@@ -24,6 +25,7 @@ _STYLES = {
 }
 
 
+@context("default")  # not the user's own matplotlibrc, which may ask for LaTeX
 def plot_scaling(result: Mapping[str, Any]) -> bytes:
     """Draws a scaling measurement; error bars are quartiles.
 

@@ -123,9 +123,21 @@ def place(devices: DeviceSpec | None, towers: int | None) -> Placement:
             f"towers={towers} keep {towers} of {len(found)} devices busy; {idle} stay idle. Use "
             f"towers={len(found)} or a multiple of it to use them all, or devices={towers}."
         )
+    _warn_of_several_kinds(found[:towers])
     placement = contiguous(found[:towers], towers)
     placement.check_all_take_part()
     return placement
+
+
+def _warn_of_several_kinds(found: Sequence[jax.Device]) -> None:
+    """Warns if devices are of several kinds: each has kernels, and so bits, of its own."""
+    kinds = dict.fromkeys(one.device_kind for one in found)
+    if len(kinds) > 1:
+        warn(
+            f"the devices are of several kinds, {' and '.join(kinds)}, whose kernels round "
+            "differently: a tower's bits depend on the device that it is on. For the same bits "
+            "name devices of one kind, such as devices=['gpu:0', 'gpu:1']."
+        )
 
 
 def find_all(devices: DeviceSpec | None) -> list[jax.Device]:

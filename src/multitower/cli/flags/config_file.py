@@ -61,6 +61,8 @@ def read_config_file(path: Path) -> Config:
             f"{path} has {unknown[0]!r}: there are recipe, settings (options of the recipe) and "
             "options (of the run)."
         )
+    if not isinstance(found.get("recipe", ""), str):
+        raise RunError(f"{path}: recipe must be the name or the file of a recipe, in quotes.")
     words = {name: str(value) for name, value in found.get("options", {}).items()}
     return Config(
         recipe=found.get("recipe"),

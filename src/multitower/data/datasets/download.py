@@ -6,6 +6,7 @@ import http.client
 import os
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,8 @@ def download(file: RemoteFile, directory: Path, progress: Progress | None = None
     target = directory / file.name
     if target.exists():
         return target
-    partial = directory / f".{file.name}.{os.getpid()}.part"
+    # Machines that share a disk may have processes of one number.
+    partial = directory / f".{file.name}.{os.getpid()}-{uuid.uuid4().hex}.part"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as out:

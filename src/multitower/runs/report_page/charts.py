@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from markupsafe import Markup
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -88,7 +88,8 @@ def _picture(phases: Mapping[str, Curve], across: Scale, up: Scale, layout: _Lay
         1 - (layout.top + layout.bottom) / height,
     )
     file = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "path.simplify": False}):
+    # Not the user's own matplotlibrc, which may ask for LaTeX.
+    with style.context(["default", {"svg.fonttype": "none", "path.simplify": False}]):
         figure = Figure(figsize=(width / 72, height / 72))
         axes = figure.add_axes(box)
         _draw_axes(axes, across, up)
