@@ -82,7 +82,7 @@ def call_opened(
     opened, contents = open_function(fun, names)
     try:
         return call(opened, contents)
-    except (MultitowerError, jax.errors.JaxRuntimeError, FloatingPointError):
+    except (MultitowerError, Warning, jax.errors.JaxRuntimeError, FloatingPointError):
         raise
     except Exception:  # what JAX or the function itself raises where a value is needed
         if not contents.arrays:
