@@ -956,13 +956,6 @@ def test_settings_that_are_no_arrays():
     assert call_opened(as_function(plain), (), lambda _, contents: contents.arrays) == [2.0]
 
 
-def test_a_warning_that_is_an_error_is_one():
-    """Lie: the function is tried again with values, and its warning was given already."""
-    scale = jnp.float32(2)
-    with pytest.raises(mt.MultitowerWarning, match="a sum over rows"):
-        mt.value_and_grad(lambda w, x: (scale * w * x).sum(), devices=2)(1.0, X)
-
-
 def test_an_object_whose_loss_counts_its_calls_is_freed():
     class Counts:
         def __init__(self):
