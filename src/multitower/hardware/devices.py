@@ -91,13 +91,13 @@ def _find(spec: DeviceSpec | None, soft: bool) -> list[jax.Device]:
         return [spec]
     if not isinstance(spec, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _not_devices(spec)
-    items = list(spec)
+    items, kind = list(spec), _all()[0].platform
     for item in items:
         if isinstance(item, int | np.integer):
             raise DeviceError(
                 f"devices={items!r}: in a list a number could be a count or a place. Say "
                 f"devices={max(1, len(items))} for the first {len(items)}, or name them: "
-                f"{[f'{_all()[0].platform}:{one}' for one in items]!r}."
+                f"{[one if isinstance(one, str) else f'{kind}:{one}' for one in items]!r}."
             )
     found = [one for item in items for one in _find(item, soft)]
     if not found:

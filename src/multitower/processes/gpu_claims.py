@@ -5,6 +5,7 @@ its first GPU, or all of them (jax#16788, jax#23452). CUDA allows that, and the 
 memory, or one GPU does the work of all.
 """
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Sequence
@@ -25,15 +26,11 @@ def claim_gpus(devices: Sequence[jax.Device]) -> None:
     Raises:
         DeviceError: another process has claimed one of them.
     """
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    visible = [name.strip() for name in names if name.strip()]
     for one in devices:
         if one.platform != "gpu" or one.process_index != jax.process_index():
             continue
-        number = one.local_hardware_id or 0
-        # CUDA numbers what it may see from 0 in every process.
-        name = visible[number] if number < len(visible) else str(number)
-        if name not in _claimed and not _lock(name):
+        name = uuid_of(one.local_hardware_id or 0)
+        if name is not None and name not in _claimed and not _lock(name):
             raise DeviceError(
                 f"process {jax.process_index()} of {jax.process_count()} would use GPU {name}, "
                 "which another process of this machine already uses (CUDA_VISIBLE_DEVICES="
@@ -44,10 +41,28 @@ def claim_gpus(devices: Sequence[jax.Device]) -> None:
             )
 
 
-def _lock(name: str) -> bool:
-    safe = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
+def uuid_of(number: int) -> str | None:
+    """The UUID of this process's GPU `number`, in hexadecimal; None if CUDA does not tell.
+
+    Numbers say nothing: where a cluster or a container gives each process GPUs of its own, each
+    has a GPU 0.
+    """
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
     try:
-        path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{safe}"
+        cuda = ctypes.CDLL("libcuda.so.1")
+        failed = (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), number)
+            or cuda.cuDeviceGetUuid_v2(uuid, device)
+        )
+    except (OSError, AttributeError):  # another maker's GPU, or CUDA before 11.4
+        return None
+    return None if failed else uuid.raw.hex()
+
+
+def _lock(name: str) -> bool:
+    try:
+        path = Path(tempfile.gettempdir()) / f"multitower-gpu-{os.getuid()}-{name}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:  # no place for such files, as in some containers
         return True
