@@ -206,9 +206,7 @@ class _Reader:
     def _result(self, equation: Any, name: str, inputs: list[Flow]) -> Flow:
         """What is known of the results of an operation, whatever order its inputs are in."""
         varies = any(flow.varies for flow in inputs)
-        by_row = any(self.row_axes(atom) for atom in equation.outvars)
-        by_row |= any(one.primitive.name in INSIDE for one in self._calls)
-        if name in operations.DRAWS and by_row and not varies and not self._is_for_all(equation):
+        if name in operations.DRAWS and not varies and self._is_for_rows(equation):
             self.draws.append(self.where(equation))
         word, origin, mixing = self._word(equation, name, inputs)
         flow = Flow(
@@ -228,10 +226,16 @@ class _Reader:
         )
         return self.counting.added_to(flow, equation, inputs)
 
-    def _is_for_all(self, equation: Any) -> bool:
-        """Whether there is a result for each row of all towers, which should be alike in them."""
+    def _is_for_rows(self, equation: Any) -> bool:
+        """Whether there is a result for each row of a tower, or it is in a loop, perhaps over rows.
+
+        Where there is one for each row of all towers, it should be alike in them.
+        """
+        in_loop = any(one.primitive.name in INSIDE for one in self._calls)
+        by_row = any(self.row_axes(atom) for atom in equation.outvars)
         sizes = [size for atom in equation.outvars for size in atom.aval.shape if size]
-        return self._all_rows > 0 and any(size % self._all_rows == 0 for size in sizes)
+        for_all = self._all_rows > 0 and any(size % self._all_rows == 0 for size in sizes)
+        return (in_loop or by_row) and not for_all
 
     def _without_empty(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         """The inputs; an array without elements brings no rows to a result that has none."""

@@ -237,7 +237,8 @@ def train(
     where = start_devices(options.devices, simulate, options.towers, together=together)
     if download:
         by_first(lambda: str(download_data(chosen)))
-        download_data(chosen)  # on each machine; the first process's files are there
+        if not is_first():  # which may be on another machine
+            download_data(chosen)
     if tower_batch is not None:
         options = _with_tower_batch(options, tower_batch, batch_size)
     about = {"recipe": name, "settings": settings, "options": dataclasses.asdict(options)}

@@ -50,8 +50,8 @@ def plan(
     devices. It is within 5 % without options, with `towers=`, with `towers=` and
     `shard_update=True`, with `stages=`, with `shard_update=True` or `shard_params=True` without
     `towers=`, and for local and asynchronous updates (local ones on JAX 0.10: within 10 %).
-    `shard_update` and `shard_params` without
-    `towers=` are compiled for the devices of this process; for more devices they are estimates.
+    `shard_update` and `shard_params` without `towers=` are compiled for the devices of this
+    process; for more devices they are estimates.
 
     Args:
         loss_fn: as for `train_step`.
