@@ -284,6 +284,16 @@ def test_a_sum_over_all_rows_that_towers_add_up_is_told(loss):
         look_at(mt.grad(own, devices=2, reduction="sum"), X)
 
 
+def test_a_metric_that_is_the_number_of_rows_is_told():
+    # The lie: every tower has its own number of rows, and the metric is the mean of these.
+    counted = lambda count: lambda w, x: (losses(w, x), {"rows": jnp.float32(count(x))})
+    said = r"aux\['rows'\]: it depends on the number of rows"
+    with pytest.warns(mt.MultitowerWarning, match=said):
+        look_at(mt.grad(counted(len), devices=2, has_aux=True), X)
+    for of_all in (lambda x: jax.lax.psum(len(x), "towers"), lambda x: len(mt.all_rows(x))):
+        look_at(mt.grad(counted(of_all), devices=2, has_aux=True), X)
+
+
 def per_token(w, x, num_tokens):
     return mt.ratio(losses(w, x).sum(), num_tokens)
 
@@ -309,11 +319,33 @@ def test_a_ratio_of_a_sum_and_a_number_of_the_whole_batch():
         lambda x: 2.0 * x.size,
         lambda x: jnp.maximum(jnp.ones_like(x).sum(), 1),
         lambda x: (x > 0).sum(),
+        lambda x: (x > 0).sum() + 1e-9,
+        lambda x: x.size * np.log(2 * np.pi) + (x > 0).sum(),
+        lambda x: jnp.maximum(x[:, 0], 1e-9),
     ],
 )
 def test_nothing_is_said_of_ratios_of_sums(weight):
     loss = lambda w, x: mt.ratio(losses(w, x).sum(), weight(x)) + (w**2).sum()
     look_at(mt.grad(loss, devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda mask: jnp.maximum(mask.sum(), 1),
+        lambda mask: jnp.where(mask.any(), mask.sum(), 1),
+        lambda mask: mask / mask.sum(),
+    ],
+    ids=["floor", "chosen", "by row"],
+)
+def test_a_weight_that_is_no_sum_over_rows_is_told(weight):
+    # The lie: a tower whose mask is empty counts as a row, and the loss is too small.
+    loss = lambda w, x: mt.ratio(losses(w, x) * (x[:, 0] > 0), weight(x[:, 0] > 0))
+    said = r"mt\.ratio .*: the weight is made of"
+    for run in (mt.grad(loss, devices=2), step_of(loss)):
+        with pytest.warns(mt.MultitowerWarning, match=said) as told:
+            run(W, X)
+        assert len(told) == 1
 
 
 def penalty(w):
@@ -334,8 +366,10 @@ def summed_in_a_loop(w, x, start=0.0):
         (lambda w, x: summed_in_a_loop(w, x, penalty(w)), {"reduction": "sum"}),
         (lambda w, x: (losses(w, x).sum() + penalty(w)) / len(x), {}),
         (lambda w, x: mt.ratio(losses(w, x).sum() + penalty(w), len(x)), {}),
+        (lambda w, x: mt.ratio(losses(w, x).sum(), (x[:, 0] > 0).sum() + 1), {}),
+        (lambda w, x: mt.ratio(2 + losses(w, x).sum(), x.size), {}),
     ],
-    ids=["sum", "difference", "loop", "mean", "ratio"],
+    ids=["sum", "difference", "loop", "mean", "ratio", "weight", "number"],
 )
 def test_a_number_that_every_tower_adds_to_a_sum(loss, options):
     # The lie: a penalty on the weights counts once in every tower, and nobody is told.

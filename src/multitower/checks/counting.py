@@ -99,7 +99,7 @@ class Counting:
 
     def _beside(self, equation: Any, name: str, inputs: list[Flow]) -> str | None:
         """Where a number that every tower has was added to a sum over rows."""
-        if beside(name, inputs):
+        if beside(name, inputs, self._num_rows):
             return self._where(equation)
         return next((flow.beside for flow in inputs if flow.beside), None)
 

@@ -113,12 +113,18 @@ def per_row(name: str, inputs: Sequence[Flow], num_rows: int, tower_rows: int = 
     return keeps and bool(before) and all(before)
 
 
-def beside(name: str, inputs: Sequence[Flow]) -> bool:
-    """Whether an operation adds a steady number to a sum over rows."""
+def beside(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Whether an operation adds a steady number to a sum over rows.
+
+    Of constants only whole numbers count that are less than the number of rows, such as the 1 that
+    keeps a quotient from 0 / 0: others may be made of that number, as n * log(2 * pi) is.
+    """
     words = [flow.word for flow in inputs]
     if name not in ("add", "add_any", "sub") or sorted(words) != ["free", "linear"]:
         return False
-    return inputs[words.index("free")].is_steady and not inputs[words.index("linear")].is_mean
+    number, total = inputs[words.index("free")], inputs[words.index("linear")]
+    is_small = any(abs(n) < num_rows and n == round(n) for n in numbers_of([number]))
+    return (number.is_steady or is_small) and not total.is_mean
 
 
 def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:

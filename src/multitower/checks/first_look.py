@@ -95,7 +95,7 @@ def look(
             *results.kept_in_states(exchange=exchange),
             *results.written_parameters(),
             *results.of_one_tower(),
-            *results.steady_terms(),
+            *results.wrong_terms(),
             *results.same_in_all(),
             *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
         ]

@@ -139,6 +139,12 @@ RATIO = (
     "quotient is not that of the whole batch. Give totals and weights with one entry for every "
     "row, or their sums."
 )
+WEIGHT = (
+    "the weight is made of rows that are brought together, such as the floor "
+    "jnp.maximum(mask.sum(), 1). Towers add up their weights, so that a tower whose mask is empty "
+    "would count as 1. Give the weight by row, mt.ratio(total, mask), or its plain sum. For 0 "
+    "instead of 0 / 0 where no row of any tower counts, add a tiny number: mask + 1e-9."
+)
 STEADY = (
     "one of its total and its weight is a sum over rows, and the other the same number in every "
     "tower. Towers add up both, so that with T towers this number would count T times. Give both "

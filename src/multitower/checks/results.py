@@ -22,6 +22,7 @@ from multitower.checks.problems import (
     STEADY,
     SUM_ALL,
     TERMS,
+    WEIGHT,
     WHY_MIXED,
     WRITTEN,
     Problem,
@@ -131,7 +132,7 @@ class Results(NamedTuple):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
             elif flow.beside_mean:
                 problems.append(Problem("sum", one.name, flow.beside_mean, BESIDE))
-            elif where := self._counted(one) or flow.placed:
+            elif (where := self._counted(one) or flow.placed) or self._is_count(one):
                 problems.append(Problem("row count", one.name, where, COUNTED))
         return problems
 
@@ -139,6 +140,10 @@ class Results(NamedTuple):
         """Where a result was divided by the number of rows; not if both terms of its ratio were."""
         terms = [term.flow.is_mean for term in self.leaves if term.kind == TERMS]
         return None if one.kind == "loss" and terms and all(terms) else one.flow.counted
+
+    def _is_count(self, one: _Result) -> bool:
+        """Whether it is the number of rows itself."""
+        return one.ndim == 0 and one.flow.value == self.num_rows
 
     def statistics(self, num_towers: int) -> list[Problem]:
         """A problem for each result that depends on statistics of a tower's rows."""
@@ -191,13 +196,15 @@ class Results(NamedTuple):
             if one.kind == ADDED and one.flow.word == "free" and not one.flow.varies
         ]
 
-    def steady_terms(self) -> list[Problem]:
-        """A problem for each ratio of a sum and a mean, or with a number that all towers have."""
+    def wrong_terms(self) -> list[Problem]:
+        """A problem for each ratio whose terms are no sums over rows, or not two of one kind."""
         terms = [one for one in self.leaves if one.kind == TERMS]
         problems: list[Problem] = []
         for total, weight in zip(terms[::2], terms[1::2], strict=True):
             place = total.flow.origin or weight.flow.origin
-            if self._is_steady(total) != self._is_steady(weight):
+            if weight.flow.mixed and not self.are_statistics(weight.flow):
+                problems.append(Problem("mixed rows", "mt.ratio", weight.flow.mixed[0], WEIGHT))
+            elif self._is_steady(total) != self._is_steady(weight):
                 problems.append(Problem("sum", "mt.ratio", place, STEADY))
             elif total.flow.is_mean != weight.flow.is_mean:
                 problems.append(Problem("sum", "mt.ratio", place, RATIO))
