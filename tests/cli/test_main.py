@@ -268,6 +268,17 @@ def test_errors_are_not_wrapped_and_not_marked_up(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
+    # Up to Python 3.13, pathlib.Path.exists raises this in a folder without permission.
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "/private/recipe.py")
+
+    monkeypatch.setattr("multitower.cli.train.find_recipe", refuse)
+    assert main(["train", "digits"]) == 2
+    said = "multitower: [Errno 13] Permission denied: '/private/recipe.py'\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.slow
 def test_with_only_a_cpu_it_simulates_two_devices_and_says_so(tmp_path):
     done = in_new_process("train", CIRCLE, *QUICK, "--run-dir", str(tmp_path))

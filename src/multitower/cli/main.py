@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Interrupted as stop:
             console.show_error(str(stop))
             return 128 + stop.signal
-        except MultitowerError as error:
+        except (MultitowerError, PermissionError) as error:  # up to 3.13 Path.exists raises these
             await_verdict_if_lost(error)
             console.show_error(in_flags(str(error)))
             leave_if_together(2)

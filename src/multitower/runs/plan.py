@@ -7,7 +7,7 @@ from multitower.planning.plan import Plan
 from multitower.planning.plan import plan as plan_step
 from multitower.recipes.definition import Recipe, takes
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob, clip_norm_of
+from multitower.runs.setup import RecipeJob, clip_norm_of, steps_per_epoch_of
 
 
 def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | None) -> Plan:
@@ -26,11 +26,11 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
         MultitowerError: as for `multitower.plan`.
     """
     job = RecipeJob.of(recipe, RunOptions(global_batch=options.global_batch), None)
-    num_examples = len(jax.tree.leaves(job.data.train)[0])
+    steps_per_epoch = steps_per_epoch_of(job.data, job.global_batch)
     rng = jax.random.key(0)
     return plan_step(
         recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
-        recipe.make_optimizer(recipe.steps, steps_per_epoch=num_examples / job.global_batch),
+        recipe.make_optimizer(recipe.steps, steps_per_epoch=steps_per_epoch),
         jax.eval_shape(recipe.init, rng),
         job.first_batch(job.global_batch),
         devices=options.devices,

@@ -255,7 +255,7 @@ def _can_be_traced(make: Callable[[], Any]) -> bool:
     return True
 
 
-def _steps_per_epoch(data: DataSets, global_batch: int) -> float:
+def steps_per_epoch_of(data: DataSets, global_batch: int) -> float:
     """The number of steps in which every example is seen once; it need not be whole."""
     return take_apart(data.train, 0, name="data").num_rows / global_batch
 
@@ -265,7 +265,7 @@ def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) 
     if options.epochs is None:
         return options.steps or recipe.steps
     global_batch = options.global_batch or recipe.global_batch
-    return steps_in(options.epochs, _steps_per_epoch(data or recipe.data(), global_batch))
+    return steps_in(options.epochs, steps_per_epoch_of(data or recipe.data(), global_batch))
 
 
 def steps_of_round(options: RunOptions, towers: int) -> int:
@@ -288,7 +288,7 @@ def make_optimizer(
     global_batch = options.global_batch or recipe.global_batch
     return recipe.make_optimizer(
         steps,
-        steps_per_epoch=_steps_per_epoch(data, global_batch),
+        steps_per_epoch=steps_per_epoch_of(data, global_batch),
         keeps_rate=RATE in options.metric_names(),
         keeps_momentum=options.momentum_correction,
     )
