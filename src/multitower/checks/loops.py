@@ -1,5 +1,6 @@
 """Loops and branches: what becomes of rows where a program runs other programs."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,10 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     xs = equation.invars[num_shared + num_carried :]
     over_rows = any(0 in reader.row_axes(atom) for atom in xs)
     num_given = num_shared + num_carried
+    counters = _counters(reader, equation, inputs, num_shared, num_carried)
+    over_rows |= bool(counters)
+    row_number = Flow(is_index=True, placed=reader.where(equation))
+    inputs = [row_number if n in counters else flow for n, flow in enumerate(inputs)]
     over_chunks = any(flow.chunk == ALL_CHUNKS for flow in inputs[num_given:])
     inputs = [*inputs[:num_given], *(replace(flow, chunk=None) for flow in inputs[num_given:])]
     outputs = _loop(reader, program, inputs, num_shared, num_carried)
@@ -66,10 +71,12 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         return outputs
     # One row after another: what is carried brings rows together, unless it only adds them up.
     place = reader.where(equation)
-    if all(sums_up(program, num_shared, num_carried)):
+    counts = [number + num_shared in counters for number in range(num_carried)]
+    is_sum = sums_up(program, num_shared, num_carried, counts)
+    if all(map(operator.or_, is_sum, counts)):
         totals = [
-            Flow("linear", place, flow.mixed, flow.roots, varies=True)
-            for flow in outputs[:num_carried]
+            flow if counts else _sum_of_turns(flow, place)
+            for flow, counts in zip(outputs, counts, strict=False)
         ]
         return [*totals, *outputs[num_carried:]]
     return [
@@ -85,6 +92,33 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         )
         for atom, flow in zip(equation.outvars, outputs, strict=True)
     ]
+
+
+def _sum_of_turns(flow: Flow, place: str) -> Flow:
+    """What is known of the sum over a loop's turns; a mean if each divides by their number."""
+    is_mean = flow.counted is not None
+    return replace(flow, word="linear", origin=place, is_mean=is_mean, counted=None, varies=True)
+
+
+def _counters(
+    reader: Reader, equation: Any, inputs: list[Flow], num_shared: int, num_carried: int
+) -> set[int]:
+    """Which inputs of a loop over the numbers of the rows are its counter, as in `fori_loop`."""
+    if equation.params["length"] % reader.num_rows:
+        return set()
+    jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+    one_more = {
+        one.outvars[0]: one.invars[0]
+        for one in jaxpr.eqns
+        if one.primitive.name == "add" and getattr(one.invars[1], "val", None) == 1
+    }
+    results = [None if isinstance(atom, core.Literal) else atom for atom in jaxpr.outvars]
+    return {
+        number
+        for number in range(num_shared, num_shared + num_carried)
+        if inputs[number].value == 0
+        and one_more.get(results[number - num_shared]) is jaxpr.invars[number]
+    }
 
 
 def _scan_chunks(
@@ -190,17 +224,21 @@ def _mixed(reader: Reader, atom: Any) -> Word:
     return "by row" if reader.row_axes(atom) else "mixed"
 
 
-def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:
+def sums_up(
+    program: Any, num_shared: int, num_carried: int, counts: Sequence[bool] = ()
+) -> list[bool]:
     """For each value that a scan carries, whether a turn only adds to it.
 
     Args:
         program: the body, a closed jaxpr.
         num_shared: the number of its arguments that are the same in every turn.
         num_carried: the number of those that are carried, which come next.
+        counts: for each of these whether it is the number of the turn, which sums may depend on.
     """
     jaxpr = getattr(program, "jaxpr", program)
     num_rest = len(jaxpr.invars) - num_shared - num_carried
-    carried = [_Sum(frozenset([number]), number) for number in range(num_carried)]
+    counts = counts or [False] * num_carried
+    carried = [_Sum() if is_turn else _Sum(frozenset([n]), n) for n, is_turn in enumerate(counts)]
     given = [*[_Sum()] * num_shared, *carried, *[_Sum()] * num_rest]
     outputs = follow(program, given, lambda *_: _Sum(), _added)
     used = frozenset[int]().union(*(found.uses for found in outputs[num_carried:]))
