@@ -493,10 +493,18 @@ def test_a_loss_may_ask_for_the_number_of_towers_alone():
 
 def test_results_that_are_nan_in_a_complex_number_are_repeatable():
     """Lie: a function that draws random numbers on the host, because nan is not nan."""
-    found = check_parallel(lambda x: jax.lax.complex(x[:, 0] * jnp.nan, x[:, 1]), BATCH["x"])
+    some = jnp.array([jnp.nan, 1.0])[jnp.arange(len(BATCH["x"])) % 2]
+    found = check_parallel(jax.lax.complex, some, BATCH["x"][:, 1], in_axes=0)
     assert not found.problems
 
 
 def test_a_result_that_is_no_number_is_named():
     with pytest.raises(mt.OutputError, match=r"output\[1\]\['split'\] is str"):
         check_parallel(lambda w, batch: (by_row(w, batch), {"split": "train"}), W, BATCH)
+
+
+def test_results_that_are_not_a_number_are_not_safe():
+    # The lie: "safe", because NaN is as far from NaN as from any other number.
+    loss = lambda w, batch: jnp.log(-((batch["x"] @ w) ** 2)).sum()
+    found = check_parallel(loss, W, BATCH)
+    assert [problem.kind for problem in found.problems] == ["not a number"]

@@ -14,6 +14,7 @@ Kind = Literal[
     "row count",
     "same numbers",
     "not repeatable",
+    "not a number",
     "table",
     "written",
 ]
@@ -244,6 +245,10 @@ SAME_NUMBERS = (
 UNREAD = (
     "rows are written into it, and what is read from it is not followed here: of rows that are "
     "brought together in it nothing else would be said."
+)
+NOT_A_NUMBER = (
+    "it is NaN for the whole batch, so there is nothing to compare. Pass arguments for which it is "
+    "a number."
 )
 NOT_REPEATABLE = (
     "two calls with the same arguments differ: something in it changes from call to call, such as "

@@ -14,6 +14,7 @@ from multitower.checks.problems import (
     COUNTED,
     MEAN,
     MIXED,
+    NOT_A_NUMBER,
     RATIO,
     SHAPES,
     STATISTICS,
@@ -58,11 +59,14 @@ class Compared(NamedTuple):
             in_order: whether the towers have consecutive rows; if not, results with one entry per
                 row are not concatenated.
         """
+        numbers = numbers_of(whole)
+        if numbers.size and np.isnan(numbers).all():
+            return [Problem("not a number", self.name, None, NOT_A_NUMBER)]
         if isinstance(whole, RatioSums):
             total = jax.tree.map(lambda *parts: sum(parts), *cut)
-            is_right = _is_close(numbers_of(total), numbers_of(whole))
+            is_right = _is_close(numbers_of(total), numbers)
             return [] if is_right else [self.mixed(RATIO)]
-        whole, cut = numbers_of(whole), [numbers_of(part) for part in cut]
+        whole, cut = numbers, [numbers_of(part) for part in cut]
         if whole.shape == cut[0].shape:  # no rows in it
             return self._without_rows(whole, sum(cut), len(cut))
         if not in_order:
