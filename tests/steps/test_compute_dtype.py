@@ -167,3 +167,18 @@ def test_dtypes_of_ours_fit_a_program_that_promotes_none(options):
     with jax.numpy_dtype_promotion("strict"):
         _, metrics = step(step.init(params), BATCHES[0])
     np.testing.assert_allclose(metrics["loss"], loss(params, BATCHES[0]), rtol=0.03)
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_32_bits_fit_a_program_of_64_that_promotes_none(towers):
+    """Lie: counts of rows have 64 bits, and `jax_numpy_dtype_promotion="strict"` fails on them."""
+
+    def losses(w, x):
+        return (w - x) ** 2, {"mean": x.mean()}
+
+    rows = np.arange(4, dtype=np.float32)
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        step = mt.train_step(losses, SGD, devices=2, towers=towers, diagnostics=True)
+        _, metrics = step(step.init(jnp.float32(1)), rows)
+    assert (float(metrics["loss"]), float(metrics["mean"])) == (1.5, 1.5)
+    assert [float(loss) for loss in metrics["tower_losses"]] == [0.5, 2.5]

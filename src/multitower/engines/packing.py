@@ -85,7 +85,8 @@ def unpack(packed: Packed, scale: Any = None, num_scaled: int = 0) -> Any:
         whole = len(own) == 1 and buffer.size == _size(slots[own[0]])
         pieces = [buffer] if whole else slices(buffer, places)
         for n, piece in zip(own, pieces, strict=True):
-            found[n] = _leaf(piece * scale if n < num_scaled else piece, slots[n])
+            with jax.numpy_dtype_promotion("standard"):  # `scale` may be wider, and leaves complex
+                found[n] = _leaf(piece * scale if n < num_scaled else piece, slots[n])
     return jax.tree.unflatten(packed.layout.treedef, [found[n] for n in range(len(slots))])
 
 

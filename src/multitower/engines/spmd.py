@@ -170,7 +170,8 @@ def _over_towers(result: TowerResult, tower_rows: int, num_rows: jax.Array) -> t
     means, sums = sum_over_devices((wide, result.sums))
     # XLA fuses a product with a number into whatever uses it, but would store a quotient first.
     scale = tower_rows / num_rows.astype(float)
-    return jax.tree.map(lambda x, own: (x * scale).astype(own.dtype), means, given), sums
+    with jax.numpy_dtype_promotion("standard"):  # the scale has 64 bits with jax_enable_x64
+        return jax.tree.map(lambda x, own: (x * scale).astype(own.dtype), means, given), sums
 
 
 def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:

@@ -90,7 +90,7 @@ def wide(value: Any) -> jax.Array:
 
 def row_sum(values: jax.Array, here: Tower) -> jax.Array:
     """The sum of `values`, shape (rows, ...), over the real rows of a tower: shape (...)."""
-    real = jnp.arange(values.shape[0]) < here.num_rows
+    real = jnp.arange(values.shape[0], dtype=here.num_rows.dtype) < here.num_rows
     real = real.reshape(-1, *[1] * (values.ndim - 1))
     return jnp.where(real, values, jnp.zeros_like(values)).sum(0)
 

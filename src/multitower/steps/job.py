@@ -320,7 +320,8 @@ def own_mean(loss: Any, here: Tower, tower_rows: int, reduction: Reduction) -> j
 
 def _own_place(mean: jax.Array, here: Tower, num_towers: int) -> jax.Array:
     """This tower's mean loss at its number, else zeros, shape (towers,): the sum has them all."""
-    return jnp.where(jnp.arange(num_towers) == here.number, mean, 0)
+    numbers = jnp.arange(num_towers, dtype=here.number.dtype)
+    return jnp.where(numbers == here.number, mean, 0)
 
 
 def _leaves_like(treedef: Any, new: Any) -> list[Any]:
