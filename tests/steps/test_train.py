@@ -485,6 +485,17 @@ def test_extra_args_reach_the_optimizer(towers):
     assert_close(state.opt_state[1].best_value, min(history))
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_extra_args_reach_an_optimizer_in_multi_steps(is_plain):
+    """Lie: the loss is given to every optimizer that takes it."""
+    optimizer = optax.MultiSteps(optax.contrib.reduce_on_plateau(accumulation_size=1), 1)
+    if is_plain:
+        optimizer = optimizer.gradient_transformation()
+    step = mt.train_step(losses, optimizer, devices=1)
+    state, metrics = step(step.init(params_of()), RAGGED[0])
+    assert_close(state.opt_state.inner_opt_state.best_value, metrics["loss"])
+
+
 @pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_rows_of_typed_keys(towers):
     """Also when they were cut for other devices."""

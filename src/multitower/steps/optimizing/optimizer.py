@@ -49,7 +49,7 @@ def call_update(
             "by a backward rule (jax.custom_vjp), and add noise with optax.add_noise."
         )
     extras = {"value": loss, "grad": gradients}
-    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
+    if takes_extras(optimizer):
         taken = inspect.signature(optimizer.update).parameters
         if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
             extras = {name: extra for name, extra in extras.items() if name in taken}
@@ -66,6 +66,16 @@ def call_update(
             "parameters and the value of the loss. Use it in a loop of your own: loss, gradients = "
             "mt.value_and_grad(loss_fn)(params, batch), then optimizer.update."
         ) from error
+
+
+def takes_extras(optimizer: "optax.GradientTransformation") -> bool:
+    """Whether an optimizer's update takes more than gradients, state and parameters."""
+    import optax  # noqa: PLC0415 (see call_update)
+
+    # `MultiSteps` does, and so does the plain transformation that it makes of itself.
+    owner = getattr(optimizer.update, "__self__", None)
+    is_of_kind = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    return is_of_kind or isinstance(owner, optax.MultiSteps)
 
 
 # Arguments that optax's optimizers report as missing: those of L-BFGS, Sophia and SAM, and of

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from multitower.errors import ArgumentError
-from multitower.steps.optimizing.optimizer import holders, holds
+from multitower.steps.optimizing.optimizer import holders, holds, takes_extras
 from multitower.steps.rotation.options import RotationOptions
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def for_stale_gradients(
             updates = jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), updates)
         return updates, new
 
-    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    kind = optax.GradientTransformationExtraArgs if takes_more else optax.GradientTransformation
+    is_more = takes_extras(optimizer)
+    kind = optax.GradientTransformationExtraArgs if is_more else optax.GradientTransformation
     return kind(optimizer.init, update)
 
 
