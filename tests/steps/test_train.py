@@ -669,6 +669,19 @@ def test_a_skipped_step_leaves_nothing_but_its_number(towers):
         assert int(state.step) == number
 
 
+def test_a_bad_gradient_is_not_added_up():
+    """Lie: a step is good if its parameters are, and the sum of gradients is NaN for ever."""
+    loss = lambda w, x: jnp.sqrt(jnp.abs(w * x))  # for x = 0 finite, and its slope is not
+    optimizer = optax.MultiSteps(optax.sgd(1.0), 3)
+    step = mt.train_step(loss, optimizer, devices=1, skip_nonfinite=True)
+    state = step.init(np.float32(1))
+    skipped: list[float] = []
+    for bad in (False, True, False, False):
+        state, metrics = step(state, np.array([1, 1 - bad], np.float32))
+        skipped.append(float(metrics["skipped"]))
+    assert (skipped, float(state.params)) == ([0, 1, 0, 0], 0.5)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"towers": 4}, pytest.param({"towers": 4, "shard_update": True}, marks=pytest.mark.slow)],

@@ -45,6 +45,20 @@ def finite_leaves(params: Any) -> jax.Array:
     return jnp.stack(found) if found else jnp.ones(0, bool)
 
 
+def _stays_finite(old: Any, new: Any) -> jax.Array:
+    """Whether no finite number of an optimizer's state has become infinite or NaN, bool, shape ().
+
+    A gradient that `optax.MultiSteps` adds up reaches the parameters steps later.
+    """
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    found = [
+        (jnp.isfinite(after) | ~jnp.isfinite(before)).all()
+        for before, after in pairs
+        if jnp.issubdtype(after.dtype, jnp.inexact)
+    ]
+    return jnp.stack(found).all() if found else jnp.bool_(True)
+
+
 def update_if_good(
     step: StepParts,
     fields: Fields,
@@ -76,6 +90,7 @@ def update_if_good(
     good = jnp.bool_(True)
     if step.skip_nonfinite:
         good = finite.all() & jnp.isfinite(metrics["loss"])
+        good &= _stays_finite(fields.opt_state, new.opt_state)
     if fields.loss_scale is not None:
         no_overflow = finite_leaves(gradients).all()
         good &= no_overflow
