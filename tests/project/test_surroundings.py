@@ -236,6 +236,15 @@ def test_a_transfer_guard(towers):
         mt.grad(loss, devices=2, towers=towers)(1.0, X)
 
 
+def test_a_transfer_guard_and_steps():
+    """Lie: the first look, or metrics of few steps, take numbers of the host; the state is gone."""
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, steps_per_call=2)
+    state = step.init(jnp.float32(1))
+    with jax.transfer_guard("disallow"):
+        _, metrics = step(state, [X])
+    assert metrics["loss"].shape == (1,)
+
+
 # ---------------------------------------------------------------- words
 
 

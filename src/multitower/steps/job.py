@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.tracing import look_in_tower, trace
@@ -220,7 +221,7 @@ def look_at_loss(
     forward = _forward(step, parts.split, tower_rows)
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
     shared = Shared(fields, parts.shared)
-    here = Tower(jnp.int32(0), jnp.int32(tower_rows), jnp.int32(tower_rows))
+    here = Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
     # Under jit, so that rows of one shape are traced once: a large model takes a while.
     run = jax.jit(lambda rows, here: forward(fields.params, shared, rows, here))
     traced = trace(run, (rows, here), num_towers)

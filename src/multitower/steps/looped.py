@@ -320,5 +320,5 @@ class LoopRunner:
         fields, metrics = self._run(state.fields(), *batches, self._feeder.number(num_steps))
         state.spend()
         if num_steps < metrics["loss"].shape[0]:
-            metrics = jax.tree.map(lambda leaf: leaf[:num_steps], metrics)
+            metrics = jax.tree.map(lambda leaf: lax.slice_in_dim(leaf, 0, num_steps), metrics)
         return TrainState(fields, maker), metrics
