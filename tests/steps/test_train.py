@@ -1,6 +1,8 @@
 """train_step: equal to a plain loop on one device, compiled once, in both ways to run."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -494,6 +496,35 @@ def test_extra_args_reach_an_optimizer_in_multi_steps(is_plain):
     step = mt.train_step(losses, optimizer, devices=1)
     state, metrics = step(step.init(params_of()), RAGGED[0])
     assert_close(state.opt_state.inner_opt_state.best_value, metrics["loss"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Pair:
+    """A dataclass that checks what it is made of, as those of Flax and jaxtyping may."""
+
+    x: Any
+    y: Any
+
+    def __post_init__(self) -> None:
+        if self.x.shape != self.y.shape:
+            raise ValueError("x and y differ in shape")
+
+
+@both_ways
+def test_dataclasses_that_check_their_arrays(towers):
+    """Lie: kinds of leaves, or shardings, are put where a user's class expects arrays."""
+
+    def loss(params, batch, *, model_state):
+        new = _Pair(model_state.x + batch.x.mean(), model_state.y)
+        return (params.x * batch.x - params.y * batch.y) ** 2, {}, new
+
+    pair = lambda: _Pair(jnp.float32(1), jnp.float32(2))
+    rows = np.arange(8, dtype=np.float32)
+    step = mt.train_step(loss, optax.sgd(0.01), devices=2, towers=towers)
+    state = step.init(pair(), model_state=pair())
+    state, metrics = step(state, _Pair(rows, rows))
+    assert_close((metrics["loss"], state.model_state.x), ((rows**2).mean(), 1 + rows.mean()))
 
 
 @pytest.mark.parametrize("towers", [pytest.param(None, marks=pytest.mark.slow), 4])

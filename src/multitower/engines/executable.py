@@ -73,7 +73,9 @@ def compile_for_each(
 
 def _is_elsewhere(program: jax.stages.Compiled, device: jax.Device) -> bool:
     """Whether results are on another device, as of a program that has dropped all arguments."""
-    return any(place.device_set != {device} for place in jax.tree.leaves(program.output_shardings))
+    # `output_shardings` would put shardings into the user's dataclasses, which may check arrays.
+    found = jax.tree.leaves(program.out_info)
+    return any(leaf.sharding.device_set != {device} for leaf in found)
 
 
 def _refuse_order(effects: Iterable[Any]) -> None:

@@ -185,18 +185,21 @@ def refuse_what_is_no_number(leaf: np.ndarray[Any, Any], where: Callable[[], str
         )
 
 
-def refuse_sparse_rows(kinds: Any) -> None:
+def refuse_sparse_rows(tree: Any, kinds: Sequence[Any]) -> None:
     """Refuses a sparse array of JAX as rows, because its entries are not one for every row.
 
     Args:
-        kinds: the tree of arguments, with the kind of each leaf, as in `Split`, in its place.
+        tree: the arguments of a tower.
+        kinds: the kind of each of its leaves, as in `Split`.
 
     Raises:
         ArgumentError: arrays inside a sparse array are to be cut.
     """
     is_sparse = lambda node: type(node).__module__.startswith("jax.experimental.sparse")
-    for node in jax.tree.leaves(kinds, is_leaf=is_sparse):
-        if is_sparse(node) and any(isinstance(kind, int) for kind in jax.tree.leaves(node)):
+    left = iter(kinds)
+    for node in jax.tree.leaves(tree, is_leaf=is_sparse):
+        own = [next(left) for _ in jax.tree.leaves(node)]
+        if is_sparse(node) and any(isinstance(kind, int) for kind in own):
             name = type(node).__name__
             raise ArgumentError(
                 f"a sparse array, {name} of jax.experimental.sparse, cannot be cut into towers. "

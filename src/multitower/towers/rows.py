@@ -68,7 +68,6 @@ class Split:
 
     def rebuild(self, shared: Sequence[Any], rows: Sequence[Any], tower: Tower) -> Any:
         """One tower's tree, from the shared leaves and its own rows (rows on axis 0)."""
-        refuse_sparse_rows(jax.tree.unflatten(self.treedef, self.kinds))
         shared_left, rows_left = iter(shared), iter(rows)
         leaves: list[Any] = []
         for kind in self.kinds:
@@ -81,7 +80,9 @@ class Split:
             else:
                 leaf = next(rows_left)
                 leaves.append(leaf if kind == 0 else jnp.moveaxis(leaf, 0, int(kind)))
-        return jax.tree.unflatten(self.treedef, leaves)
+        tree = jax.tree.unflatten(self.treedef, leaves)
+        refuse_sparse_rows(tree, self.kinds)
+        return tree
 
     def row_paths(self) -> list[tuple[Any, ...]]:
         """The paths of the leaves that are cut, for messages."""

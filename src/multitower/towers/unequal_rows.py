@@ -69,7 +69,7 @@ def rows_differ(tree: Any, name: str | Names, axes: Any, kinds: Sequence[Any]) -
     Raises:
         ArgumentError: some of the arrays are inside a sparse array.
     """
-    refuse_sparse_rows(jax.tree.unflatten(jax.tree.structure(tree), kinds))
+    refuse_sparse_rows(tree, kinds)
     graphs = jax.tree.leaves(tree, is_leaf=_is_batch_of_graphs)
     if any(map(_is_batch_of_graphs, graphs)):
         return BatchError(_GRAPHS)
