@@ -1,6 +1,8 @@
 """make_parallel: law L1, and where the law has to say no."""
 
+import dataclasses
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -409,3 +411,27 @@ def test_what_the_first_tower_says_keeps_its_sign():
     run = mt.make_parallel(first, out_axes=(0, None), devices=2, towers=2)
     _, found = run(np.ones(4, np.float32))
     assert np.signbit(found)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Pair:
+    x: Any
+    y: Any
+
+    def __post_init__(self) -> None:
+        if self.x.shape != self.y.shape:
+            raise ValueError("x and y differ in shape")
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_dataclasses_that_check_their_arrays(towers):
+    """Lie: axes or numbers of leaves are put where a user's class expects arrays."""
+    rows = jnp.arange(4.0)
+    loss = lambda w, batch: (w.x * batch.x + w.y) ** 2
+    pairs = _Pair(jnp.float32(1), jnp.float32(0)), _Pair(rows, rows)
+    _, gradient = mt.value_and_grad(loss, devices=2, towers=towers)(*pairs)
+    assert float(gradient.x) == 2 * (rows**2).mean()
+    double = mt.make_parallel(lambda batch: _Pair(2 * batch.x, batch.y), devices=2, towers=towers)
+    np.testing.assert_array_equal(double(pairs[1]).x, 2 * rows)
+    assert mt.check_parallel(loss, *pairs)

@@ -163,7 +163,7 @@ class TowerFunction:
             return outputs
 
         def named(number: int) -> tuple[str, str]:
-            path = parts.split.row_paths()[number]
+            path = parts.split.row_paths(tree)[number]
             return arguments.of(path), arguments.whole(path, tree, axes)
 
         averages = self._kind.averages
@@ -178,7 +178,7 @@ class TowerFunction:
             named=named,
             beside_one_row=[x for x in closed_over if jnp.shape(x)[:1] == (parts.num_rows,)],
         )
-        for number, name in _shared_keys(parts, arguments).items():
+        for number, name in _shared_keys(parts, tree, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
 
     def _traced(
@@ -255,16 +255,15 @@ def _is_one_key(leaf: Any) -> bool:
     return (is_key(leaf) and not leaf.ndim) or is_legacy_key(leaf)
 
 
-def _shared_keys(parts: Parts, arguments: Arguments) -> dict[int, str]:
+def _shared_keys(parts: Parts, tree: Any, arguments: Arguments) -> dict[int, str]:
     """Keys in arguments that in_axes shares as a whole, by their number among the shared leaves.
 
     A key that is an argument by itself is not among them: its None is on purpose.
     """
-    treedef, kinds = parts.split.treedef, parts.split.kinds
-    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(treedef, range(len(kinds))))[0]
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     found: dict[int, str] = {}
     number = 0
-    for (path, _), kind in zip(paths, kinds, strict=True):
+    for (path, _), kind in zip(paths, parts.split.kinds, strict=True):
         if not isinstance(kind, str):
             continue
         of_args, *rest = path

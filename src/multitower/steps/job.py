@@ -227,6 +227,7 @@ def look_at_loss(
     traced = trace(run, (rows, here), num_towers)
     look_at = lambda: _look(traced.shapes, run, rows, here)
     found = look_in_tower(look_at, num_towers)
+    batch = lambda: parts.split.rebuild(parts.shared, rows, here)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
     look(
@@ -236,7 +237,7 @@ def look_at_loss(
         averages=True,
         num_devices=num_towers if is_by_device else 0,
         named=lambda number: (
-            name_of(parts.split.row_paths()[number], "batch"),
+            name_of(parts.split.row_paths(batch())[number], "batch"),
             taken_out_of("batch"),
         ),
         exchange=exchange,

@@ -84,11 +84,11 @@ class Split:
         refuse_sparse_rows(tree, self.kinds)
         return tree
 
-    def row_paths(self) -> list[tuple[Any, ...]]:
-        """The paths of the leaves that are cut, for messages."""
-        tree = jax.tree.unflatten(self.treedef, range(len(self.kinds)))
+    def row_paths(self, tree: Any) -> list[tuple[Any, ...]]:
+        """The paths of the leaves that are cut, for messages; `tree` is one of this structure."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return [path for path, n in flat if isinstance(self.kinds[n], int)]
+        each = zip(flat, self.kinds, strict=True)
+        return [path for (path, _), kind in each if isinstance(kind, int)]
 
 
 # What a data set is called. Its rows are read a few at a time, so its leaves may be tables of other
@@ -218,8 +218,14 @@ def axes_of_leaves(axes: Any, tree: Any, name: str) -> list[int | None]:
     marked = jax.tree.map(
         lambda axis: SHARED if axis is None else axis, axes, is_leaf=lambda x: x is None
     )
+    found: list[Any] = []
+
+    def add(axis: Any, branch: Any) -> None:
+        found.extend([axis] * jax.tree.structure(branch).num_leaves)
+
     try:
-        found = jax.tree.leaves(jax.tree.broadcast(marked, tree))
+        # `jax.tree.broadcast` would put axes into the user's dataclasses, which may check arrays.
+        jax.tree.map(add, marked, tree)
     except ValueError as error:
         raise ArgumentError(
             f"{name}={axes!r} does not fit: it must be an int, None, or a tree of these that is a "

@@ -141,7 +141,7 @@ def _blame_tables(
     tables = read[0].tables if read else {}
     names = [
         (trial.arguments.of(path), trial.arguments.whole(path, trial.tree, trial.axes))
-        for path in split.row_paths()
+        for path in split.row_paths(trial.tree)
     ]
     if len(cut) > 1 and any(problem.kind in _BY_A_TABLE for problem in problems):
         rest = [problem for problem in problems if problem.kind not in _BY_A_TABLE]
