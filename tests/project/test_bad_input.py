@@ -484,6 +484,11 @@ WRONG = {
         mt.OutputError,
         "entry 'staleness'.*Rename",
     ),
+    "metrics named by numbers": (
+        lambda: step(lambda w, x: (losses(w, x), {0: x[:, 0], 1: x[:, 1]})),
+        mt.OutputError,
+        r"entry 0 \(int\): the names of metrics are strings.*into a dict of their own",
+    ),
     "two metrics of one name": (
         lambda: step(lambda w, x: (losses(w, x), {"a": {"b": mt.ratio(x, 1.0)}, "a/b": x[:, 1]})),
         mt.OutputError,

@@ -194,7 +194,7 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
 
 
 def check_metrics(metrics: Any) -> None:
-    """Refuses metrics that are not a dict, hold keys, or would replace the loss.
+    """Refuses metrics that are not a dict by name, hold keys, or would replace the loss.
 
     Raises:
         OutputError: the metrics are wrong.
@@ -204,6 +204,13 @@ def check_metrics(metrics: Any) -> None:
             f"the loss returned metrics of type {type_in_words(metrics)}: return (loss, metrics) "
             "or (loss, metrics, model_state) with a dict of metrics, {} for none."
         )
+    for name in metrics:
+        if not isinstance(name, str):
+            raise OutputError(
+                f"the metrics hold an entry {name!r} ({type(name).__name__}): the names of metrics "
+                "are strings, and 'loss' is one of them. Put such entries into a dict of their "
+                "own, e.g. {'by_class': {0: x, 1: y}}."
+            )
     for name in _RESERVED:
         if name in metrics:
             raise OutputError(
