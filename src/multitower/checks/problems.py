@@ -140,7 +140,7 @@ RATIO = (
     "quotient is not that of the whole batch. Give totals and weights with one entry for every "
     "row, or their sums."
 )
-WEIGHT = (
+MIXED_WEIGHT = (
     "the weight is made of rows that are brought together, such as the floor "
     "jnp.maximum(mask.sum(), 1). Towers add up their weights, so that a tower whose mask is empty "
     "would count as 1. Give the weight by row, mt.ratio(total, mask), or its plain sum. For 0 "

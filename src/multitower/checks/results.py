@@ -15,6 +15,7 @@ from multitower.checks.problems import (
     KEEP_A_MEAN,
     MEETINGS,
     MIXED,
+    MIXED_WEIGHT,
     OF_ONE_TOWER,
     RATIO,
     SAME_IN_ALL,
@@ -22,7 +23,6 @@ from multitower.checks.problems import (
     STEADY,
     SUM_ALL,
     TERMS,
-    WEIGHT,
     WHY_MIXED,
     WRITTEN,
     Problem,
@@ -203,7 +203,9 @@ class Results(NamedTuple):
         for total, weight in zip(terms[::2], terms[1::2], strict=True):
             place = total.flow.origin or weight.flow.origin
             if weight.flow.mixed and not self.are_statistics(weight.flow):
-                problems.append(Problem("mixed rows", "mt.ratio", weight.flow.mixed[0], WEIGHT))
+                problems.append(
+                    Problem("mixed rows", "mt.ratio", weight.flow.mixed[0], MIXED_WEIGHT)
+                )
             elif self._is_steady(total) != self._is_steady(weight):
                 problems.append(Problem("sum", "mt.ratio", place, STEADY))
             elif total.flow.is_mean != weight.flow.is_mean:
