@@ -244,6 +244,17 @@ def test_other_uses_are_refused_in_words():
         mt.grad(masked, devices=2, reduction="sum")(PARAMS, batch)
 
 
+def test_narrow_numbers_are_added_one_after_the_other_as_on_one_device():
+    """Lie: 256 + 1 is 256 in bfloat16, if they are added to each other first."""
+
+    def loss(params, batch):
+        return masked(params, batch) + jnp.bfloat16(256) + jnp.bfloat16(1)
+
+    batch = batch_of(4)
+    value, _ = mt.value_and_grad(loss, **WAYS["fast"])(PARAMS, batch)
+    assert_close(value, loss(PARAMS, batch))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_the_same_bits_on_any_number_of_devices(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)

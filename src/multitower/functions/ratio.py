@@ -108,7 +108,7 @@ class Ratio:
         if other.ndim == 1:
             losses = wide(other)
             return self + Ratio(((losses, jnp.ones_like(losses)),), None)
-        other = _number(other, "+")
+        other = wide(_number(other, "+"))
         return Ratio(self.terms, other if self.offset is None else self.offset + other)
 
     def __mul__(self, other: Any) -> "Ratio":
