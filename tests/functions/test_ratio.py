@@ -244,6 +244,17 @@ def test_other_uses_are_refused_in_words():
         mt.grad(masked, devices=2, reduction="sum")(PARAMS, batch)
 
 
+@pytest.mark.parametrize("over_rows", [jax.vmap, lambda fn: functools.partial(jax.lax.map, fn)])
+def test_a_ratio_for_each_row_is_refused(over_rows):
+    """Lie: the quotient of the sums over all rows, where one device takes the mean of quotients."""
+
+    def loss(params, batch):
+        return over_rows(lambda row: masked(params, row))(batch)
+
+    with pytest.raises(mt.errors.OutputError, match="would make several ratios"):
+        mt.value_and_grad(loss, **WAYS["fast"])(PARAMS, batch_of(4))
+
+
 def test_narrow_numbers_are_added_one_after_the_other_as_on_one_device():
     """Lie: 256 + 1 is 256 in bfloat16, if they are added to each other first."""
 

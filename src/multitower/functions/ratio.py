@@ -47,8 +47,9 @@ def ratio(total: Any, weight: Any) -> Any:
         inside metrics, an object that stands for the scalar until all towers are added up.
 
     Raises:
-        OutputError: inside a tower, the weight depends on the parameters; or the ratio is used for
-            anything but sums, and products and quotients with numbers.
+        OutputError: inside a tower, the weight depends on the parameters; the ratio is used for
+            anything but sums, and products and quotients with numbers; or a transformation makes
+            several of it, such as `jax.vmap`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -151,13 +152,26 @@ class Ratio:
         """Refused with an explanation: a ratio has no attributes of an array."""
         raise AttributeError(str(_refuse(f".{name}")))
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        """For JAX's pytrees."""
-        return (self.terms, self.offset), None
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        """For JAX's pytrees; the static part is the number of axes of each leaf."""
+        children = (self.terms, self.offset)
+        return children, tuple(getattr(x, "ndim", 0) for x in jax.tree.leaves(children))
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "Ratio":
-        """For JAX's pytrees."""
+    def tree_unflatten(cls, ndims: Any, children: tuple[Any, Any]) -> "Ratio":
+        """For JAX's pytrees.
+
+        Raises:
+            OutputError: each leaf has an axis more, so that these are several ratios.
+        """
+        leaves = zip(jax.tree.leaves(children), ndims, strict=False)
+        if any(getattr(leaf, "ndim", ndim) > ndim for leaf, ndim in leaves):
+            raise OutputError(
+                "mt.ratio(total, weight) is called inside jax.vmap, jax.lax.map or jax.lax.scan, "
+                "which would make several ratios, and it divides the sums over all rows. For a "
+                "quotient of each row write jnp.sum(total) / jnp.sum(weight); otherwise return "
+                "total and weight from there, and call mt.ratio outside."
+            )
         return cls(*children)
 
 
