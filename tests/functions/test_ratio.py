@@ -255,6 +255,38 @@ def test_a_ratio_for_each_row_is_refused(over_rows):
         mt.value_and_grad(loss, **WAYS["fast"])(PARAMS, batch_of(4))
 
 
+APART = {
+    "leaves": lambda ratios: sum(jax.tree.leaves(ratios)),
+    "doubled": lambda ratios: jax.tree.map(lambda leaf: 2 * leaf, ratios["tokens"]),
+    "jitted": jax.jit(lambda ratios: sum(jax.tree.leaves(ratios))),
+}
+
+
+@pytest.mark.parametrize("use", APART.values(), ids=APART)
+def test_a_ratio_that_is_taken_apart_is_told_of(use):
+    """Lie: weights are losses, too, for what takes all leaves of a tree."""
+
+    def loss(params, batch):
+        mask = batch["mask"][:, 0]
+        rows = mt.ratio(token_losses(params, batch)[:, 0] * mask, mask)
+        return use({"rows": rows, "tokens": 2 * rows})
+
+    with pytest.warns(mt.errors.MultitowerWarning, match="was taken apart"):
+        mt.value_and_grad(loss, **WAYS["fast"])(PARAMS, batch_of(4))
+
+
+def test_a_ratio_may_be_passed_through_trees_and_calls():
+    def loss(params, batch):
+        stopped = jax.lax.stop_gradient(masked(params, batch))
+        both = jax.checkpoint(lambda params: [masked(params, batch), stopped])(params)
+        return sum(jax.tree.leaves(both, is_leaf=lambda x: not isinstance(x, list)))
+
+    batch = batch_of(4)
+    value, gradients = mt.value_and_grad(loss, **WAYS["fast"])(PARAMS, batch)
+    expected, of_one = by_hand(PARAMS, batch)
+    assert_close((value, gradients), (2 * expected, of_one))
+
+
 def test_narrow_numbers_are_added_one_after_the_other_as_on_one_device():
     """Lie: 256 + 1 is 256 in bfloat16, if they are added to each other first."""
 

@@ -26,6 +26,7 @@ from multitower.checks.problems import (
 )
 from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
+from multitower.checks.weights import uses_of_weights
 from multitower.engines.collectives import axis_of
 from multitower.errors import warn
 from multitower.models.writes import Writes, noting_writes
@@ -78,11 +79,11 @@ def look(
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
             row is divided by the number of rows, a sum over rows and a number make a mt.ratio or
-            are added, towers add up a loss that is the same in all of them, all towers draw the
-            same numbers, a table is cut, the number of devices decides over how many rows BatchNorm
-            works, a backward rule brings rows together, a parameter of a module is written into,
-            rows are written into a jax.new_ref, or out_axes=None takes what depends on rows from
-            the first tower.
+            are added, a mt.ratio is taken apart, towers add up a loss that is the same in all of
+            them, all towers draw the same numbers, a table is cut, the number of devices decides
+            over how many rows BatchNorm works, a backward rule brings rows together, a parameter of
+            a module is written into, rows are written into a jax.new_ref, or out_axes=None takes
+            what depends on rows from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -96,6 +97,7 @@ def look(
             *results.written_parameters(),
             *results.of_one_tower(),
             *results.wrong_terms(),
+            *results.ratios_apart(),
             *results.same_in_all(),
             *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
         ]
@@ -205,7 +207,8 @@ def read_tower(
         if times > 1:
             chunks = read(program, flows, prime, batch_rows, num_towers, num_groups=times)
             reading = _with_chunks(reading, chunks)
-        return reading, Results.of(reading, tree, num_rows, writes_in(program, written))
+        results = Results.of(reading, tree, num_rows, writes_in(program, written))
+        return reading, results._replace(of_weights=uses_of_weights(program))
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
             "this function runs without a look at its rows, which failed: "

@@ -10,7 +10,7 @@ LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
     "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
     "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
-    "optimization_barrier", "cumsum", "name", "sharding_constraint", "stack", "unstack", "tile",
+    "optimization_barrier", "cumsum", "sharding_constraint", "stack", "unstack", "tile",
     "fft", "reduce_window_sum",
 }  # fmt: skip
 LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "stack", "select_n", "pad"}

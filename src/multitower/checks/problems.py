@@ -80,6 +80,8 @@ FIRST = "first"
 TERMS = "terms"
 # The kind of a loss that towers add up, as reduction="sum" says, if it has no rows.
 ADDED = "added"
+# The name of the mark on a weight of mt.ratio.
+WEIGHT = "multitower.weight"
 
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
@@ -134,6 +136,12 @@ WRITTEN = (
     "Make it an nnx.Variable that is no nnx.Param if it is a state, or write it after the call. "
     "nnx.SpectralNorm and nnx.WeightNorm write the weights that they have normalised: here the "
     "weights stay as the optimizer made them, as in Flax Linen, and are normalised in every call."
+)
+APART = (
+    "a mt.ratio was taken apart. As a pytree it consists of its totals and weights, which "
+    "jax.tree.leaves, jax.tree.map and optax.tree.sum compute with as if each were a loss. Add "
+    "ratios to each other: sum(losses.values()) for a dict of them; or say "
+    "is_leaf=lambda x: not isinstance(x, dict)."
 )
 RATIO = (
     "towers add up the totals and the weights of mt.ratio, and these are not sums over rows: their "

@@ -8,6 +8,7 @@ import jax
 from multitower.checks.flow import Flow, line_at, operation_at
 from multitower.checks.problems import (
     ADDED,
+    APART,
     BESIDE,
     COUNTED,
     FIRST,
@@ -71,6 +72,7 @@ class Results(NamedTuple):
     known_lines: set[str]
     num_rows: int
     written: Sequence[tuple[str, str | None]] = ()
+    of_weights: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -212,6 +214,16 @@ class Results(NamedTuple):
                 problems.append(Problem("sum", "mt.ratio", place, RATIO))
         places = self._beside_terms(terms)
         return [*problems, *(Problem("sum", "mt.ratio", place, BESIDE) for place in places)]
+
+    def ratios_apart(self) -> list[Problem]:
+        """A problem for each result that is made of the leaves of a ratio; one for all ratios."""
+        pairs = list(zip(self.leaves, self.of_weights, strict=False))
+        weights = [use for one, use in pairs if one.kind == TERMS][1::2]
+        # `evaluate` and `predict` return weights as results.
+        others = (TERMS, FIRST, "result")
+        names = [one.name for one, use in pairs if one.kind not in others and use]
+        names += ["mt.ratio"] if "made of" in weights else []
+        return [Problem("sum", name, None, APART) for name in names]
 
     def _beside_terms(self, terms: list[_Result]) -> list[str]:
         """Where such a number was added, each place once, if `mixed_or_summed` does not tell."""

@@ -157,6 +157,8 @@ class _Reader:
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
+        if name == "name":
+            return inputs
         if needs_axis(equation):
             is_drawn = any(flow.is_drawn for flow in inputs)
             place = placed(equation, "mixed", inputs, self)

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from multitower.checks.problems import WEIGHT
 from multitower.errors import OutputError
 from multitower.functions.outputs import row_sum, wide
 from multitower.towers.rows import Tower
@@ -310,7 +312,7 @@ def _refuse(what: str) -> OutputError:
 
 @jax.custom_jvp
 def _independent(weight: jax.Array) -> jax.Array:
-    return weight
+    return checkpoint_name(weight, WEIGHT)
 
 
 @functools.partial(_independent.defjvp, symbolic_zeros=True)
