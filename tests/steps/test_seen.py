@@ -148,6 +148,22 @@ def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
     assert len(runner._engine._compiled) == 2
 
 
+def test_stages_draw_as_the_settings_say_now():
+    """Lie: the programs of the first step, whatever setting of JAX a `with` block changes."""
+
+    def noise(params, batch):
+        drawn = jax.random.uniform(jax.random.key(0), (8,))
+        return (batch["x"] @ params["w"]) * 0 + drawn[: len(batch["x"])]
+
+    step = mt.train_step(noise, optax.sgd(0.1), towers=1, stages=1, devices=1)
+    state, batch = step.init({"w": np.zeros(3, np.float32)}), {"x": np.ones((8, 3), np.float32)}
+    for partitionable in (True, False, True):
+        with jax.threefry_partitionable(partitionable):
+            state, metrics = step(state, batch)
+            wanted = jax.random.uniform(jax.random.key(0), (8,)).mean()
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize(("options", "most"), [({}, 40), ({"towers": 2}, 90)], ids=str)
 def test_python_calls_of_a_step(options, most):
     """How much of this library's Python runs in a step of a kind that has been seen."""

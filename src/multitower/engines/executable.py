@@ -115,7 +115,12 @@ def signature(tree: Any) -> Any:
     """What a compiled program depends on: structure, shapes, dtypes and settings; hashable."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
-    return treedef, kinds, _settings_of(jax.config)
+    return treedef, kinds, settings()
+
+
+def settings() -> Any:
+    """The values of JAX's settings that a program depends on; hashable."""
+    return _settings_of(jax.config)
 
 
 # JAX's settings that change results, and may change from call to call, as in a `with` block.

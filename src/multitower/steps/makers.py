@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multitower.engines.executable import settings
 from multitower.errors import StateError
 from multitower.models.modules import Model
 from multitower.steps.job import Looked
@@ -62,13 +63,14 @@ def kind_of(leaves: Sequence[Any], treedef: Any) -> Any:
     """What batches must have in common to be taken apart and run in the same way.
 
     Types are part of it, so a batch that would be refused (such as one with a value inside of
-    `jax.jit`) never has the kind of one that was run.
+    `jax.jit`) never has the kind of one that was run. So are JAX's settings, which may differ in a
+    `with` block.
 
     Returns:
         Hashable; None for a batch with leaves that are not arrays, which is taken apart anew.
     """
     try:
-        return treedef, *[(leaf.__class__, leaf.shape, leaf.dtype) for leaf in leaves]
+        return treedef, settings(), *[(leaf.__class__, leaf.shape, leaf.dtype) for leaf in leaves]
     except AttributeError:  # Python numbers
         return None
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from multitower.engines.executable import settings
 from multitower.engines.tracing import uneven
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
@@ -330,9 +331,9 @@ class TrainStep:
                 "largest batch there will be."
             )
         seen = (num_weights > 0, bool(averaged or meets))  # a loss may look at its shapes
-        kinds = (
-            (*map(_kind, parts.rows), *map(_kind, parts.shared)) if way.one_kind_a_runner else ()
-        )
+        kinds = ()
+        if way.one_kind_a_runner:
+            kinds = (settings(), *map(_kind, parts.rows), *map(_kind, parts.shared))
         key = (parts.split, tower_rows, seen, kinds)
         if key not in maker.runners:
             batches = Batches(parts, tower_rows, *seen)
