@@ -110,6 +110,15 @@ def test_skip_nonfinite_is_decided_once_for_all_stages(bad):
     assert int(found.step) == 2
 
 
+@pytest.mark.slow
+def test_skip_nonfinite_looks_at_the_state_of_every_stage():
+    # The lie: squares of gradients overflow, and Adam never moves these parameters again.
+    large = lambda params, batch: 1e25 * losses(params, batch)
+    found, metrics = check(large, batches=X[:2], skip_nonfinite=True)
+    assert metrics["skipped"] == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.opt_state))
+
+
 class Rate(NamedTuple):
     hyperparams: dict
 

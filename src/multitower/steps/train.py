@@ -92,9 +92,8 @@ def train_step(
             rows (0 for a tower without rows), and `"finite_params"`, bool, one for each parameter
             leaf: whether all of it is finite after the update.
         skip_nonfinite: make no update if the loss or a new parameter is not finite, on all towers
-            together; nor (without `stages`) if a number of the optimizer's state stops being
-            finite, as where `optax.MultiSteps` adds up gradients. The step still counts, and
-            `"skipped"` is 1.
+            together; nor if a number of the optimizer's state stops being finite, as where
+            `optax.MultiSteps` adds up gradients. The step still counts, and `"skipped"` is 1.
         clip_norm: clip the mean gradient to this global norm, above 0, as
             `optax.clip_by_global_norm` does; None, the default, for no clipping. It also works
             with `shard_update`.

@@ -45,7 +45,7 @@ def finite_leaves(params: Any) -> jax.Array:
     return jnp.stack(found) if found else jnp.ones(0, bool)
 
 
-def _stays_finite(old: Any, new: Any) -> jax.Array:
+def stays_finite(old: Any, new: Any) -> jax.Array:
     """Whether no finite number of an optimizer's state has become infinite or NaN, bool, shape ().
 
     A gradient that `optax.MultiSteps` adds up reaches the parameters steps later.
@@ -90,7 +90,7 @@ def update_if_good(
     good = jnp.bool_(True)
     if step.skip_nonfinite:
         good = finite.all() & jnp.isfinite(metrics["loss"])
-        good &= _stays_finite(fields.opt_state, new.opt_state)
+        good &= stays_finite(fields.opt_state, new.opt_state)
     if fields.loss_scale is not None:
         no_overflow = finite_leaves(gradients).all()
         good &= no_overflow

@@ -16,7 +16,7 @@ from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.steps.optimizing.clipping import leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
-from multitower.steps.optimizing.update import finite_leaves
+from multitower.steps.optimizing.update import finite_leaves, stays_finite
 from multitower.steps.parts import StepParts
 from multitower.steps.staged.state import Block, Parts
 from multitower.steps.staged.update import SHARED, WholeUpdate
@@ -80,8 +80,7 @@ class Updates:
         told = self._told(parts, new, shared, squares)  # of this update, even if it is not made
         metrics: dict[str, Any] = {}
         if self._needs_finite:
-            every = [finite[s] for s in self._with_params] or [np.zeros(0, bool)]
-            new, shared, metrics = self._checked(parts, new, shared, every, loss)
+            new, shared, metrics = self._checked(parts, new, shared, finite, loss)
         return new, shared, {**metrics, **told}
 
     def kept(self, good: jax.Array, new: Any, old: Any) -> Any:
@@ -111,7 +110,10 @@ class Updates:
         return self._call("told", program, (state, squares))
 
     def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
-        """The update program of a stage: its new block, and which of its parameters are finite."""
+        """The update program of a stage: its new block, and what of it is finite.
+
+        That is a bool for each parameter, and one for the optimizer's state; () if nobody asks.
+        """
         shared, scalars = rest
         own = self._whole.homes.opt_state_of(stage)
         segment = self._whole.of_stage(stage)
@@ -123,7 +125,9 @@ class Updates:
         params = {i: next(found) for i in block.params}
         opt_state = {i: next(found) for i in own}
         new = Block(params, opt_state, {i: next(found) for i in block.ema_params})
-        return new, finite_leaves(params) if params and self._needs_finite else ()
+        if not self._needs_finite:
+            return new, ()
+        return new, (finite_leaves(params), stays_finite(block.opt_state, opt_state))
 
     def _gradients(
         self, stage: int, params: Mapping[int, Any], packs: Sequence[Packed]
@@ -186,10 +190,13 @@ class Updates:
         return self._call("shared", program, given)
 
     def _checked(
-        self, parts: Parts, new: Any, shared: Any, finite: list[Any], loss: jax.Array
+        self, parts: Parts, new: Any, shared: Any, finite: dict[int, Any], loss: jax.Array
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Checks whether all is finite; if not, `skip_nonfinite` brings back the old state."""
-        given = jax.device_put((finite, loss), self._layout.head)
+        of_params = [finite[s][0] for s in self._with_params] or [np.zeros(0, bool)]
+        of_state = [stays for _, stays in finite.values()]
+        before = parts.head.opt_state
+        given = jax.device_put((of_params, of_state, before, shared, loss), self._layout.head)
         all_of, good, skipped = self._call("decide", self._decide, given)
         metrics: dict[str, Any] = {}
         if self._step.diagnostics:
@@ -201,12 +208,15 @@ class Updates:
                 there = jax.device_put(good, self._layout.device(r, s))
                 given = (there, new[r][s], parts.blocks[r][s])
                 new[r][s] = self._call(("keep", s), _keep, given, (r, s), (1,))
-        shared = self.kept(good, shared, parts.head.opt_state)
+        shared = self.kept(good, shared, before)
         return new, shared, {**metrics, "skipped": skipped, "good": good}
 
-    def _decide(self, finite: list[Any], loss: jax.Array) -> tuple[Any, Any, Any]:
-        all_of = self._by_leaf(finite, operator.and_)
-        good = all_of.all() & jnp.isfinite(loss)
+    def _decide(
+        self, of_params: list[Any], of_state: list[Any], before: Any, shared: Any, loss: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        all_of = self._by_leaf(of_params, operator.and_)
+        good = all_of.all() & jnp.isfinite(loss) & stays_finite(before, shared)
+        good = functools.reduce(operator.and_, of_state, good)
         return all_of, good, 1 - good.astype(jnp.float32)
 
     def _call(
