@@ -236,13 +236,26 @@ def test_a_transfer_guard(towers):
         mt.grad(loss, devices=2, towers=towers)(1.0, X)
 
 
-def test_a_transfer_guard_and_steps():
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"sync_every": 2}, {"sync_every": 2, "towers": 2}],
+    ids=["all together", "local", "local, same bits"],
+)
+def test_a_transfer_guard_and_steps(more):
     """Lie: the first look, or metrics of few steps, take numbers of the host; the state is gone."""
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, steps_per_call=2)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, steps_per_call=2, **more)
     state = step.init(jnp.float32(1))
     with jax.transfer_guard("disallow"):
         _, metrics = step(state, [X])
     assert metrics["loss"].shape == (1,)
+
+
+def test_a_transfer_guard_and_stages():
+    two = lambda w, x: loss(w[1], loss(w[0], x))
+    step = mt.train_step(two, optax.sgd(0.1), devices=2, towers=2, stages=2)
+    state = step.init([jnp.float32(1)] * 2)
+    with jax.transfer_guard("disallow"):
+        step(state, X)
 
 
 # ---------------------------------------------------------------- words

@@ -84,7 +84,7 @@ class LocalCallRunner:
         assert told is not None
         if len(steps) == self._most:
             return told.stack
-        return jax.tree.map(lambda leaf: leaf[: len(steps)], told.stack)
+        return jax.tree.map(lambda leaf: lax.slice_in_dim(leaf, 0, len(steps)), told.stack)
 
     def _programs(self, made: Made) -> _Programs:
         sums = next(iter(made.sums.values())).packed

@@ -81,8 +81,10 @@ class LocalLoopRunner:
             fields, metrics = self._programs[meets](fields, batches, bounds)
             state.spend()
             if size < metrics["loss"].shape[0]:
-                own = slice(done, done + size)
-                metrics = jax.tree.map(lambda leaf, own=own: leaf[own], metrics)
+                own = (done, done + size)
+                metrics = jax.tree.map(
+                    lambda leaf, own=own: jax.lax.slice_in_dim(leaf, *own), metrics
+                )
             found.append(metrics)
             step, done = step + size, done + size
         if len(found) > 1:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.processes.together import whole_on_host
@@ -154,8 +153,9 @@ def take_apart(fields: Fields, homes: Homes, layout: Layout) -> Parts:
 
 def on_cpu(fields: Fields) -> Fields:
     """The fields as JAX arrays in the host's memory: a traced loss may index them with tracers."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, fields)
+    cpu = jax.local_devices(backend="cpu")[0]
+    put = lambda x: jax.device_put(x, cpu) if isinstance(x, np.ndarray) else x
+    return jax.tree.map(put, fields)
 
 
 def _of_this_process(leaf: Any) -> Any:
