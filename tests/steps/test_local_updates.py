@@ -361,6 +361,30 @@ def test_what_is_written_into_a_state_is_used():
         step(state, batch(1))
 
 
+@pytest.mark.parametrize("loops", [False, True])
+def test_what_replaces_the_parameters_reaches_every_tower(loops):
+    # Lie: clipped weights, or a new target network, stay in the state and no tower trains on them.
+    def with_target(params, batch, *, model_state):
+        return losses(params, batch), {"target": model_state.sum()}, model_state
+
+    options = {"towers": None, "devices": 2, "steps_per_call": 2} if loops else {}
+    step = make(loss=with_target, **options)
+    state = step.init(PARAMS, model_state=np.zeros(2, np.float32))
+    state, _ = step(state, [batch(0)] if loops else batch(0))
+    own = state.local
+    clipped = {**state.params, "w": np.clip(state.params["w"], -0.1, 0.1)}
+    state = state.replace(params=clipped, model_state=np.ones(2, np.float32))
+    assert_close(state.local.params["w"], np.stack([clipped["w"]] * 2))
+    assert_close(state.local.params["b"], own.params["b"])  # that one is not new
+    assert_close(state.replace(local=own).local.params["w"], own.params["w"])
+    state.params["w"] = w = np.float32([1, 2, 3])  # written before something else is replaced
+    state = state.replace(rng=None)
+    _, metrics = step(state, [batch(1)] if loops else batch(1))
+    each = [losses({"w": w, "b": b}, batch(1)) for b in np.asarray(own.params["b"])]
+    assert_close(metrics["loss"].sum(), np.append(each[0][:4], each[1][4:]).mean())
+    assert metrics["target"] == 2
+
+
 def test_a_state_goes_on_elsewhere():
     rows = [batch(number, 12) for number in range(7)]
     on_one, on_two = (make(sync_every=3, towers=3, devices=devices) for devices in (1, 2))

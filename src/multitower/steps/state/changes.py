@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
+from multitower.processes.together import whole_on_host
 from multitower.steps.state.fields import Fields
 from multitower.towers.leaves import is_key
 
@@ -64,6 +65,34 @@ def with_changes(fields: Fields, changes: Changes) -> Fields:
         leaves = [by_number.get(number, leaf) for number, leaf in enumerate(leaves)]
         new[name] = jax.tree.unflatten(treedef, leaves)
     return fields._replace(**new)
+
+
+def in_every_tower(fields: Fields, left: Mapping[str, Shown]) -> Fields:
+    """The fields with what is new in `params` and `model_state` given to every tower, too.
+
+    Args:
+        fields: the fields; only with local updates does every tower have its own of these two.
+        left: both attributes as a step left them.
+    """
+    local = fields.local
+    if not hasattr(local, "num_rows"):
+        return fields
+    for name, shown in left.items():
+        leaves, treedef = jax.tree.flatten(getattr(fields, name))
+        own, own_treedef = jax.tree.flatten(getattr(local, name))
+        if not treedef == shown.treedef == own_treedef:
+            continue  # of another model, which a step refuses
+        trios = zip(shown.leaves, leaves, own, strict=True)
+        own = [kept if new is old else _repeated(new, local.num_rows) for old, new, kept in trios]
+        local = local._replace(**{name: jax.tree.unflatten(treedef, own)})
+    return fields._replace(local=local)
+
+
+def _repeated(leaf: Any, towers: Any) -> Any:
+    """A leaf once for every entry of `towers`, along a new first axis; a key on a device."""
+    if is_key(leaf):
+        return jnp.stack([leaf] * len(towers))
+    return np.broadcast_to(whole_on_host(leaf), (len(towers), *np.shape(leaf)))
 
 
 def _like(old: Any, new: Any, where: str) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError, StateError
-from multitower.steps.state.changes import Changes, Shown
+from multitower.steps.state.changes import Changes, Shown, in_every_tower
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
 
@@ -195,9 +195,17 @@ class TrainState:
         return self._show("loss_scale")
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Returns a state with some attributes replaced, like `dataclasses.replace`."""
-        arrays = jax.tree.map(_array_of, changes)
-        return TrainState(self.fields()._replace(**arrays), origin=self.origin)
+        """Returns a state with some attributes replaced, like `dataclasses.replace`.
+
+        With `sync_every`, every tower gets new parameters and a new model state, too.
+        """
+        old = self.fields()
+        new = old._replace(**jax.tree.map(_array_of, changes))
+        if "local" not in changes:
+            shared = {name: getattr(old, name) for name in ("params", "model_state")}
+            left = {name: self._shown.get(name) or Shown.of(shared[name]) for name in shared}
+            new = in_every_tower(new, left)
+        return TrainState(new, origin=self.origin)
 
     def block_until_ready(self) -> "TrainState":
         """Waits until the state has been computed, and returns it, like `jax.Array`'s method.
