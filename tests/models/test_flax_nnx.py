@@ -337,6 +337,32 @@ def test_state_that_cannot_be_put_together(make, loss, message):
         mt.value_and_grad(lambda model, x: loss(model, x).mean(), devices=2)(make(), X[0])
 
 
+class Decoder(nnx.Module):
+    """A model that keeps what it has seen of every row."""
+
+    def __init__(self):
+        self.out = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.seen = None
+
+    def __call__(self, x):
+        self.seen = nnx.data(nnx.Cache(jnp.zeros_like(x)))
+        for _ in range(2):
+            self.seen[...] += self.out(x)
+        return self.seen[...]
+
+
+def test_a_cache_of_rows_belongs_in_a_copy():
+    # Lie: a message of which no advice helps a model that decodes with a cache.
+    model = Decoder()
+    for _ in range(2):  # without a cache, and with one of all rows
+        with pytest.raises(mt.OutputError, match=r"\['seen'\].*begin with a copy.*nnx.clone"):
+            mt.predict(lambda model, x: model(x), model, X[0], global_batch=8, devices=2)
+        answers = mt.predict(
+            lambda model, x: nnx.clone(model)(x), model, X[0], global_batch=8, devices=2
+        )
+        np.testing.assert_allclose(answers, model(X[0]), rtol=1e-5, atol=1e-6)
+
+
 def test_modules_that_share_a_variable():
     """Lie: two copies of one Variable, of which the last one wins."""
     model = Net()

@@ -96,7 +96,8 @@ class Model:
                 raise OutputError(
                     f"the model's {jax.tree_util.keystr(path)} is {old.dtype}{list(old.shape)} "
                     f"before the call and {new.dtype}{list(new.shape)} after it: model state must "
-                    "keep its shape and dtype."
+                    "keep its shape and dtype. If only this call needs the new one, as a cache for "
+                    "decoding, let the function begin with a copy, model = nnx.clone(model)."
                 )
         return after
 
