@@ -226,6 +226,25 @@ def test_names_that_the_loss_does_not_close_over():
         run(1.0)
 
 
+def test_rows_that_are_an_attribute_are_told_of_without_our_own_names():
+    class Loss:
+        batch = X
+
+        def of(self, w):
+            return (w * self.batch).mean()
+
+        __call__ = of
+
+    for loss in (Loss().of, Loss()):
+        with pytest.raises(
+            mt.ArgumentError, match=r"closes over nothing.*self\.batch, is no variab"
+        ):
+            mt.grad(loss, in_axes={"batch": 0})(1.0)
+    partial = functools.partial(lambda w, x: (w * x).mean(), x=X)
+    with pytest.raises(mt.ArgumentError, match=r"names 'y', and the function closes over x\. Name"):
+        mt.grad(partial, in_axes={"x": 0, "y": 0})(1.0)
+
+
 # ---------------------------------------------------------------- never stale, never needless
 
 

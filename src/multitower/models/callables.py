@@ -92,16 +92,27 @@ def variables_of(fun: Any) -> tuple[str, ...]:
     if getattr(fun, "__code__", None) is None:
         return ()
     held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
-    return held["names_"].cell_contents if is_made_here(fun) and "names_" in held else tuple(held)
+    if not is_made_here(fun):
+        return tuple(held)
+    if "names_" in held:
+        return held["names_"].cell_contents
+    bound = tuple(name for name in held if not name.endswith("_"))
+    return bound + variables_of(held[_stands_for(held)].cell_contents)
 
 
 def made_for(fun: Any) -> Any:
     """The user's callable that a function made here stands for; any other one is returned."""
     while isinstance(fun, types.FunctionType) and is_made_here(fun):
         held = dict(zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True))
-        (name,) = {"inner_", "method_", "bound_"} & set(held)
-        fun = getattr(held[name].cell_contents, "__func__", held[name].cell_contents)
+        inner = held[_stands_for(held)].cell_contents
+        fun = getattr(inner, "__func__", inner)
     return fun
+
+
+def _stands_for(held: Collection[str]) -> str:
+    """Which of the variables of a function made here is what it stands for."""
+    (name,) = {"inner_", "method_", "bound_"} & set(held)
+    return name
 
 
 def is_made_here(fun: types.FunctionType) -> bool:

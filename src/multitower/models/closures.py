@@ -121,7 +121,8 @@ def open_function(
             raise ArgumentError(
                 f"in_axes names {name!r}, and the function closes over {there or 'nothing'}. Name "
                 "a variable that the function itself reads and that is none of its arguments; or "
-                "make it an argument and give each argument its axis: in_axes=(None, 0)."
+                "make it an argument and give each argument its axis: in_axes=(None, 0). (An "
+                "attribute, such as self.batch, is no variable.)"
             )
     return opened, Contents(opener.arrays, opener.modules, opener.rows)
 
