@@ -298,6 +298,41 @@ def test_narrow_numbers_are_added_one_after_the_other_as_on_one_device():
     assert_close(value, loss(PARAMS, batch))
 
 
+def test_uses_that_jax_refuses_get_a_note():
+    # Lie: jnp.exp of a ratio has to do with the number of rows of a tower.
+    def in_a_loop(p, b):
+        return jax.lax.scan(lambda c, _: (c + masked(p, b), None), 0.0, None, 2)[0]
+
+    uses = (
+        lambda p, b: jnp.exp(masked(p, b)),
+        lambda p, b: jnp.stack([masked(p, b)]).sum(),
+        lambda p, b: sum(jnp.sum(x) for x in jax.tree.leaves(jax.grad(masked)(p, b))),
+        in_a_loop,
+    )
+    for use in uses:
+        with pytest.raises(TypeError) as told:
+            mt.grad(use, devices=2)(PARAMS, batch_of(4))
+        (note,) = [one for one in told.value.__notes__ if "tower" in one]
+        assert "Return it as the loss or as a metric" in note
+
+
+def test_a_step_inside_the_loss_as_the_note_says_it():
+    def added(x):
+        return jax.lax.psum(x, "towers")
+
+    def stepped(mean_gradient, p, b):
+        return masked(jax.tree.map(lambda w, g: w - 0.1 * g, p, mean_gradient(p, b)), b)
+
+    def over_towers(p, b):
+        total = jax.grad(lambda p: (token_losses(p, b) * b["mask"]).sum())(p)
+        return jax.tree.map(lambda g: added(g) / added(b["mask"].sum()), total)
+
+    batch = batch_of(8)
+    found = mt.value_and_grad(functools.partial(stepped, over_towers), devices=4)(PARAMS, batch)
+    expected = jax.value_and_grad(functools.partial(stepped, jax.grad(masked)))(PARAMS, batch)
+    assert_close(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_the_same_bits_on_any_number_of_devices(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)

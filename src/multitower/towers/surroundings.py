@@ -39,6 +39,8 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
             note = _OF_A_KEY
         elif type(error).__name__ == "TraceContextError":  # of Flax NNX, which is not imported
             note = _OF_A_MODULE
+        elif any(part in str(error) for part in _NAMES_A_RATIO):
+            note = _OF_A_RATIO
         else:
             note = _OF_ROWS.format(tower_rows)
         if note not in getattr(error, "__notes__", ()):
@@ -144,6 +146,14 @@ _OF_A_MODULE = (
     "that what one tower changes would be lost. For mt.train_step and mt.Trainer make it a part of "
     "the module that is the first argument, such as nnx.Dropout(0.5, rngs=rngs) in it; to "
     "mt.value_and_grad it may also be an argument of its own."
+)
+_NAMES_A_RATIO = ("multitower.functions.ratio.Ratio", "Output was Ratio(")
+_OF_A_RATIO = (
+    "Inside a tower mt.ratio(total, weight) has no value until the towers have met, so functions "
+    "of jax.numpy, loops and jax.grad cannot take it. Return it as the loss or as a metric, and "
+    "compute the rest with the result, such as a perplexity by np.exp(float(metrics['loss'])). For "
+    "a gradient inside the loss take total.sum() / weight.sum() of a row; over all rows, divide "
+    'the gradient of total.sum() by weight.sum(), each with jax.lax.psum(x, "towers") around it.'
 )
 _OF_ROWS = (
     "multitower called this function with the rows of one tower, {} of the batch's. An array that "
