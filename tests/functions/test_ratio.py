@@ -244,17 +244,6 @@ def test_other_uses_are_refused_in_words():
         mt.grad(masked, devices=2, reduction="sum")(PARAMS, batch)
 
 
-@pytest.mark.parametrize("over_rows", [jax.vmap, lambda fn: functools.partial(jax.lax.map, fn)])
-def test_a_ratio_for_each_row_is_refused(over_rows):
-    """Lie: the quotient of the sums over all rows, where one device takes the mean of quotients."""
-
-    def loss(params, batch):
-        return over_rows(lambda row: masked(params, row))(batch)
-
-    with pytest.raises(mt.errors.OutputError, match="would make several ratios"):
-        mt.value_and_grad(loss, **WAYS["fast"])(PARAMS, batch_of(4))
-
-
 APART = {
     "leaves": lambda ratios: sum(jax.tree.leaves(ratios)),
     "doubled": lambda ratios: jax.tree.map(lambda leaf: 2 * leaf, ratios["tokens"]),
@@ -314,6 +303,26 @@ def test_uses_that_jax_refuses_get_a_note():
             mt.grad(use, devices=2)(PARAMS, batch_of(4))
         (note,) = [one for one in told.value.__notes__ if "tower" in one]
         assert "Return it as the loss or as a metric" in note
+
+
+@pytest.mark.parametrize("mapped", ["vmap", "map", "sums"])
+def test_a_ratio_for_each_row_is_refused(mapped):
+    # Lie: the mean over tokens, where one device has the mean over rows of their own means.
+    def of_row(params, row):
+        losses = token_losses(params, jax.tree.map(lambda x: x[None], row))[0] * row["mask"]
+        if mapped == "sums":
+            return mt.ratio(losses.sum(), row["mask"].sum())
+        return mt.ratio(losses, row["mask"])
+
+    def fun(params, batch):
+        if mapped == "map":
+            return jax.lax.map(functools.partial(of_row, params), batch)
+        return jax.vmap(of_row, (None, 0))(params, batch)
+
+    with pytest.raises(mt.OutputError, match=r"inside jax.vmap.*mt.ratio of both outside"):
+        mt.value_and_grad(fun, devices=2)(PARAMS, batch_of(5))
+    with pytest.raises(mt.OutputError, match=r"inside jax.vmap"):
+        mt.evaluate(lambda p, b: {"loss": fun(p, b)}, PARAMS, batch_of(5), global_batch=4)
 
 
 def test_a_step_inside_the_loss_as_the_note_says_it():

@@ -50,8 +50,8 @@ def ratio(total: Any, weight: Any) -> Any:
 
     Raises:
         OutputError: inside a tower, the weight depends on the parameters; the ratio is used for
-            anything but sums, and products and quotients with numbers; or a transformation makes
-            several of it, such as `jax.vmap`.
+            anything but sums, and products and quotients with numbers; or it is taken for each row
+            by `jax.vmap` or a loop.
 
     Example:
         >>> import jax.numpy as jnp
@@ -154,27 +154,45 @@ class Ratio:
         """Refused with an explanation: a ratio has no attributes of an array."""
         raise AttributeError(str(_refuse(f".{name}")))
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        """For JAX's pytrees; the static part is the number of axes of each leaf."""
-        children = (self.terms, self.offset)
-        return children, tuple(getattr(x, "ndim", 0) for x in jax.tree.leaves(children))
+    def tree_flatten(self) -> tuple[tuple[Any, Any], "_Ranks"]:
+        """For JAX's pytrees."""
+        children = self.terms, self.offset
+        return children, _Ranks.of(children)
 
     @classmethod
-    def tree_unflatten(cls, ndims: Any, children: tuple[Any, Any]) -> "Ratio":
+    def tree_unflatten(cls, ranks: "_Ranks", children: tuple[Any, Any]) -> "Ratio":
         """For JAX's pytrees.
 
         Raises:
-            OutputError: each leaf has an axis more, so that these are several ratios.
+            OutputError: `jax.vmap` or a loop has stacked many ratios, each a quotient of its own.
         """
-        leaves = zip(jax.tree.leaves(children), ndims, strict=False)
-        if any(getattr(leaf, "ndim", ndim) > ndim for leaf, ndim in leaves):
+        pairs = zip(ranks, _Ranks.of(children), strict=False)
+        if any(rank is not None and now is not None and now > rank for rank, now in pairs):
             raise OutputError(
-                "mt.ratio(total, weight) is called inside jax.vmap, jax.lax.map or jax.lax.scan, "
-                "which would make several ratios, and it divides the sums over all rows. For a "
-                "quotient of each row write jnp.sum(total) / jnp.sum(weight); otherwise return "
-                "total and weight from there, and call mt.ratio outside."
+                "mt.ratio(total, weight) is called inside jax.vmap, jax.lax.map or jax.lax.scan. "
+                "That makes many ratios, and towers would add up all totals and weights and divide "
+                "once. For one mean over all rows return total and weight from the mapped "
+                "function, and take mt.ratio of both outside of it. For a mean within each row "
+                "return total.sum() / weight.sum()."
             )
         return cls(*children)
+
+
+class _Ranks(tuple[int | None, ...]):
+    """The numbers of dimensions of a ratio's arrays; it does not tell two trees apart."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, children: Any) -> "_Ranks":
+        """Those of all leaves; None for what is no array, as JAX puts there for a while."""
+        return cls(getattr(leaf, "ndim", None) for leaf in jax.tree.leaves(children))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ranks)
+
+    def __hash__(self) -> int:
+        return hash(_Ranks)
 
 
 class RatioSums(NamedTuple):
