@@ -422,6 +422,19 @@ def test_the_first_rows_are_those_of_the_first_batch_with_its_distortions():
         np.testing.assert_array_equal(job.first_batch(num_rows)["x"], batch[:num_rows])
 
 
+def test_a_test_set_that_cannot_be_scored_is_refused_before_training(tmp_path):
+    """Lie: a run that has made all its steps, and ends in an error of a batch without rows."""
+    train, test = load()
+    of_test = lambda rows: dataclasses.replace(LINE, data=lambda: DataSets(train, rows))
+    empty = of_test({name: rows[:0] for name, rows in test.items()})
+    with pytest.raises(mt.RunError, match=r"the test set of line has no examples.*DataSets\("):
+        run(empty, RunOptions(devices=1, steps=2), directory=tmp_path)
+    uneven = of_test({**test, "y": test["y"][1:]})
+    with pytest.raises(mt.BatchError, match=r"data\.test\['x'\]"):
+        run(uneven, RunOptions(devices=1, steps=2), directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []  # no step was made
+
+
 def test_scores_of_the_best_state_that_are_not_finite(tmp_path):
     """Lie: a run that has made all its steps, and ends in an error of its result."""
     unbounded = lambda params, batch: {**metrics(params, batch), "bits": batch["x"][:, 0] * jnp.inf}

@@ -13,6 +13,7 @@ import numpy as np
 
 from multitower.data.augmentation import augmented
 from multitower.data.batches import make_batch, make_batches
+from multitower.errors import RunError
 from multitower.hardware import provenance
 from multitower.processes.together import are_several
 from multitower.recipes.definition import DataSets, Recipe, takes
@@ -26,6 +27,7 @@ from multitower.training.checkpoints.best import check_score
 from multitower.training.fitting.calls import Call, Feeding
 from multitower.training.fitting.epochs import steps_in
 from multitower.training.fitting.settings import as_python
+from multitower.training.scoring.chunks import is_iterator
 from multitower.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -133,6 +135,23 @@ class RecipeJob:
         if not in_parts or not _can_be_traced(params):
             params = params()
         return {"params": params, "model_state": model_state, "rng": rng}
+
+    def check_test_set(self) -> None:
+        """Checks the test set before training, since a run ends with a score of it.
+
+        Raises:
+            RunError: it has no examples.
+            BatchError: its arrays have different numbers of rows.
+        """
+        test = self.data.test
+        if is_iterator(test):  # how many rows it has is not known
+            return
+        if not any(np.shape(leaf)[0] for leaf in jax.tree.leaves(test) if np.ndim(leaf)):
+            raise RunError(
+                f"the test set of {self.recipe.name} has no examples, and a run ends with a score "
+                "of it. Put examples into DataSets(train, test).test, if need be some of train."
+            )
+        take_apart(test, 0, name="data.test")
 
     def check_scores(self) -> None:
         """Checks the names of scores in `keep_best` and `early_stopping`, before training.

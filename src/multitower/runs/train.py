@@ -66,7 +66,8 @@ def run(
         None.
 
     Raises:
-        RunError: a resume has another seed, or other options of the recipe, than the run.
+        RunError: a resume has another seed, or other options of the recipe, than the run; or the
+            test set has no examples.
         NonFiniteError: the loss or a parameter is no longer finite.
         Interrupted: the process received SIGTERM or SIGINT. The step was finished and, with a
             directory, saved.
@@ -86,6 +87,7 @@ def run(
     write_report = None if directory is None else _find_write_report()
     check_installed(options.services())
     job = RecipeJob.of(recipe, options, directory)
+    job.check_test_set()
     job.check_scores()
     if options.keep_best is not None and not options.evaluate_every:
         warn(
