@@ -91,4 +91,6 @@ def _maker_of(names: Set[str]) -> str:
         )
     if any(name.startswith(".loss_scale") for name in names):
         return "another compute_dtype: float16 keeps a loss scale"
+    if all(name.startswith(".ema_params") for name in names):
+        return "another ema_decay: with one, a state has a moving average of the parameters"
     return "another model or optimizer"
