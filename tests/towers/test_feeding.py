@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -212,6 +213,14 @@ def test_prefetch_raises_the_error_of_the_stream_after_the_batches_before_it():
 def test_prefetch_of_what_is_no_stream_is_told_at_once(given):
     with pytest.raises(mt.ArgumentError, match=r"batches is .*: pass an iterator .* mt\.shard"):
         mt.prefetch(given, devices=2, towers=2)
+
+
+def test_prefetch_warns_of_idle_devices_once_where_it_is_called():
+    """Lie: a warning of a line in threading.py, one more with every batch."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert len(list(mt.prefetch(stream(4), devices=4, towers=2))) == 4
+    assert [one.filename for one in told] == [__file__]
 
 
 def test_prefetch_raises_what_shard_refuses():

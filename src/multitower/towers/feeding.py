@@ -62,7 +62,22 @@ def shard(
         >>> [block.data.shape for block in batch["x"].addressable_shards]
         [(2, 2), (2, 2)]
     """
-    placement = place(devices, towers)
+    return _shard_on_all(batch, place(devices, towers), towers, global_batch)
+
+
+def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
+    """As `shard` with `towers`, on a placement of this process."""
+    if isinstance(batch, LazyRows):
+        batch = batch.read(np.arange(batch.num_rows))
+    parts = take_apart(batch, 0, name="batch")
+    tower_rows = size_of_towers(parts.num_rows, placement, global_batch)
+    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
+
+
+def _shard_on_all(
+    batch: Any, placement: Placement, towers: int | None, global_batch: int | None
+) -> Any:
+    """As `shard`, on the placement of `devices` and `towers`."""
     if not isinstance(batch, LazyRows):
         parts = take_apart(batch, 0, name="batch")
     elif not placement.spans_processes:
@@ -75,15 +90,6 @@ def shard(
     tower_rows = size_of_towers(parts.num_rows, placement, global_batch)
     if towers is None:
         return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
-    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
-
-
-def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
-    """As `shard` with `towers`, on a placement of this process."""
-    if isinstance(batch, LazyRows):
-        batch = batch.read(np.arange(batch.num_rows))
-    parts = take_apart(batch, 0, name="batch")
-    tower_rows = size_of_towers(parts.num_rows, placement, global_batch)
     return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
 
 
@@ -126,11 +132,12 @@ def prefetch(
             f"batches is {shown(batches)}: pass an iterator or a list of batches. For one batch "
             "call mt.shard."
         )
-    place(devices, towers)  # a wrong placement is an error now, not at the first batch
+    # A wrong placement is an error now, not at the first batch; a warning of it comes once.
+    placement = place(devices, towers)
 
     def put(batch: Any, full: int | None) -> Any:
         most = global_batch if towers is None else full  # without towers, batches may grow
-        return shard(batch, devices=devices, towers=towers, global_batch=most)
+        return _shard_on_all(batch, placement, towers, most)
 
     return ahead(batches, size, put, global_batch)
 
