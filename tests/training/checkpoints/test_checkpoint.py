@@ -330,6 +330,20 @@ def test_what_would_be_saved_nowhere_is_an_error(tmp_path):
             checkpoints.restore(like={"w": np.ones(3)})
 
 
+@pytest.mark.parametrize("name", ["[lr=0.1]", "a\\b"])
+def test_a_directory_whose_name_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
+    """Lie: checkpoints that are written without an error, and are "damaged" when they are read."""
+    with pytest.raises(mt.CheckpointError, match=r"cannot be kept in .*Orbax takes \["):
+        Checkpoints(tmp_path / name / "checkpoints")
+    assert list(tmp_path.iterdir()) == []
+    for whole in ("lr=0.1, 'a' ü", "{lr}*?"):  # what it takes as it is
+        _, state = make(1)
+        with Checkpoints(tmp_path / whole) as checkpoints:
+            checkpoints.save(1, state, {})
+            checkpoints.wait()
+            assert mt.fingerprint(checkpoints.restore(like=state).state) == mt.fingerprint(state)
+
+
 def test_an_empty_directory_and_one_that_cannot_be_made(tmp_path):
     refused = pytest.raises(mt.CheckpointError, match="no complete checkpoint to resume from")
     with Checkpoints(tmp_path / "new") as checkpoints, refused:

@@ -41,6 +41,8 @@ class OrbaxManager:
     _last_to_save: ClassVar["OrbaxManager | None"] = None
 
     def __init__(self, directory: Path, *, keep_last: int, read_only: bool) -> None:
+        if not read_only:
+            _refuse_marks(directory)
         self._directory = directory
         self._ocp = load_orbax()
         self._is_broken = False
@@ -208,4 +210,18 @@ class OrbaxManager:
             f"a checkpoint could not be written to {self._directory}: {first_line(error)} "
             f"({free // 2**20} MiB are free there). The checkpoints before it are untouched. Make "
             "room or mend the directory, and resume."
+        )
+
+
+def _refuse_marks(directory: Path) -> None:
+    """Refuses a directory in which Orbax would write, without an error, what it cannot read.
+
+    It looks for its own files by a pattern that begins with the path, and TensorStore takes a
+    backslash for a slash.
+    """
+    if any(mark in directory.as_posix() for mark in "[\\"):
+        raise CheckpointError(
+            f"checkpoints cannot be kept in {directory}: Orbax takes [ in a path for the beginning "
+            "of a pattern, and \\ for /, and could not read again what it writes there. Choose a "
+            "directory without these characters, such as lr=0.1 in place of [lr=0.1]."
         )
