@@ -161,6 +161,14 @@ def test_a_nan_in_the_program_of_an_update_is_the_same_nan():
     check_same_run(saved, now, "runs/1")
 
 
+def test_an_update_of_complex_weights_counts():
+    """Lie: a Trainer that refuses complex weights, with float()'s error, as train_step does not."""
+    weights = jax.ShapeDtypeStruct((3,), np.complex64)
+    one, other = (describe_run(optax.sgd(rate), weights, {}) for rate in (0.25, 0.5))
+    with pytest.raises(mt.RunError, match=r"with the numbers 0\.25, this one has 0\.5"):
+        check_same_run(one, other, "here")
+
+
 def test_an_average_counts_by_what_it_computes(tmp_path):
     make = lambda offset: lambda step: jnp.minimum(0.9, (1 + step) / (offset + step))
     fit(tmp_path, ema_decay=make(10.0))

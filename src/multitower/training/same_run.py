@@ -199,7 +199,7 @@ def _program(program: Any) -> dict[str, Any]:
     checksum = hashlib.sha256(text.encode())
     for constant in _arrays(program):
         checksum.update(np.asarray(constant).tobytes())
-    numbers = sorted(abs(number) for number in _numbers(program) if not math.isnan(number))
+    numbers = sorted(number for number in _numbers(program) if not math.isnan(number))
     return {"sha256": checksum.hexdigest(), "numbers": numbers[:_MANY]}
 
 
@@ -216,14 +216,19 @@ def _arrays(program: Any) -> Iterator[Any]:
 
 
 def _numbers(program: Any) -> list[float]:
-    """The scalar constants of a program, and of the programs inside it."""
+    """The sizes of the scalar constants of a program, and of the programs inside it."""
     jaxpr = getattr(program, "jaxpr", program)
     values = [small_constant(value) for value in getattr(program, "consts", ())]
-    found = [float(value) for value in values if value is not None and value.ndim == 0]
+    found = [_size(value) for value in values if value is not None and value.ndim == 0]
     for equation in jaxpr.eqns:
         literals = [atom.val for atom in equation.invars if isinstance(atom, core.Literal)]
-        found.extend(float(value) for value in literals if np.ndim(value) == 0)
+        found.extend(_size(value) for value in literals if np.ndim(value) == 0)
         inside = program_inside(equation.params, len(equation.invars))
         if inside is not None:
             found.extend(_numbers(inside))
     return found
+
+
+def _size(value: Any) -> float:
+    """The absolute value of a number; of a complex one, too, as in updates of complex weights."""
+    return float(np.abs(np.asarray(value)))
