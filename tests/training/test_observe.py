@@ -216,6 +216,17 @@ def test_weights_that_diverge_are_no_traceback(tmp_path):
         assert found == ([] if number == 1 else ["params/a"])
 
 
+def test_complex_weights_are_shown_by_their_size(tmp_path):
+    """Lie: a histogram of real parts, with a warning of NumPy that weights are lost."""
+    import optax
+
+    step = mt.train_step(lambda w, x: abs(w - x) ** 2, optax.sgd(0.1), devices=1)
+    with EventFiles(tmp_path) as hook:
+        report(hook, [3], phase="test", state=step.init(np.complex64([3 + 4j, 5j])))
+    (shown,) = events_of(tmp_path / "test").Histograms("params/")
+    assert (shown.histogram_value.min, shown.histogram_value.max) == (5, 5)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
 def test_a_full_disk_is_one_error_and_not_a_page_of_lines(tmp_path, capfd):
     """Lie: a run that trains on and writes nothing down; or tracebacks of a library's thread."""

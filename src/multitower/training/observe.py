@@ -140,7 +140,8 @@ class EventFiles:
     TensorBoard hides the points of steps that a resumed run makes again. An evaluation before any
     training hides none.
 
-    Weights that are split over several processes are left out.
+    Weights that are split over several processes are left out. Of complex weights it shows the
+    absolute values.
 
     Args:
         directory: usually `RUN_DIR/events`; each phase gets a directory inside.
@@ -198,7 +199,10 @@ class EventFiles:
                 whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
                 if not (whole or leaf.is_fully_replicated):
                     continue  # other processes hold parts of it and do not run this
-                values = np.asarray(leaf, np.float32)  # host-device sync
+                values = np.asarray(leaf)  # host-device sync
+                if np.iscomplexobj(values):
+                    values = np.abs(values)  # TensorBoard has no complex histograms
+                values = values.astype(np.float32)
                 values = np.clip(values[~np.isnan(values)], -_LARGEST, _LARGEST)
                 if not values.size:
                     continue  # tensorboardX refuses empty histograms and larger numbers
