@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import pytest
 
@@ -20,6 +20,8 @@ class Options:
     word: str = "a"
     maybe: float | None = None
     older: Optional[int] = None  # noqa: UP045 (as many programs write it)
+    mode: Literal["a", "b"] | None = "a"
+    sizes: tuple[int, ...] = (8, 4)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,9 @@ def test_words_become_values(name, word, value):
         ({"count": "1.5"}, "count=1.5: this option of mine is a whole number"),
         ({"wide": "2"}, "wide=2: this option of mine is true or false"),
         ({"maybe": "x"}, "maybe=x: this option of mine is a number or none"),
+        # The lie: "b is not a Literal".
+        ({"mode": "b"}, "mode=b: the field mode of the options of mine has a type that no word"),
+        ({"sizes": "1,2"}, "sizes=1,2: .* Give it the type bool, int, float, str or Path, or"),
         (
             {"rat": "1"},
             r"no option 'rat'. Did you mean 'rate'\? There are: rate=0.5 \(learning rate\); co",

@@ -46,8 +46,8 @@ def make_options(
         The options, or None if there are none.
 
     Raises:
-        RunError: an unknown option, or a word that does not fit its type; the message lists the
-            existing options.
+        RunError: an unknown option, or a word that does not fit its type, or a type that no word
+            can set; the message lists the existing options.
 
     Example:
         >>> from multitower.recipes.cifar10 import Options
@@ -86,7 +86,13 @@ def convert_options(
         try:
             values[name] = _convert(known[name], word)
         except ValueError:
-            wanted = " or ".join(_NAMES.get(one, one.__name__) for one in known[name])
+            if not _CONVERSIONS.keys() >= set(known[name]):
+                raise mt.RunError(
+                    f"{name}={word}: the field {name} of the options of {owner} has a type that no "
+                    "word can set. Give it the type bool, int, float, str or Path, or one of these "
+                    "or None, and check the value in __post_init__."
+                ) from None
+            wanted = " or ".join(_NAMES[one] for one in known[name])
             raise mt.RunError(f"{name}={word}: this option of {owner} is {wanted}.") from None
     return values
 
