@@ -39,6 +39,7 @@ WRITTEN = {"w": ("float32", [2, 3]), "key": ("uint32", [4])}
         ({"w": None}, "only the model has a leaf w"),
         ({".ema_params": ("float32", [])}, r"only the .* was saved with another ema_decay"),
         ({"w": ("int32", [2, 3])}, r"w is int32\[2, 3\] in the checkpoint and float32\[2, 3\] in"),
+        ({"w": ("float64", [2, 3])}, r"w is float64.* with jax_enable_x64, which is off here"),
         ({"w": ("float32", [3])}, r"w is float32\[3\] in the checkpoint and float32\[2, 3\] in"),
         ({"key": ("uint32", [2])}, r"key is uint32\[2\] in the checkpoint and uint32\[4\] in"),
     ],

@@ -75,11 +75,15 @@ def check_same_leaves(written: Mapping[str, Any], named: list[tuple[str, Any]], 
         leaf = jax.random.key_data(wanted[name]) if is_key(wanted[name]) else wanted[name]
         dtype, shape = written[name]
         if [leaf.dtype.name, list(leaf.shape)] != [dtype, list(shape)]:
+            is_wider = dtype in _WIDE and jax.dtypes.canonicalize_dtype(dtype).name != dtype
+            maker = "jax_enable_x64, which is off here" if is_wider else _maker_of({name})
             raise CheckpointError(
                 f"{where}: {name} is {dtype}{list(shape)} in the checkpoint and "
-                f"{leaf.dtype.name}{list(leaf.shape)} in the model. It was saved with "
-                f"{_maker_of({name})}."
+                f"{leaf.dtype.name}{list(leaf.shape)} in the model. It was saved with {maker}."
             )
+
+
+_WIDE = {"float64", "int64", "uint64", "complex128"}  # there are none without jax_enable_x64
 
 
 def _maker_of(names: Set[str]) -> str:
