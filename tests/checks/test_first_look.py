@@ -1285,11 +1285,13 @@ def divided_by_a_number(w, x):
 
 
 def with_strange_numbers(w, x):
+    found = losses(w, x)
     for number in (jnp.nan, jnp.inf, -1e38, 1e-44, 1j, True):
         factor = jnp.asarray(number).real.astype(jnp.float32)
         row = losses(w, x) / number if number else losses(w, x)
         x = x * jnp.abs(row * number * factor)[:, None]
-    return jnp.abs(x.sum(1) / jnp.float32(0) * jnp.complex64(1j))
+    strange = jnp.abs(x.sum(1) / jnp.float32(0) * jnp.complex64(1j))
+    return found + jnp.nan_to_num(strange, posinf=1.0)
 
 
 def averaged_with_weights(w, x):
