@@ -385,6 +385,29 @@ def test_what_replaces_the_parameters_reaches_every_tower(loops):
     assert metrics["target"] == 2
 
 
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda state: pickle.loads(pickle.dumps(state)),
+        lambda state: jax.tree.map(jnp.copy, state),
+        lambda state: state,
+    ],
+    ids=["pickle", "jax.tree.map", "another step"],
+)
+def test_what_is_written_reaches_every_tower_of_a_state_that_goes_on_elsewhere(leave):
+    # Lie: towers train on without what was written, if a checkpoint was made in between.
+    found = []
+    for is_left in (False, True):
+        step = make(sync_every=3)
+        state, _ = step(step.init(PARAMS), batch(0))
+        state.params["w"] = [1, 2, 3] * np.ones(3)  # in float64
+        state.local.params["b"] = np.float32([4, 5])
+        if is_left:
+            step, state = make(sync_every=3), leave(state)
+        found.append(mt.fingerprint(step(state, batch(1))))
+    assert found[0] == found[1]
+
+
 def test_a_state_goes_on_elsewhere():
     rows = [batch(number, 12) for number in range(7)]
     on_one, on_two = (make(sync_every=3, towers=3, devices=devices) for devices in (1, 2))

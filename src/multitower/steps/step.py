@@ -219,7 +219,7 @@ class TrainStep:
             work = parts = take_apart(batch, 0, name="batch")
         refuse_tracers(state, parts, maker)
         if state.maker is not maker:
-            fields = self._with_scale(way.accepted(state.fields()))
+            fields = self._with_scale(way.accepted(state.contents()))
             self._check_average(fields)
             # As in a first state: 16-bit parameters may have become the average.
             fields = fields._replace(ema_params=jax.tree.map(_widened, fields.ema_params))

@@ -3,7 +3,9 @@
 The lie: a value that is read back and not used, because a step goes on with its own copies.
 """
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +177,36 @@ def test_the_same_bits_on_any_number_of_devices():
             state = step.init(params, model_state={"seen": jnp.float32(0)})
             found.append(mt.fingerprint(train(step, state, {0: change, 2: change}, 3)))
         assert len(set(found)) == 1
+
+
+LEAVE = {
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "copy": copy.copy,
+    "jax.tree.map": lambda state: jax.tree.map(jnp.copy, state),
+    "replace": lambda state: state.replace(rng=None),
+    "another step": lambda state: state,
+}
+
+
+@every_way
+@pytest.mark.parametrize("how", LEAVE)
+def test_what_is_written_goes_with_a_state_that_leaves_its_step(way, how):
+    """Lie: a number fits where the step itself reads it, and in a copy it breaks the next step."""
+
+    def change(state):
+        state.opt_state.hyperparams["learning_rate"] = 0.01
+        state.params.update(w=np.arange(5.0) / 4, b=2)
+
+    found = []
+    for leave in (lambda state: state, LEAVE[how]):
+        step, state = make(way)
+        state, _ = step(state, ROWS[0])
+        change(state)
+        state = leave(state)
+        if how == "another step":
+            step = mt.train_step(losses, OPTIMIZER, devices=2, ema_decay=0.5, **WAYS[way])
+        found.append(mt.fingerprint(step(state, ROWS[1])[0]))
+    assert found[0] == found[1]
 
 
 @every_way

@@ -9,7 +9,6 @@ import numpy as np
 
 from multitower.errors import CheckpointError
 from multitower.processes.together import whole_on_host
-from multitower.steps.state.changes import with_changes
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.split import copy_to
@@ -23,8 +22,6 @@ def named_leaves(state: TrainState) -> list[tuple[str, Any]]:
     Raises:
         StateError: a value that was written into it does not fit.
     """
-    if changes := state.changes():
-        state = TrainState(with_changes(state.fields(), changes))
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
 

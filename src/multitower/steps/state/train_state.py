@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from multitower.errors import ArgumentError, StateError
-from multitower.steps.state.changes import Changes, Shown, in_every_tower
+from multitower.steps.state.changes import Changes, Shown, in_every_tower, with_changes
 from multitower.steps.state.fields import Fields, shapes_of
 from multitower.towers.refusals import is_state_of_linen, refuse_keras_model
 
@@ -199,12 +199,9 @@ class TrainState:
 
         With `sync_every`, every tower gets new parameters and a new model state, too.
         """
-        old = self.fields()
-        new = old._replace(**jax.tree.map(_array_of, changes))
+        new = self.contents(without=changes)._replace(**jax.tree.map(_array_of, changes))
         if "local" not in changes:
-            shared = {name: getattr(old, name) for name in ("params", "model_state")}
-            left = {name: self._shown.get(name) or Shown.of(shared[name]) for name in shared}
-            new = in_every_tower(new, left)
+            new = in_every_tower(new, self._left())
         return TrainState(new, origin=self.origin)
 
     def block_until_ready(self) -> "TrainState":
@@ -227,6 +224,28 @@ class TrainState:
                 joined = joined._replace(**{n: v for n, v in seen.items() if v is not None})
             self._fields = joined
         return self._fields
+
+    def contents(self, *, without: Collection[str] = ()) -> Fields:
+        """The fields with what a user has written into them as the next step would take it.
+
+        Args:
+            without: names of fields that the caller replaces.
+
+        Raises:
+            StateError: a new value does not fit the old one.
+        """
+        fields, changes = self.fields(), dict(self.changes(without=without))
+        if not changes:
+            return fields
+        own = {"local": changes.pop("local", {})}
+        fields = in_every_tower(with_changes(fields, changes), self._left())
+        return with_changes(fields, own) if own["local"] else fields
+
+    def _left(self) -> dict[str, Shown]:
+        """What towers may have of their own, as the step left it."""
+        fields = self.fields()
+        names = ("params", "model_state")
+        return {name: self._shown.get(name) or Shown.of(getattr(fields, name)) for name in names}
 
     def shared(self) -> Fields:
         """The contents, with None for fields kept apart, such as optimizer state in blocks.
@@ -252,15 +271,19 @@ class TrainState:
         self._check_not_spent()
         if self._fields is None and hasattr(self._parts, "shapes"):
             return self._parts.shapes().params
-        return shapes_of(self.shared().params)
+        written = {"params": self.changes().get("params", {})}
+        return shapes_of(with_changes(self.shared(), written).params)
 
     def parts(self) -> Any:
         """The parts that `of_parts` was given; None for a state made from Fields."""
         self._check_not_spent()
         return self._parts
 
-    def changes(self) -> Changes:
+    def changes(self, *, without: Collection[str] = ()) -> Changes:
         """The leaves that a user has written into the attributes, by name and number.
+
+        Args:
+            without: names of attributes that the caller replaces.
 
         Raises:
             StateError: a new value does not fit the old one.
@@ -269,6 +292,7 @@ class TrainState:
         found = {
             name: shown.changed_leaves(getattr(fields, name), name)
             for name, shown in self._shown.items()
+            if name not in without
         }
         return {name: leaves for name, leaves in found.items() if leaves}
 
@@ -294,7 +318,7 @@ class TrainState:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """For JAX's pytrees."""
-        fields = self.fields()
+        fields = self.contents()
         return [
             (jax.tree_util.GetAttrKey(name), value)
             for name, value in zip(Fields._fields, fields, strict=True)
@@ -307,11 +331,11 @@ class TrainState:
 
     def __reduce__(self) -> tuple[type["TrainState"], tuple[Fields]]:
         """For `pickle`: copies the values to the host."""
-        return TrainState, (jax.device_get(self.fields()),)
+        return TrainState, (jax.device_get(self.contents()),)
 
     def __copy__(self) -> "TrainState":
         """A state of the same model with the values copied to the host."""
-        return TrainState(jax.device_get(self.fields()), origin=self.origin)
+        return TrainState(jax.device_get(self.contents()), origin=self.origin)
 
     def __deepcopy__(self, _: Any) -> "TrainState":
         """As `copy.copy`."""
