@@ -408,6 +408,24 @@ def test_what_is_written_reaches_every_tower_of_a_state_that_goes_on_elsewhere(l
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_parameters_that_are_changed_inside_jit_reach_every_tower(is_written):
+    # Lie: a program that clips the weights of a state fails, or no tower trains on them.
+    def clip(state):
+        clipped = jax.tree.map(lambda x: jnp.clip(x, -0.1, 0.1), state.params)
+        if not is_written:
+            return state.replace(params=clipped)
+        state.params.update(clipped)
+        return state
+
+    found = []
+    for change in (clip, jax.jit(clip)):
+        step = make(sync_every=3)
+        state, _ = step(step.init(PARAMS), batch(0))
+        found.append(mt.fingerprint(step(change(state), batch(1))))
+    assert found[0] == found[1]
+
+
 def test_a_state_goes_on_elsewhere():
     rows = [batch(number, 12) for number in range(7)]
     on_one, on_two = (make(sync_every=3, towers=3, devices=devices) for devices in (1, 2))

@@ -15,7 +15,7 @@ import numpy as np
 from multitower.errors import StateError
 from multitower.processes.together import whole_on_host
 from multitower.steps.state.fields import Fields
-from multitower.towers.leaves import is_key
+from multitower.towers.leaves import is_key, is_traced
 
 # The new leaves by number, for each attribute of a state.
 Changes = Mapping[str, Mapping[int, Any]]
@@ -89,8 +89,8 @@ def in_every_tower(fields: Fields, left: Mapping[str, Shown]) -> Fields:
 
 
 def _repeated(leaf: Any, towers: Any) -> Any:
-    """A leaf once for every entry of `towers`, along a new first axis; a key on a device."""
-    if is_key(leaf):
+    """A leaf once for every entry of `towers`, along a new first axis; mostly on the host."""
+    if is_key(leaf) or is_traced(leaf):  # traced: the state is changed inside jax.jit
         return jnp.stack([leaf] * len(towers))
     return np.broadcast_to(whole_on_host(leaf), (len(towers), *np.shape(leaf)))
 
