@@ -81,6 +81,9 @@ RIGHT = {
     "its own column": lambda w, x: x.at[jnp.arange(len(x)), jnp.argmax(x, 1)].mul(2.0) @ w,
     "one by one": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]), jnp.arange(len(x))),
     "counted": lambda w, x: counted(x, lambda i, s: s + losses(w, x[i]) / len(x)),
+    "added to numbers": lambda w, x: jax.lax.scan(
+        lambda total, row: (total + losses(w, row), None), np.float32([1, -1]), x
+    )[0].sum() / x[:, 0].size / 2,
     "a flat index": lambda w, x: (x * w).ravel()[3 * jnp.arange(len(x)) + jnp.argmax(x, 1)],
     "noise": with_noise_for_every_row,
     "a permutation": lambda w, key, x: losses(w, x * jax.random.permutation(key, len(x))[:, None]),

@@ -1,8 +1,6 @@
 """make_parallel: law L1, and where the law has to say no."""
 
-import dataclasses
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 import multitower as mt
 from tower_keys import tower_key
+from trees import Pair
 
 few = settings(max_examples=8)
 
@@ -413,25 +412,14 @@ def test_what_the_first_tower_says_keeps_its_sign():
     assert np.signbit(found)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class _Pair:
-    x: Any
-    y: Any
-
-    def __post_init__(self) -> None:
-        if self.x.shape != self.y.shape:
-            raise ValueError("x and y differ in shape")
-
-
 @pytest.mark.parametrize("towers", [None, 2])
 def test_dataclasses_that_check_their_arrays(towers):
     """Lie: axes or numbers of leaves are put where a user's class expects arrays."""
     rows = jnp.arange(4.0)
     loss = lambda w, batch: (w.x * batch.x + w.y) ** 2
-    pairs = _Pair(jnp.float32(1), jnp.float32(0)), _Pair(rows, rows)
+    pairs = Pair(jnp.float32(1), jnp.float32(0)), Pair(rows, rows)
     _, gradient = mt.value_and_grad(loss, devices=2, towers=towers)(*pairs)
     assert float(gradient.x) == 2 * (rows**2).mean()
-    double = mt.make_parallel(lambda batch: _Pair(2 * batch.x, batch.y), devices=2, towers=towers)
+    double = mt.make_parallel(lambda batch: Pair(2 * batch.x, batch.y), devices=2, towers=towers)
     np.testing.assert_array_equal(double(pairs[1]).x, 2 * rows)
     assert mt.check_parallel(loss, *pairs)

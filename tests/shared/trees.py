@@ -1,4 +1,7 @@
-"""Comparisons of pytrees."""
+"""Comparisons of pytrees, and one that checks its arrays."""
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,3 +19,16 @@ def assert_close(found, expected, rtol=1e-5, atol=1e-6):
         assert jnp.result_type(one) == jnp.result_type(other)
         assert np.shape(one) == np.shape(other)
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=rtol, atol=atol)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    """A dataclass that checks what it is made of, as those of Flax and jaxtyping may."""
+
+    x: Any
+    y: Any
+
+    def __post_init__(self) -> None:
+        if self.x.shape != self.y.shape:
+            raise ValueError("x and y differ in shape")

@@ -1,8 +1,6 @@
 """train_step: equal to a plain loop on one device, compiled once, in both ways to run."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ import multitower as mt
 from multitower.steps.step import _widened
 from same_bits_program import MODELS
 from tower_keys import tower_key
-from trees import assert_close
+from trees import Pair, assert_close
 
 both_ways = pytest.mark.parametrize("towers", [None, 4], ids=["fast", "same bits"])
 slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -498,32 +496,19 @@ def test_extra_args_reach_an_optimizer_in_multi_steps(is_plain):
     assert_close(state.opt_state.inner_opt_state.best_value, metrics["loss"])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class _Pair:
-    """A dataclass that checks what it is made of, as those of Flax and jaxtyping may."""
-
-    x: Any
-    y: Any
-
-    def __post_init__(self) -> None:
-        if self.x.shape != self.y.shape:
-            raise ValueError("x and y differ in shape")
-
-
 @both_ways
 def test_dataclasses_that_check_their_arrays(towers):
     """Lie: kinds of leaves, or shardings, are put where a user's class expects arrays."""
 
     def loss(params, batch, *, model_state):
-        new = _Pair(model_state.x + batch.x.mean(), model_state.y)
+        new = Pair(model_state.x + batch.x.mean(), model_state.y)
         return (params.x * batch.x - params.y * batch.y) ** 2, {}, new
 
-    pair = lambda: _Pair(jnp.float32(1), jnp.float32(2))
+    pair = lambda: Pair(jnp.float32(1), jnp.float32(2))
     rows = np.arange(8, dtype=np.float32)
     step = mt.train_step(loss, optax.sgd(0.01), devices=2, towers=towers)
     state = step.init(pair(), model_state=pair())
-    state, metrics = step(state, _Pair(rows, rows))
+    state, metrics = step(state, Pair(rows, rows))
     assert_close((metrics["loss"], state.model_state.x), ((rows**2).mean(), 1 + rows.mean()))
 
 

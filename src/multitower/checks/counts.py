@@ -82,7 +82,7 @@ def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int)
         return False
     if name not in ("mul", "div"):
         return True
-    if any(flow.counted for flow in inputs) or (name == "mul" and _is_zero(inputs)):
+    if any(flow.counted for flow in inputs) or (name == "mul" and any(map(is_zero, inputs))):
         return False
     numbers = [abs(number) for number in numbers_of(inputs)]
     shares = [1 / n if name == "div" and inputs[1].value is not None else n for n in numbers]
@@ -137,9 +137,9 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
     return name == "sign" or (name in ("mul", "div") and both)
 
 
-def _is_zero(inputs: Sequence[Flow]) -> bool:
-    """Whether one of them is the number 0; not an array of zeros, which parameters may be."""
-    return any(np.ndim(flow.value) == 0 and flow.value == 0 for flow in inputs)
+def is_zero(flow: Flow) -> bool:
+    """Whether it is the number 0; not an array of zeros, which parameters may be."""
+    return np.ndim(flow.value) == 0 and bool(flow.value == 0)
 
 
 def _is_round(number: float) -> bool:

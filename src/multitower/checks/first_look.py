@@ -207,8 +207,8 @@ def read_tower(
         if times > 1:
             chunks = read(program, flows, prime, batch_rows, num_towers, num_groups=times)
             reading = _with_chunks(reading, chunks)
-        results = Results.of(reading, tree, num_rows, writes_in(program, written))
-        return reading, results._replace(of_weights=uses_of_weights(program))
+        more = writes_in(program, written), uses_of_weights(program)
+        return reading, Results.of(reading, tree, num_rows, *more)
     except Exception as error:  # a fault of the reader is no reason to end a training
         warn(
             "this function runs without a look at its rows, which failed: "

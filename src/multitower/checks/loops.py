@@ -1,6 +1,5 @@
 """Loops and branches: what becomes of rows where a program runs other programs."""
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from jax.extend import core
 
 from multitower.checks.chunks import pairing
+from multitower.checks.counts import is_zero
 from multitower.checks.equations import follow, program_inside
 from multitower.checks.flow import (
     ALL_CHUNKS,
@@ -57,10 +57,12 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     xs = equation.invars[num_shared + num_carried :]
     over_rows = any(0 in reader.row_axes(atom) for atom in xs)
     num_given = num_shared + num_carried
-    counters = _counters(reader, equation, inputs, num_shared, num_carried)
-    over_rows |= bool(counters)
-    row_number = Flow(is_index=True, placed=reader.where(equation))
-    inputs = [row_number if n in counters else flow for n, flow in enumerate(inputs)]
+    is_count = _counts_rows(reader, equation, inputs, num_shared, num_carried)
+    if any(is_count):
+        over_rows, row_number = True, Flow(is_index=True, placed=reader.where(equation))
+        carried = zip(inputs[num_shared:], is_count, strict=False)
+        numbered = [row_number if counts else flow for flow, counts in carried]
+        inputs = [*inputs[:num_shared], *numbered, *inputs[num_given:]]
     over_chunks = any(flow.chunk == ALL_CHUNKS for flow in inputs[num_given:])
     inputs = [*inputs[:num_given], *(replace(flow, chunk=None) for flow in inputs[num_given:])]
     outputs = _loop(reader, program, inputs, num_shared, num_carried)
@@ -71,12 +73,10 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
         return outputs
     # One row after another: what is carried brings rows together, unless it only adds them up.
     place = reader.where(equation)
-    counts = [number + num_shared in counters for number in range(num_carried)]
-    is_sum = sums_up(program, num_shared, num_carried, counts)
-    if all(map(operator.or_, is_sum, counts)):
+    if all(sums_up(program, num_shared, num_carried, is_count)):
         totals = [
             flow if counts else _sum_of_turns(flow, place)
-            for flow, counts in zip(outputs, counts, strict=False)
+            for flow, counts in zip(outputs, is_count, strict=False)
         ]
         return [*totals, *outputs[num_carried:]]
     return [
@@ -100,12 +100,12 @@ def _sum_of_turns(flow: Flow, place: str) -> Flow:
     return replace(flow, word="linear", origin=place, is_mean=is_mean, counted=None, varies=True)
 
 
-def _counters(
+def _counts_rows(
     reader: Reader, equation: Any, inputs: list[Flow], num_shared: int, num_carried: int
-) -> set[int]:
-    """Which inputs of a loop over the numbers of the rows are its counter, as in `fori_loop`."""
+) -> list[bool]:
+    """For each value that a loop carries, whether it is the number of a row, as in `fori_loop`."""
     if equation.params["length"] % reader.num_rows:
-        return set()
+        return [False] * num_carried
     jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
     one_more = {
         one.outvars[0]: one.invars[0]
@@ -113,12 +113,9 @@ def _counters(
         if one.primitive.name == "add" and getattr(one.invars[1], "val", None) == 1
     }
     results = [None if isinstance(atom, core.Literal) else atom for atom in jaxpr.outvars]
-    return {
-        number
-        for number in range(num_shared, num_shared + num_carried)
-        if inputs[number].value == 0
-        and one_more.get(results[number - num_shared]) is jaxpr.invars[number]
-    }
+    carried = slice(num_shared, num_shared + num_carried)
+    trios = zip(inputs[carried], jaxpr.invars[carried], results, strict=False)
+    return [is_zero(flow) and one_more.get(after) is now for flow, now, after in trios]
 
 
 def _scan_chunks(
@@ -233,7 +230,8 @@ def sums_up(
         program: the body, a closed jaxpr.
         num_shared: the number of its arguments that are the same in every turn.
         num_carried: the number of those that are carried, which come next.
-        counts: for each of these whether it is the number of the turn, which sums may depend on.
+        counts: for each of these whether it is the number of the turn, which sums may depend on;
+            it is True of that number itself.
     """
     jaxpr = getattr(program, "jaxpr", program)
     num_rest = len(jaxpr.invars) - num_shared - num_carried
@@ -242,7 +240,7 @@ def sums_up(
     given = [*[_Sum()] * num_shared, *carried, *[_Sum()] * num_rest]
     outputs = follow(program, given, lambda *_: _Sum(), _added)
     used = frozenset[int]().union(*(found.uses for found in outputs[num_carried:]))
-    return [outputs[n].of == n and n not in used for n in range(num_carried)]
+    return [counts[n] or (outputs[n].of == n and n not in used) for n in range(num_carried)]
 
 
 class _Sum(NamedTuple):

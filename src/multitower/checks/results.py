@@ -81,6 +81,7 @@ class Results(NamedTuple):
         tree: dict[str, Any],
         num_rows: int,
         written: Sequence[tuple[str, str | None]] = (),
+        of_weights: Sequence[str] = (),
     ) -> "Results":
         """From what a program does with rows, and the tree of what it returns, by kind.
 
@@ -89,6 +90,7 @@ class Results(NamedTuple):
             tree: what the program returns, by kind.
             num_rows: the number of rows that it was read with.
             written: the parameters of modules that it writes into, and where.
+            of_weights: what each output has of the weights of ratios; see `weights`.
         """
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
@@ -101,7 +103,7 @@ class Results(NamedTuple):
             before, known = known, {line_at(root) for roots in found for root in roots}
             if known == before:
                 break
-        return cls(leaves, known, num_rows, written)
+        return cls(leaves, known, num_rows, written, of_weights)
 
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""

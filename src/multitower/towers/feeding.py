@@ -65,15 +65,6 @@ def shard(
     return _shard_on_all(batch, place(devices, towers), towers, global_batch)
 
 
-def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
-    """As `shard` with `towers`, on a placement of this process."""
-    if isinstance(batch, LazyRows):
-        batch = batch.read(np.arange(batch.num_rows))
-    parts = take_apart(batch, 0, name="batch")
-    tower_rows = size_of_towers(parts.num_rows, placement, global_batch)
-    return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
-
-
 def _shard_on_all(
     batch: Any, placement: Placement, towers: int | None, global_batch: int | None
 ) -> Any:
@@ -91,6 +82,11 @@ def _shard_on_all(
     if towers is None:
         return _put_together(parts, _split_evenly(parts.rows, parts.num_rows, placement))
     return _put_together(parts, cut(parts.rows, parts.num_rows, placement, tower_rows))
+
+
+def shard_on(batch: Any, placement: Placement, global_batch: int | None) -> Any:
+    """As `shard` with `towers`, on a placement of this process."""
+    return _shard_on_all(batch, placement, placement.num_towers, global_batch)
 
 
 def prefetch(

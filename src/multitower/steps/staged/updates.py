@@ -112,7 +112,8 @@ class Updates:
     def _update(self, stage: int, block: Block, packs: list[Packed], rest: Any) -> Any:
         """The update program of a stage: its new block, and what of it is finite.
 
-        That is a bool for each parameter, and one for the optimizer's state; () if nobody asks.
+        That is a bool for each parameter, and with `skip_nonfinite` a list of one for the
+        optimizer's state; () if nobody asks.
         """
         shared, scalars = rest
         own = self._whole.homes.opt_state_of(stage)
@@ -127,7 +128,9 @@ class Updates:
         new = Block(params, opt_state, {i: next(found) for i in block.ema_params})
         if not self._needs_finite:
             return new, ()
-        return new, (finite_leaves(params), stays_finite(block.opt_state, opt_state))
+        skips = self._step.skip_nonfinite
+        of_state = [stays_finite(block.opt_state, opt_state)] if skips else []
+        return new, (finite_leaves(params), of_state)
 
     def _gradients(
         self, stage: int, params: Mapping[int, Any], packs: Sequence[Packed]
@@ -194,7 +197,7 @@ class Updates:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Checks whether all is finite; if not, `skip_nonfinite` brings back the old state."""
         of_params = [finite[s][0] for s in self._with_params] or [np.zeros(0, bool)]
-        of_state = [stays for _, stays in finite.values()]
+        of_state = [stays for _, found in finite.values() for stays in found]
         before = parts.head.opt_state
         given = jax.device_put((of_params, of_state, before, shared, loss), self._layout.head)
         all_of, good, skipped = self._call("decide", self._decide, given)
