@@ -1635,6 +1635,35 @@ def test_rows_in_a_reference_are_told():
     mt.grad(doubled, devices=2)(W, X)
 
 
+def in_a_row(w, row):
+    return ((row * w) * mt.all_rows(row)[: len(row)]).sum()
+
+
+def place_in_a_row(w, row):
+    return (row @ w - mt.row_index(row)[-1]) ** 2
+
+
+def heads(w, x):
+    """Eight heads of every row, each compared with the same head of all rows."""
+    of_head = lambda head: (head @ w) * (mt.all_rows(head) @ w).mean() + mt.row_index(head)
+    return jax.vmap(of_head, in_axes=1, out_axes=1)(jnp.stack([x] * 8, axis=1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [(in_a_row, "mt.all_rows"), (place_in_a_row, "mt.row_index")]
+)
+def test_all_rows_of_one_row_are_told(loss, said):
+    # The lie: the entries of one row taken for the rows of the batch, and other numbers in silence.
+    by_row = jax.vmap(loss, in_axes=(None, 0))
+    with pytest.warns(mt.MultitowerWarning, match=rf"{said} \(.*{said}\(row\).*of jax.vmap"):
+        mt.grad(by_row, devices=2)(W, X)
+
+
+def test_all_rows_of_each_head_are_rows():
+    found = mt.grad(heads, devices=2)(W, X)
+    np.testing.assert_allclose(found, jax.grad(lambda w: heads(w, X).mean())(W), rtol=1e-5)
+
+
 def weights(x):
     return jnp.abs(x[:, 0])
 

@@ -20,6 +20,7 @@ from multitower.checks.problems import (
     WHOLE_BESIDE_ONE_ROW,
     Problem,
     backward,
+    of_one_row,
     same_numbers,
     table,
     unread,
@@ -82,8 +83,8 @@ def look(
             are added, a mt.ratio is taken apart, towers add up a loss that is the same in all of
             them, all towers draw the same numbers, a table is cut, the number of devices decides
             over how many rows BatchNorm works, a backward rule brings rows together, a parameter of
-            a module is written into, rows are written into a jax.new_ref, or out_axes=None takes
-            what depends on rows from the first tower.
+            a module is written into, rows are written into a jax.new_ref, all_rows or row_index is
+            called on one row, or out_axes=None takes what depends on rows from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -91,6 +92,7 @@ def look(
             *(table(*named(n), place) for n, place in reading.tables.items()),
             *same_numbers(reading.draws),
             *unread(reading.unread),
+            *of_one_row(reading.of_one_row),
             *(backward(reading.backward) if averages else ()),
             *results.mixed_or_summed(averages, {*reading.tables.values()}),
             *results.kept_in_states(exchange=exchange),

@@ -82,6 +82,8 @@ TERMS = "terms"
 ADDED = "added"
 # The name of the mark on a weight of mt.ratio.
 WEIGHT = "multitower.weight"
+# The name of the mark on the array without rows that mt.row_index cuts from its argument.
+NO_ROWS = "multitower.no_rows"
 
 MIXED = (
     "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
@@ -254,6 +256,11 @@ UNREAD = (
     "rows are written into it, and what is read from it is not followed here: of rows that are "
     "brought together in it nothing else would be said."
 )
+OF_ONE_ROW = (
+    "{name} is called inside jax.vmap over the rows. Its argument is one row there, so it takes "
+    "the entries of that row for rows. Map what is done to each row, and call {name} outside of "
+    "jax.vmap."
+)
 NOT_A_NUMBER = (
     "it is NaN for the whole batch, so there is nothing to compare. Pass arguments for which it is "
     "a number."
@@ -305,6 +312,14 @@ def same_numbers(draws: Iterable[str]) -> list[Problem]:
 def backward(places: Iterable[str]) -> list[Problem]:
     """The problem that a backward rule brings rows together, once for all places."""
     return [Problem("gradient", "gradients", place, BACKWARD) for place in [*places][:1]]
+
+
+def of_one_row(places: Iterable[tuple[str, str]]) -> list[Problem]:
+    """The problem that functions of all rows are called on one row: their names, and where."""
+    return [
+        Problem("mixed rows", name, place, OF_ONE_ROW.format(name=name))
+        for name, place in dict.fromkeys(places)
+    ]
 
 
 def unread(places: Iterable[str]) -> list[Problem]:

@@ -47,6 +47,7 @@ from multitower.checks.flow import (
 from multitower.checks.loops import INSIDE
 from multitower.checks.orders import in_order
 from multitower.checks.places import placed
+from multitower.checks.problems import NO_ROWS
 from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
 
@@ -67,6 +68,7 @@ class Reading(NamedTuple):
         taken: how many rows are taken from the beginning, `x[:64]`.
         unread: where rows are written into a `jax.new_ref`; what is read from it is not known.
         backward: where backward rules bring rows together.
+        of_one_row: functions of all rows that are called on one row, inside `jax.vmap`, and where.
     """
 
     outputs: list[Flow]
@@ -76,6 +78,7 @@ class Reading(NamedTuple):
     taken: set[int]
     unread: list[str]
     backward: list[str]
+    of_one_row: list[tuple[str, str]]
 
 
 def read(
@@ -106,7 +109,7 @@ def read(
     reader = _Reader(num_rows, batch_rows, num_towers, num_groups, meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
-    return Reading(outputs, *found, reader.backward)
+    return Reading(outputs, *found, reader.backward, reader.of_one_row)
 
 
 class _Reader:
@@ -131,6 +134,7 @@ class _Reader:
         self.taken = set[int]()
         self.unread: list[str] = []
         self.backward: list[str] = []
+        self.of_one_row: list[tuple[str, str]] = []
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         return [settled(flow) for flow in self._call(program, inputs)]
@@ -157,6 +161,7 @@ class _Reader:
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
+        self._look_for_one_row(equation, inputs)
         if name == "name":
             return inputs
         if needs_axis(equation):
@@ -194,6 +199,16 @@ class _Reader:
         found = in_order(equation, inputs, plain, self)
         found = found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
         return with_chunks(equation, inputs, found, self._tower_rows)
+
+    def _look_for_one_row(self, equation: Any, inputs: list[Flow]) -> None:
+        """Notes mt.all_rows and mt.row_index if the axis that they work on is not that of rows."""
+        name, params = equation.primitive.name, equation.params
+        if name == "all_gather" and params["tiled"] and inputs[0].word == "by row":
+            axes = self.row_axes(equation.invars[0])
+            if axes and params["all_gather_dimension"] not in axes:
+                self.of_one_row.append(("mt.all_rows", self.where(equation)))
+        if name == "name" and params["name"] == NO_ROWS and self.row_axes(equation.invars[0]):
+            self.of_one_row.append(("mt.row_index", self.where(equation)))
 
     def _read_rule(self, equation: Any, inputs: list[Flow], results: list[Flow]) -> None:
         def read(program: Any, flows: list[Flow]) -> list[Flow]:

@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from multitower.checks.problems import NO_ROWS
 from multitower.errors import ArgumentError
 from multitower.towers.placement import AXIS
 from multitower.towers.surroundings import is_inside_a_tower
@@ -91,4 +93,8 @@ def row_index(x: Any) -> jax.Array:
         )
     num_rows = jnp.shape(leaves[0])[0]
     own = jnp.arange(num_rows, dtype=jnp.int32)
-    return own + lax.axis_index(AXIS) * num_rows if is_inside_a_tower() else own
+    if not is_inside_a_tower():
+        return own
+    # For the first look: inside jax.vmap over the rows this is empty and has an axis of rows.
+    checkpoint_name(lax.slice_in_dim(leaves[0], 0, 0), NO_ROWS)
+    return own + lax.axis_index(AXIS) * num_rows

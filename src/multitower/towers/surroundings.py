@@ -158,11 +158,12 @@ _OF_A_RATIO = (
 _OF_ROWS = (
     "multitower called this function with the rows of one tower, {} of the batch's. An array that "
     "it closes over is whole in every tower: if it has one entry per row, make it an argument, or "
-    "name its variable too, as in in_axes={{'x': 0, 'y': 0}}. A number of rows that is written "
-    "into the function, or more of them than a tower has (reshape, top_k), fails here: take it "
-    "from the argument, x.shape[0], or use fewer towers. So does a state with one entry per row of "
-    "the batch, such as an RNN's carry: make it an argument of mt.value_and_grad, and return it in "
-    "aux."
+    "name its variable too, as in in_axes={{'x': 0, 'y': 0}}. An argument that every tower needs "
+    "whole, such as parameters beside argnums=1, gets None in in_axes. A number of rows that is "
+    "written into the function, or more of them than a tower has (reshape, top_k), fails here: "
+    "take it from the argument, x.shape[0], or use fewer towers. So does a state with one entry "
+    "per row of the batch, such as an RNN's carry: make it an argument of mt.value_and_grad, and "
+    "return it in aux."
 )
 _PLAIN = {
     "grad": "jax.grad",
