@@ -79,6 +79,7 @@ def test_towers_and_simulate(tmp_path, capsys):
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_a_run_directory_there_is_a_new_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", CIRCLE, *QUICK, "--devices", "1"]) == 0
@@ -101,6 +102,7 @@ def test_a_result_is_replaced_only_by_force(tmp_path, capsys):
     assert set(train(tmp_path, "--devices", "1", "--force")) == KEYS
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for: this is a terminal
     assert main(["train", CIRCLE, *QUICK, "--devices", "1", "--run-dir", str(tmp_path)]) == 0

@@ -314,6 +314,7 @@ IN_LAYOUTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "flags"),
     [

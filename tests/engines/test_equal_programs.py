@@ -69,6 +69,7 @@ for y in (large, -large):
 """
 
 
+@pytest.mark.slow
 def test_arrays_that_programs_close_over_are_a_difference():
     """Lie: the stage of another array, where JAX passes such arrays beside the arguments."""
     told = run_python("-c", WITH_ARRAYS, JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS="True")

@@ -180,14 +180,8 @@ def loop_in_a_loop(h, w):
     return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, jnp.ones((3, 6)))[0]
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        twice,
-        jax.jit(twice),
-        *(pytest.param(fn, marks=pytest.mark.slow) for fn in (turned, loop_in_a_loop)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [twice, jax.jit(twice), turned, loop_in_a_loop])
 def test_a_loop_that_uses_a_layer_twice_keeps_none(layer):
     # The lie: one gather in a turn, and the whole stack kept for the backward pass.
     turn = lambda h, w: (layer(h, w), None)

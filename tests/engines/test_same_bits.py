@@ -135,6 +135,7 @@ def test_same_bits_from_sharded_batches(on_one_device):
     assert fingerprints("mlp/sgd/float32", 6, 2, sharded) == on_one_device
 
 
+@pytest.mark.slow
 def test_same_bits_for_seven_towers():
     """Lie: only numbers of towers that are powers of two, or multiples of the devices."""
     found = [fingerprints("mlp/sgd/float32", 7, num_devices) for num_devices in (1, 3)]

@@ -108,6 +108,7 @@ def supervised_on_one_device(w):
     return float(losses.mean()), float((similar.argmax(1) == np.arange(16)).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -234,6 +235,7 @@ def cross_entropies(w, x, labels):
     return optax.softmax_cross_entropy_with_integer_labels(found, labels(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
@@ -251,6 +253,7 @@ def test_a_tower_s_own_numbers_among_the_rows_of_all_towers_are_told(loss):
         mt.value_and_grad(loss, towers=4, devices=2)(W, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

@@ -300,6 +300,7 @@ def counting(count, key, counts):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 4])
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_counter_in_aux_is_that_of_one_device(towers, jit):

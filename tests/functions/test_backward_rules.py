@@ -99,12 +99,13 @@ def test_inside_jit(rule):
     np.testing.assert_allclose(gradients, expected(rule, x), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "way", "sharded"),
     [
         ("clipped", "fast", False),
         ("rounded", "same bits", False),
-        pytest.param("clipped", "same bits", True, marks=pytest.mark.slow),
+        ("clipped", "same bits", True),
         ("clipped", "same bits, uneven", False),
         ("rounded", "same bits, uneven", True),
     ],

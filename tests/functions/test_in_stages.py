@@ -223,6 +223,7 @@ def test_what_a_step_with_stages_keeps_is_used_where_it_lies():
     close(infer(state.params, X, X[:, 0]), tied(host, X, X[:, 0]))
 
 
+@pytest.mark.slow
 def test_towers_draw_the_numbers_that_they_draw_without_stages():
     # The lie: all towers drop the same units.
     def noisy(params, key, x):
@@ -243,6 +244,7 @@ def matching(params, x):
     return {"scores": x @ mt.all_rows(x).T, "rows": mt.row_index(x)}
 
 
+@pytest.mark.slow
 def test_law_l3_towers_that_meet():
     # The lies: sums over a replica's towers alone, a tower's rows in another one's place.
     x, params = np.asarray(X, np.float64), [np.asarray(w, np.float64) for w in WEIGHTS[:2]]

@@ -412,6 +412,7 @@ def test_what_the_first_tower_says_keeps_its_sign():
     assert np.signbit(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 def test_dataclasses_that_check_their_arrays(towers):
     """Lie: axes or numbers of leaves are put where a user's class expects arrays."""

@@ -126,6 +126,7 @@ def test_sums_products_and_regularisers(way, num_rows):
     assert_close(found, jax.jit(jax.value_and_grad(mixture))(PARAMS, batch))
 
 
+@pytest.mark.slow
 @any_rows
 def test_losses_of_rows_are_added_as_their_mean(way, num_rows):
     """BERT: masked tokens, and one more loss for every sequence."""
@@ -325,6 +326,7 @@ def test_a_ratio_for_each_row_is_refused(mapped):
         mt.evaluate(lambda p, b: {"loss": fun(p, b)}, PARAMS, batch_of(5), global_batch=4)
 
 
+@pytest.mark.slow
 def test_a_step_inside_the_loss_as_the_note_says_it():
     def added(x):
         return jax.lax.psum(x, "towers")

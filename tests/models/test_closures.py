@@ -903,6 +903,7 @@ def layers(make_dict, number):
     return make_dict(lambda: 0, {"z": number(2), "nested": inner, "a": number(-1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [jnp.float32, np.float64, np.ones(1).__mul__])
 @pytest.mark.parametrize("make_dict", [lambda _, held: held, collections.defaultdict])
 def test_the_keys_of_a_dict_keep_their_order(make_dict, number):

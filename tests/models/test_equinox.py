@@ -344,6 +344,7 @@ def test_values_alone_are_of_no_model_where_there_are_several():
     step(jax.tree.map(jnp.copy, other), X[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows", [None, Permuted(1)], ids=["nothing", "another model"])
 def test_another_step_goes_on_with_the_integers_of_a_state(knows):
     """Lie: the integers of the model that the other step was given, or none."""

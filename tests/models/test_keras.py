@@ -123,6 +123,7 @@ def test_law_l3_same_bits(keras, two_towers):
     assert_close(one, two_towers)
 
 
+@pytest.mark.slow
 def test_train_step_takes_the_variables(keras, two_towers):
     """The whole step: what is not trained is model state."""
     model = make_model(keras)

@@ -74,6 +74,7 @@ def test_a_function_that_makes_the_parameters(monkeypatch):
         mt.plan(losses, optax.sgd(0.1), losses, shape(16, WIDTH))
 
 
+@pytest.mark.slow
 def test_every_kind_of_bytes(huge):
     """Lie: Adam's two moments counted once, or for every tower."""
     whole = by_options(huge, towers=4)
@@ -299,6 +300,7 @@ def test_local_updates_by_hand():
     assert "shard_params" not in str(plan)
 
 
+@pytest.mark.slow
 def test_asynchronous_updates_by_hand():
     """Lie: the versions of all groups on the first device, or those of none."""
     size = 4 * (1000**2 + 1000)
@@ -337,6 +339,7 @@ def test_what_towers_apart_cannot_be_planned_for():
             mt.plan(meet, optax.sgd(0.1), shape(5), shape(8, 5), devices=2, towers=2, **options)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_planned_for():
     """Lie: a program in float32. (CPUs cast to it again, so that there activations are more.)"""
     deep = lambda params, x: jnp.tanh(jnp.tanh(x @ params) @ params).astype(jnp.float32).sum(1)

@@ -376,6 +376,7 @@ ADVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ADVICE)
 def test_advice_is_followed_and_works(use):
     wrong, advice, right = ADVICE[use]

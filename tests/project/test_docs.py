@@ -39,6 +39,7 @@ SLOW = {
     "frameworks.md",
     "guides/asynchronous.md",
     "guides/batchnorm.md",
+    "guides/bayesian.md",
     "guides/check-parallel.md",
     "guides/checkpointing.md",
     "guides/command-line.md",

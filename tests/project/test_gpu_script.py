@@ -119,6 +119,7 @@ def test_operations_are_those_of_all_layers(program):
     assert 3 * per_token * tokens < steps.operations(model) < 4 * per_token * tokens
 
 
+@pytest.mark.slow
 def test_operations_that_cannot_be_counted(program, monkeypatch):
     """Lie: the table ends where a platform has no cost analysis."""
     steps = program("gpu_steps")

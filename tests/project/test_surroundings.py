@@ -56,6 +56,7 @@ ON_A_MESH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_arrays_on_a_mesh_with_explicit_axes(name):
     """Lie: a page of JAX's words about a gather. jax.make_mesh makes such meshes."""
@@ -80,6 +81,7 @@ def on_devices(how, mesh):
     return lambda x: jax.lax.with_sharding_constraint(x, split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["constraint", "device_put", "in_shardings", "shard_map"])
 def test_shardings_inside_a_loss(how):
     """Lie: "safe to run data parallel", and then JAX's words about the devices of an argument."""
@@ -236,6 +238,7 @@ def test_a_transfer_guard(towers):
         mt.grad(loss, devices=2, towers=towers)(1.0, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [{}, {"sync_every": 2}, {"sync_every": 2, "towers": 2}],

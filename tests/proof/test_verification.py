@@ -115,6 +115,7 @@ def test_an_update_that_knows_its_devices_is_found_in_the_update(fault):
         check()
 
 
+@pytest.mark.slow
 def test_a_device_that_differs_from_its_neighbours_is_named(fault):
     def change(i, num_devices, fields, metrics):
         if num_devices == 2 and i == 1:

@@ -99,6 +99,7 @@ def test_the_place_in_the_batch_does_not_matter():
     np.testing.assert_array_equal(moved, distort(IMAGES, KEYS)[order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "towers"), [(1, 3), (2, None), (2, 12)])
 def test_towers_and_devices_do_not_matter(devices, towers):
     # The lie: the same image distorted otherwise, because another tower got it.

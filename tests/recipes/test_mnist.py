@@ -43,6 +43,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean(params):
     np.testing.assert_allclose(kept * 0.75, (kept * 0.75).round(), atol=0.01)
 
 
+@pytest.mark.slow
 def test_every_tower_draws_its_own_dropout(params):
     # The lie: the same mask everywhere (accelerate#114).
     loss = mnist.make_loss(0.5)

@@ -127,6 +127,7 @@ def test_digits_are_all_there_once(digits_data):
     np.testing.assert_array_equal(together, np.bincount(labels))
 
 
+@pytest.mark.slow
 def test_digits_are_read_as_scikit_learn_reads_them(digits_data, monkeypatch):
     # As where a later scikit-learn keeps its file elsewhere: load_digits finds it.
     elsewhere = ModuleSpec("sklearn", None, is_package=True)

@@ -23,6 +23,7 @@ def params():
     return jax.tree.map(lambda leaf: leaf + np.float32(0.1) * draw.normal(size=leaf.shape), made)
 
 
+@pytest.mark.slow
 def test_the_scores_of_packed_documents_are_those_of_each_alone(params):
     # The lies: attention across a border, or to what is yet to come; positions that go on.
     documents = [[SEPARATOR, 1, 2, 3, 4], [SEPARATOR, 9, 8], [SEPARATOR, 7, 7, 7]]
@@ -34,6 +35,7 @@ def test_the_scores_of_packed_documents_are_those_of_each_alone(params):
     np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_document_does_not_change_a_bit_of_the_others(params):
     rows = pack([b"abc", b"defg", b"hi"], LENGTH)
     others = pack([b"abc", b"XYZW", b"hi"], LENGTH)

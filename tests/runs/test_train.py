@@ -109,6 +109,7 @@ def test_weights_made_in_stages_are_those_of_arrays():
     assert run(made, IN_STAGES)["fingerprint"] == run(whole, IN_STAGES)["fingerprint"]
 
 
+@pytest.mark.slow
 def test_a_run_with_stages_says_where_they_run_and_how_long_they_wait():
     # The lies: two devices that are counted as one, a bubble of another number of towers.
     options = RunOptions(devices=2, towers=4, stages=2, steps=1)

@@ -65,9 +65,8 @@ def blocks(params, x, *, mark=lambda h: h):
     return (x**2).mean()
 
 
-@pytest.mark.parametrize(
-    "stages", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
 def test_a_list_of_blocks_is_cut_into_equal_parts(stages):
     chain = check(blocks, BLOCKS, X, stages=stages)
     assert [chain.homes.count(s) for s in range(stages)] == [6 // stages] * stages
@@ -150,6 +149,7 @@ def test_trap_dropout_under_other_cuts_and_recomputation(stages):
             np.testing.assert_allclose(found.gradients[n], one, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpoint_jit_and_backward_rules_inside():
     @jax.custom_vjp
     def double_back(x):

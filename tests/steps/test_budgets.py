@@ -102,6 +102,7 @@ def test_a_sharded_update_sends_no_more(num_devices):
     assert sent_bytes(gathered, num_devices) == half_a_ring
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [{}, {"shard_update": True}, {"stages": 2}, {"updates": "asynchronous"}],

@@ -119,6 +119,7 @@ def test_what_a_call_refuses(in_calls):
         step(step.init(PARAMS), [BATCHES[0], BATCHES[2]])
 
 
+@pytest.mark.slow
 def test_a_run_in_calls_is_the_same_run(one_by_one, monkeypatch):
     """Hooks hear of every step; calls end where devices are compared, between two meetings."""
     heard, sizes, there = [], [], TrainStep.__call__

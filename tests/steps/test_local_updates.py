@@ -173,6 +173,7 @@ def test_a_penalty_beside_a_ratio_is_whole_in_every_tower():
     assert metrics["tower_losses"].tolist() == [3, 3]
 
 
+@pytest.mark.slow
 def test_states_of_inner_optimizers_are_kept_or_averaged():
     momenta = {}
     for local_state in ("keep", "average"):
@@ -311,6 +312,7 @@ def test_every_tower_has_memory_of_its_own():
 # ---------------------------------------------------------------- states
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_stays_in_its_tower():
     bad = batch(1)
     bad["x"] = bad["x"].copy()
@@ -361,6 +363,7 @@ def test_what_is_written_into_a_state_is_used():
         step(state, batch(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loops", [False, True])
 def test_what_replaces_the_parameters_reaches_every_tower(loops):
     # Lie: clipped weights, or a new target network, stay in the state and no tower trains on them.
@@ -385,6 +388,7 @@ def test_what_replaces_the_parameters_reaches_every_tower(loops):
     assert metrics["target"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "leave",
     [

@@ -304,9 +304,8 @@ def test_a_skipped_update_leaves_the_model_state_of_its_group():
     np.testing.assert_array_equal(state.local["params"]["w"][0], state.params["w"])
 
 
-@pytest.mark.parametrize(
-    "make_key", [jax.random.key, pytest.param(jax.random.PRNGKey, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_law_l6_keys_in_the_model_state_differ_in_every_tower(make_key):
     # The lie: T towers that each begin with the same key, and T updates with the same mask.
     def loss(w, x, *, model_state):

@@ -29,6 +29,7 @@ def make(**options):
     return step, step.init({"w": np.zeros(3, np.float32)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_a_kind_is_looked_at_once_and_runs_as_before(monkeypatch, options):
     # The lie: the numbers, rows or row count of the batch before.
@@ -105,15 +106,10 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"shard_update": True},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"stages": 1, "devices": 1}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "options", [{"shard_update": True}, {}, {"stages": 1, "devices": 1}], ids=str
 )
 def test_a_copied_state_is_that_of_its_own_shapes(options, how):
     """Lie: a copy, which does not say whose it is, in the blocks of the model that came last."""

@@ -165,6 +165,7 @@ def test_trap_every_device_keeps_its_part_from_the_start(trained):
     assert state.ema_params["table"].sharding.spec == jax.sharding.PartitionSpec("towers")
 
 
+@pytest.mark.slow
 def test_what_a_compiled_step_sends(trained):
     # The lie: an all-reduce of all gradients, of which every device then takes its part.
     _, step, _, _, state, _ = trained
@@ -295,6 +296,7 @@ def test_a_module_a_ratio_and_towers_that_meet(way):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_stacked_layers_and_a_sum_over_rows(way):
     layers = DRAW.normal(size=(3, 64, 64)).astype(np.float32) / 9

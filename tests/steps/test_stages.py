@@ -542,6 +542,7 @@ def test_a_rate_of_one_stage_alone_is_used_as_written_there():
     assert_close(found.params, params, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_stacked_layers_in_stages_are_trained_as_by_plain_optax():
     # The lies: another stage's layers, or their first weights or squares; a cast that is made in
     # one stage alone.

@@ -210,13 +210,14 @@ def test_ema_of_16_bit_parameters_is_kept_in_32():
     assert (np.asarray(state.ema_params["w"]) != np.asarray(state.params["w"], np.float32)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"clip_norm": 2.0, "ema_decay": 0.9},
-        pytest.param({"shard_update": True}, marks=pytest.mark.slow),
+        {"shard_update": True},
         {"stages": 1},
-        pytest.param({"sync_every": 2}, marks=pytest.mark.slow),
+        {"sync_every": 2},
     ],
 )
 def test_parameters_and_metrics_of_eight_bits(options):
@@ -721,6 +722,7 @@ def test_16_bit_parameters_train_as_by_hand(options):
     assert (state.params.dtype, state.ema_params.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"towers": 4}, {"towers": 4, "stages": 1}],

@@ -208,6 +208,7 @@ def test_a_function_gives_what_its_arrays_give_on_any_layout():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_shards_are_made_where_they_live():
     # The lie: all of it made on every device, or on the first one, and then cut.
     blocks = lambda: [jax.random.normal(jax.random.key(n), (256, 256)) / 16 for n in range(4)]
@@ -280,6 +281,7 @@ def test_a_trainer_never_makes_the_whole(monkeypatch, tmp_path):
     assert int(state.step) == 1
 
 
+@pytest.mark.slow
 def test_a_look_makes_it_on_the_host_and_changes_count():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     step = mt.train_step(scanned, optimizer, towers=2, stages=2, devices=2)

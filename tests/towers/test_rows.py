@@ -141,6 +141,7 @@ def test_a_batch_of_graphs_is_no_batch_of_rows():
             mt.value_and_grad(loss, devices=2)(np.ones(2), *arguments)
 
 
+@pytest.mark.slow
 def test_a_sparse_array_is_no_batch_of_rows():
     """Lie: its entries are rows, if by chance there are as many as rows, or weights."""
     x = np.eye(4, dtype=np.float32)

@@ -96,6 +96,7 @@ def two():
     return step, finish(step, state)
 
 
+@pytest.mark.slow
 def test_the_state_travels_in_few_arrays(two):
     # The lie: every leaf enters and leaves the programs, on every device.
     _, state = two

@@ -267,6 +267,7 @@ def weak_optimizer():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"towers": 4}, {"towers": 4, "shard_update": True}, {"shard_params": True}]
 )

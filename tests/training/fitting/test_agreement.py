@@ -29,6 +29,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_compared_over_processes(several):
     """Lie: a trainer that works in one process, and has no JSON for the other ones."""
     given = {"hooks": [], "devices": 4, "towers": 4, "checkpoint_every": np.int64(2)}
