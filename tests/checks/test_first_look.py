@@ -1,6 +1,7 @@
 """The first look: every entry point warns once of what no tower should do, and of nothing else."""
 
 import functools
+import math
 import warnings
 
 import jax
@@ -1662,6 +1663,30 @@ def test_all_rows_of_one_row_are_told(loss, said):
 def test_all_rows_of_each_head_are_rows():
     found = mt.grad(heads, devices=2)(W, X)
     np.testing.assert_allclose(found, jax.grad(lambda w: heads(w, X).mean())(W), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: losses(w, x) / math.sqrt(len(x)),
+        lambda w, x: losses(w, x).mean() * math.log(len(x)),
+        lambda w, x: losses(w, x) / (len(x) - 1),
+        lambda w, x: losses(w, x) / (len(x) - 1) * len(x),
+        lambda w, x: losses(w, x) * len(x) / (len(x) - 1),
+        lambda w, x: losses(w, x) + (w**2).sum() * jnp.log(len(x)),
+    ],
+    ids=["root", "logarithm", "one less", "and back", "of all", "penalty"],
+)
+def test_what_is_made_of_the_number_of_rows_is_told(loss):
+    # The lie: the root or the logarithm of a tower's number of rows, taken for that of the batch.
+    with pytest.warns(mt.MultitowerWarning, match="depends on the number of rows"):
+        mt.grad(loss, devices=2)(W, X)
+
+
+def test_a_root_of_the_number_of_rows_in_a_square_is_right():
+    loss = lambda w, x: (((x @ w) / math.sqrt(len(x))) ** 2).sum()
+    found = mt.grad(loss, devices=2)(W, X)
+    np.testing.assert_allclose(found, jax.grad(loss)(W, X), rtol=1e-5)
 
 
 def weights(x):

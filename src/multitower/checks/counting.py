@@ -12,6 +12,7 @@ from multitower.checks.counts import (
     beside,
     counts_rows,
     divides,
+    is_made_of_count,
     is_mean,
     is_of_all,
     is_share,
@@ -55,6 +56,7 @@ class Counting:
         self._all_rows = whole if meets else 0
         self._where = where
         self._means: dict[str | None, str] = {}  # sums of rows that were divided, and where
+        self._for_good = set[str]()  # where it was divided by a root of the number, or the like
         self.baked: list[str] = []
 
     def added_to(self, flow: Flow, equation: Any, inputs: list[Flow]) -> Flow:
@@ -127,8 +129,18 @@ class Counting:
             if any(number % self._num_rows**2 == 0 for number in numbers):
                 return self._where(equation)
             return before  # the number of rows makes a mean of a sum
-        numbers = numbers_of(inputs, self._whole) if is_product else []
-        if any(counts_rows(abs(number), self._num_rows) for number in numbers):
-            where = self._where(equation)  # or where the rows of a mean were divided before
+        return self._scaled(equation, inputs, before) if is_product else before
+
+    def _scaled(self, equation: Any, inputs: list[Flow], before: str | None) -> str | None:
+        """Where a product was multiplied or divided by the number of rows, if that was before."""
+        if before in self._for_good:
+            return before
+        numbers = [abs(number) for number in numbers_of(inputs, self._whole)]
+        where = self._where(equation)
+        if any(counts_rows(number, self._num_rows) for number in numbers):
+            sums = [x for x in inputs if x.word == "linear"]  # or where the rows of a mean were
             return None if before else next((self._means.get(x.origin, where) for x in sums), where)
+        if any(is_made_of_count(n, self._tower_rows) for n in numbers):
+            self._for_good.add(where)
+            return where
         return before

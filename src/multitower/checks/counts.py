@@ -66,6 +66,13 @@ def counts_rows(number: float, num_rows: int) -> bool:
     return _is_whole(number * num_rows) and not _is_whole(number)
 
 
+def is_made_of_count(number: float, num_rows: int) -> bool:
+    """Whether a number, or its reciprocal, is the root or a logarithm of `rows`, or beside it."""
+    roots = math.sqrt(num_rows), math.log(num_rows), math.log2(num_rows), math.log10(num_rows)
+    made = *roots, num_rows - 1, num_rows + 1
+    return any(abs(n / m - 1) < 1e-6 for n in (number, 1 / number) for m in made)
+
+
 def is_steady(name: str, inputs: Sequence[Flow], num_rows: int, num_towers: int) -> bool:
     """Whether an operation on what is free of rows makes a number that is the same in every tower.
 

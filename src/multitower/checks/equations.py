@@ -24,6 +24,8 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "div": np.divide,
     "max": np.maximum,
     "min": np.minimum,
+    "log": np.log,
+    "sqrt": np.sqrt,
     "eq": np.equal,
     "ne": np.not_equal,
     "reduce_prod": np.prod,

@@ -43,7 +43,8 @@ class Flow:
             in it, last; see `last`.
         is_mean: whether a linear value was divided by the number of rows.
         counted: the operation that divided or multiplied it by the number of rows, and its line. A
-            second such operation cancels the first. A sum over rows of a counted value is a mean.
+            second such operation cancels the first, unless it was by a root or a logarithm of that
+            number, or by one less. A sum over rows of a counted value is a mean.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
         is_index: whether it depends on the numbers of the rows, 0, 1, 2 ..., and so may be an index

@@ -136,7 +136,7 @@ class Results(NamedTuple):
                 problems.append(summed(one.name, flow.origin, is_loss=one.kind == "loss"))
             elif flow.beside_mean:
                 problems.append(Problem("sum", one.name, flow.beside_mean, BESIDE))
-            elif (where := self._counted(one) or flow.placed) or self._is_count(one):
+            elif (where := flow.placed or self._counted(one)) or self._is_count(one):
                 problems.append(Problem("row count", one.name, where, COUNTED))
         return problems
 
