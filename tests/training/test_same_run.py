@@ -15,6 +15,9 @@ from multitower.training.same_run import check_same_run, describe_run
 X = np.linspace(-1, 1, 16, dtype=np.float32)
 
 
+injected = optax.inject_hyperparams(optax.adamw)
+
+
 def loss(w, x):
     return (w * x - x) ** 2
 
@@ -183,6 +186,22 @@ def test_changes_can_be_allowed(tmp_path):
     fit(tmp_path)
     assert fit(tmp_path, optax.adam(0.2), steps=3, allow_changes=True).step == 3
     assert fit(tmp_path, optax.adam(0.2), steps=4).step == 4  # it is that run from now on
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "numbers"),
+    [
+        (optax.adam(0.3), optax.adam(0.03), "0.3, this one has 0.03"),
+        (injected(0.1), injected(0.01), "0.1, this one has 0.01"),
+        (injected(0.1), injected(0.1, weight_decay=0.25), "0.0001, this one has 0.25"),
+    ],
+    ids=["update", "state", "weight decay"],
+)
+def test_numbers_that_differ_are_named_for_many_parameters(before, after, numbers):
+    # The lie: "the same numbers in it", because the zeros of all first moments came before them.
+    many = [X] * 60
+    with pytest.raises(mt.RunError, match=numbers):
+        check_same_run(describe_run(before, many, {}), describe_run(after, many, {}), "runs/a")
 
 
 @pytest.mark.parametrize("rows", [8, 24])

@@ -32,8 +32,9 @@ _WAY_OUT = (
 )
 # Settings of JAX that change random numbers or rounding.
 _OF_JAX = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_matmul_precision")
-# How many constants of an optimizer's update are kept, to name a learning rate that differs.
-_MANY = 40
+# How many constants of an optimizer's update are kept, to name a learning rate that differs; and
+# how often one is kept that is there once for every parameter.
+_MANY, _OFTEN = 40, 3
 
 
 def describe_run(
@@ -199,7 +200,8 @@ def _program(program: Any) -> dict[str, Any]:
     checksum = hashlib.sha256(text.encode())
     for constant in _arrays(program):
         checksum.update(np.asarray(constant).tobytes())
-    numbers = sorted(number for number in _numbers(program) if not math.isnan(number))
+    counts = Counter(number for number in _numbers(program) if not math.isnan(number))
+    numbers = [number for number in sorted(counts) for _ in range(min(counts[number], _OFTEN))]
     return {"sha256": checksum.hexdigest(), "numbers": numbers[:_MANY]}
 
 
@@ -220,9 +222,10 @@ def _numbers(program: Any) -> list[float]:
     jaxpr = getattr(program, "jaxpr", program)
     values = [small_constant(value) for value in getattr(program, "consts", ())]
     found = [_size(value) for value in values if value is not None and value.ndim == 0]
+    atoms = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    literals = [x.val for x in (*atoms, *jaxpr.outvars) if isinstance(x, core.Literal)]
+    found.extend(_size(value) for value in literals if np.ndim(value) == 0)
     for equation in jaxpr.eqns:
-        literals = [atom.val for atom in equation.invars if isinstance(atom, core.Literal)]
-        found.extend(_size(value) for value in literals if np.ndim(value) == 0)
         inside = program_inside(equation.params, len(equation.invars))
         if inside is not None:
             found.extend(_numbers(inside))
