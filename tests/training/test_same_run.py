@@ -1,5 +1,6 @@
 """A resume with other settings is refused by name: it would be neither run."""
 
+import functools
 import itertools
 import json
 
@@ -202,6 +203,42 @@ def test_numbers_that_differ_are_named_for_many_parameters(before, after, number
     many = [X] * 60
     with pytest.raises(mt.RunError, match=numbers):
         check_same_run(describe_run(before, many, {}), describe_run(after, many, {}), "runs/a")
+
+
+WAYS = [
+    {},
+    {"shard_update": True, "devices": 2},
+    {"sync_every": 2},
+    pytest.param({"updates": "asynchronous", "devices": 2}, marks=pytest.mark.slow),
+    pytest.param({"towers": None, "shard_params": True, "devices": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_an_allowed_change_of_what_the_state_holds_is_made(way, tmp_path):
+    # The lie: an error names both learning rates and the way out, and then the old one is used.
+    make = functools.partial(injected, b2=0.99)
+    numbers = lambda state: (getattr(state.local, "opt_state", state.opt_state)).hyperparams
+    fit(tmp_path, make(0.1), **way)
+    for steps, rate in ((4, 0.2), (6, 0.99)):  # 0.99 was among the numbers before
+        found = numbers(fit(tmp_path, make(rate), steps, allow_changes=True, **way))
+        assert np.unique(found["learning_rate"]) == np.float32(rate)
+        assert np.unique(found["b2"]) == np.float32(0.99)
+
+
+def test_an_allowed_change_leaves_what_a_schedule_or_the_user_has_made(tmp_path):
+    # The lie: a learning rate that was written by hand begins anew when the decay is edited.
+    state = fit(tmp_path / "first", injected(0.1, b1=lambda count: 0.5 / (1 + count)))
+    state.opt_state.hyperparams["learning_rate"] = 0.05
+    with mt.Checkpoints(tmp_path / "first" / "checkpoints") as kept:
+        run = kept.run_of(2)
+    with mt.Checkpoints(tmp_path / "second" / "checkpoints") as kept:
+        kept.save(2, state, {}, run=run)
+    changed = injected(0.1, b1=lambda count: 0.5 / (1 + count), weight_decay=0.25)
+    found = fit(tmp_path / "second", changed, steps=3, allow_changes=True).opt_state.hyperparams
+    assert found["learning_rate"] == np.float32(0.05)
+    assert found["weight_decay"] == np.float32(0.25)
+    assert found["b1"] == np.float32(0.5 / 3)
 
 
 @pytest.mark.parametrize("rows", [8, 24])

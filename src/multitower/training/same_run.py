@@ -25,6 +25,7 @@ from multitower.steps.state.fingerprint import fingerprint
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"
+_FIRST_STATE = "first optimizer state"
 _UNTRAINED = "untrained arrays"
 _WAY_OUT = (
     "Resuming would give the results of neither run. Use the saved settings, choose another "
@@ -67,7 +68,7 @@ def describe_run(
     found = {name: described(value) for name, value in settings.items()}
     found[_OPTIMIZER] = update_of(optimizer)
     # With optax.inject_hyperparams the learning rate is in the state, not a constant of the update.
-    found["first optimizer state"] = _program(jax.make_jaxpr(optimizer.init)(shapes))
+    found[_FIRST_STATE] = _program(jax.make_jaxpr(optimizer.init)(shapes))
     found["onednn"] = uses_onednn()
     config: Any = jax.config  # its options are not in its type
     found |= {name: getattr(config, name, None) for name in _OF_JAX}
@@ -112,6 +113,19 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
             f"{where} holds a run with another {name}: the run there has {there}, this one has "
             f"{here}. {_WAY_OUT}"
         )
+
+
+def edited_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[float]:
+    """The sizes of the numbers in this run's first optimizer state that a checkpoint's run had not.
+
+    Args:
+        saved: settings saved with the checkpoint; empty if there are none.
+        now: settings of this run, from `describe_run`.
+    """
+    if _FIRST_STATE not in saved:
+        return []
+    old, new = (Counter(run[_FIRST_STATE]["numbers"]) for run in (saved, now))
+    return list(new - old)
 
 
 def describe_arrays(untrained: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from multitower.towers.refusals import shown
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import EarlyStopping
+from multitower.training.fitting.hyperparameters import use_edited
 
 
 class Resume(NamedTuple):
@@ -102,7 +103,8 @@ def begin_at(
             later step than the last one of this run.
         CheckpointError: the checkpoint cannot be read.
     """
-    from multitower.training.same_run import check_same_run  # noqa: PLC0415 (importing stays quick)
+    # Importing stays quick.
+    from multitower.training.same_run import check_same_run, edited_numbers  # noqa: PLC0415
 
     where = checkpoints.directory
     if not how.resume:
@@ -111,7 +113,10 @@ def begin_at(
             "from them, or choose another run_dir."
         )
     first, state, _ = checkpoints.restore(like=like, allow_previous=how.allow_previous)
-    saved: Mapping[str, Any] = {} if how.allow_changes else checkpoints.run_of(first)
+    saved = checkpoints.run_of(first)
+    if how.allow_changes:
+        use_edited(state, like, edited_numbers(saved, run))
+        saved = {}
     check_same_run(saved, run, where)
     if first > how.steps:
         raise RunError(
