@@ -45,6 +45,15 @@ class Tensor:
         return X
 
 
+class Table:
+    """As pandas and Polars have: no dtype for all columns, and many lines of text."""
+
+    shape, ndim, __array__ = X.shape, X.ndim, Tensor.__array__
+
+    def __repr__(self):
+        return "   a  b\n0  1  2\n1  3  4"
+
+
 def add_one(x):
     return x + 1
 
@@ -263,6 +272,11 @@ WRONG = {
         lambda: step(losses, W, {"x": Tensor()}),
         mt.ArgumentError,
         r"batch\['x'\] is a Tensor of \w+, and JAX takes.*numpy.asarray.*collate_fn",
+    ),
+    "a table of pandas": (
+        lambda: step(losses, W, {"x": Table()}),
+        mt.ArgumentError,
+        r"^batch\['x'\] is a Table of \w+, and JAX takes arrays of NumPy.*numpy.asarray",
     ),
     "an array of objects": (
         lambda: grads(losses, W, np.array([None] * 10)),

@@ -91,6 +91,7 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         refuse_mapping(leaf, where)
+        refuse_foreign_array(leaf, where)  # a table of pandas has no dtype of its own
         raise ArgumentError(
             f"{where()} is {shown(leaf)}: towers take arrays and numbers. Convert it with "
             "numpy.asarray, or close over it with functools.partial."
