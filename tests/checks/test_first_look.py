@@ -1693,6 +1693,56 @@ def weights(x):
     return jnp.abs(x[:, 0])
 
 
+def slopes(w, x):
+    """Each row's gradient of the mean over all rows, which is divided by their number."""
+    return jax.grad(lambda x: losses(w, x).mean())(x)
+
+
+def with_itself(x):
+    return x * x
+
+
+def to_length_one(w, x):
+    return (jnp.sqrt((slopes(w, x) ** 2).sum(-1) + 1e-9) - 1) ** 2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: losses(w, x).mean() + (slopes(w, x) ** 2).sum(),
+        lambda w, x: losses(w, x).mean() + (slopes(w, x) ** 2).mean(),
+        lambda w, x: with_itself(slopes(w, x)).sum(),
+        lambda w, x: jnp.square(slopes(w, x)).sum(),
+        lambda w, x: jnp.vdot(slopes(w, x), slopes(w, x)),
+        lambda w, x: to_length_one(w, x).sum(),
+        lambda w, x: to_length_one(w, x).mean(),
+    ],
+    ids=["R1", "its mean", "product", "square", "vdot", "gradient penalty", "its mean again"],
+)
+def test_the_square_of_a_gradient_of_the_mean_is_told(loss):
+    # The lie: a gradient penalty that is as many times too large as there are towers. Divided
+    # twice by the number of rows, a sum over them was taken for a mean.
+    with pytest.warns(mt.MultitowerWarning, match="it depends on the number of rows"):
+        look_at(mt.grad(loss, devices=2), X)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: len(x) * (slopes(w, x) ** 2).sum(),
+        lambda w, x: (len(x) * slopes(w, x) ** 2).sum(),
+        lambda w, x: ((len(x) * slopes(w, x)) ** 2).mean(),
+        lambda w, x: len(x) * jnp.vdot(slopes(w, x), slopes(w, x)),
+        lambda w, x: jnp.linalg.norm(slopes(w, x), axis=-1).sum(),
+        lambda w, x: jnp.abs(slopes(w, x)).sum(),
+    ],
+    ids=["sum", "row", "before", "vdot", "norm", "abs"],
+)
+def test_a_gradient_of_the_mean_that_makes_a_mean_is_fine(loss):
+    value, _ = mt.value_and_grad(loss, devices=2)(W, X)  # warnings are errors
+    np.testing.assert_allclose(value, loss(W, X), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

@@ -16,8 +16,10 @@ from multitower.checks.counts import (
     is_mean,
     is_of_all,
     is_share,
+    is_squared,
     is_steady,
     loses_count,
+    multiplies,
     numbers_of,
     per_row,
 )
@@ -63,6 +65,9 @@ class Counting:
         """What is known of a result, with what the number of rows has to do with it."""
         name, num_rows = equation.primitive.name, self._num_rows
         counted = self._counted(equation, name, flow.word, inputs)
+        squared = flow.word in ("by row", "linear")
+        squared = squared and self._is_squared(equation, name, inputs, counted)
+        flow = replace(flow, squared=squared)
         if flow.word == "linear":
             numbers = numbers_of(inputs, self._whole)
             return replace(
@@ -123,23 +128,45 @@ class Counting:
         if word == "mixed" or loses_count(equation, name, inputs):
             return None
         if is_sum:
-            rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
-            self._means |= {self._where(equation): place for place in rows[:1]}
-            numbers = numbers_of(inputs, self._whole) if name == "div" else []
-            if any(number % self._num_rows**2 == 0 for number in numbers):
-                return self._where(equation)
-            return before  # the number of rows makes a mean of a sum
-        return self._scaled(equation, inputs, before) if is_product else before
+            return self._counted_sum(equation, name, inputs, unknown) or before
+        return self._scaled(equation, name, inputs, handed) if is_product else before
 
-    def _scaled(self, equation: Any, inputs: list[Flow], before: str | None) -> str | None:
+    def _counted_sum(
+        self, equation: Any, name: str, inputs: list[Flow], unknown: list[Flow]
+    ) -> str | None:
+        """Where a sum over rows was divided by more than their number, which makes it a mean."""
+        counted = [x.counted for x in unknown if x.counted]
+        rows = [x.counted for x in unknown if x.counted and x.word == "by row"]
+        self._means |= {self._where(equation): place for place in rows[:1]}
+        numbers = numbers_of(inputs, self._whole) if name == "div" else []
+        if any(number % self._num_rows**2 == 0 for number in numbers):
+            return self._where(equation)
+        is_too_small = bool(counted) and self._is_squared(equation, name, inputs, counted[0])
+        return counted[0] if is_too_small else None
+
+    def _is_squared(
+        self, equation: Any, name: str, inputs: list[Flow], counted: str | None
+    ) -> bool:
+        """Whether it is the square of what was divided by the number of rows, not by its root."""
+        is_of_count = counted is not None and counted not in self._for_good
+        return is_of_count and is_squared(equation, name, inputs, self._num_rows)
+
+    def _scaled(
+        self, equation: Any, name: str, inputs: list[Flow], handed: list[Flow]
+    ) -> str | None:
         """Where a product was multiplied or divided by the number of rows, if that was before."""
+        before = next((x.counted for x in handed if x.counted), None)
         if before in self._for_good:
             return before
         numbers = [abs(number) for number in numbers_of(inputs, self._whole)]
         where = self._where(equation)
+        sums = [x for x in inputs if x.word == "linear"]
         if any(counts_rows(number, self._num_rows) for number in numbers):
-            sums = [x for x in inputs if x.word == "linear"]  # or where the rows of a mean were
-            return None if before else next((self._means.get(x.origin, where) for x in sums), where)
+            if before is None:  # or where the rows of a mean were divided before
+                return next((self._means.get(x.origin, where) for x in sums), where)
+            # Of a square's two divisions one is left, but not of what its sum was divided by.
+            is_undone = bool(sums) and multiplies(name, inputs, self._num_rows)
+            return before if any(x.squared for x in handed) and not is_undone else None
         if any(is_made_of_count(n, self._tower_rows) for n in numbers):
             self._for_good.add(where)
             return where

@@ -144,6 +144,24 @@ def loses_count(equation: Any, name: str, inputs: Sequence[Flow]) -> bool:
     return name == "sign" or (name in ("mul", "div") and both)
 
 
+def is_squared(equation: Any, name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Whether an operation squares what was divided by the number of rows, or keeps such a square.
+
+    A root takes the square back, and so does a product with the number of rows.
+    """
+    is_square = name == "square" or (name == "integer_pow" and equation.params["y"] == 2)
+    is_square |= name == "mul" and equation.invars[0] is equation.invars[1]
+    if (is_square or name == "dot_general") and all(flow.counted for flow in inputs):
+        return True
+    undoes = name in ("sqrt", "rsqrt", "pow") or multiplies(name, inputs, num_rows)
+    return not undoes and any(flow.squared for flow in inputs)
+
+
+def multiplies(name: str, inputs: Sequence[Flow], num_rows: int) -> bool:
+    """Whether an operation is a product with the number of rows, or with a multiple of it."""
+    return name == "mul" and any(divides(num_rows, abs(n)) for n in numbers_of(inputs))
+
+
 def is_zero(flow: Flow) -> bool:
     """Whether it is the number 0; not an array of zeros, which parameters may be."""
     return np.ndim(flow.value) == 0 and bool(flow.value == 0)

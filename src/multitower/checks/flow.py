@@ -45,6 +45,8 @@ class Flow:
         counted: the operation that divided or multiplied it by the number of rows, and its line. A
             second such operation cancels the first, unless it was by a root or a logarithm of that
             number, or by one less. A sum over rows of a counted value is a mean.
+        squared: whether it is the square of a counted value. A sum over rows of it is no mean: it
+            is divided by the number of rows once too often.
         varies: whether it differs from tower to tower by its rows or keys.
         is_drawn: whether random numbers went into it.
         is_index: whether it depends on the numbers of the rows, 0, 1, 2 ..., and so may be an index
@@ -79,6 +81,7 @@ class Flow:
     roots: frozenset[str] = frozenset()
     is_mean: bool = False
     counted: str | None = None
+    squared: bool = False
     varies: bool = False
     is_drawn: bool = False
     is_index: bool = False
@@ -206,6 +209,7 @@ def join(a: Flow, b: Flow) -> Flow:
         a.roots | b.roots | frozenset(more),
         is_mean,
         a.counted or b.counted,
+        a.squared or b.squared,
         a.varies or b.varies,
         a.is_drawn or b.is_drawn,
         a.is_index and b.is_index,
