@@ -226,6 +226,20 @@ def test_an_allowed_change_of_what_the_state_holds_is_made(way, tmp_path):
         assert np.unique(found["b2"]) == np.float32(0.99)
 
 
+def test_the_outer_learning_rate_of_local_updates_counts_too(tmp_path):
+    # The lie: an edited outer learning rate is not noticed, and the old one is used.
+    outer = optax.inject_hyperparams(optax.sgd)
+    local = {"sync_every": 2, "devices": 2}
+    fit(tmp_path, injected(0.1), outer_optimizer=outer(0.7), **local)
+    with pytest.raises(mt.RunError, match=r"first outer_optimizer state.* 0.7, this one has 0.25"):
+        fit(tmp_path, injected(0.1), 4, outer_optimizer=outer(0.25), **local)
+    state = fit(
+        tmp_path, injected(0.1), 4, outer_optimizer=outer(0.25), allow_changes=True, **local
+    )
+    assert state.opt_state.hyperparams["learning_rate"] == np.float32(0.25)
+    assert np.unique(state.local.opt_state.hyperparams["learning_rate"]) == np.float32(0.1)
+
+
 def test_an_allowed_change_leaves_what_a_schedule_or_the_user_has_made(tmp_path):
     # The lie: a learning rate that was written by hand begins anew when the decay is edited.
     state = fit(tmp_path / "first", injected(0.1, b1=lambda count: 0.5 / (1 + count)))

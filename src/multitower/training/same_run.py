@@ -25,7 +25,7 @@ from multitower.steps.state.fingerprint import fingerprint
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"
-_FIRST_STATE = "first optimizer state"
+_FIRST_STATE = "first {} state"
 _UNTRAINED = "untrained arrays"
 _WAY_OUT = (
     "Resuming would give the results of neither run. Use the saved settings, choose another "
@@ -65,10 +65,14 @@ def describe_run(
             return _program(jax.make_jaxpr(value)(np.int32(1)))
         return update_of(value) if hasattr(value, "update") else value
 
+    settings = {**settings, _OPTIMIZER: optimizer}
     found = {name: described(value) for name, value in settings.items()}
-    found[_OPTIMIZER] = update_of(optimizer)
     # With optax.inject_hyperparams the learning rate is in the state, not a constant of the update.
-    found[_FIRST_STATE] = _program(jax.make_jaxpr(optimizer.init)(shapes))
+    found |= {
+        _FIRST_STATE.format(name): _program(jax.make_jaxpr(value.init)(shapes))
+        for name, value in settings.items()
+        if hasattr(value, "init")
+    }
     found["onednn"] = uses_onednn()
     config: Any = jax.config  # its options are not in its type
     found |= {name: getattr(config, name, None) for name in _OF_JAX}
@@ -115,16 +119,18 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
         )
 
 
-def edited_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[float]:
-    """The sizes of the numbers in this run's first optimizer state that a checkpoint's run had not.
+def edited_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[float]:
+    """The sizes of the numbers in an optimizer's first state that a checkpoint's run had not.
 
     Args:
         saved: settings saved with the checkpoint; empty if there are none.
         now: settings of this run, from `describe_run`.
+        name: the optimizer's name among them.
     """
-    if _FIRST_STATE not in saved:
+    first = _FIRST_STATE.format(name)
+    if first not in saved or first not in now:
         return []
-    old, new = (Counter(run[_FIRST_STATE]["numbers"]) for run in (saved, now))
+    old, new = (Counter(run[first]["numbers"]) for run in (saved, now))
     return list(new - old)
 
 

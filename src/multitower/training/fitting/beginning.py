@@ -1,5 +1,6 @@
 """Where a run begins: at its newest checkpoint, if there is one and it belongs to this run."""
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ def begin_at(
     first, state, _ = checkpoints.restore(like=like, allow_previous=how.allow_previous)
     saved = checkpoints.run_of(first)
     if how.allow_changes:
-        use_edited(state, like, edited_numbers(saved, run))
+        use_edited(state, like, functools.partial(edited_numbers, saved, run))
         saved = {}
     check_same_run(saved, run, where)
     if first > how.steps:

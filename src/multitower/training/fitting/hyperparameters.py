@@ -4,7 +4,7 @@
 that may change it would go on with the old one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from multitower.steps.optimizing.optimizer import holders
 from multitower.steps.state.train_state import TrainState
 
 
-def use_edited(state: TrainState, new: TrainState, edited: Sequence[float]) -> None:
+def use_edited(state: TrainState, new: TrainState, edited: Callable[[str], list[float]]) -> None:
     """Writes the hyperparameters that were edited into the state of a checkpoint.
 
     Schedules are not written: the optimizer computes them from its count. Other numbers keep the
@@ -23,12 +23,24 @@ def use_edited(state: TrainState, new: TrainState, edited: Sequence[float]) -> N
     Args:
         state: the state of the checkpoint; it is changed.
         new: a new state of this run.
-        edited: the sizes of the numbers that only a new state of this run has.
+        edited: for an optimizer by its name, the sizes of the numbers that only a new state of this
+            run has.
     """
+    _use(
+        state.opt_state, new.opt_state, edited("outer_optimizer" if _has_own(new) else "optimizer")
+    )
+    if _has_own(new):
+        _use(state.local.opt_state, new.local.opt_state, edited("optimizer"))
+
+
+def _has_own(state: TrainState) -> bool:
+    """Whether every tower has an optimizer state of its own, beside that of the meetings."""
+    return hasattr(state.local, "opt_state")
+
+
+def _use(before: Any, after: Any, edited: list[float]) -> None:
     if not edited:
         return
-    has_own = hasattr(new.local, "opt_state")  # local updates: every tower has its own
-    before, after = (one.local.opt_state if has_own else one.opt_state for one in (state, new))
     for old, fresh in zip(holders(before), holders(after), strict=True):
         for name, value in fresh.hyperparams.items():
             is_schedule = name in getattr(fresh, "hyperparams_states", ())
