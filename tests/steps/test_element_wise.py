@@ -28,6 +28,10 @@ def by_size(params):
     return jax.tree.map(lambda leaf: leaf.size > 10, params)
 
 
+def by_axes(params):
+    return jax.tree.map(lambda leaf: "array" if leaf.ndim > 1 else "vector", params)
+
+
 def noise_of_all(updates, state, params=None):
     key, own = jax.random.split(state)
     return jax.tree.map(lambda u: u + jax.random.normal(own, u.shape, u.dtype), updates), key
@@ -66,6 +70,9 @@ MIXING = {
     "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(1e9), optax.sgd(0.1)),
     "dadapt": contrib.dadapt_adamw(),
     "dog": contrib.dog(),
+    "labels by shape": optax.partition(
+        {"array": optax.adam(0.1), "vector": optax.sgd(0.1)}, by_axes
+    ),
     "lars": optax.lars(0.1),
     "mask by size": optax.masked(optax.sgd(0.1), by_size),
     "momo": contrib.momo(),

@@ -56,6 +56,8 @@ class ShardedState:
     def __init__(
         self, optimizer: "optax.GradientTransformation", params: Any, placement: Placement
     ) -> None:
+        from multitower.steps.optimizing.element_wise import mixes, refuse_mixing  # noqa: PLC0415 (importing stays quick)
+
         self.layout = BlockLayout.of(params, placement.num_towers)
         if not any(place.size for place in self.layout.places):
             raise ArgumentError(
@@ -66,13 +68,16 @@ class ShardedState:
         whole = jax.eval_shape(optimizer.init, params)
         block = jax.eval_shape(optimizer.init, self.layout.shapes_of_block())
         self._whole, self._treedef = jax.tree.flatten(whole)
+        leaves, treedef = jax.tree.flatten(block)
+        if treedef != self._treedef:
+            raise mixes(
+                "its state has other leaves for a block than for a whole parameter: a mask or "
+                "labels by shape"
+            )
         # A leaf that is the same size in a block is the same in all towers, such as a count.
         self._is_cut = [
-            _is_cut(a, b, placement.num_towers)
-            for a, b in zip(self._whole, jax.tree.leaves(block), strict=True)
+            _is_cut(a, b, placement.num_towers) for a, b in zip(self._whole, leaves, strict=True)
         ]
-        from multitower.steps.optimizing.element_wise import refuse_mixing  # noqa: PLC0415 (importing stays quick)
-
         refuse_mixing(optimizer, params, self.layout.shapes_of_block(), self._is_cut)
 
     def first(self, step: StepParts, fields: Fields) -> Parts:
