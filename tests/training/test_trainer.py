@@ -121,6 +121,23 @@ def test_a_finished_run_is_extended(tmp_path, undisturbed):
     assert mt.fingerprint(state) == undisturbed
 
 
+def test_an_extended_run_has_what_the_last_test_phase_wrote_into_the_state(tmp_path):
+    # The lie (law L4): a learning rate that the test phase of the last step has lowered is high
+    # again, since that step was saved before the phase.
+    def lower_rate(state):
+        state.opt_state.hyperparams["learning_rate"] = 0.01 / int(state.step)
+
+    def fit(run_dir, steps):
+        optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
+        trainer = mt.Trainer(losses, optimizer, towers=4, devices=1, run_dir=run_dir, hooks=[])
+        given = {"evaluate": lower_rate, "evaluate_every": 2, "resume": True}
+        return mt.fingerprint(trainer.fit(PARAMS, batches, steps=steps, **given))
+
+    first = fit(tmp_path / "extended", 4)
+    assert fit(tmp_path / "extended", 4) == first
+    assert fit(tmp_path / "extended", 7) == fit(tmp_path / "whole", 7)
+
+
 def poisoned(first):
     """The batches with an infinite number in row 9, tower 1, of step 7."""
     for number, batch in enumerate(batches(first), start=first + 1):

@@ -147,7 +147,8 @@ class Around(NamedTuple):
     ) -> TrainState:
         """The state of a finished run; raises if a signal came after the last step."""
         number = int(state.step)  # host-device sync
-        if test.is_due(number):
+        # A phase that has written into the state, which was saved before, is made again.
+        if test.is_due(number) and not state.changes():
             flush_hooks(self.hooks)  # a resume does not report the noted phase again
             saver.note_tested(number, test.counted())
         stop = vote.at_end()
