@@ -365,6 +365,19 @@ def test_another_step_goes_on_with_the_integers_of_a_state(knows):
     np.testing.assert_allclose(found.weight, expected, rtol=1e-5)
 
 
+def test_values_alone_are_of_the_model_of_the_only_state_that_a_step_was_given():
+    """Lie: a step that made no state of its own calls None, where a copied state has a function."""
+    one, other = (mt.train_step(permuted_losses, optax.sgd(0.1), devices=1) for _ in range(2))
+    state, _ = other(one.init(Permuted(0)), X[0])
+    copied = jax.tree.map(jnp.copy, state)
+    state, _ = other(state, X[1])
+    expected = mt.fingerprint(state)
+    del state  # the only other one that knows the model
+    again, _ = other(copied, X[1])
+    assert mt.fingerprint(again) == expected
+    np.testing.assert_array_equal(other.model(again).order, Permuted(0).order)
+
+
 def test_law_l4_a_resume_with_other_integers_is_refused(tmp_path):
     """Lie: the weights of one model, put together with the integers of another one."""
 

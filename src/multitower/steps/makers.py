@@ -136,7 +136,10 @@ class Makers:
         if origin in self._all and origin.kind == kind:
             return origin
         # Of another step, or with other parameters, as state.replace(params=...) may put there.
-        return self._find(replace(self._step.loss, model=origin.parts.loss.model), kind)
+        found = self._find(replace(self._step.loss, model=origin.parts.loss.model), kind)
+        if self.newest.kind is None:  # `init` was never called: this is the first model
+            self.newest = found
+        return found
 
     def _refuse_several_models(self) -> None:
         newest = self.newest.parts.loss
