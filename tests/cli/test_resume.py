@@ -71,7 +71,10 @@ def test_what_cannot_be_resumed_is_said(tmp_path, capsys):
     assert "result.json cannot be read" in capsys.readouterr().err
     (tmp_path / "result.json").write_text('{"steps": 3}')
     assert main(["resume", str(tmp_path)]) == 2
-    assert "is finished" in capsys.readouterr().err
+    assert "It was ended before report.html: to have" in capsys.readouterr().err
+    (tmp_path / "report.html").write_text("")
+    assert main(["resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("more than its 3 steps.\n")
     # The lie: an extension that deletes the result, and stops where it was.
     (tmp_path / "result.json").write_text('{"steps": 3, "stopped": "early stopping after step 3"}')
     assert main(["resume", str(tmp_path), "--steps", "9"]) == 2

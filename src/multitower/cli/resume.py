@@ -29,7 +29,7 @@ from multitower.processes.together import by_first, is_first
 from multitower.recipes.catalog import find_recipe
 from multitower.recipes.definition import Recipe
 from multitower.recipes.options import convert_options
-from multitower.runs.directory import CONFIG, RESULT, read_config
+from multitower.runs.directory import CONFIG, REPORT, RESULT, read_config
 from multitower.runs.extension import check_extension, extend_run
 from multitower.runs.options import RunOptions
 from multitower.runs.setup import steps_of
@@ -92,9 +92,11 @@ def refuse_finished(directory: Path, steps: int | None) -> None:
             "another run, with a larger N in --early-stopping NAME:N."
         )
     if steps in (None, made):
+        has_report = (directory / REPORT).exists()
+        write_it = f" It was ended before {REPORT}: to have that too, delete {file} and resume."
         raise RunError(
             f"{directory} is finished: {file} holds its result. To extend it, pass --steps with "
-            f"more than its {made} steps."
+            f"more than its {made} steps.{'' if has_report else write_it}"
         )
 
 
