@@ -402,7 +402,7 @@ WRONG = {
         lambda: grads(lambda w, x: losses(w, x).mean(), devices=4),
         mt.OutputError,
         r"10 rows and a scalar loss: 10 rows do not fill 4 towers.*use 8 or 12 rows, or devices=2 "
-        r"\(towers=2, where that is set\)\.",
+        r"\(towers=2 if you set towers\)\.",
     ),
     "a scalar loss of rows that no number of devices divides": (
         lambda: grads(lambda w, x: losses(w, x).mean(), W, X[:7], devices=4),

@@ -184,7 +184,7 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
     low = num_rows // num_towers * num_towers
     nearest = f"{low} or {low + num_towers}" if low else str(num_towers)
     fewer = [number for number in range(2, num_towers) if num_rows % number == 0]
-    fitting = f", or devices={fewer[-1]} (towers={fewer[-1]}, where that is set)" if fewer else ""
+    fitting = f", or devices={fewer[-1]} (towers={fewer[-1]} if you set towers)" if fewer else ""
     by_row = "mt.ratio of one total and one weight" if "ratio of sums" in what else "one value"
     return OutputError(
         f"the batch has {num_rows} rows and {what}: {num_rows} rows do not fill {num_towers} "
