@@ -86,24 +86,24 @@ WEIGHT = "multitower.weight"
 NO_ROWS = "multitower.no_rows"
 
 MIXED = (
-    "rows are brought together and then used again, as in-batch negatives, batch statistics or a "
-    "function of a batch's mean are. A tower has only its own rows, so the result would differ "
+    "rows are brought together and then used again, as with in-batch negatives, batch statistics "
+    "or a function of the batch's mean. A tower has only its own rows, so the result would differ "
     "from one device's. Compare with the rows of all towers, mt.all_rows(x), or take the mean over "
     'all of them, jax.lax.pmean(x.mean(0), "towers"). For a mean with weights or a mask return '
     "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
-    "(BatchNorm), go on and fix the number of towers with towers=."
+    "(BatchNorm), keep the function as it is and fix the number of towers with towers=."
 )
 LARGEST = (
-    "rows are brought together in their largest or smallest, as in a softmax over rows. A tower "
+    "rows are brought together in a maximum or a minimum, as in a softmax over rows. A tower "
     "has only its own rows, so the result would differ from one device's. Compare with the rows of "
-    "all towers, mt.all_rows(x); or take the largest of all of them, "
-    'jax.lax.pmax(jax.lax.stop_gradient(x.max()), "towers"), or the smallest by pmin.'
+    "all towers, mt.all_rows(x); or take the maximum over all of them, "
+    'jax.lax.pmax(jax.lax.stop_gradient(x.max()), "towers"), or the minimum with pmin.'
 )
 PARTS = (
     "a part of the rows is taken, such as the first half. A tower has one slice of the batch, and "
-    "the first half of its rows is not the batch's. Give what belongs together the same row, for "
-    "example two views as batch['view1'] and batch['view2']; or take the part of all rows, "
-    "mt.all_rows(x)."
+    "the first half of its rows is not the first half of the batch. Give what belongs together the "
+    "same row, for example two views as batch['view1'] and batch['view2']; or take the part of all "
+    "rows, mt.all_rows(x)."
 )
 TOO_LATE = (
     "towers add up what each has made of its own rows alone, such as a standard deviation, a "
@@ -134,13 +134,13 @@ STATISTICS = (
 )
 WRITTEN = (
     "the call writes into a parameter of the module. Only the optimizer changes parameters: the "
-    "call goes on with the new value, which is dropped afterwards, and on one device it stays. "
-    "Make it an nnx.Variable that is no nnx.Param if it is a state, or write it after the call. "
+    "new value is used in this call and then dropped, while on one device it would stay. If it is "
+    "a state, make it an nnx.Variable other than nnx.Param; or write it after the call. "
     "nnx.SpectralNorm and nnx.WeightNorm write the weights that they have normalised: here the "
     "weights stay as the optimizer made them, as in Flax Linen, and are normalised in every call."
 )
 APART = (
-    "a mt.ratio was taken apart. As a pytree it consists of its totals and weights, which "
+    "an mt.ratio was taken apart. As a pytree it consists of its totals and weights, which "
     "jax.tree.leaves, jax.tree.map and optax.tree.sum compute with as if each were a loss. Add "
     "ratios to each other: sum(losses.values()) for a dict of them; or say "
     "is_leaf=lambda x: not isinstance(x, dict)."
@@ -151,7 +151,7 @@ RATIO = (
     "row, or their sums."
 )
 MIXED_WEIGHT = (
-    "the weight is made of rows that are brought together, such as the floor "
+    "the weight is made of rows that are brought together, such as the lower bound in "
     "jnp.maximum(mask.sum(), 1). Towers add up their weights, so that a tower whose mask is empty "
     "would count as 1. Give the weight by row, mt.ratio(total, mask), or its plain sum. For 0 "
     "instead of 0 / 0 where no row of any tower counts, add a tiny number: mask + 1e-9."
@@ -253,8 +253,8 @@ SAME_NUMBERS = (
     "dropout masks for example. Pass a typed key, jax.random.key(...), as an argument of its own."
 )
 UNREAD = (
-    "rows are written into it, and what is read from it is not followed here: of rows that are "
-    "brought together in it nothing else would be said."
+    "rows are written into it, and what is read from it is not followed here: if the function "
+    "brings rows together through it, no other message says so."
 )
 OF_ONE_ROW = (
     "{name} is called inside jax.vmap over the rows. Its argument is one row there, so it takes "

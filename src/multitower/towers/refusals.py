@@ -87,7 +87,7 @@ def refuse_what_is_no_array(leaf: Any, where: Callable[[], str]) -> None:
     if isinstance(leaf, LazyRows):
         raise ArgumentError(
             f"{where()} is LazyRows, which have not been read: give them to mt.prefetch or "
-            "mt.shard, with the same towers= and devices=, and the function what these return."
+            "mt.shard, with the same towers= and devices=, and pass the result to the function."
         )
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         refuse_mapping(leaf, where)
@@ -140,7 +140,7 @@ def refuse_holder(leaf: Any, where: Callable[[], str]) -> None:
     if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
         raise ArgumentError(
             f"{where()} is a {type(leaf).__name__}, which holds an array but is not one. Pass the "
-            "array: of Keras's variables [v.value for v in model.trainable_variables]."
+            "array. For Keras variables write [v.value for v in model.trainable_variables]."
         )
 
 
@@ -154,7 +154,8 @@ def refuse_keras_model(leaf: Any, where: Callable[[], str]) -> None:
         raise ArgumentError(
             f"{where()} is {type(leaf).__name__}, a model of Keras. Pass its arrays, [v.value for "
             "v in model.trainable_variables], and call model.stateless_call(trainable, "
-            "non_trainable, x) in the loss. Those of non_trainable_variables are model_state."
+            "non_trainable, x) in the loss. Pass the arrays of non_trainable_variables as "
+            "model_state."
         )
 
 
