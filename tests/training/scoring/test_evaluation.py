@@ -322,3 +322,14 @@ def test_equinox_modules_are_scored_in_inference_mode():
 def test_metrics_of_another_kind_are_refused_in_words(metrics, message):
     with pytest.raises(mt.OutputError, match=message):
         mt.evaluate(metrics, 1.0, np.arange(8.0), global_batch=8, devices=2)
+
+
+def test_metrics_that_differ_between_batches_are_refused():
+    # The lie: a metric of half of the examples, divided by the number of all.
+    ones = np.ones(8)
+    by_task = lambda w, batch: {task: x * w for task, x in batch.items()}
+    with pytest.raises(mt.OutputError, match=r"metrics\['a'\] is in the result of the first batch"):
+        mt.evaluate(by_task, 1.0, iter([{"a": ones}, {"b": ones}]), global_batch=8, devices=2)
+    rows = iter([np.ones((8, 3)), np.ones((8, 2))])
+    with pytest.raises(mt.OutputError, match=r"metrics\['x'\] has shape \(2,\) for a row of one"):
+        mt.evaluate(lambda w, x: {"x": x * w}, 1.0, rows, global_batch=8, devices=2)

@@ -118,3 +118,16 @@ def test_what_is_no_output_per_row_is_refused():
     keys = lambda w, x: {"key": jax.random.split(jax.random.key(0), len(x))}
     with pytest.raises(mt.OutputError, match=r"\['key'\] has typed PRNG keys, .*key_data"):
         mt.predict(keys, 0.0, X, global_batch=8, devices=2)
+
+
+def test_outputs_that_differ_between_batches_are_refused():
+    # The lie: the rows of "a" under the name "b", because a later batch has that name.
+    batches = lambda *some: iter(some)
+    with pytest.raises(mt.OutputError, match=r"batch\)\['a'\] is in the result of the first batch"):
+        mt.predict(lambda w, b: b, 0.0, batches({"a": X}, {"b": X}), global_batch=8, devices=2)
+    with pytest.raises(mt.OutputError, match=r"\['b'\] is in the result of a later batch only"):
+        mt.predict(lambda w, b: b, 0.0, batches({"a": X}, {"a": X, "b": X}), global_batch=8)
+    with pytest.raises(mt.OutputError, match=r"has shape \(2,\) for a row .* Pad the rows"):
+        mt.predict(lambda w, x: x, 0.0, batches(X, X[:, :2]), global_batch=8, devices=2)
+    found = mt.predict(lambda w, x: x.sum(1), 0.0, batches(X, X[:, :2]), global_batch=8, devices=2)
+    assert found.shape == (58,)  # the batches may differ, if the outputs do not

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from multitower.engines.tracing import some_rows_repeat
-from multitower.errors import BatchError, whole_number
+from multitower.errors import BatchError, OutputError, whole_number
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import place
@@ -143,23 +143,34 @@ def cached(make: Any, fn: Callable[..., Any], where: Where) -> Any:
 
 
 def for_each_chunk(
-    run: Callable[[Any], Any], read: Callable[[Any, int], None], each: Iterable[Chunk]
+    name: str, run: Callable[[Any], Any], read: Callable[[Any, int], None], each: Iterable[Chunk]
 ) -> int:
     """Runs a function on chunks, and reads each result while the devices have the next chunk.
 
     Args:
-        run: a function of a chunk's rows.
+        name: what the result is called in messages.
+        run: a function of a chunk's rows; its results are trees of arrays with rows on axis 0.
         read: called with each result and its number of real rows, in the order of the chunks.
         each: the chunks.
 
     Returns:
         The number of real rows of all chunks.
+
+    Raises:
+        OutputError: a result with other names, or other shapes of a row, than that of the first
+            chunk.
     """
     num_rows = 0
+    first: dict[str, tuple[int, ...]] | None = None
     waiting: tuple[Any, int] | None = None
     for chunk in each:
         with chunk.told():
             result = run(chunk.rows)
+        shapes = _row_shapes(result)
+        if first is None:
+            first = shapes
+        elif list(shapes.items()) != list(first.items()):
+            raise _other_result(name, first, shapes)
         if waiting:
             read(*waiting)
         waiting = (result, chunk.num_real)
@@ -167,6 +178,33 @@ def for_each_chunk(
     assert waiting
     read(*waiting)
     return num_rows
+
+
+def _row_shapes(result: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of one row of each array in a result, by path."""
+    flat = jax.tree_util.tree_leaves_with_path(result)
+    return {jax.tree_util.keystr(path): tuple(leaf.shape[1:]) for path, leaf in flat}
+
+
+def _other_result(name: str, first: dict[str, Any], shapes: dict[str, Any]) -> OutputError:
+    """The error for batches whose results cannot be put together."""
+    for path in [*first, *shapes]:
+        if path not in first or path not in shapes:
+            which = "the first batch" if path in first else "a later batch"
+            return OutputError(
+                f"{name}{path} is in the result of {which} only, so it is not known for every row. "
+                "Return the same names for all batches, or make one call for each kind of batch."
+            )
+        if first[path] != shapes[path]:
+            return OutputError(
+                f"{name}{path} has shape {shapes[path]} for a row of one batch, and {first[path]} "
+                "for a row of the first batch. Pad the rows of all batches to one length, or make "
+                "one call for each length."
+            )
+    return OutputError(
+        f"{name} has its entries in another order for one batch than for the first batch. Return "
+        "them in the same order for all batches."
+    )
 
 
 def _unchanging(leaf: Any) -> Any:

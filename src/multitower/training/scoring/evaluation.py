@@ -90,8 +90,9 @@ def evaluate(
     Raises:
         BatchError: no examples, arrays with different numbers of rows, a batch without rows, or an
             iterator without batches.
-        OutputError: a metric without an entry per row, or a complex one; or metrics that exchange
-            values between towers, if `global_batch` does not divide the number of examples.
+        OutputError: a metric without an entry per row, or a complex one; other metrics in a later
+            batch than in the first; or metrics that exchange values between towers, if
+            `global_batch` does not divide the number of examples.
         ArgumentError: `metrics` needs a `model_state` and there is none; it cannot be cut into so
             many stages; processes pass different numbers of rows; or it is called inside
             `jax.jit` or the like.
@@ -124,7 +125,7 @@ def evaluate(
                 part.add(whole_on_host(values)[:num_real])  # host-device sync
 
     each = chunks(dataset, global_batch, where)
-    num_rows = for_each_chunk(lambda rows: score(shared, rows), read, each)
+    num_rows = for_each_chunk("metrics", lambda rows: score(shared, rows), read, each)
     sums = {name: [part.total() for part in parts] for name, parts in seen.items()}
     divisor = num_rows if reduction == "mean" else 1
     return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}

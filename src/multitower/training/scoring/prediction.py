@@ -23,6 +23,8 @@ from multitower.training.scoring.chunks import (
     for_each_chunk,
 )
 
+_RESULT = "fn(params, batch)"
+
 
 @refuse_foreign(
     global_batch="Say how many rows to compute at a time, such as global_batch=256.",
@@ -70,8 +72,9 @@ def predict(
 
     Raises:
         BatchError: no rows, arrays with different numbers of rows, or an iterator without batches.
-        OutputError: an output without an axis of rows, or of typed PRNG keys; or a function that
-            exchanges values between towers, if `global_batch` does not divide the number of rows.
+        OutputError: an output without an axis of rows, or of typed PRNG keys; outputs of other
+            names or shapes in a later batch than in the first; or a function that exchanges values
+            between towers, if `global_batch` does not divide the number of rows.
         ArgumentError: `fn` needs a `model_state` and there is none; it cannot be cut into so many
             stages; processes pass different numbers of rows; or it is called inside `jax.jit`
             or the like.
@@ -105,7 +108,7 @@ def predict(
             progress(done)
 
     each = chunks(data, global_batch, where)
-    for_each_chunk(lambda rows: run(shared, rows), read, each)
+    for_each_chunk(_RESULT, lambda rows: run(shared, rows), read, each)
     return jax.tree.unflatten(
         treedef, [np.concatenate(parts) for parts in zip(*found, strict=True)]
     )
@@ -121,7 +124,7 @@ def _runner(fn: Callable[..., Any], where: Where) -> Callable[..., Any]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(found):
             if is_key(leaf):
                 raise OutputError(
-                    f"fn(params, batch){jax.tree_util.keystr(path)} has typed PRNG keys, and "
+                    f"{_RESULT}{jax.tree_util.keystr(path)} has typed PRNG keys, and "
                     "predict returns NumPy arrays: return jax.random.key_data(keys) instead."
                 )
         return found
