@@ -310,6 +310,10 @@ def test_equinox_modules_are_scored_in_inference_mode():
         ),
         (lambda w, x: {"top": [x, x]}, r"metrics\['top'\] is list: each name has one array"),
         (
+            lambda w, x: {"key": jax.random.split(jax.random.key(0), len(x))},
+            r"metrics\['key'\] holds PRNG keys, which have no mean\.",
+        ),
+        (
             lambda w, x: {"table": jnp.zeros((3, 3)) + x.sum()},
             r"result\['table'\] has shape \(3, 3\) for .* Return something per row .* outside\.\n",
         ),

@@ -17,6 +17,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
+from multitower.towers.leaves import is_key
 from multitower.towers.surroundings import refuse_traced
 from multitower.training.scoring.chunks import (
     Where,
@@ -149,7 +150,7 @@ def _quotient(total: float, weight: float) -> float:
 
 
 def _check(found: Any, num_rows: int) -> None:
-    """Refuses what is not a dict of arrays, complex numbers, and numbers averaged over rows.
+    """Refuses what is not a dict of arrays, complex numbers, keys, and numbers averaged over rows.
 
     Raises:
         OutputError: `metrics` returned one of these.
@@ -164,6 +165,11 @@ def _check(found: Any, num_rows: int) -> None:
             raise OutputError(
                 f"metrics[{name!r}] is complex, and scores are real numbers: return its .real and "
                 ".imag by names of their own, or jnp.abs of it."
+            )
+        if any(map(is_key, jax.tree.leaves(value))):
+            raise OutputError(
+                f"metrics[{name!r}] holds PRNG keys, which have no mean. Return numbers, or leave "
+                "it out."
             )
         if isinstance(value, Ratio):
             continue
