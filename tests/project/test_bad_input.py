@@ -131,6 +131,11 @@ def step_twice():
     made(state, X)
 
 
+def step_of_another(given, **options):
+    state = mt.train_step(losses, given, devices=2, **options).init(W)
+    mt.train_step(losses, optax.adam(0.1), devices=2, **options)(state, X)
+
+
 def step_in_jit():
     made = mt.train_step(losses, optax.sgd(0.1), devices=2)
     jax.jit(made)(made.init(W), X)
@@ -895,6 +900,18 @@ WRONG = {
         mt.StateError,
         r"state has none: .*state\.replace\(ema_params=state\.params\)",
     ),
+    **{
+        f"the state of another optimizer, {name}": (
+            lambda given=given, options=options: step_of_another(given, **options),
+            mt.StateError,
+            r"opt_state\[0\]\.(count|mu) is missing\. .*state\.replace\(opt_state=optimizer\.init",
+        )
+        for name, given, options in [
+            ("in whole", optax.sgd(0.1), {}),
+            ("in blocks", optax.sgd(0.1, momentum=0.9), {"towers": 2, "shard_update": True}),
+            ("in a chain", optax.chain(optax.clip(1.0), optax.adam(0.1)), {"towers": 2}),
+        ]
+    },
     "a batch larger than the first": (
         step_grown,
         mt.BatchError,

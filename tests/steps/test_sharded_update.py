@@ -188,6 +188,25 @@ def test_state_that_is_no_block_of_a_parameters_state_is_named():
         first(make(optimizer=optimizer, shard_update=True))
 
 
+def test_the_state_of_another_optimizer_is_refused():
+    # The lie: leaves are taken in their order, so the mean gradient of "a" becomes that of "b".
+    def frozen(name):
+        labels = {"a": "trained", "b": "trained", name: "frozen"}
+        kinds = {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}
+        return optax.multi_transform(kinds, labels)
+
+    losses = lambda p, x: (x @ p["a"] + x @ p["b"] - 1) ** 2
+    weights = {"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)}
+    options = {"towers": 2, "devices": 2, "shard_update": True}
+    first, second = (mt.train_step(losses, frozen(name), **options) for name in "ba")
+    state, _ = first(first.init(weights), np.ones((8, 3), np.float32))
+    with pytest.raises(mt.StateError, match=r"mu\['b'\] is missing"):
+        second(state, np.ones((8, 3), np.float32))
+    state = state.replace(opt_state=frozen("a").init(state.params))
+    state, _ = second(state, np.ones((8, 3), np.float32))
+    assert int(state.step) == 2
+
+
 def test_options_that_exclude_each_other():
     with pytest.raises(mt.ArgumentError, match="leave skip_nonfinite out"):
         make(shard_update=True, skip_nonfinite=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from multitower.errors import ArgumentError
 from multitower.processes.together import spread, whole_on_host
+from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.optimizing.update import begin
 from multitower.steps.parts import StepParts
 from multitower.steps.state.changes import Changes, with_changes
@@ -65,6 +66,7 @@ class ShardedState:
                 "them: leave shard_update out."
             )
         self._placement = placement
+        self._optimizer = optimizer
         whole = jax.eval_shape(optimizer.init, params)
         block = jax.eval_shape(optimizer.init, self.layout.shapes_of_block())
         self._whole, self._treedef = jax.tree.flatten(whole)
@@ -92,7 +94,12 @@ class ShardedState:
         return parts
 
     def take_apart(self, fields: Fields) -> Parts:
-        """The parts of a state that is whole, such as one from a checkpoint."""
+        """The parts of a state that is whole, such as one from a checkpoint.
+
+        Raises:
+            StateError: the optimizer's state is of another optimizer or of other parameters.
+        """
+        check_opt_state(self._optimizer, fields.params, fields.opt_state)
         state = [whole_on_host(leaf) for leaf in jax.tree.leaves(fields.opt_state)]
         average = jax.tree.map(whole_on_host, fields.ema_params)
         blocks: dict[int, Block] = {}

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
-from multitower.errors import ArgumentError
+from multitower.errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
     import optax
@@ -35,6 +36,7 @@ def call_update(
     Raises:
         ArgumentError: the optimizer needs more than this, such as the loss as a function, or the
             gradients of single rows.
+        StateError: the state is of another optimizer or of other parameters.
     """
     import optax  # noqa: PLC0415 (half of the time of `import multitower`, needed here first)
 
@@ -60,12 +62,47 @@ def call_update(
     except (AttributeError, TypeError, ValueError) as error:
         needed = _needed(str(error))
         if needed is None:
+            check_opt_state(optimizer, params, opt_state)
             raise
         raise ArgumentError(
             f"the optimizer needs {needed}, and train_step gives it the gradients, its state, the "
             "parameters and the value of the loss. Use it in a loop of your own: loss, gradients = "
             "mt.value_and_grad(loss_fn)(params, batch), then optimizer.update."
         ) from error
+
+
+def check_opt_state(optimizer: "optax.GradientTransformation", params: Any, opt_state: Any) -> None:
+    """Refuses an optimizer's state that is not like the one that its `init` makes.
+
+    Args:
+        optimizer: the optimizer of the step.
+        params: the parameters, arrays or shapes.
+        opt_state: the state that was given, arrays or shapes.
+
+    Raises:
+        StateError: it has other leaves, or leaves of other shapes; the message names the first.
+    """
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
+    wanted, given = _shapes(jax.eval_shape(optimizer.init, shapes)), _shapes(opt_state)
+    for path in [*wanted, *given]:
+        if path not in given:
+            what = f"opt_state{path} is missing"
+        elif path not in wanted:
+            what = f"opt_state{path} does not belong to it"
+        elif wanted[path] != given[path]:
+            what = f"opt_state{path} has shape {given[path]} and not {wanted[path]}"
+        else:
+            continue
+        raise StateError(
+            "state.opt_state is not the state of this step's optimizer for these parameters: "
+            f"{what}. Begin a new one: state.replace(opt_state=optimizer.init(state.params)), and "
+            "with sync_every= also local=None. Or call step.init(state.params)."
+        )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in flat}
 
 
 def takes_extras(optimizer: "optax.GradientTransformation") -> bool:
