@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from multitower.errors import BatchError
 
@@ -32,7 +33,7 @@ def augmented(loss_fn: Callable[..., Any], augment: Augment) -> Callable[..., An
         `multitower.make_batch(..., keyed=True)` makes them.
 
     Raises:
-        BatchError: from the returned loss: a batch has no `"key"`.
+        BatchError: from the returned loss: a batch has no `"key"`, or a wrong one.
 
     Example:
         >>> import jax, numpy as np, optax
@@ -66,7 +67,7 @@ def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
         The augmented batch, without its keys.
 
     Raises:
-        BatchError: the batch has no `"key"`.
+        BatchError: the batch has no `"key"`, or one that is not uint32, shape (rows, 2).
 
     Example:
         >>> import jax, numpy as np
@@ -85,5 +86,14 @@ def augment_batch(augment: Augment, batch: dict[str, Any]) -> Any:
             "random changes. Make it with mt.make_batches(..., keyed=True)."
         )
     examples = dict(batch)
-    keys = jax.random.wrap_key_data(examples.pop(KEYS), impl=_GENERATOR)
-    return augment(examples, keys)
+    data = examples.pop(KEYS)
+    if getattr(data, "dtype", None) != np.uint32 or data.shape[-1:] != (2,):
+        what = (
+            f"{data.dtype}, shape {data.shape}" if hasattr(data, "dtype") else type(data).__name__
+        )
+        raise BatchError(
+            f"batch[{KEYS!r}] is {what}, and the keys of rows are uint32, shape (rows, 2). Make "
+            "the batch with mt.make_batches(..., keyed=True), or, from one typed key for each row, "
+            "the keys with jax.random.key_data(keys)."
+        )
+    return augment(examples, jax.random.wrap_key_data(data, impl=_GENERATOR))
