@@ -774,6 +774,11 @@ WRONG = {
         mt.GradientError,
         "one dict.*one pytree per tower",
     ),
+    "rows of towers inside jit": (
+        lambda: jax.jit(lambda x: mt.shard(x, devices=2, towers=2))(X),
+        mt.ArgumentError,
+        r"multitower\.shard\(\.\.\., towers=\) is called inside jax\.jit.* Call it outside\.",
+    ),
     "a step inside jit": (step_in_jit, mt.ArgumentError, "inside jax.jit.*call it directly"),
     "a step inside jit, closing over all": (
         step_in_jit_that_closes_over_all,

@@ -14,10 +14,12 @@ from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.hardware.devices import DeviceSpec
 from multitower.towers.global_arrays import stacked
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.leaves import is_traced
 from multitower.towers.placement import Placement, place
 from multitower.towers.refusals import shown
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.split import copy_to, cut, own_towers, placed_rows, size_of_towers
+from multitower.towers.surroundings import refuse_traced
 
 
 def shard(
@@ -52,7 +54,8 @@ def shard(
     Raises:
         BatchError: no rows, different row counts, or more rows than `global_batch`, which is a
             whole number.
-        ArgumentError: leaves that are not numbers, such as strings.
+        ArgumentError: leaves that are not numbers, such as strings; or arrays of `jax.jit` or the
+            like, with `towers`.
         DeviceError: more devices than there are, or an unknown name.
 
     Example:
@@ -62,6 +65,8 @@ def shard(
         >>> [block.data.shape for block in batch["x"].addressable_shards]
         [(2, 2), (2, 2)]
     """
+    if towers is not None and any(map(is_traced, jax.tree.leaves(batch))):
+        refuse_traced("multitower.shard(..., towers=)", batch)
     return _shard_on_all(batch, place(devices, towers), towers, global_batch)
 
 
