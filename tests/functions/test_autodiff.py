@@ -480,6 +480,21 @@ def test_trap_average_gradients_names_what_cannot_be_averaged(tower_grads, messa
         mt.average_gradients(tower_grads)
 
 
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.ones(2, ">f4"), r"tower_grads\[0\]\['w'\] has dtype >f4, whose bytes are in another"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), r"\['w'\] is a masked array, .* without its mask"),
+        (np.array([1.0, None]), r"\['w'\] has dtype object: only numbers"),
+        ("text", r"\['w'\] is 'text' \(str\)"),
+    ],
+)
+def test_gradients_that_no_device_can_hold_are_named(leaf, message):
+    """Lie: a mean of what a mask hides; or an error of JAX about position 0 of a stage."""
+    with pytest.raises(mt.ArgumentError, match=message):
+        mt.average_gradients([{"w": leaf}, {"w": leaf}])
+
+
 def test_trap_average_gradients_of_sparse_gradients():
     from jax.experimental import sparse
 

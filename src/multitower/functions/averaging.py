@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multitower.engines.reduction import evaluate, sum_tree
 from multitower.errors import GradientError
 from multitower.towers.leaves import is_traced
+from multitower.towers.refusals import refuse_what_is_no_array, refuse_what_is_no_number
 
 
 def average_gradients(tower_grads: Sequence[Any]) -> Any:
@@ -27,6 +29,7 @@ def average_gradients(tower_grads: Sequence[Any]) -> Any:
     Raises:
         GradientError: no towers; or a gradient that is None, not a float, sparse, or of another
             shape, dtype or structure than in tower 0; the message names its path.
+        ArgumentError: a leaf that no device can hold, such as text or a masked array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -61,6 +64,10 @@ def _checked_gradients(tree: Any, number: int) -> dict[str, Any]:
                 f"{where} is None: this parameter has no gradient in tower {number}. Leave out of "
                 "the parameters what the loss does not use, or return zeros for it."
             )
+        if isinstance(leaf, np.ndarray) and leaf.dtype != jax.dtypes.float0:
+            refuse_what_is_no_number(leaf, lambda where=where: where)
+        elif not isinstance(leaf, jax.Array | np.ndarray):
+            refuse_what_is_no_array(leaf, lambda where=where: where)
         array = jnp.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
         if array.dtype == jax.dtypes.float0 or not jnp.issubdtype(array.dtype, jnp.inexact):
             raise GradientError(
