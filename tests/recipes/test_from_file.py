@@ -70,6 +70,31 @@ def test_a_file_may_have_options_and_modules_beside_it(tmp_path):
             "from multitower.recipes.definition import Recipe\nrecipe = Recipe(name='x')",
             "line 2: TypeError",
         ),
+        (
+            "import dataclasses as d\nfrom multitower.recipes import digits\n"
+            "recipe = d.replace(digits.make_recipe(digits.Options()), optimizer=3)",
+            "line 3: ArgumentError: the recipe's optimizer is int: it must be a function, such as",
+        ),
+        (
+            "import dataclasses as d\nfrom multitower.recipes import digits\n"
+            "recipe = d.replace(digits.make_recipe(digits.Options()), global_batch=0)",
+            "line 3: ArgumentError: the recipe's global_batch is 0: it must be a whole number",
+        ),
+        (
+            "import dataclasses as d\nfrom multitower.recipes import digits\n"
+            "recipe = d.replace(digits.make_recipe(digits.Options()), data=lambda: None)",
+            "the recipe's data() returned NoneType: it must return DataSets(train=..., test=...)",
+        ),
+        ("def make_recipe(options): ...", "defines make_recipe(options), and no dataclass Options"),
+        (
+            "class Options:\n    rate = 1\ndef make_recipe(options): ...",
+            "no dataclass Options. Write @dataclasses.dataclass(frozen=True) before class Options",
+        ),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    rate: float\n"
+            "def make_recipe(options): ...",
+            "needs a value for its option 'rate', which has no default: say --set rate=VALUE",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_with_its_place(tmp_path, capsys, text, message):

@@ -82,3 +82,17 @@ def test_options_are_told_as_json():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_recipe_tells_what_was_set(name):
     assert set(find_recipe(name).options) == set(option_names(name))
+
+
+def test_what_options_say_of_themselves_is_an_error_in_one_line():
+    @dataclasses.dataclass(frozen=True)
+    class Checked:
+        rate: float = 1.0
+
+        def __post_init__(self):
+            if self.rate > 5:
+                raise ValueError("the rate is too high")
+
+    assert make_options(Checked, {"rate": "5"}, "mine").rate == 5
+    with pytest.raises(mt.RunError, match="mine refuses its options: the rate is too high"):
+        make_options(Checked, {"rate": "6"}, "mine")

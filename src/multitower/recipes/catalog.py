@@ -40,7 +40,7 @@ def find_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
         True
     """
     module = _module(name)
-    options = make_options(_kind(module), settings or {}, f"the recipe {name}")
+    options = make_options(_kind(module, name), settings or {}, f"the recipe {name}")
     found = module.recipe if options is None else module.make_recipe(options)
     if not isinstance(found, Recipe):
         raise mt.RunError(
@@ -67,7 +67,7 @@ def option_names(name: str) -> tuple[str, ...]:
         >>> option_names("digits"), option_names("cifar10")[:3]
         (('learning_rate', 'momentum', 'penalty_rate'), ('data', 'synthetic', 'lr_base'))
     """
-    kind = _kind(_module(name))
+    kind = _kind(_module(name), name)
     return () if kind is None else tuple(field.name for field in dataclasses.fields(kind))
 
 
@@ -82,5 +82,16 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"multitower.recipes.{name.replace('-', '_')}")
 
 
-def _kind(module: ModuleType) -> type[Any] | None:
-    return getattr(module, "Options", None) if hasattr(module, "make_recipe") else None
+def _kind(module: ModuleType, name: str) -> type[Any] | None:
+    if not hasattr(module, "make_recipe"):
+        return None
+    kind = getattr(module, "Options", None)
+    if kind is None and hasattr(module, "recipe"):
+        return None
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise mt.RunError(
+            f"{name} defines make_recipe(options), and no dataclass Options. Write "
+            "@dataclasses.dataclass(frozen=True) before class Options, or define recipe = Recipe("
+            "...) if there are no options."
+        )
+    return kind

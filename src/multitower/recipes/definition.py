@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import optax
 
+from multitower.errors import ArgumentError, whole_number
+
 
 class DataSets(NamedTuple):
     """The examples of a recipe.
@@ -20,6 +22,15 @@ class DataSets(NamedTuple):
 
     train: Any
     test: Any
+
+
+_EXAMPLES = {
+    "data": "lambda: DataSets(train=..., test=...)",
+    "init": "lambda key: params",
+    "loss": "loss(params, batch)",
+    "metrics": "metrics(params, batch)",
+    "optimizer": "lambda steps: optax.adam(1e-3)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +109,42 @@ class Recipe:
     about_data: Callable[[], Mapping[str, Any]] | None = None
     download: Callable[[Any], Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        """Refuses parts of a wrong kind.
+
+        Raises:
+            ArgumentError: a part that must be a function is none, or a number is not a whole one.
+        """
+        for name in ("data", "init", "loss", "metrics", "optimizer"):
+            part = getattr(self, name)
+            if not callable(part):
+                raise ArgumentError(
+                    f"the recipe's {name} is {type(part).__name__}: it must be a function, such as "
+                    f"{_EXAMPLES[name]}."
+                )
+        for name in ("steps", "global_batch"):
+            value = getattr(self, name)
+            try:
+                whole_number(name, value, 1)
+            except ArgumentError:  # its words are those of a flag, and no flag was given
+                raise ArgumentError(
+                    f"the recipe's {name} is {value!r}: it must be a whole number, 1 or more."
+                ) from None
+
+    def load(self) -> DataSets:
+        """Calls `data`, and looks at what it returns.
+
+        Raises:
+            ArgumentError: it is no `DataSets`.
+        """
+        found = self.data()
+        if not isinstance(found, DataSets):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f"the recipe's data() returned {type(found).__name__}: it must return "
+                "DataSets(train=..., test=...), from multitower.recipes.definition."
+            )
+        return found
 
     def make_optimizer(
         self,

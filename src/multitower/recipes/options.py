@@ -1,6 +1,7 @@
 """Options: a dataclass, set by name from text, such as that of a command line."""
 
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -47,7 +48,8 @@ def make_options(
 
     Raises:
         RunError: an unknown option, or a word that does not fit its type, or a type that no word
-            can set; the message lists the existing options.
+            can set; the message lists the existing options. Or an option without a default and
+            without a value, or options that their own class refuses.
 
     Example:
         >>> from multitower.recipes.cifar10 import Options
@@ -56,7 +58,20 @@ def make_options(
         0.002
     """
     values = convert_options(kind, settings, owner)
-    return None if kind is None else kind(**values)
+    if kind is None:
+        return None
+    for one in inspect.signature(kind).parameters.values():
+        if one.default is one.empty and one.name not in values:
+            raise mt.RunError(
+                f"{owner} needs a value for its option {one.name!r}, which has no default: say "
+                f"--set {one.name}=VALUE, or give the field of Options a default."
+            )
+    try:
+        return kind(**values)
+    except ValueError as error:  # the options check themselves, in __post_init__
+        if isinstance(error, mt.MultitowerError):
+            raise
+        raise mt.RunError(f"{owner} refuses its options: {error}") from error
 
 
 def convert_options(

@@ -53,7 +53,7 @@ class RecipeJob:
         cls, recipe: Recipe, options: RunOptions, directory: Path | None, keep_best: bool = True
     ) -> "RecipeJob":
         """Sets a recipe up. Its trainer saves to `directory`; with None it saves nothing."""
-        data = recipe.data()
+        data = recipe.load()
         global_batch = options.global_batch or recipe.global_batch
         steps = steps_of(recipe, options, data)
         trainer = Trainer(
@@ -284,7 +284,7 @@ def steps_of(recipe: Recipe, options: RunOptions, data: DataSets | None = None) 
     if options.epochs is None:
         return options.steps or recipe.steps
     global_batch = options.global_batch or recipe.global_batch
-    return steps_in(options.epochs, steps_per_epoch_of(data or recipe.data(), global_batch))
+    return steps_in(options.epochs, steps_per_epoch_of(data or recipe.load(), global_batch))
 
 
 def steps_of_round(options: RunOptions, towers: int) -> int:
