@@ -174,6 +174,7 @@ def test_batches_have_keys_only_when_asked():
         (np.zeros(3), {"seed": -1}, "seed=-1: it must be a whole number, 0 or more"),
         (np.zeros(3), {"seed": None}, "seed=None: it must be a whole number"),
         (np.zeros((0, 2)), {}, "zero rows"),
+        (np.zeros(3), {"distort": lambda batch, draw: None}, "returned None: it must return the"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, {}, r"data\['x'\] has 3 rows and data\['y'\] has 4"),
     ],
 )

@@ -60,8 +60,8 @@ def make_batch(
         entry `"key"`, uint32, shape (rows, 2).
 
     Raises:
-        BatchError: no examples, different row counts, a wrong `global_batch`, `seed` or `step`, or
-            a data set that cannot be keyed.
+        BatchError: no examples, different row counts, a wrong `global_batch`, `seed` or `step`, a
+            data set that cannot be keyed, or a `distort` that returns None.
 
     Example:
         >>> import numpy as np
@@ -100,6 +100,11 @@ def make_batch(
     # A child of the seed, so that the numbers differ from those that shuffle epoch number `step`.
     source = np.random.SeedSequence([seed, step], spawn_key=(1,))
     batch = distort(batch, np.random.Generator(np.random.Philox(source)))
+    if batch is None:
+        raise BatchError(
+            "distort(batch, generator) returned None: it must return the batch, also if it changes "
+            "the arrays in place."
+        )
     return batch if places is None else _at(places, batch)
 
 
