@@ -607,6 +607,16 @@ WRONG = {
         mt.ArgumentError,
         r"params is Keras, a model of Keras\. .*v\.value for v in model\.trainable_variables",
     ),
+    "parameters with bytes in another order": (
+        lambda: MADE.init({"w": W.astype(">f4")}),
+        mt.ArgumentError,
+        r"params\['w'\] has dtype >f4, whose bytes are in another order than this machine's\.",
+    ),
+    "parameters with a mask": (
+        lambda: MADE.init(np.ma.array(W, mask=W > 0)),
+        mt.ArgumentError,
+        r"params is a masked array",
+    ),
     "the pair that a step returns": (
         lambda: MADE((MADE.init(W), {}), X),
         mt.StateError,

@@ -42,7 +42,12 @@ from multitower.functions.ratio import (
 )
 from multitower.models.modules import Call, call_tower, holes_in
 from multitower.models.state import Changed, enter
-from multitower.towers.refusals import is_state_of_linen, refuse_holder, refuse_mapping
+from multitower.towers.refusals import (
+    is_state_of_linen,
+    refuse_holder,
+    refuse_mapping,
+    refuse_what_is_no_number,
+)
 from multitower.towers.rows import Split, Tower
 
 
@@ -274,8 +279,8 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
 
     Raises:
         GradientError: a leaf that is not a float; the message names its path.
-        ArgumentError: an object that holds an array, such as a Keras variable; or a `TrainState`
-            of Flax Linen.
+        ArgumentError: an object that holds an array, such as a Keras variable; a `TrainState` of
+            Flax Linen; or an array that no device can hold.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_number = isinstance(leaf, int | float | complex)
@@ -295,6 +300,9 @@ def check_differentiable(tree: Any, name: Callable[[], str]) -> None:
                 "differentiated. Convert it with .astype(jnp.float32), or take it out of the "
                 "parameters (close over it, or pass it as another argument)."
             )
+        if isinstance(leaf, np.ndarray):
+            where = lambda path=path: f"{name()}{jax.tree_util.keystr(path)}"
+            refuse_what_is_no_number(leaf, where)
 
 
 def positive(argnums: tuple[int, ...], num_args: int) -> tuple[int, ...]:
