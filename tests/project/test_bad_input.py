@@ -322,7 +322,7 @@ WRONG = {
     "in_axes of another tree": (
         lambda: parallel(lambda x: x, {"x": X}, in_axes=({"y": 0},)),
         mt.ArgumentError,
-        r"in_axes=.*does not fit.*prefix of",
+        r"in_axes=\({'y': 0},\) does not fit: .* prefix of PyTreeDef\(\({'x': \*},\)\), as",
     ),
     "in_axes as text": (
         lambda: parallel(add_one, X, in_axes="rows"),

@@ -10,7 +10,7 @@ from multitower.engines import spmd
 from multitower.engines.executable import signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits
-from multitower.errors import warn
+from multitower.errors import ArgumentError, warn
 from multitower.functions.arguments import Arguments
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
@@ -18,7 +18,15 @@ from multitower.towers.global_arrays import as_global, join_rows, replicate
 from multitower.towers.leaf_shards import axis_of_parts
 from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy_key
 from multitower.towers.placement import Placement, check_towers, place
-from multitower.towers.rows import SHARED, Parts, Split, Tower, key_of_tower, take_apart
+from multitower.towers.rows import (
+    SHARED,
+    Parts,
+    Split,
+    Tower,
+    axes_of_leaves,
+    key_of_tower,
+    take_apart,
+)
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, cut, refuse_tower_rows
 from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
@@ -110,7 +118,10 @@ class TowerFunction:
         # Models, and arrays that the function closes over, are whole in every tower.
         axes = (*self._kind.axes(call, arguments), None, None)
         tree = (call.args, call.kwargs, call.rows, call.models, call.arrays)
-        parts = take_apart(tree, axes, name=arguments, constants=True)
+        try:
+            parts = take_apart(tree, axes, name=arguments, constants=True)
+        except ArgumentError as error:
+            raise _of_the_arguments(error, axes[0], call) from error.__cause__
         result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more
             self._looked_at.add(parts.split)
@@ -249,6 +260,18 @@ class TowerFunction:
 def ragged_of(num_rows: int, num_towers: int) -> tuple[int, int] | None:
     """(rows, towers) if the rows do not fill the towers evenly; else None."""
     return (num_rows, num_towers) if num_rows % num_towers else None
+
+
+def _of_the_arguments(error: ArgumentError, axes: Any, call: Call) -> ArgumentError:
+    """The error, about what the user wrote alone if in_axes do not fit the arguments.
+
+    The axes of keyword arguments, models and closed-over arrays are ours.
+    """
+    try:
+        axes_of_leaves(axes, call.args, "in_axes")
+    except ArgumentError as own:
+        return own
+    return error
 
 
 def _is_one_key(leaf: Any) -> bool:
