@@ -55,8 +55,8 @@ LONG = (
     "stages/test_same",
 )
 
-# Which share of the slow tests to take, where there is no time for all (.ci/run): the thirds are
-# 0/3, 1/3 and 2/3.
+# Which share of the slow tests to take, where there is no time for all (.ci/run): the quarters are
+# 0/4 to 3/4.
 SLOW_SHARE = os.environ.get("SLOW_SHARE", "0/1")
 
 # The same examples in every run, and no test looks at a clock: machines are shared.

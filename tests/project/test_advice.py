@@ -336,7 +336,7 @@ ADVICE = {
     ),
     "a mean of ragged rows": (
         lambda: mt.grad(mean, devices=4)(W, X[:6]),
-        "Return one value per example, or use 4 or 8 rows, or devices=3 (towers=3, where",
+        "Return one value per example, or use 4 or 8 rows, or devices=3 (towers=3 if you",
         lambda: [
             mt.grad(losses, devices=4)(W, X[:6]),
             mt.grad(mean, devices=4)(W, X),
