@@ -124,12 +124,12 @@ class Counting:
         is_sum = word == "linear" and not (sums and all(x.is_mean for x in sums))
         # To a sum over rows belongs n * log(sigma), for n rows.
         handed = [x for x in unknown if x.word in handed_on and not (is_sum and x.per_row)]
-        before = next((x.counted for x in handed if x.counted), None)
         if word == "mixed" or loses_count(equation, name, inputs):
             return None
-        if is_sum:
-            return self._counted_sum(equation, name, inputs, unknown) or before
-        return self._scaled(equation, name, inputs, handed) if is_product else before
+        if is_product and not is_sum:
+            return self._scaled(equation, name, inputs, handed)
+        too_often = self._counted_sum(equation, name, inputs, unknown) if is_sum else None
+        return too_often or next((x.counted for x in handed if x.counted), None)
 
     def _counted_sum(
         self, equation: Any, name: str, inputs: list[Flow], unknown: list[Flow]

@@ -26,16 +26,11 @@ def use_edited(state: TrainState, new: TrainState, edited: Callable[[str], list[
         edited: for an optimizer by its name, the sizes of the numbers that only a new state of this
             run has.
     """
-    _use(
-        state.opt_state, new.opt_state, edited("outer_optimizer" if _has_own(new) else "optimizer")
-    )
-    if _has_own(new):
+    if hasattr(new.local, "opt_state"):  # local updates: every tower has its own
         _use(state.local.opt_state, new.local.opt_state, edited("optimizer"))
-
-
-def _has_own(state: TrainState) -> bool:
-    """Whether every tower has an optimizer state of its own, beside that of the meetings."""
-    return hasattr(state.local, "opt_state")
+        _use(state.opt_state, new.opt_state, edited("outer_optimizer"))
+    else:
+        _use(state.opt_state, new.opt_state, edited("optimizer"))
 
 
 def _use(before: Any, after: Any, edited: list[float]) -> None:
