@@ -59,6 +59,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "loss"),
     [
@@ -330,6 +331,7 @@ def test_nothing_is_said_of_ratios_of_sums(weight):
     look_at(mt.grad(loss, devices=2), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",
     [
@@ -780,6 +782,7 @@ MEETINGS = [turned_around, divided_by_their_norm, summed_up]
 MEETINGS_TOO = [compared_with_all, largest_first, decayed_by_a_scan]  # much as the others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mixed", [*MEETINGS, *(pytest.param(fn, marks=pytest.mark.slow) for fn in MEETINGS_TOO)]
 )
@@ -970,6 +973,7 @@ APART = {"towers": 4, "sync_every": 2, "outer_optimizer": optax.sgd(1.0)}
 IN_TURNS = {"towers": 4, "updates": "asynchronous"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [APART, IN_TURNS])
 def test_towers_that_exchange_nothing_are_not_told_to_add_up_a_state(options):
     # The lie: an advice that the same step refuses.
@@ -1446,6 +1450,7 @@ def generated_with_a_key_per_row(w, key, x):
     return jax.nn.softplus(jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys) @ w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "key"),
     [
@@ -1542,6 +1547,7 @@ def noise_like(x):
     return jax.random.normal(jax.random.key(0), x.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
@@ -1660,6 +1666,7 @@ def test_all_rows_of_one_row_are_told(loss, said):
         mt.grad(by_row, devices=2)(W, X)
 
 
+@pytest.mark.slow
 def test_all_rows_of_each_head_are_rows():
     found = mt.grad(heads, devices=2)(W, X)
     np.testing.assert_allclose(found, jax.grad(lambda w: heads(w, X).mean())(W), rtol=1e-5)
@@ -1761,6 +1768,7 @@ def test_what_looked_like_a_mean_is_told(loss, said):
         look_at(mt.grad(loss, devices=2), X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

@@ -82,6 +82,7 @@ def mixture(layer):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [

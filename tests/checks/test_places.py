@@ -112,6 +112,7 @@ def test_nothing_is_said_of_places_that_are_right(loss):
     look_at(loss)  # warnings are errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_way_out_is_that_of_one_device(reduction):
     def loss(place):

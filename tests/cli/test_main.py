@@ -296,6 +296,7 @@ def test_devices_counts_what_there_is():
     assert "--devices 2: this machine has cpu:0. Use --devices 1, or simulate" in done.stderr
 
 
+@pytest.mark.slow
 def test_devices_that_cannot_start_are_no_traceback():
     done = in_new_process("train", "digits", JAX_PLATFORMS="nonsense")
     assert done.returncode == 2

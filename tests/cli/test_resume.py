@@ -147,6 +147,7 @@ def test_resume_auto_starts_goes_on_and_lets_be(tmp_path, capsys):
     assert result_of(run_dir)["fingerprint"] == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_was_refused_stands_in_nobodys_way(tmp_path, capsys):
     """Lie: a typing error that is told after the training, and then at every resume."""
     command = ["train", CIRCLE, "--devices", "1", "--steps", "2", "--run-dir", str(tmp_path)]

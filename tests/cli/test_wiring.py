@@ -389,6 +389,7 @@ def test_flags_of_plan_arrive(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["layouts"][0]["options"]["layout"] == [4, 2]
 
 
+@pytest.mark.slow
 def test_what_scale_measures_and_what_is_set_arrive(asked, tmp_path):
     flags = ["--weak", "--steps", "3", "--rounds", "2", "--run-dir", str(tmp_path)]
     sets = ["--synthetic", "--set", "lr_base=0.25"]

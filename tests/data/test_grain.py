@@ -21,6 +21,7 @@ def batches(first):
     return (numbered[number] for number in itertools.count(first))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_grain_pipeline_resumes_elsewhere_with_the_same_bits(tmp_path):
     # The lie (law L5): a resume on another permutation of the data (accelerate#2823).

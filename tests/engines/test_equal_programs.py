@@ -102,6 +102,7 @@ def test_memory_is_given_away_where_the_arguments_are_several_leaves():
     assert all(leaf.is_deleted() for leaf in b.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "num_different"), [(1, 2), (2, 3)])
 def test_stages_of_equal_layers_share_programs_on_a_device(devices, num_different, monkeypatch):
     # The first stage sends no cotangents back; the others are equal.

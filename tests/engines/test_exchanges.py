@@ -102,6 +102,7 @@ TOGETHER = {
 
 
 # The rows of a test's result are not those of the batch.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*rows are brought together:multitower.MultitowerWarning")
 @pytest.mark.parametrize(
     "names",

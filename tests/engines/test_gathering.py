@@ -83,6 +83,7 @@ def on_devices(num_devices, loss=losses, params=PARAMS, *, copies=False):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copies", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["shards", "copies"]
 )

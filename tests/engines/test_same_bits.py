@@ -125,6 +125,7 @@ def test_same_bits_with_towers_strided_over_devices(num_devices, on_one_device, 
     assert fingerprints("mlp/sgd/float32", 6, num_devices) == on_one_device
 
 
+@pytest.mark.slow
 def test_same_bits_from_sharded_batches(on_one_device):
     """Lie: other bits for batches that were copied ahead of need, or cut for other devices."""
 

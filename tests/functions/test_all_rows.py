@@ -83,6 +83,7 @@ def supervised(w, batch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [pytest.param(WAYS[0], marks=pytest.mark.slow), WAYS[1]],
@@ -145,6 +146,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -124,6 +124,7 @@ EVERY_DAY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize(
     ("way", "towers"),
@@ -159,6 +160,7 @@ def test_argnums_and_in_axes_as_in_jax(towers):
         assert_close(found, jax.jit(jax.value_and_grad(mean_of(loss), argnums))(*args))
 
 
+@pytest.mark.slow
 def test_one_axis_of_rows_for_all_arguments():
     # The lie: rows along the first axis, of which some arrays have as many.
     loss = lambda w, x, y, scale: (w @ x + y.sum((0, 1))) ** 2 * scale
@@ -392,6 +394,7 @@ class Scale:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 def test_a_function_as_argument_compiles_once(towers):
     """Lie: a program for every step; or one program for two functions."""

@@ -122,6 +122,7 @@ def test_a_training_step(rule, way, sharded):
         np.testing.assert_allclose(found, expected(rule, x, before), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_in_a_training_step():
     x = rows(24)
     for way in WAYS.values():

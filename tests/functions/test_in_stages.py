@@ -115,6 +115,7 @@ def copies(monkeypatch):
     return Counted(monkeypatch)
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_placed_once_and_again_where_it_changes(copies):
     # The lies: weights copied at every call; the weights of the first call for ever.
     class Net(nnx.Module):

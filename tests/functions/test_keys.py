@@ -72,6 +72,7 @@ def test_on_one_device_it_is_jax(make_key, towers):
     np.testing.assert_allclose((value, gradient), (mean, 3), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "towers"),
     [
@@ -131,6 +132,7 @@ def drawing(w, state, x):
     return (w * x + drawn).sum(1), {"key": key, "count": state["count"] + 1}
 
 
+@pytest.mark.slow
 @every_pair
 def test_a_key_in_a_state_comes_back_as_on_one_device(make_key, towers, num_rows):
     state = mine = {"key": make_key(0), "count": np.int32(0)}
@@ -163,6 +165,7 @@ def test_a_key_that_is_an_argument_comes_back(make_key, towers, num_rows):
     assert len(set(np.asarray(drawn).tolist())) == num_rows  # every tower draws its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_key", "towers"), [(jax.random.PRNGKey, None), (jax.random.key, 4)], ids=["fast", "bits"]
 )
@@ -188,6 +191,7 @@ def test_a_key_that_depends_on_rows_is_refused():
             mt.value_and_grad(loss, has_aux=True, devices=2)(1.0, make_key(0), X)
 
 
+@pytest.mark.slow
 @same_bits_every_day
 def test_a_legacy_key_beside_two_rows_is_a_key(towers):
     key = jax.random.PRNGKey(0)
@@ -222,6 +226,7 @@ def test_jax_finds_a_key_that_is_used_twice_in_the_loss_alone(towers):
             mt.grad(twice, devices=2, towers=towers)(1.0, X, jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [slowly({"skip_nonfinite": True}), {"sync_every": 1}], ids=str)
 def test_jax_finds_no_key_that_a_step_uses_twice(options):
     losses = lambda w, x, *, rng: (w * x * noise(rng, x)).sum(1)

@@ -133,6 +133,7 @@ def test_devices_that_are_not_used_inside_a_transformation_are_named():
         jax.jit(parallel)(np.arange(7.0))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize(
     ("way", "towers"),
@@ -245,6 +246,7 @@ def test_law_l3_of_an_array_that_lies_on_several_devices(towers):
     assert np.asarray(same).tobytes() == rows.tobytes()
 
 
+@pytest.mark.slow
 def test_law_l3_where_keys_are_made_with_an_offset():
     """Lie: the numbers of before, though every call of JAX itself draws others."""
     draw = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed)))
@@ -301,6 +303,7 @@ def test_in_axes_in_a_list_as_in_vmap():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_python_number_takes_the_dtype_of_the_rows(devices):
     """Lie: the program of the call before, whose number was a float32."""

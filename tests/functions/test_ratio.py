@@ -117,6 +117,7 @@ def mixture(params, batch):
     return decay - np.float32(2) * first * 0.5 / 4 + (1 - second) * params["b"] - (-first) + 1
 
 
+@pytest.mark.slow
 @any_rows
 def test_sums_products_and_regularisers(way, num_rows):
     batch = batch_of(num_rows)
@@ -162,6 +163,7 @@ def test_a_backward_rule_that_is_not_linear(way):
     assert_close(mt.value_and_grad(loss, **WAYS[way])(PARAMS, batch), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["fast", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
 )
@@ -184,6 +186,7 @@ def test_totals_without_rows_need_full_towers(way):
         mt.value_and_grad(with_mean, **WAYS[way])(PARAMS, batch_of(13))
 
 
+@pytest.mark.slow
 @any_rows
 def test_in_aux(way, num_rows):
     def loss(params, batch):
@@ -252,6 +255,7 @@ APART = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", APART.values(), ids=APART)
 def test_a_ratio_that_is_taken_apart_is_told_of(use):
     """Lie: weights are losses, too, for what takes all leaves of a tree."""

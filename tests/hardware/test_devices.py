@@ -79,6 +79,7 @@ def test_onednn_is_asked_for_once_and_said_where_it_does_nothing():
     run_python("-c", ONEDNN)
 
 
+@pytest.mark.slow
 def test_configure_wins_over_a_device_count_in_the_environment():
     """Lie: the flag in the shell wins, and eight devices are three; or JAX refuses to start."""
     flags = "--xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=3"

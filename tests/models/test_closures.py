@@ -411,6 +411,7 @@ def partial_of_a_helper():
     return functools.partial(lambda scale, w, x: w * x * settings.scale, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_loss",
     [
@@ -931,6 +932,7 @@ NUMBERS_OF_64_BITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("held", "used"), NUMBERS_OF_64_BITS)
 def test_a_number_that_a_device_has_no_room_for(held, used):
     """Lie: inf, 0 or other bits, where Python and NumPy compute with 64 bits."""

@@ -178,6 +178,7 @@ def test_train_step_takes_a_module(two_towers):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_make_parallel_takes_a_module():
     mlp = eqx.nn.MLP(4, 2, 3, 1, key=jax.random.key(0))
     run = mt.make_parallel(lambda model, x: jax.vmap(model)(x), in_axes=(None, 0), devices=3)
@@ -217,6 +218,7 @@ def test_settings_that_are_equal_and_not_the_same():
     assert gradients == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_trainer_scores_the_module():
     trainer = mt.Trainer(line_losses, optax.sgd(0.1), devices=2, ema_decay=0.5)
     state = trainer.step.init(eqx.nn.Linear(4, "scalar", key=jax.random.key(0)))

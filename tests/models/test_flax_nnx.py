@@ -122,6 +122,7 @@ def test_law_l3_same_bits():
     assert_close(one, train(towers_by_hand(4), jit=True))
 
 
+@pytest.mark.slow
 def test_law_l6_every_tower_has_its_own_mask():
     def masks(dropout, x):
         return dropout(x).mean(), dropout(x)
@@ -172,6 +173,7 @@ def test_modules_beside_the_first_argument():
     np.testing.assert_allclose(generator.mean[...], 0.01 * np.mean(seen, 0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_module_that_the_loss_closes_over():
     """Lie: its values are those of the first step for ever, or what it changes is lost."""
     teacher = nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))

@@ -162,6 +162,7 @@ def test_variables_are_no_arrays(keras):
         mt.grad(lambda w, x: x.mean())(make_model(keras).trainable_variables, X[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 def test_trap_weights_that_were_trained_since(keras, towers):
     """Lie: a model that is called in parallel keeps the weights of its first call, silently."""

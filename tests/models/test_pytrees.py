@@ -121,6 +121,7 @@ def test_state_that_comes_back_as_aux():
     np.testing.assert_allclose(again["mean"], new["mean"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:state.'seen'.")  # a maximum over a tower's rows, to tell towers
 @pytest.mark.parametrize("towers", [None, 4])
 def test_state_of_a_ragged_batch(towers):

@@ -184,6 +184,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_is_measured(most):
     """Lie: a total from which the gradients, or the waiting sums, are missing."""
     losses, params, batch = mlp(64, 1, 16)

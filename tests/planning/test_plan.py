@@ -93,6 +93,7 @@ def test_every_kind_of_bytes(huge):
     assert blocks.total_bytes > whole.total_bytes > shards.total_bytes
 
 
+@pytest.mark.slow
 def test_stages_split_and_wait(huge):
     staged = by_options(huge, towers=4, stages=2)
     assert staged.options["layout"] == (1, 2)

@@ -44,6 +44,7 @@ def test_a_gpu_of_another_process_is_an_error(other_process, monkeypatch):
         gpu_claims.claim_gpus([gpu(1)])
 
 
+@pytest.mark.slow
 def test_a_gpu_is_free_again_when_its_process_is_killed(other_process, monkeypatch):
     monkeypatch.setattr(gpu_claims, "uuid_of", str)
     other_process.kill()

@@ -89,6 +89,7 @@ def test_a_process_that_is_aborted_has_the_last_word():
     assert not any("@" in line or "Gloo" in line or "stack trace" in line for line in shown)
 
 
+@pytest.mark.slow
 def test_noise_that_comes_in_pieces():
     # The lie: the second piece of the line, when the first was dropped long ago, looks like news.
     pieces = "os.write(2, b'[Gloo] Rank '); time.sleep(0.3); os.write(2, b'1 is connected\\n')"

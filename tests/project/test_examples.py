@@ -64,6 +64,7 @@ def test_vector_add_is_exact(num_rows):
     assert len(total.sharding.device_set) == len(mt.devices())
 
 
+@pytest.mark.slow
 def test_polynomial_equals_one_device():
     # The lie: rows that do not count, or a loss of another size. (Adam hides the size of a
     # gradient; test_trap_gradients_n_times_too_big looks at that.)

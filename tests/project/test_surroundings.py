@@ -154,6 +154,7 @@ def test_disable_jit(name):
             CALLS[name](4)
 
 
+@pytest.mark.slow
 @EACH
 def test_make_parallel_inside_a_tower_is_the_function(towers):
     """Law L1 again: on one device it is the function, and so it is in a tower."""
@@ -348,6 +349,7 @@ def written(x):
     return ref[...]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"towers": 2}, {"shard_params": True}], ids=str)
 def test_a_reference_inside_a_loss(options):
     step = mt.train_step(lambda w, x: loss(1, written(w * x)), optax.sgd(0.1), devices=2, **options)

@@ -127,6 +127,7 @@ def test_a_device_that_differs_from_its_neighbours_is_named(fault):
         check(devices=(1, 2))
 
 
+@pytest.mark.slow
 def test_a_metric_that_depends_on_the_devices_is_found(fault):
     # The lie: states are compared, and what is reported of them is not.
     def change(_, num_devices, fields, metrics):

@@ -79,6 +79,7 @@ def test_two_towers_with_unequal_numbers_of_bytes_are_one_device(params, rows):
         np.testing.assert_allclose(new, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_matrices_decay_and_norms_and_the_embedding_do_not(params):
     optimizer = gpt.make_optimizer(gpt.Options(size="micro", learning_rate=0.5))(1)
     nothing = jax.tree.map(np.zeros_like, params)

@@ -203,6 +203,7 @@ def test_a_convolution_and_its_gradients_are_xlas():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_learning_rate_that_is_kept_changes_no_update(name):
     # The lie: a metric that trains another model.

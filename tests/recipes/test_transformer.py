@@ -47,6 +47,7 @@ def test_another_document_does_not_change_a_bit_of_the_others(params):
     assert (found[is_other] != changed[is_other]).any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_what_is_yet_to_come_does_not_change_a_bit(params):
     tokens = np.arange(LENGTH, dtype=np.int32)[None]
     other = np.where(np.arange(LENGTH) == 7, np.int32(99), tokens)
@@ -67,6 +68,7 @@ def test_cached_scores_are_those_of_the_whole(params):
         np.testing.assert_allclose(scores, whole[position], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_full_cache_forgets_the_oldest_token_first(params):
     # One block: a token then depends on its own window alone, wherever that begins.
     small = {**params, "blocks": params["blocks"][:1]}

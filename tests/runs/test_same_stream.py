@@ -61,6 +61,7 @@ def test_a_changed_seed_or_recipe_is_refused(recipe, options, said, begun):
         run(*changed, directory=begun, resume=True)
 
 
+@pytest.mark.slow
 def test_changed_data_is_told_and_moved_data_is_not(begun):
     """Lie: other data under the same name. Nor is data in another place another run."""
     with warnings.catch_warnings():

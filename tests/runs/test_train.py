@@ -171,6 +171,7 @@ def test_the_fingerprint_is_that_of_the_whole_state_of_a_loop_by_hand():
     assert run(LINE, options)["fingerprint"] == mt.fingerprint(state)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run():
     results = [run(LINE, RunOptions(devices=1, steps=1, seed=seed)) for seed in (0, 1, 2**32 - 1)]
     assert len({result["fingerprint"] for result in results}) == 3
@@ -269,6 +270,7 @@ def test_a_recipe_that_changes_the_working_directory(tmp_path, monkeypatch):
     assert made >= {"best", "checkpoints", "events", "metrics.jsonl", "report.html", "result.json"}
 
 
+@pytest.mark.slow
 def test_epochs_and_extra_metrics(tmp_path):
     # The lies: an epoch of other rows, a schedule of another length, metrics that nobody writes.
     made = []  # 70 rows in batches of 16, 1.6 times, are 7 steps
@@ -484,6 +486,7 @@ def test_options_that_make_no_sense_are_errors_before_anything_starts(wrong, err
         RunOptions(**wrong)
 
 
+@pytest.mark.slow
 def test_options_that_json_does_not_have_are_in_the_result(tmp_path):
     """Lie: a run that is finished, and has no result because its recipe has no limit."""
     options = {"limit": float("inf")}
@@ -496,6 +499,7 @@ def test_options_that_json_does_not_have_are_in_the_result(tmp_path):
     assert result["clip_norm"] == 9
 
 
+@pytest.mark.slow
 def test_a_report_without_samples_is_a_report(tmp_path, monkeypatch):
     """Lie: a finished run that fails, as one device has no room for a model that is split."""
 

@@ -420,6 +420,7 @@ def test_losses_within_rounding_agree_and_others_do_not():
     assert compare_losses({1: curve}, exact=True).same is None
 
 
+@pytest.mark.slow
 def test_noise_of_towers_is_no_difference():
     """Lie: a false alarm, as the masks of dropout depend on the number of towers."""
 
@@ -495,6 +496,7 @@ def test_a_measurement_is_not_overwritten(measured, tmp_path, capsys):
     assert "cannot be used" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_force_and_json_and_one_number_of_devices(tmp_path, capsys):
     (tmp_path / "scale.json").write_text("of another")
     flags = ["--devices", "1", "--steps", "1", "--rounds", "1", "--json", "--force"]

@@ -37,6 +37,7 @@ class Clock:
         self.now_s += 1 + self.names.index(next(iter(found)))
 
 
+@pytest.mark.slow
 def test_the_timeline_is_that_of_the_programs_that_were_started(monkeypatch):
     # The lies: the order of towers that do not meet; the time of one round taken for a whole stage.
     step = mt.train_step(contrastive, optax.sgd(0.1), towers=2, stages=2, devices=2)

@@ -87,6 +87,7 @@ def transformer(params, tokens, labels):
     return -(jax.nn.one_hot(labels, 7) * jax.nn.log_softmax(logits)).sum(-1).mean()
 
 
+@pytest.mark.slow
 def test_trap_tied_embeddings_live_in_the_first_stage_and_are_used_in_the_last():
     # The lie: the gradient of one of the two uses alone.
     tokens = np.arange(6).reshape(2, 3) % 7
@@ -204,6 +205,7 @@ def test_a_checkpoint_around_all_is_cut_and_one_that_fits_is_not():
     assert list(chain.homes) == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "reverse"),
     [

@@ -86,6 +86,7 @@ def test_towers_that_do_not_divide_send_a_part_more(num_devices, num_towers, par
     assert sent_bytes(compiled, num_devices) == pytest.approx((parts + 1) * half_a_ring, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_a_sharded_update_sends_no_more(num_devices):
     """A reduce-scatter and an all-gather are the two halves of an all-reduce."""

@@ -65,6 +65,7 @@ def numpy_sgd(limit, batches=BATCHES):
     return w, b, bitten
 
 
+@pytest.mark.slow
 @fast_and_same_bits
 def test_it_is_the_norm_of_the_mean_gradient_over_all_leaves(options):
     state, _ = train(LIMIT, options)

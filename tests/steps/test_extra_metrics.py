@@ -120,6 +120,7 @@ def test_a_skipped_step_says_so_and_keeps_its_rate():
     assert float(step(state, np.array([2.0], np.float32))[1]["gradient_norm"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"towers": 1, "stages": 1}], ids=["whole", "stages"])
 def test_the_rate_of_an_update_that_is_not_made_is_the_one_that_was_tried(how):
     """Lie: that of the update before."""

@@ -158,6 +158,7 @@ def test_states_go_from_one_way_to_the_other(looped, single):
         make(**{**RICH, "devices": 1}, steps_per_call=4)(state, BATCHES[:1])
 
 
+@pytest.mark.slow
 def test_a_replay_in_numpy_with_metrics_that_a_loss_averages_itself():
     # The lies: a sum of the towers' means; the metric of one tower; a meeting that is left out.
     def loss(w, x):

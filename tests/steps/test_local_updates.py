@@ -412,6 +412,7 @@ def test_what_is_written_reaches_every_tower_of_a_state_that_goes_on_elsewhere(l
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_written", [False, True])
 def test_parameters_that_are_changed_inside_jit_reach_every_tower(is_written):
     # Lie: a program that clips the weights of a state fails, or no tower trains on them.
@@ -442,6 +443,7 @@ def test_a_state_goes_on_elsewhere():
         check_replicas(found)  # of a state that somebody has read
 
 
+@pytest.mark.slow
 def test_from_synchronous_steps_and_not_back():
     whole = mt.train_step(losses, optax.adam(0.1), towers=2, devices=1)
     step = make(optax.adam(0.1), outer_optimizer=optax.sgd(1.0))

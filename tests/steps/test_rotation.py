@@ -422,6 +422,7 @@ def test_groups_are_neighbours_on_their_own_devices():
     assert [turns.group_at(count) for count in range(5)] == [0, 1, 2, 3, 0]
 
 
+@pytest.mark.slow
 def test_a_held_up_tower_holds_up_neither_the_host_nor_the_next_tower():
     # The lie: "asynchronous" updates that are started one after the other has ended.
     go, ran = threading.Event(), []

@@ -144,6 +144,7 @@ def test_programs_of_another_state_or_setting_are_not_those_of_the_first():
     assert len(runner._engine._compiled) == 2
 
 
+@pytest.mark.slow
 def test_stages_draw_as_the_settings_say_now():
     """Lie: the programs of the first step, whatever setting of JAX a `with` block changes."""
 

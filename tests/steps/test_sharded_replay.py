@@ -128,6 +128,7 @@ def test_one_step_for_two_models():
 PAYLOAD = np.uint32(0x7FC12345).view(np.float32)  # a NaN that is told from others
 
 
+@pytest.mark.slow
 def test_nans_are_made_equal_in_the_update():
     """Which of two NaNs an addition passes on is the compiler's choice: no bits may hang on it."""
 

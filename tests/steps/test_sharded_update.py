@@ -188,6 +188,7 @@ def test_state_that_is_no_block_of_a_parameters_state_is_named():
         first(make(optimizer=optimizer, shard_update=True))
 
 
+@pytest.mark.slow
 def test_the_state_of_another_optimizer_is_refused():
     # The lie: leaves are taken in their order, so the mean gradient of "a" becomes that of "b".
     def frozen(name):

@@ -186,6 +186,7 @@ def test_trap_clipping_over_stages_for_many_steps():
     check(batches=batches[:30], **options)
 
 
+@pytest.mark.slow
 def test_trap_tied_weights_over_first_and_last_stage():
     """pytorch#176076, Megatron-LM#844, torchtitan#4486: counted twice in the norm, or one moves."""
 
@@ -512,6 +513,7 @@ def test_state_that_never_changes_is_where_its_parameter_is():
     assert mt.fingerprint(one) == mt.fingerprint(state)
 
 
+@pytest.mark.slow
 def test_a_rate_of_one_stage_alone_is_used_as_written_there():
     # The lie: a rate that never changes and that one group has, left at its first value.
     rates = {

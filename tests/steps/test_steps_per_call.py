@@ -97,6 +97,7 @@ def test_stacked_batches_that_do_not_fill_the_towers(looped):
     assert_close(also, metrics)
 
 
+@pytest.mark.slow
 def test_python_numbers_adapt_to_the_dtypes_around_them():
     """Lie: 0.3 as float32 makes a product with bfloat16 float32, and the loss another one."""
     x, w = BATCHES[0]["x"], jnp.asarray(PARAMS["w"], jnp.bfloat16)

@@ -532,6 +532,7 @@ def test_rows_of_typed_keys(towers):
         np.testing.assert_allclose(state.params, 1 - expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_values_in_a_batch_that_are_no_rows():
     """Python numbers, 0-d arrays and keys in a batch: whole on every tower, keys folded.
 
@@ -615,6 +616,7 @@ def test_law_l7_a_metric_is_a_sum_over_a_weight_rounded_once(towers):
         assert float(metrics["right"]) == np.float32(num_right / num_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "towers"),
     [

@@ -214,6 +214,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_an_allowed_change_of_what_the_state_holds_is_made(way, tmp_path):
     # The lie: an error names both learning rates and the way out, and then the old one is used.
@@ -226,6 +227,7 @@ def test_an_allowed_change_of_what_the_state_holds_is_made(way, tmp_path):
         assert np.unique(found["b2"]) == np.float32(0.99)
 
 
+@pytest.mark.slow
 def test_the_outer_learning_rate_of_local_updates_counts_too(tmp_path):
     # The lie: an edited outer learning rate is not noticed, and the old one is used.
     outer = optax.inject_hyperparams(optax.sgd)
@@ -263,6 +265,7 @@ def test_the_rows_of_batches_count_where_nobody_said_how_many(rows, tmp_path):
     assert ("also pass Trainer(global_batch=16)" in str(told.value)) is (rows < 16)
 
 
+@pytest.mark.slow
 def test_two_small_batches_after_a_resume_are_answered_with_the_way_out(tmp_path):
     # The lie: "pass allow_changes=True", and then another error that names no way.
     def fit(steps, **how):

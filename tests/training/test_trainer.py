@@ -121,6 +121,7 @@ def test_a_finished_run_is_extended(tmp_path, undisturbed):
     assert mt.fingerprint(state) == undisturbed
 
 
+@pytest.mark.slow
 def test_an_extended_run_has_what_the_last_test_phase_wrote_into_the_state(tmp_path):
     # The lie (law L4): a learning rate that the test phase of the last step has lowered is high
     # again, since that step was saved before the phase.
@@ -221,6 +222,7 @@ def bad_gradient(params, batch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "told", "untold"),
     [(bad_loss, "tower .* is 1 of 4", "params"), (bad_gradient, r"params\['w'\]", "tower")],

@@ -317,6 +317,7 @@ def hardest_four(w, x):
 VECTOR, X = W[:, 0], BATCH["x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [clipped_by_all_rows, straight_through])
 def test_gradients_are_compared(fn):
     # The lie: the same loss, another training.
@@ -380,6 +381,7 @@ def masked_largest(w, x, y):
     return mt.ratio(jnp.max(losses(w, x)), jnp.sum(y > 0))
 
 
+@pytest.mark.slow
 def test_ratios_are_judged_as_totals_and_weights():
     for fn in (masked, masked_sums):
         assert check_parallel(fn, VECTOR, X, BATCH["y"])
@@ -397,6 +399,7 @@ def test_sums_are_told_apart_from_means():
     assert problem.kind == "mean"
 
 
+@pytest.mark.slow
 def test_a_penalty_beside_a_sum():
     # The lie: one value per row is asked for, where a penalty counts once in every tower.
     penalised = lambda w, x: losses(w, x).sum() + (w**2).sum()

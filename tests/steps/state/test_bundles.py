@@ -117,6 +117,7 @@ def test_bits_are_those_of_one_device_and_values_those_of_leaves_alone(two, monk
         np.testing.assert_allclose(on_host(leaf), on_host(wanted), 1e-5, 1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_was_seen_is_neither_stale_nor_overwritten(two):
     step, given = two
     state = jax.tree.map(jnp.copy, given)

@@ -188,6 +188,7 @@ LEAVE = {
 }
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("how", LEAVE)
 def test_what_is_written_goes_with_a_state_that_leaves_its_step(way, how):

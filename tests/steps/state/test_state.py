@@ -58,6 +58,7 @@ def test_a_copy_stays(towers):
     assert int(kept.step) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -80,6 +80,7 @@ def test_a_lower_number_than_the_newest_is_refused(tmp_path):
         assert checkpoints.steps() == [7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 def test_what_a_user_has_written_into_a_state_is_saved(tmp_path, towers):
     # The lies: a number that is no array; a dtype that no resume takes; a value from before.

@@ -59,6 +59,7 @@ def test_a_signal_is_heard_in_time(several, step_s):
     assert waited * step_s <= max(2 * VOTE_EVERY_S, 2 * step_s) + step_s
 
 
+@pytest.mark.slow
 def test_fast_steps_vote_seldom_and_slow_ones_always(several):
     casts = []
     for step_s in (0.001, 3.0):

@@ -76,6 +76,7 @@ def test_a_run_is_the_run_of_single_calls(one_by_one, tmp_path):
     assert kept == [5, 10, 11]
 
 
+@pytest.mark.slow
 def test_rows_that_are_read_when_they_are_needed(one_by_one):
     # The lie: an error that asks for mt.prefetch, which is what the trainer does.
     run = Run(steps_per_call=4)

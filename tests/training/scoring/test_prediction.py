@@ -94,6 +94,7 @@ def test_dropout_is_off_and_the_module_keeps_its_mode():
     assert not model.deterministic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [mt.predict, mt.evaluate])
 def test_a_closed_over_module_in_training_mode_is_told(run):
     """Lie: predictions with dropout, since only modules in `params` get evaluation mode."""
