@@ -1093,6 +1093,10 @@ def beside_the_one_behind(w, x):
         beside_the_other_end,
         beside_the_reversed,
         beside_the_one_behind,
+        lambda w, x: losses(w, x - x[jnp.arange(len(x)) - 1]),
+        lambda w, x: losses(w, x - x[jnp.maximum(jnp.arange(len(x)) - 1, 0)]),
+        lambda w, x: losses(w, x[jnp.arange(len(x))[:, None] + jnp.arange(2)].mean(1)),
+        lambda w, x: jax.vmap(lambda i: losses(w, x[i] - x[i + 1]))(jnp.arange(len(x))),
     ],
 )
 def test_rows_that_are_found_by_numbers_of_others_are_told(loss):
@@ -1106,6 +1110,8 @@ def test_rows_that_are_found_by_numbers_of_others_are_told(loss):
     [
         lambda w, x: losses(w, x) - x[jnp.arange(len(x)), jnp.argmax(x, 1)],
         lambda w, x: losses(w, x) - x.reshape(-1)[3 * jnp.arange(len(x)) + jnp.argmax(x, 1)],
+        lambda w, x: losses(w, x) - x.reshape(-1)[3 * jnp.arange(len(x)) + 1],
+        lambda w, x: losses(w, x) - x[jnp.arange(len(x)), (x[:, 0] > 0).astype(int) + 1],
         pytest.param(
             lambda w, x: losses(w, x - jnp.repeat(x, 2, 0)[2 * jnp.arange(len(x)) + 1]),
             marks=pytest.mark.slow,
@@ -1119,6 +1125,32 @@ def test_rows_that_are_found_by_numbers_of_others_are_told(loss):
 def test_rows_that_are_found_by_their_own_numbers(loss):
     value, _ = mt.value_and_grad(loss, devices=2, towers=4)(W, X)  # warnings are errors
     np.testing.assert_allclose(value, loss(W, X).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda w, x, i, out: out.at[0].set(losses(w, x[i])),
+        lambda w, x, i, out: out.at[i].set(losses(w, x[i]) + out[i - 1]),
+        lambda w, x, i, out: (out + losses(w, x[i])).at[i].set(0.0),
+        lambda w, x, i, out: out.at[i].set(0.0) + losses(w, x[i]),
+    ],
+)
+def test_a_loop_that_does_more_than_put_a_row_in_its_place_is_told(turn):
+    def loss(w, x):
+        return jax.lax.fori_loop(0, len(x), lambda *now: turn(w, x, *now), jnp.zeros(len(x)))
+
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+        look_at(mt.value_and_grad(loss, devices=2), X)
+
+
+def test_a_loop_whose_last_row_stays_is_told():
+    def loss(w, x):
+        put = lambda i, out: out.at[0].set(losses(w, x[i]))
+        return jax.lax.fori_loop(0, len(x), put, jnp.zeros(2)).sum()
+
+    with pytest.warns(mt.MultitowerWarning, match="rows"):
+        look_at(mt.value_and_grad(loss, devices=2, towers=2), X)
 
 
 def test_a_loop_until_all_rows_are_done_is_told():

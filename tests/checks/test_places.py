@@ -43,6 +43,7 @@ WRONG = {
     "in a loop": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]) * i, jnp.arange(len(x))),
     "in a table": lambda w, x: losses(w, x) * jnp.linspace(1, 2, 300)[jnp.arange(len(x))],
     "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
+    "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 3 == 0),
     "a mask of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) < 5),
     "numbers of NumPy": lambda w, x: losses(w, x) * np.random.default_rng(0).random(len(x)),
 }  # fmt: skip
@@ -62,6 +63,15 @@ def with_noise_for_every_row(w, key, x):
 def each_beside_its_neighbour(w, x):
     pairs = jnp.repeat(x @ w, 2) * (jnp.arange(2 * len(x)) % 2)
     return pairs.reshape(-1, 2).sum(1)
+
+
+def each_of_three(w, x):  # a tower's rows are in no groups of three, but these are
+    thirds = jnp.repeat(x @ w, 3) * (jnp.arange(3 * len(x)) % 3)
+    return thirds.reshape(-1, 3).sum(1)
+
+
+def written(x, turn):
+    return jax.lax.fori_loop(0, len(x), turn, jnp.zeros(len(x)))
 
 
 def in_segments(w, x):
@@ -88,6 +98,9 @@ RIGHT = {
     "noise": with_noise_for_every_row,
     "a permutation": lambda w, key, x: losses(w, x * jax.random.permutation(key, len(x))[:, None]),
     "neighbours": each_beside_its_neighbour,
+    "neighbours of three": each_of_three,
+    "every second": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 2 == 0),
+    "put in its place": lambda w, x: written(x, lambda i, o: o.at[i].set(losses(w, x[i]))),
     "segments": in_segments,
 }  # fmt: skip
 

@@ -190,6 +190,7 @@ def read_tower(
     if prime > most > 0:
         return None
     num_rows = times * prime
+    own = rows[0].shape[0] if rows else 0
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array, others: Any) -> tuple[dict[str, Any], Writes]:
@@ -205,9 +206,10 @@ def read_tower(
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     flows += [Flow(is_steady=True)] * (len(program.in_avals) - len(flows))
     try:
-        reading = read(program, flows, num_rows, batch_rows, num_towers)
+        of = functools.partial(read, batch_rows=batch_rows, num_towers=num_towers, tower_rows=own)
+        reading = of(program, flows, num_rows)
         if times > 1:
-            chunks = read(program, flows, prime, batch_rows, num_towers, num_groups=times)
+            chunks = of(program, flows, prime, num_groups=times)
             reading = _with_chunks(reading, chunks)
         more = writes_in(program, written), uses_of_weights(program)
         return reading, Results.of(reading, tree, num_rows, *more)

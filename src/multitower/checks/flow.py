@@ -51,6 +51,8 @@ class Flow:
         is_drawn: whether random numbers went into it.
         is_index: whether it depends on the numbers of the rows, 0, 1, 2 ..., and so may be an index
             that finds row i.
+        is_number: whether it is such a number itself, and not 3 * i, which may find one of the
+            entries of row i.
         placed: where the numbers of the rows come from, if they are part of the value itself: it
             depends on a row's place in the batch.
         sources: the numbers of the arguments with rows that it depends on.
@@ -85,6 +87,7 @@ class Flow:
     varies: bool = False
     is_drawn: bool = False
     is_index: bool = False
+    is_number: bool = False
     placed: str | None = None
     sources: frozenset[int] = frozenset()
     value: Any = field(default=None, compare=False)
@@ -213,6 +216,7 @@ def join(a: Flow, b: Flow) -> Flow:
         a.varies or b.varies,
         a.is_drawn or b.is_drawn,
         a.is_index and b.is_index,
+        a.is_number and b.is_number,
         a.placed or b.placed,
         a.sources | b.sources,
         held=(a.held or b.held) if word == "mixed" else None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.extend import core
 
@@ -23,12 +23,20 @@ from multitower.engines.segments import num_same
 
 # Operations that do not change a value.
 _SAME = ("convert_element_type", "copy", "stop_gradient", "reshape", "squeeze")
+# What a turn of a loop does with a value that it hands on to the next one.
+_Turn = Literal["counts", "adds", "writes"]
+_DOES: Mapping[str, Sequence[_Turn]] = {
+    **dict.fromkeys(_SAME, ()),
+    **dict.fromkeys(("add", "add_any"), ("adds",)),
+    **dict.fromkeys(("scatter", "dynamic_update_slice"), ("writes",)),
+}
 
 
 class Reader(Protocol):
     """Reads the rest of the program; see `row_flow`."""
 
     num_rows: int
+    real_rows: int
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:
         """What is known of a program's outputs."""
@@ -59,24 +67,28 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     num_given = num_shared + num_carried
     is_count = _counts_rows(reader, equation, inputs, num_shared, num_carried)
     if any(is_count):
-        over_rows, row_number = True, Flow(is_index=True, placed=reader.where(equation))
+        place = reader.where(equation)
+        over_rows, row_number = True, Flow(is_index=True, is_number=True, placed=place)
         carried = zip(inputs[num_shared:], is_count, strict=False)
         numbered = [row_number if counts else flow for flow, counts in carried]
         inputs = [*inputs[:num_shared], *numbered, *inputs[num_given:]]
     over_chunks = any(flow.chunk == ALL_CHUNKS for flow in inputs[num_given:])
     inputs = [*inputs[:num_given], *(replace(flow, chunk=None) for flow in inputs[num_given:])]
-    outputs = _loop(reader, program, inputs, num_shared, num_carried)
+    outputs = _loop(reader, program, inputs, num_shared, num_carried, is_count=is_count)
     if over_chunks:
         return _scan_chunks(reader, equation, outputs, sums_up(program, num_shared, num_carried))
     is_carried = any(flow.word != "free" for flow in outputs[:num_carried])
     if not (over_rows and is_carried):
         return outputs
-    # One row after another: what is carried brings rows together, unless it only adds them up.
+    # One row after another: what is carried brings rows together, unless it only adds them up, or
+    # only puts each one in its place, `out.at[i].set(row)`.
     place = reader.where(equation)
-    if all(sums_up(program, num_shared, num_carried, is_count)):
+    does = _turns(program, num_shared, num_carried, is_count)
+    has_places = [bool(reader.row_axes(atom)) for atom in equation.outvars[:num_carried]]
+    if all(t and (t != "writes" or has) for t, has in zip(does, has_places, strict=True)):
         totals = [
-            flow if counts else _sum_of_turns(flow, place)
-            for flow, counts in zip(outputs, is_count, strict=False)
+            _sum_of_turns(flow, place) if what == "adds" else flow
+            for flow, what in zip(outputs, does, strict=False)
         ]
         return [*totals, *outputs[num_carried:]]
     return [
@@ -201,15 +213,23 @@ INSIDE: Mapping[str, Callable[[Reader, Any, list[Flow]], list[Flow]]] = {
 
 
 def _loop(
-    reader: Reader, program: Any, inputs: list[Flow], num_shared: int, num_carried: int
+    reader: Reader,
+    program: Any,
+    inputs: list[Flow],
+    num_shared: int,
+    num_carried: int,
+    *,
+    is_count: Sequence[bool] = (),
 ) -> list[Flow]:
+    is_count = is_count or [False] * num_carried
     # What is carried or scanned over has another value in every turn.
     shared, turning = inputs[:num_shared], [replace(x, value=None) for x in inputs[num_shared:]]
     carried, rest = turning[:num_carried], turning[num_carried:]
     outputs: list[Flow] = []
     for _ in range(4):  # words only get worse, and there are four of them
         outputs = reader.run(program, [*shared, *carried, *rest])
-        joined = [join(a, b) for a, b in zip(carried, outputs, strict=False)]
+        turns = zip(carried, outputs, is_count, strict=False)
+        joined = [a if counts else join(a, b) for a, b, counts in turns]
         if joined == carried:
             break
         carried = joined
@@ -221,17 +241,27 @@ def _mixed(reader: Reader, atom: Any) -> Word:
     return "by row" if reader.row_axes(atom) else "mixed"
 
 
-def sums_up(
-    program: Any, num_shared: int, num_carried: int, counts: Sequence[bool] = ()
-) -> list[bool]:
+def sums_up(program: Any, num_shared: int, num_carried: int) -> list[bool]:
     """For each value that a scan carries, whether a turn only adds to it.
 
     Args:
         program: the body, a closed jaxpr.
         num_shared: the number of its arguments that are the same in every turn.
         num_carried: the number of those that are carried, which come next.
-        counts: for each of these whether it is the number of the turn, which sums may depend on;
-            it is True of that number itself.
+    """
+    return [what == "adds" for what in _turns(program, num_shared, num_carried)]
+
+
+def _turns(
+    program: Any, num_shared: int, num_carried: int, counts: Sequence[bool] = ()
+) -> list[_Turn | None]:
+    """For each value that a scan carries, what a turn does with it, and nothing else.
+
+    Args:
+        program: as for `sums_up`.
+        num_shared: as for `sums_up`.
+        num_carried: as for `sums_up`.
+        counts: for each value whether it is the number of the turn, which may be used everywhere.
     """
     jaxpr = getattr(program, "jaxpr", program)
     num_rest = len(jaxpr.invars) - num_shared - num_carried
@@ -240,14 +270,24 @@ def sums_up(
     given = [*[_Sum()] * num_shared, *carried, *[_Sum()] * num_rest]
     outputs = follow(program, given, lambda *_: _Sum(), _added)
     used = frozenset[int]().union(*(found.uses for found in outputs[num_carried:]))
-    return [counts[n] or (outputs[n].of == n and n not in used) for n in range(num_carried)]
+
+    def turn(number: int) -> _Turn | None:
+        one = outputs[number]
+        if counts[number]:
+            return "counts"
+        if one.of != number or number in used or len(one.does) > 1:
+            return None
+        return next(iter(one.does), None) or "adds"
+
+    return [turn(number) for number in range(num_carried)]
 
 
 class _Sum(NamedTuple):
-    """Which carried values a value in a loop depends on, and to which one it only adds."""
+    """Which carried values a value in a loop depends on, and what it only does to which one."""
 
     uses: frozenset[int] = frozenset()
     of: int | None = None
+    does: frozenset[_Turn] = frozenset()
 
 
 def _added(equation: Any, given: list[_Sum]) -> list[_Sum]:
@@ -255,10 +295,10 @@ def _added(equation: Any, given: list[_Sum]) -> list[_Sum]:
     if inside is not None and name not in INSIDE:  # jax.checkpoint, jax.jit
         return follow(inside, given, lambda *_: _Sum(), _added)
     uses = frozenset[int]().union(*(one.uses for one in given))
-    if name in _SAME or name in ("add", "add_any"):
-        depend = [one for one in given if one.uses]
-        if len(depend) == 1:
-            return depend
+    depend = [one for one in given if one.uses]
+    does = _DOES.get(name)
+    if does is not None and len(depend) == 1 and ("writes" not in does or given[0].uses):
+        return [depend[0]._replace(does=depend[0].does.union(does))]
     return [_Sum(uses)] * len(equation.outvars)
 
 

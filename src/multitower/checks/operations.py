@@ -21,6 +21,12 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
+# They leave every number as it is, perhaps in another shape or dtype.
+KEEP_THE_NUMBERS = {
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze",
+    "stop_gradient",
+}  # fmt: skip
+
 # The call of a function with a backward rule of its own.
 WITH_A_RULE = "custom_vjp_call"
 # They write into an array: the inputs that are the array, and what is written.

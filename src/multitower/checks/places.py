@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from multitower.checks import operations
 from multitower.checks.flow import Flow, Word
 from multitower.checks.loops import Reader
@@ -20,9 +22,8 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     name = equation.primitive.name
     if word == "free" and _makes_places(equation, reader):
         return reader.where(equation)
-    is_among_neighbours = name == "rem" and inputs[1].value != reader.num_rows  # i % 2
-    if is_among_neighbours or name in operations.DRAWS:  # or the seed of random numbers
-        return None
+    if name in operations.DRAWS or _is_among_neighbours(equation, inputs, reader):
+        return None  # the seed of random numbers, or i % 2
     if word == "free" and any(flow.varies for flow in inputs):
         return None  # the number of the tower went into it, too
     if _finds_among_all(equation, reader):
@@ -31,6 +32,17 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
     elif name in operations.FINDS and (word != "free" or name not in ("gather", "dynamic_slice")):
         inputs = [inputs[n] for n in operations.FINDS[name]]  # row i of what belongs to rows
     return next((flow.placed for flow in inputs if flow.placed), None)
+
+
+def _is_among_neighbours(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
+    """Whether it is a place in a group of rows that is the same in the tower and in the batch."""
+    if equation.primitive.name != "rem" or inputs[1].value == reader.num_rows:
+        return False
+    size, (out,) = inputs[1].value, equation.outvars
+    if np.ndim(size) > 0 or not size:
+        return True  # it is not known
+    times = [out.aval.shape[axis] // reader.num_rows for axis in reader.row_axes(out)]
+    return all(number * reader.real_rows % size == 0 for number in times)
 
 
 def _makes_places(equation: Any, reader: Reader) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from multitower.checks import operations
 from multitower.checks.along_rows import (
     batches_of_rows,
@@ -89,6 +91,7 @@ def read(
     num_towers: int = 0,
     *,
     num_groups: int = 1,
+    tower_rows: int = 0,
 ) -> Reading:
     """Reads what a program does with rows.
 
@@ -101,12 +104,14 @@ def read(
             cannot tell. Where towers meet, an axis with the rows of all towers does not count as an
             axis of rows: a function that asks for these means to bring rows together.
         num_groups: how often `num_rows` goes into the number of rows of the tower.
+        tower_rows: the number of rows of a real tower, whose groups of 2 rows are those of the
+            batch if it is even; 0 if it is not known.
 
     Returns:
         The reading.
     """
     meets = first_collective(program) is not None
-    reader = _Reader(num_rows, batch_rows, num_towers, num_groups, meets=meets)
+    reader = _Reader(num_rows, batch_rows, num_towers, num_groups, tower_rows, meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
     return Reading(outputs, *found, reader.backward, reader.of_one_row)
@@ -114,13 +119,22 @@ def read(
 
 class _Reader:
     def __init__(
-        self, num_rows: int, batch_rows: int, num_towers: int, num_groups: int, *, meets: bool
+        self,
+        num_rows: int,
+        batch_rows: int,
+        num_towers: int,
+        num_groups: int,
+        tower_rows: int,
+        *,
+        meets: bool,
     ) -> None:
         whole = num_rows * num_towers
-        self._anew = lambda: _Reader(num_rows, batch_rows, num_towers, num_groups, meets=meets)
+        numbers = num_rows, batch_rows, num_towers, num_groups, tower_rows
+        self._anew = lambda: _Reader(*numbers, meets=meets)
         self._num_towers = num_towers
         self._is_of_rule = False  # a rule may call its function again: it is not read twice
         self.num_rows = num_rows
+        self.real_rows = tower_rows
         self._tower_rows = num_rows * num_groups
         self._all_rows = whole if meets else 0
         self._calls: list[Any] = []
@@ -157,7 +171,13 @@ class _Reader:
         place = "an array with an entry for every row" if is_placed else None
         known = small_constant(value)
         is_steady = (known is None or bool(shape)) and not axes  # a number may count rows
-        return Flow(value=known, is_index=is_index, placed=place, is_steady=is_steady)
+        return Flow(
+            value=known,
+            is_index=is_index,
+            is_number=is_index,
+            placed=place,
+            is_steady=is_steady,
+        )
 
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
@@ -234,6 +254,7 @@ class _Reader:
             varies=varies,
             is_drawn=name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
             is_index=self._is_index(equation, name, inputs),
+            is_number=self._is_number(equation, name, inputs),
             placed=placed(equation, word, inputs, self),
             sources=frozenset[int]().union(*(flow.sources for flow in inputs)),
             value=computed(equation, [flow.value for flow in inputs]),
@@ -272,13 +293,28 @@ class _Reader:
     def _is_index(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
         """Whether it may be an index that finds row i: made of the numbers of the rows."""
         if name == "iota":
-            sizes = equation.params["shape"]
-            return sizes[equation.params["dimension"]] % self.num_rows == 0
+            return self._is_number(equation, name, inputs)
         of_rows = [flow.is_index for flow in inputs]
         # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
         is_next = name == "rem" and of_rows[0] and inputs[1].value == self.num_rows
         is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
-        return any(of_rows) and not (is_next or is_backwards)
+        return any(of_rows) and not (is_next or is_backwards or self._is_moved(name, inputs))
+
+    def _is_moved(self, name: str, inputs: list[Flow]) -> bool:
+        """Whether it is the number of another row, i - 1; but 3 * i + 1 is an entry of row i."""
+        if name not in ("add", "sub") or [flow.is_index for flow in inputs].count(True) != 1:
+            return False
+        number, by = sorted(inputs, key=lambda flow: not flow.is_index)
+        # i + n is Python's -1 for the last row, which jnp adds to every index.
+        stays = np.ndim(by.value) == 0 and by.value is not None and by.value % self.num_rows == 0
+        return number.is_number and not stays
+
+    def _is_number(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
+        """Whether it is the number of a row, as it is."""
+        if name == "iota":
+            sizes = equation.params["shape"]
+            return sizes[equation.params["dimension"]] % self.num_rows == 0
+        return name in operations.KEEP_THE_NUMBERS and inputs[0].is_number
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]
