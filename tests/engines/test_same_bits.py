@@ -173,6 +173,7 @@ def line_batches(rows, columns=5, steps=2):
     ]
 
 
+@pytest.mark.slow
 def test_same_bits_even_when_a_row_is_nan():
     """Lie: NaN hidden, or a NaN whose bits tell which device it came from."""
     batches = line_batches(8)

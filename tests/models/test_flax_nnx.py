@@ -203,6 +203,7 @@ GLOBAL = Teacher()
 teach_globally = GLOBAL.teach
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_global", [False, True])
 def test_a_method_of_a_module_that_the_loss_uses(is_global):
     """Lies: an error of Flax about levels of tracing; or what the method changes is lost."""

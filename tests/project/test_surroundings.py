@@ -196,6 +196,7 @@ def test_a_callback_in_an_order():
         mt.make_parallel(ordered, devices=2, towers=4)(X)
 
 
+@pytest.mark.slow
 @EACH
 def test_a_python_number_in_aux(towers):
     run = mt.value_and_grad(

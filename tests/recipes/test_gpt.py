@@ -92,6 +92,7 @@ def test_matrices_decay_and_norms_and_the_embedding_do_not(params):
         np.testing.assert_allclose(change, expected, rtol=1e-5, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_the_learning_rate_rises_and_falls_along_a_cosine(params):
     optimizer = gpt.make_optimizer(gpt.Options(learning_rate=1.0, weight_decay=0))(200)
     ones = {"norm": jnp.ones(1)}

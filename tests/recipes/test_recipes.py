@@ -219,6 +219,7 @@ def test_a_learning_rate_that_is_kept_changes_no_update(name):
     assert state.hyperparams["learning_rate"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_momentum_that_is_kept_is_that_of_the_optimizer(name):
     # The lie: --momentum-correction that lowers a number which nothing uses.

@@ -81,6 +81,7 @@ def test_a_full_cache_forgets_the_oldest_token_first(params):
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "atol"),
     [(jnp.bfloat16, 0.05), pytest.param(jnp.float16, 0.005, marks=pytest.mark.slow)],

@@ -73,6 +73,7 @@ def test_changed_data_is_told_and_moved_data_is_not(begun):
         run(grown, OPTIONS, directory=begun, resume=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_hides_no_other_seed(begun, tmp_path):
     """Lie: another seed that is noticed only if the newest checkpoint can be read."""
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)

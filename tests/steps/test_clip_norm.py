@@ -138,6 +138,7 @@ def test_large_leaves_in_buffers_of_their_own():
         np.testing.assert_allclose(state.params["b"], -moved, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [WAYS["fast"], WAYS["same bits"]], ids=["fast", "same bits"])
 def test_with_skip_nonfinite(options):
     bad = BATCHES[0].copy()

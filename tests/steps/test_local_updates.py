@@ -118,6 +118,7 @@ def test_it_is_the_algorithm_of_the_paper(rows, rate, clip_norm):
     assert_close(np.array([metrics["loss"] for metrics in history]), np.array(told))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduction", "source"),
     [pytest.param("mean", "mean", marks=pytest.mark.slow), ("sum", "first")],
@@ -495,6 +496,7 @@ def test_law_l4_a_run_goes_on_between_two_meetings(tmp_path):
     assert mt.fingerprint(found) == mt.fingerprint(wanted)
 
 
+@pytest.mark.slow
 def test_a_run_stops_where_a_meeting_is_not_finite(tmp_path):
     job = trainer(tmp_path, 2, sync_every=2, rate=np.inf)
     with pytest.raises(mt.NonFiniteError, match=r"step 2 of 4: .* not finite after it"):

@@ -188,6 +188,7 @@ def test_what_a_compiled_step_sends(trained):
     assert "all-to-all" not in sent
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_not_finite_changes_nothing(trained):
     _, step, _, _, state, metrics = trained
     assert float(metrics["skipped"]) == 0

@@ -78,6 +78,7 @@ def test_it_is_as_many_calls(looped):
     assert runner._run._cache_size() == 1  # the short call is the same program
 
 
+@pytest.mark.slow
 def test_stacked_and_prefetched(looped):
     whole = [BATCHES[number] for number in (0, 1, 2)]
     wanted, _ = looped(start(looped), whole)

@@ -189,6 +189,7 @@ def test_changes_can_be_allowed(tmp_path):
     assert fit(tmp_path, optax.adam(0.2), steps=4).step == 4  # it is that run from now on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "numbers"),
     [
@@ -242,6 +243,7 @@ def test_the_outer_learning_rate_of_local_updates_counts_too(tmp_path):
     assert np.unique(state.local.opt_state.hyperparams["learning_rate"]) == np.float32(0.1)
 
 
+@pytest.mark.slow
 def test_an_allowed_change_leaves_what_a_schedule_or_the_user_has_made(tmp_path):
     # The lie: a learning rate that was written by hand begins anew when the decay is edited.
     state = fit(tmp_path / "first", injected(0.1, b1=lambda count: 0.5 / (1 + count)))

@@ -497,6 +497,7 @@ def test_a_run_that_is_stopped_before_a_test_phase_makes_it_when_it_goes_on(tmp_
     assert tested == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_finished_run_makes_no_test_phase_again(tmp_path):
     # The lies: one test phase more in the metrics at every start of a finished program; and a
     # phase that was cut short and is taken for made.

@@ -328,6 +328,7 @@ def test_gradients_are_compared(fn):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [fours, hardest_four])
 def test_the_batch_is_cut_as_it_will_be(fn):
     # The lie: it can be halved, so it can be cut into as many towers as there are devices.

@@ -84,6 +84,7 @@ def test_rows_that_are_read_when_they_are_needed(one_by_one):
     assert_close((run.fit(batches=lazy), run.metrics()), one_by_one)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_call_and_the_run_goes_on_from_there(one_by_one, tmp_path):
     run = Run(steps_per_call=4, run_dir=tmp_path)
     run.trainer.hooks.append(lambda now: now.step == 2 and os.kill(os.getpid(), signal.SIGTERM))
