@@ -1111,6 +1111,7 @@ def test_rows_that_are_found_by_numbers_of_others_are_told(loss):
         lambda w, x: losses(w, x) - x[jnp.arange(len(x)), jnp.argmax(x, 1)],
         lambda w, x: losses(w, x) - x.reshape(-1)[3 * jnp.arange(len(x)) + jnp.argmax(x, 1)],
         lambda w, x: losses(w, x) - x.reshape(-1)[3 * jnp.arange(len(x)) + 1],
+        lambda w, x: losses(w, x) - x.reshape(-1)[3 * np.arange(len(x)) + 1],
         lambda w, x: losses(w, x) - x[jnp.arange(len(x)), (x[:, 0] > 0).astype(int) + 1],
         pytest.param(
             lambda w, x: losses(w, x - jnp.repeat(x, 2, 0)[2 * jnp.arange(len(x)) + 1]),

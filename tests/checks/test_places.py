@@ -44,6 +44,7 @@ WRONG = {
     "in a table": lambda w, x: losses(w, x) * jnp.linspace(1, 2, 300)[jnp.arange(len(x))],
     "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
     "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 3 == 0),
+    "groups of NumPy that are cut": lambda w, x: losses(w, x) * (np.arange(len(x)) % 3 == 0),
     "a mask of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) < 5),
     "numbers of NumPy": lambda w, x: losses(w, x) * np.random.default_rng(0).random(len(x)),
 }  # fmt: skip
@@ -99,6 +100,7 @@ RIGHT = {
     "a permutation": lambda w, key, x: losses(w, x * jax.random.permutation(key, len(x))[:, None]),
     "neighbours": each_beside_its_neighbour,
     "neighbours of three": each_of_three,
+    "every second of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) % 2 == 0),
     "every second": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 2 == 0),
     "put in its place": lambda w, x: written(x, lambda i, o: o.at[i].set(losses(w, x[i]))),
     "segments": in_segments,

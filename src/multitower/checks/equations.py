@@ -46,17 +46,37 @@ def is_empty(atom: Any) -> bool:
     return 0 in getattr(atom.aval, "shape", ())
 
 
-def is_arange(value: Any, size: int) -> bool:
-    """Whether a constant's elements are 0, 1, 2 ..."""
-    return _is_known(value) and np.array_equal(np.ravel(value), np.arange(size))
+def steps_of(value: Any, size: int) -> int:
+    """How far the integers of a constant are apart: 1 for 0, 1, 2 ..., and 3 for 1, 4, 7 ...
+
+    Args:
+        value: the constant.
+        size: how many elements it has.
+
+    Returns:
+        0 if they are not evenly apart, or begin with a number that is not below their distance.
+    """
+    if not _is_known(value) or size < 2 or not np.issubdtype(np.asarray(value).dtype, np.integer):
+        return 0
+    first, second = np.ravel(value)[:2].tolist()
+    step = second - first
+    is_even = 0 <= first < step and np.array_equal(np.ravel(value), first + step * np.arange(size))
+    return step if is_even else 0
 
 
-def differs_along(value: Any, axis: int) -> bool:
-    """Whether a constant's entries along an axis differ."""
+def differs_along(value: Any, axis: int, rows: int = 0) -> bool:
+    """Whether a constant's entries along an axis differ.
+
+    Args:
+        value: the constant.
+        axis: which axis.
+        rows: entries that repeat after a number of places which goes into this one do not count.
+    """
     if not _is_known(value):
         return False
-    entries = np.asarray(value)  # JAX would trace the comparison
-    return bool(np.any(entries != entries.take([0], axis)))
+    entries = np.moveaxis(np.asarray(value), axis, 0)  # JAX would trace the comparison
+    periods = [n for n in range(1, len(entries) // 2 + 1) if n == 1 or (rows and rows % n == 0)]
+    return not any(np.array_equal(entries[n:], entries[:-n]) for n in periods)
 
 
 def _is_known(value: Any) -> bool:

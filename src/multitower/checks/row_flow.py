@@ -31,10 +31,10 @@ from multitower.checks.equations import (
     computed,
     differs_along,
     follow,
-    is_arange,
     is_empty,
     program_inside,
     small_constant,
+    steps_of,
 )
 from multitower.checks.flow import (
     Flow,
@@ -165,16 +165,17 @@ class _Reader:
         """What is known of a constant; `numpy.arange(len(x))` is the numbers of the rows."""
         shape = getattr(kind, "shape", ())
         size = math.prod(shape)
-        is_index = bool(size) and size % self.num_rows == 0 and is_arange(value, size)
+        step = steps_of(value, size) if size and size % self.num_rows == 0 else 0
         axes = row_axes(shape, self.num_rows, self._all_rows)
-        is_placed = any(differs_along(value, axis) for axis in axes)
+        rows = [shape[axis] // self.num_rows * self.real_rows for axis in axes]
+        is_placed = any(map(differs_along, [value] * len(axes), axes, rows))
         place = "an array with an entry for every row" if is_placed else None
         known = small_constant(value)
         is_steady = (known is None or bool(shape)) and not axes  # a number may count rows
         return Flow(
             value=known,
-            is_index=is_index,
-            is_number=is_index,
+            is_index=step > 0,
+            is_number=step == 1,
             placed=place,
             is_steady=is_steady,
         )
