@@ -784,6 +784,26 @@ WRONG = {
         mt.GradientError,
         "one dict.*one pytree per tower",
     ),
+    "no gradients at all": (
+        lambda: mt.average_gradients(None),
+        mt.GradientError,
+        "one NoneType.*one pytree per tower",
+    ),
+    "rows that cannot be read": (
+        lambda: mt.LazyRows(3, X),
+        mt.BatchError,
+        "LazyRows got ndarray for read: pass a function",
+    ),
+    "a first batch that is text": (
+        lambda: next(mt.make_batches({"x": X}, global_batch=4, seed=0, first="2")),
+        mt.BatchError,
+        "first='2': it must be a whole number, 0 or more",
+    ),
+    "a batch that nobody gets to": (
+        lambda: mt.make_batch({"x": X}, global_batch=4, seed=0, step=2**62),
+        mt.BatchError,
+        "there is no such batch",
+    ),
     "rows of towers inside jit": (
         lambda: jax.jit(lambda x: mt.shard(x, devices=2, towers=2))(X),
         mt.ArgumentError,

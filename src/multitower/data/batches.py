@@ -78,6 +78,8 @@ def make_batch(
     step = whole_number("step", step, 0, BatchError)
     seed = whole_number("seed", seed, 0, BatchError)
     num_rows = take_apart(dataset, 0, name="data").num_rows
+    if (step + 1) * global_batch >= 2**63:
+        raise BatchError(f"step={step}: there is no such batch, its rows have no 64-bit numbers.")
     epochs, positions = np.divmod(
         np.arange(step * global_batch, (step + 1) * global_batch), num_rows
     )
@@ -151,7 +153,7 @@ def make_batches(
 
     def batches() -> Iterator[Any]:
         here = jax.tree.map(on_one_device, dataset)  # once, and not again for every batch
-        for step in itertools.count(first):
+        for step in itertools.count(whole_number("first", first, 0, BatchError)):
             make = functools.partial(make_batch, here, **options, step=step)
             yield (
                 LazyRows(global_batch, lambda places, make=make: make(places=places))

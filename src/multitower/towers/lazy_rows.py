@@ -25,7 +25,7 @@ class LazyRows:
             thread.
 
     Raises:
-        BatchError: no rows.
+        BatchError: no rows, or `read` is no function.
 
     Example:
         >>> import numpy as np
@@ -41,3 +41,8 @@ class LazyRows:
 
     def __post_init__(self) -> None:
         whole_number("num_rows", self.num_rows, 1, BatchError, ", the rows of LazyRows")
+        if not callable(self.read):
+            raise BatchError(
+                f"LazyRows got {type(self.read).__name__} for read: pass a function that returns the "
+                'rows at places, such as lambda places: {"x": table[places]}.'
+            )
