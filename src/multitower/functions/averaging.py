@@ -1,6 +1,6 @@
 """average_gradients: the mean of gradients that were computed apart."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ def average_gradients(tower_grads: Sequence[Any]) -> Any:
 
     Source: `average_gradients` of TensorFlow's CIFAR-10 multi-GPU tutorial.
     """
-    if isinstance(tower_grads, Mapping) or not isinstance(tower_grads, Iterable):
+    if isinstance(tower_grads, Mapping) or not hasattr(tower_grads, "__iter__"):
         kind = type(tower_grads).__name__
         raise GradientError(
             f"average_gradients got one {kind}: pass a sequence with one pytree per tower, such as "

@@ -43,6 +43,6 @@ class LazyRows:
         whole_number("num_rows", self.num_rows, 1, BatchError, ", the rows of LazyRows")
         if not callable(self.read):
             raise BatchError(
-                f"LazyRows got {type(self.read).__name__} for read: pass a function that returns the "
-                'rows at places, such as lambda places: {"x": table[places]}.'
+                f"LazyRows got {type(self.read).__name__} for read: pass a function that returns "
+                'the rows at places, such as lambda places: {"x": table[places]}.'
             )
