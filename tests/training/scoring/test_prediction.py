@@ -61,6 +61,14 @@ def test_an_iterator_of_batches_and_progress():
         mt.predict(outputs, W, iter([]), global_batch=4)
 
 
+def test_batches_of_integers_and_floats_give_floats_of_jax():
+    # The lie: one batch of integers among floats, and NumPy makes float64 of all.
+    batches = [np.arange(4, dtype=np.int32), np.float32([0.5, 1.5])]
+    found = mt.predict(lambda w, x: w * x, 2, iter(batches), global_batch=4)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, [0, 2, 4, 6, 1, 3])
+
+
 def test_all_chunks_share_one_program():
     # The lie: seconds of compilation for the last chunk of a run of minutes.
     traced = []

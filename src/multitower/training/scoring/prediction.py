@@ -1,10 +1,11 @@
 """Prediction: the outputs of a model for every row of a data set, chunk by chunk."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import OutputError, refuse_foreign
@@ -109,9 +110,12 @@ def predict(
 
     each = chunks(data, global_batch, where)
     for_each_chunk(_RESULT, lambda rows: run(shared, rows), read, each)
-    return jax.tree.unflatten(
-        treedef, [np.concatenate(parts) for parts in zip(*found, strict=True)]
-    )
+    return jax.tree.unflatten(treedef, [_joined(parts) for parts in zip(*found, strict=True)])
+
+
+def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The rows of all batches; where dtypes differ, in the one that JAX would take for them."""
+    return np.concatenate(parts, dtype=jnp.result_type(*{part.dtype for part in parts}))
 
 
 @functools.lru_cache(maxsize=16)  # repeated calls compile once
