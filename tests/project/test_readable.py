@@ -125,7 +125,7 @@ def test_accuracies_of_the_examples_were_measured():
 def test_the_first_step_of_stages_was_measured():
     """Lie: programs that are compiled once, and take as long as if they were not."""
     measured = rows(section("stages_compile.md", "Python 3.13.0, JAX 0.12.0.1"))
-    found = rows(TEXTS["docs/guides/large-models.md"])
+    found = rows(TEXTS["docs/guides/stages.md"])
     assert len(measured) == 5
     assert all(row in found for row in measured)
 

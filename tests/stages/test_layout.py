@@ -213,7 +213,7 @@ def test_the_timeline_of_measured_times():
 def test_more_towers_make_a_smaller_bubble():
     found = [bubble(pass_through(n, range(4))) for n in (4, 8, 32)]
     assert found == sorted(found, reverse=True)
-    assert found[-1] == pytest.approx(1 / 8, abs=0.01)  # docs/guides/large-models.md says so
+    assert found[-1] == pytest.approx(1 / 8, abs=0.01)  # docs/guides/stages.md says so
     assert bubble(pass_through(3, [0])) == 0  # one device is always busy
 
 
