@@ -45,6 +45,15 @@ class Tensor:
         return X
 
 
+class ForDLPack:
+    """As some libraries have on GPUs: no array of NumPy, and JAX says "not a valid JAX type"."""
+
+    shape, ndim, dtype = X.shape, X.ndim, X.dtype
+
+    def __dlpack__(self, **options):
+        return X.__dlpack__(**options)
+
+
 class Table:
     """As pandas and Polars have: no dtype for all columns, and many lines of text."""
 
@@ -277,6 +286,11 @@ WRONG = {
         lambda: step(losses, W, {"x": Tensor()}),
         mt.ArgumentError,
         r"batch\['x'\] is a Tensor of \w+, and JAX takes.*numpy.asarray.*collate_fn",
+    ),
+    "an array of another library, for DLPack": (
+        lambda: step(losses, W, {"x": ForDLPack()}),
+        mt.ArgumentError,
+        r"batch\['x'\] is a ForDLPack of \w+, and JAX takes.*jax.numpy.from_dlpack",
     ),
     "a table of pandas": (
         lambda: step(losses, W, {"x": Table()}),

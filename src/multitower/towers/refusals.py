@@ -104,13 +104,16 @@ def refuse_foreign_array(leaf: Any, where: Callable[[], str]) -> None:
     Raises:
         ArgumentError: it could become an array of NumPy, and JAX takes it for none.
     """
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic) or not hasattr(leaf, "__array__"):
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return
+    if not (hasattr(leaf, "__array__") or hasattr(leaf, "__dlpack__")):
+        return
+    how = "numpy.asarray" if hasattr(leaf, "__array__") else "jax.numpy.from_dlpack"
     library = type(leaf).__module__.partition(".")[0]
     if library not in ("multitower", "jax", "jaxlib"):
         raise ArgumentError(
             f"{where()} is a {type(leaf).__name__} of {library}, and JAX takes arrays of NumPy or "
-            "its own. Pass numpy.asarray(...) of it: in the collate_fn of a PyTorch loader, or "
+            f"its own. Pass {how}(...) of it: in the collate_fn of a PyTorch loader, or "
             "with dataset.as_numpy_iterator() of TensorFlow."
         )
 
