@@ -55,6 +55,16 @@ def test_a_file_may_have_options_and_modules_beside_it(tmp_path):
         find_recipe(str(tmp_path / "mine.py"), {"rate": "1"})
 
 
+def test_modules_beside_the_file_are_found_through_a_link_to_it(tmp_path):
+    """Lie: they are looked for beside the link, where Python itself does not look."""
+    (tmp_path / "files").mkdir()
+    text = WITH_OPTIONS.replace("helper_beside", "helper_behind_a_link")
+    (tmp_path / "files" / "mine.py").write_text(text)
+    (tmp_path / "files" / "helper_behind_a_link.py").write_text("STEPS = 7")
+    (tmp_path / "link.py").symlink_to(tmp_path / "files" / "mine.py")
+    assert find_recipe(str(tmp_path / "link.py")).steps == 7
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -53,8 +53,9 @@ def load_recipe_file(path: Path) -> ModuleType:
         raise mt.RunError(f"{path} is not a Python file: its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where its dataclasses look for the types of their fields
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last, so that nothing there hides another module
+    folder = str(path.resolve().parent)  # of the file itself, where the path is a link to it
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that nothing there hides another module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
