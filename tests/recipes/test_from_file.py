@@ -95,10 +95,30 @@ def test_modules_beside_the_file_are_found_through_a_link_to_it(tmp_path):
             "recipe = d.replace(digits.make_recipe(digits.Options()), data=lambda: None)",
             "the recipe's data() returned NoneType: it must return DataSets(train=..., test=...)",
         ),
+        (
+            "import dataclasses as d\nfrom multitower.recipes import digits\n"
+            "recipe = d.replace(digits.make_recipe(digits.Options()), init=lambda: 1.0)",
+            "the recipe's init takes the arguments (), and a run calls init(key). Write init=",
+        ),
+        (
+            "import dataclasses as d\nfrom multitower.recipes import digits\n"
+            "recipe = d.replace(digits.make_recipe(digits.Options()), data=lambda seed: None)",
+            "the recipe's data takes the arguments (seed), and a run calls data(). Write data=",
+        ),
+        (  # the lie: a run of 500 steps has the learning rate 500
+            "import dataclasses as d, optax\nfrom multitower.recipes import digits\n"
+            "recipe = d.replace(digits.make_recipe(digits.Options()), optimizer=optax.sgd)",
+            "the recipe's optimizer takes the arguments (learning_rate, momentum, ",
+        ),
         ("def make_recipe(options): ...", "defines make_recipe(options), and no dataclass Options"),
         (
             "class Options:\n    rate = 1\ndef make_recipe(options): ...",
             "no dataclass Options. Write @dataclasses.dataclass(frozen=True) before class Options",
+        ),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    rate: float = 1.0\n"
+            "def make_recipe(): ...",
+            "mine.py: make_recipe takes the arguments (): write def make_recipe(options): ...",
         ),
         (
             "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    rate: float\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -94,4 +95,12 @@ def _kind(module: ModuleType, name: str) -> type[Any] | None:
             "@dataclasses.dataclass(frozen=True) before class Options, or define recipe = Recipe("
             "...) if there are no options."
         )
+    arguments = inspect.signature(module.make_recipe)
+    try:
+        arguments.bind("options")
+    except TypeError:
+        raise mt.RunError(
+            f"{name}: make_recipe takes the arguments {arguments}: write def make_recipe(options): "
+            "..., for one argument, an Options."
+        ) from None
     return kind

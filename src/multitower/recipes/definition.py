@@ -32,6 +32,10 @@ _EXAMPLES = {
     "optimizer": "lambda steps: optax.adam(1e-3)",
 }
 
+# The positional arguments that a run passes to these parts, and those that optimizer may ask for.
+_CALLS = {"data": (), "init": ("key",), "optimizer": ("steps",)}
+_EXTRAS = ("steps_per_epoch", "keeps_rate", "keeps_momentum")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -114,7 +118,8 @@ class Recipe:
         """Refuses parts of a wrong kind.
 
         Raises:
-            ArgumentError: a part that must be a function is none, or a number is not a whole one.
+            ArgumentError: a part that must be a function is none, or takes other arguments, or a
+                number is not a whole one.
         """
         for name in ("data", "init", "loss", "metrics", "optimizer"):
             part = getattr(self, name)
@@ -123,6 +128,8 @@ class Recipe:
                     f"the recipe's {name} is {type(part).__name__}: it must be a function, such as "
                     f"{_EXAMPLES[name]}."
                 )
+        for name, given in _CALLS.items():  # a loss and metrics are checked where they are called
+            _refuse_other_arguments(name, getattr(self, name), given)
         for name in ("steps", "global_batch"):
             value = getattr(self, name)
             try:
@@ -165,11 +172,7 @@ class Recipe:
         Returns:
             The result of `optimizer`, which is called with the arguments that it takes.
         """
-        extras = {
-            "steps_per_epoch": steps_per_epoch,
-            "keeps_rate": keeps_rate,
-            "keeps_momentum": keeps_momentum,
-        }
+        extras = dict(zip(_EXTRAS, (steps_per_epoch, keeps_rate, keeps_momentum), strict=True))
         taken = {name: value for name, value in extras.items() if takes(self.optimizer, name)}
         return self.optimizer(steps, **taken)
 
@@ -199,6 +202,31 @@ def with_rate(
     if momentum is not None:
         return optax.inject_hyperparams(of_both)(rate, momentum)
     return optax.inject_hyperparams(of_rate)(rate) if keeps_rate else make(rate)
+
+
+def _refuse_other_arguments(name: str, part: Callable[..., Any], given: tuple[str, ...]) -> None:
+    """Refuses a part of a recipe that cannot be called as a run calls it.
+
+    Raises:
+        ArgumentError: it takes other arguments; or it is an optimizer of optax itself, whose first
+            argument is the learning rate: the number of steps would become that.
+    """
+    try:
+        signature = inspect.signature(part)
+    except (TypeError, ValueError):  # some builtins and C functions have no signature
+        return
+    extras = {extra: None for extra in _EXTRAS if name == "optimizer" and takes(part, extra)}
+    try:
+        bound = signature.bind(*given, **extras)
+    except TypeError:
+        fits = False
+    else:
+        fits = next(iter(bound.arguments), None) != "learning_rate"
+    if not fits:
+        raise ArgumentError(
+            f"the recipe's {name} takes the arguments ({', '.join(signature.parameters)}), and a "
+            f"run calls {name}({', '.join(given)}). Write {name}={_EXAMPLES[name]}."
+        )
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
