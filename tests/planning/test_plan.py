@@ -174,6 +174,31 @@ def test_bytes_sent_are_those_of_a_ring(devices):
     assert small == (1000 * (devices - 1), devices - 1)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "loss", "refused"),
+    [
+        (30, lambda w, x: jnp.mean((x @ w) ** 2), True),
+        (30, lambda w, x: (x @ w) ** 2, False),
+        pytest.param(
+            32, lambda w, x: jnp.mean((x @ w) ** 2), False, marks=pytest.mark.slow, id="fill"
+        ),
+        pytest.param(
+            30,
+            lambda w, x: ((x @ w) ** 2, {"mean": jnp.mean(x)}),
+            True,
+            marks=pytest.mark.slow,
+            id="metric",
+        ),
+    ],
+)
+def test_what_a_step_would_refuse_is_said(num_rows, loss, refused):
+    """Lie: the plan is for 30 rows on 8 towers, and the step refuses their mean of means."""
+    found = mt.plan(loss, optax.sgd(0.1), shape(4), shape(num_rows, 4), devices=2, towers=8)
+    said = [note for note in found.notes if "train_step will refuse 30 rows and " in note]
+    assert len(said) == refused
+    assert all("with 8 towers, which" in note for note in said)
+
+
 def test_leaves_that_no_device_divides_stay_whole():
     tree = [shape(64, 64), shape(63, 65), shape(64, 63)]
     assert memory.shard_bytes(tree, 2) == 4 * (64 * 64 / 2 + 63 * 65 + 64 * 63)

@@ -18,6 +18,7 @@ from multitower.planning.shapes import Planned, planned
 from multitower.planning.sizes import memory_in_bytes
 from multitower.planning.staged import staged_layouts
 from multitower.steps.arguments import check_numbers
+from multitower.steps.job import averaged_over_rows
 from multitower.steps.local.options import LocalOptions, check_local
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
@@ -104,6 +105,8 @@ def _attributes(
     layouts = [layout for made, which in kinds for layout in _compiled(made, which, notes)]
     if not layouts:
         raise ArgumentError(f"the compiler fails for every layout, so there is no plan. {notes[0]}")
+    if given.apart is None:
+        notes += _refused(given, layouts, room)
     if (took_s := time.perf_counter() - begin) > _LONG_S:
         notes.append(f"Compiling took {took_s:.0f} s.")
     return {
@@ -117,6 +120,24 @@ def _attributes(
         "limits": limits_of(given, programs.largest_buffer, layouts),
         "_of": (given, programs, room),
     }
+
+
+def _refused(given: Planned, layouts: list[PlannedLayout], room: Room) -> list[str]:
+    """A note of the numbers of towers with which a step refuses so many rows, if there are any."""
+    num_rows = given.batch.num_rows
+    counts = {one.options.get("towers", room.num_devices) for one in layouts}
+    ragged = sorted(count for count in counts if num_rows % count)
+    if not ragged:
+        return []
+    rows_and_towers = (-(-num_rows // ragged[0]), ragged[0])
+    averaged = averaged_over_rows(given.step, given.batch, given.fields, *rows_and_towers)
+    if averaged is None:
+        return []
+    return [
+        f"train_step will refuse {num_rows} rows and {averaged} with "
+        f"{' or '.join(map(str, ragged))} towers, which they do not fill evenly (without towers= "
+        "there is one on each device). Return one value per example, or use another number of rows."
+    ]
 
 
 def _compiled(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.engines.tracing import look_in_tower, trace
+from multitower.engines.tracing import look_by_shapes, look_in_tower, trace
 from multitower.errors import OutputError
 from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
@@ -246,6 +246,22 @@ def look_at_loss(
         returned = {"loss": traced.shapes.loss, "metrics": traced.shapes.metrics}
         found = found._replace(program=(shapes_in_words(returned), traced.checksum))
     return found._replace(meets=traced.meets)
+
+
+def averaged_over_rows(
+    step: StepParts, parts: Parts, fields: Fields, tower_rows: int, num_towers: int
+) -> str | None:
+    """What a loss averages over rows itself, as `Looked.averaged`, from shapes and in silence."""
+    forward = _forward(step, parts.split, tower_rows)
+    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), x.dtype) for x in parts.rows]
+    here = Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
+
+    def look(shared: Shared) -> Looked:
+        run = lambda rows, here: forward(shared.state.params, shared, rows, here)
+        return _look(jax.eval_shape(run, rows, here), run, rows, here)
+
+    given = Shared(fields, parts.shared)
+    return look_in_tower(lambda: look_by_shapes(look, given), num_towers).averaged
 
 
 def _look(
