@@ -1150,7 +1150,7 @@ def test_a_loop_whose_last_row_stays_is_told():
         put = lambda i, out: out.at[0].set(losses(w, x[i]))
         return jax.lax.fori_loop(0, len(x), put, jnp.zeros(2)).sum()
 
-    with pytest.warns(mt.MultitowerWarning, match="rows"):
+    with pytest.warns(mt.MultitowerWarning, match=r"loss \(scan .*rows are brought together"):
         look_at(mt.value_and_grad(loss, devices=2, towers=2), X)
 
 

@@ -43,8 +43,8 @@ WRONG = {
     "in a loop": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]) * i, jnp.arange(len(x))),
     "in a table": lambda w, x: losses(w, x) * jnp.linspace(1, 2, 300)[jnp.arange(len(x))],
     "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
-    "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 3 == 0),
-    "groups of NumPy that are cut": lambda w, x: losses(w, x) * (np.arange(len(x)) % 3 == 0),
+    "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 8 == 0),
+    "groups of NumPy that are cut": lambda w, x: losses(w, x) * (np.arange(len(x)) % 8 == 0),
     "a mask of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) < 5),
     "numbers of NumPy": lambda w, x: losses(w, x) * np.random.default_rng(0).random(len(x)),
 }  # fmt: skip

@@ -58,6 +58,7 @@ def look(
     averages: bool,
     num_devices: int,
     named: Callable[[int], tuple[str, str]],
+    real_rows: int,
     exchange: bool = True,
     beside_one_row: Sequence[Any] = (),
 ) -> None:
@@ -73,6 +74,7 @@ def look(
         num_devices: the number of towers, one per device, if `towers` was not given; else 0.
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
+        real_rows: the number of rows of a full tower.
         exchange: whether towers may exchange values.
         beside_one_row: if a tower has one row, what is closed over with an entry for every row of
             the batch.
@@ -104,14 +106,14 @@ def look(
             *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
         ]
 
-    reader = read_tower
+    reader = functools.partial(read_tower, real_rows=real_rows)
     first = reader(outputs, rows, others)
     if first is None:
-        reader = _read_in_groups
+        reader = functools.partial(_read_in_groups, real_rows=real_rows)
         first = reader(outputs, rows, others)
     elif first[0].taken == {rows[0].shape[0]}:
         # x[:64] of a batch of 64 rows: in a tower, too, that is all rows.
-        few = functools.partial(read_tower, most=rows[0].shape[0])
+        few = functools.partial(reader, most=rows[0].shape[0])
         if (all_taken := few(outputs, rows, others)) is not None:
             reader, first = few, all_taken
     if first is None and beside_one_row:
@@ -158,6 +160,7 @@ def read_tower(
     others: Any,
     *,
     batch_rows: int = 0,
+    real_rows: int = 0,
     times: int = 1,
     most: int = 0,
     again: bool = False,
@@ -169,6 +172,7 @@ def read_tower(
         rows: as for `look`.
         others: as for `look`.
         batch_rows: as for `row_flow.read`.
+        real_rows: as for `row_flow.read`.
         times: the number of rows will be a multiple of this.
         most: the number of rows will not be above this, unless it is 0.
         again: take another number of rows, and of towers, than the first time.
@@ -190,7 +194,6 @@ def read_tower(
     if prime > most > 0:
         return None
     num_rows = times * prime
-    own = rows[0].shape[0] if rows else 0
     shapes = [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
 
     def run(rows: list[Any], number: jax.Array, others: Any) -> tuple[dict[str, Any], Writes]:
@@ -206,10 +209,10 @@ def read_tower(
     flows = [*(rows_of(number) for number in range(len(rows))), Flow(varies=True)]
     flows += [Flow(is_steady=True)] * (len(program.in_avals) - len(flows))
     try:
-        of = functools.partial(read, batch_rows=batch_rows, num_towers=num_towers, tower_rows=own)
-        reading = of(program, flows, num_rows)
+        numbers = {"batch_rows": batch_rows, "num_towers": num_towers, "real_rows": real_rows}
+        reading = read(program, flows, num_rows, **numbers)
         if times > 1:
-            chunks = of(program, flows, prime, num_groups=times)
+            chunks = read(program, flows, prime, num_groups=times, **numbers)
             reading = _with_chunks(reading, chunks)
         more = writes_in(program, written), uses_of_weights(program)
         return reading, Results.of(reading, tree, num_rows, *more)
@@ -243,6 +246,7 @@ def _read_in_groups(
     rows: Sequence[Any],
     others: Any,
     *,
+    real_rows: int,
     again: bool = False,
 ) -> Read | None:
     """The reading of a function that needs an even number of rows, or whole groups of them.
@@ -250,9 +254,10 @@ def _read_in_groups(
     A reshape that makes groups of rows, or chunks for a loop, is meant and causes no warning.
     """
     times = math.gcd(rows[0].shape[0], _GROUPS)
-    found = read_tower(outputs, rows, others, times=times, again=again)
+    read_some = functools.partial(read_tower, real_rows=real_rows, again=again)
+    found = read_some(outputs, rows, others, times=times)
     if found is None:  # halves of three rows, z[:1] and z[1:], broadcast; those of 3 x 211 do not
-        found = read_tower(outputs, rows, others, times=2 * times, again=again)
+        found = read_some(outputs, rows, others, times=2 * times)
     if found is None:
         return None
     reading, results = found

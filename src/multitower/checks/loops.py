@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.extend import core
 
+from multitower.checks import operations
 from multitower.checks.chunks import pairing
 from multitower.checks.counts import is_zero
 from multitower.checks.equations import follow, program_inside
@@ -21,12 +22,10 @@ from multitower.checks.flow import (
 )
 from multitower.engines.segments import num_same
 
-# Operations that do not change a value.
-_SAME = ("convert_element_type", "copy", "stop_gradient", "reshape", "squeeze")
 # What a turn of a loop does with a value that it hands on to the next one.
 _Turn = Literal["counts", "adds", "writes"]
 _DOES: Mapping[str, Sequence[_Turn]] = {
-    **dict.fromkeys(_SAME, ()),
+    **dict.fromkeys(operations.SAME, ()),
     **dict.fromkeys(("add", "add_any"), ("adds",)),
     **dict.fromkeys(("scatter", "dynamic_update_slice"), ("writes",)),
 }
@@ -277,7 +276,7 @@ def _turns(
             return "counts"
         if one.of != number or number in used or len(one.does) > 1:
             return None
-        return next(iter(one.does), None) or "adds"
+        return "writes" if "writes" in one.does else "adds"
 
     return [turn(number) for number in range(num_carried)]
 
@@ -337,7 +336,7 @@ def _made(atom: Any, made_by: Mapping[Any, Any]) -> Any:
 def _unchanged(atom: Any, made_by: Mapping[Any, Any]) -> Any:
     while not isinstance(atom, core.Literal):
         equation = made_by.get(atom)
-        if equation is None or equation.primitive.name not in _SAME:
+        if equation is None or equation.primitive.name not in operations.SAME:
             break
         atom = equation.invars[0]
     return atom

@@ -21,11 +21,9 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
-# They leave every number as it is, perhaps in another shape or dtype.
-KEEP_THE_NUMBERS = {
-    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze",
-    "stop_gradient",
-}  # fmt: skip
+# They do not change a value. The rest of the second set makes copies of its numbers.
+SAME = {"convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"}
+SAME_NUMBERS = {*SAME, "broadcast_in_dim", "expand_dims"}
 
 # The call of a function with a backward rule of its own.
 WITH_A_RULE = "custom_vjp_call"

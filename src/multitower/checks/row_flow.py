@@ -91,7 +91,7 @@ def read(
     num_towers: int = 0,
     *,
     num_groups: int = 1,
-    tower_rows: int = 0,
+    real_rows: int = 0,
 ) -> Reading:
     """Reads what a program does with rows.
 
@@ -104,14 +104,14 @@ def read(
             cannot tell. Where towers meet, an axis with the rows of all towers does not count as an
             axis of rows: a function that asks for these means to bring rows together.
         num_groups: how often `num_rows` goes into the number of rows of the tower.
-        tower_rows: the number of rows of a real tower, whose groups of 2 rows are those of the
+        real_rows: the number of rows of a real tower, whose groups of 2 rows are those of the
             batch if it is even; 0 if it is not known.
 
     Returns:
         The reading.
     """
     meets = first_collective(program) is not None
-    reader = _Reader(num_rows, batch_rows, num_towers, num_groups, tower_rows, meets=meets)
+    reader = _Reader(num_rows, batch_rows, num_towers, num_groups, real_rows, meets=meets)
     outputs = reader.run(program, list(inputs))
     found = reader.draws, reader.counting.baked, reader.tables, reader.taken, reader.unread
     return Reading(outputs, *found, reader.backward, reader.of_one_row)
@@ -124,17 +124,17 @@ class _Reader:
         batch_rows: int,
         num_towers: int,
         num_groups: int,
-        tower_rows: int,
+        real_rows: int,
         *,
         meets: bool,
     ) -> None:
         whole = num_rows * num_towers
-        numbers = num_rows, batch_rows, num_towers, num_groups, tower_rows
+        numbers = num_rows, batch_rows, num_towers, num_groups, real_rows
         self._anew = lambda: _Reader(*numbers, meets=meets)
         self._num_towers = num_towers
         self._is_of_rule = False  # a rule may call its function again: it is not read twice
         self.num_rows = num_rows
-        self.real_rows = tower_rows
+        self.real_rows = real_rows
         self._tower_rows = num_rows * num_groups
         self._all_rows = whole if meets else 0
         self._calls: list[Any] = []
@@ -315,7 +315,7 @@ class _Reader:
         if name == "iota":
             sizes = equation.params["shape"]
             return sizes[equation.params["dimension"]] % self.num_rows == 0
-        return name in operations.KEEP_THE_NUMBERS and inputs[0].is_number
+        return name in operations.SAME_NUMBERS and inputs[0].is_number
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]

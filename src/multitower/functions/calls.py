@@ -177,16 +177,17 @@ class TowerFunction:
             path = parts.split.row_paths(tree)[number]
             return arguments.of(path), arguments.whole(path, tree, axes)
 
-        averages = self._kind.averages
-        one_row = 1 < parts.num_rows <= self.placement().num_towers
+        averages, num_towers = self._kind.averages, self.placement().num_towers
+        one_row = 1 < parts.num_rows <= num_towers
         closed_over = tree[-1] if one_row else ()
         look(
             outputs_with(None),
             parts.rows,
             parts.shared,
             averages=averages,
-            num_devices=0 if self._towers else self.placement().num_towers,
+            num_devices=0 if self._towers else num_towers,
             named=named,
+            real_rows=-(-parts.num_rows // num_towers),
             beside_one_row=[x for x in closed_over if jnp.shape(x)[:1] == (parts.num_rows,)],
         )
         for number, name in _shared_keys(parts, tree, arguments).items():

@@ -219,9 +219,8 @@ def look_at_loss(
         OutputError: the loss returned a value of the wrong kind or shape.
     """
     forward = _forward(step, parts.split, tower_rows)
-    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
+    rows, here = _stand_ins(parts, tower_rows)
     shared = Shared(fields, parts.shared)
-    here = Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
     # Under jit, so that rows of one shape are traced once: a large model takes a while.
     run = jax.jit(lambda rows, here: forward(fields.params, shared, rows, here))
     traced = trace(run, (rows, here), num_towers)
@@ -240,6 +239,7 @@ def look_at_loss(
             name_of(parts.split.row_paths(batch())[number], "batch"),
             taken_out_of("batch"),
         ),
+        real_rows=tower_rows,
         exchange=exchange,
     )
     if are_several():
@@ -253,8 +253,7 @@ def averaged_over_rows(
 ) -> str | None:
     """What a loss averages over rows itself, as `Looked.averaged`, from shapes and in silence."""
     forward = _forward(step, parts.split, tower_rows)
-    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), x.dtype) for x in parts.rows]
-    here = Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
+    rows, here = _stand_ins(parts, tower_rows)
 
     def look(shared: Shared) -> Looked:
         run = lambda rows, here: forward(shared.state.params, shared, rows, here)
@@ -262,6 +261,12 @@ def averaged_over_rows(
 
     given = Shared(fields, parts.shared)
     return look_in_tower(lambda: look_by_shapes(look, given), num_towers).averaged
+
+
+def _stand_ins(parts: Parts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
+    """The shapes of a full tower's rows, and the first tower, to trace a loss with."""
+    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
+    return rows, Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
 
 
 def _look(
