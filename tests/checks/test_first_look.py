@@ -82,6 +82,18 @@ def test_each_entry_point_warns_once(entry, loss):
         run(W, X)  # warnings are errors here: a second one would fail
 
 
+def test_one_warning_for_all_results_of_one_line():
+    # The lie: four long warnings, and one line to change.
+    def loss(w, x):
+        advantage = x - x.mean(0)
+        each = advantage @ w
+        return (each**2).mean(), {"first": each.mean(), "second": (each**4).mean()}
+
+    with pytest.warns(mt.MultitowerWarning, match=r"aux.*, aux.* and loss") as told:
+        mt.value_and_grad(loss, has_aux=True, devices=2)(W, X)
+    assert len(told) == 1
+
+
 def divided(w, x, by):
     """As Keras has it: the number is computed in the program, and may be zero."""
     count = jnp.prod(jnp.array(by)).astype(jnp.float32)

@@ -125,7 +125,6 @@ EVERY_DAY = [
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize(
     ("way", "towers"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import multitower as mt
 from tower_keys import tower_key
-from trees import Pair
+from trees import Pair, assert_close
 
 few = settings(max_examples=8)
 
@@ -127,14 +127,29 @@ WAYS = {
 }
 
 
-def test_devices_that_are_not_used_inside_a_transformation_are_named():
-    parallel = mt.make_parallel(double, devices=4, towers=6)
-    with pytest.warns(mt.MultitowerWarning, match="3 of 4 are used. Use a multiple of 4"):
-        jax.jit(parallel)(np.arange(7.0))
+def of_all_towers(x):
+    mine, largest = x.mean(), jax.lax.pmax(x.max(), "towers")
+    every = jax.lax.all_gather(x.sum(), "towers")
+    after = jax.lax.psum(mine * every[-1], "towers") / jax.lax.axis_size("towers")
+    return x + mine + largest + after * jax.lax.axis_index("towers")
+
+
+@pytest.mark.filterwarnings("ignore:(result|loss) ")  # a tower's own mean is meant
+def test_towers_that_devices_cannot_share_evenly_inside_a_transformation():
+    """Lie: towers that do not exist are in a sum; or devices that differ from those outside."""
+    x = np.random.default_rng(0).normal(size=16).astype(np.float32)
+    parallel = mt.make_parallel(of_all_towers, devices=3, towers=8)
+    outside = parallel(x)
+    assert_close(jax.jit(parallel)(x), outside, rtol=1e-6)
+    gradient = mt.value_and_grad(
+        lambda w, x: ((w - of_all_towers(x)) ** 2).mean(), devices=3, towers=8
+    )
+    found = gradient(jnp.float32(1), x)
+    assert_close(jax.jit(gradient)(jnp.float32(1), x), found, rtol=1e-5)
+    assert_close(jax.jit(gradient)(found[1], x), gradient(found[1], x), rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize(
     ("way", "towers"),
     [*((way, None) for way in WAYS), *((way, 6) for way in ("jit", "scan", "jvp", "eval_shape"))],
@@ -164,7 +179,6 @@ def test_trap_an_indivisible_batch_raises_or_is_dropped():
     )
 
 
-@pytest.mark.filterwarnings("ignore:towers=6 inside another transformation")
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_law_l6_random_numbers_differ_by_tower_never_by_device(traced):
     """Trap: the same dropout mask on every tower; or masks that change with the devices."""
@@ -368,19 +382,30 @@ def test_as_many_classes_as_rows():
         mt.evaluate(metrics, None, np.arange(8.0), global_batch=8, devices=2)
 
 
-@pytest.mark.parametrize("numbers", [[0, 1, 0, 1], [0.5, 1.0, 2.0, 3.0]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [0, 1, 0, 1],
+        (0.5, 1.0, 2.0, 3.0),
+        [[0.5], [1.0], [2.0], [3.0]],
+        [np.array(label) for label in (0, 1, 0, 1)],
+    ],
+    ids=["list", "tuple", "nested", "0-d"],
+)
 def test_labels_in_a_list(numbers):
     """Lie: each number is shared, and the loss broadcasts all labels over a tower's rows."""
     x = np.arange(4.0)
-    loss = lambda w, x, y: (w * x - jnp.asarray(y)[: x.shape[0]]) ** 2
-    with pytest.raises(mt.ArgumentError, match=r"^y is a list of 4 numbers.*numpy.asarray"):
+    loss = lambda w, x, y: (w * x - jnp.asarray(y).reshape(-1)[: x.shape[0]]) ** 2
+    with pytest.raises(mt.ArgumentError, match=r"^y is a (list|tuple) of 4 numbers.*numpy.asarray"):
         mt.grad(loss, devices=2)(1.0, x, numbers)
     step = mt.train_step(lambda w, batch: loss(w, **batch), optax.sgd(0.1), devices=2)
     state = step.init(jnp.float32(1))
-    with pytest.raises(mt.ArgumentError, match=r"batch\['y'\] is a list of 4 numbers"):
+    with pytest.raises(mt.ArgumentError, match=r"batch\['y'\] is a (list|tuple) of 4"):
         step(state, {"x": x, "y": numbers})
     mt.grad(lambda w, x, c: w * x * c[0], devices=2)(1.0, x, [1.0, 2.0])  # two coefficients
-    whole = mt.grad(lambda w, x, c: w * x * c[3], devices=2, in_axes=(None, 0, None))
+    whole = mt.grad(
+        lambda w, x, c: w * x * jnp.asarray(c).reshape(-1)[3], devices=2, in_axes=(None, 0, None)
+    )
     whole(1.0, x, numbers)  # as the message says
 
 

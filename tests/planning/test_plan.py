@@ -199,6 +199,17 @@ def test_what_a_step_would_refuse_is_said(num_rows, loss, refused):
     assert all("with 8 towers, which" in note for note in said)
 
 
+@pytest.mark.slow
+def test_rows_that_devices_cannot_share_evenly_are_whole_on_each():
+    """Lie: it fits on a device with 8 MiB, and each of them gets the whole batch."""
+    loss = lambda w, x: (x @ w) ** 2
+    found = mt.plan(loss, optax.sgd(0.1), shape(4), shape(31, 4), devices=2, towers=2)
+    fed = {len(one.options): one.memory["rows"] for one in found.layouts}
+    there = mt.shard(np.zeros((31, 4), np.float32), devices=2)
+    assert fed[1] == there.addressable_shards[0].data.nbytes == 31 * 4 * 4
+    assert by_options(found, towers=2).memory["rows"] == 16 * 4 * 4
+
+
 def test_leaves_that_no_device_divides_stay_whole():
     tree = [shape(64, 64), shape(63, 65), shape(64, 63)]
     assert memory.shard_bytes(tree, 2) == 4 * (64 * 64 / 2 + 63 * 65 + 64 * 63)

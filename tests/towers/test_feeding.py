@@ -265,3 +265,14 @@ def test_prefetch_that_nobody_reads_to_the_end_leaves_no_thread():
     next(batches)
     del batches
     assert_no_threads_left()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [np.zeros((4, 3)), (np.zeros((4, 3)), np.zeros(4))],
+    ids=["x", "x, y"],
+)
+def test_one_batch_is_no_stream(batch):
+    """Lie: every row is a batch, or the labels are the second batch."""
+    with pytest.raises(mt.ArgumentError, match=r"For one batch call mt.shard"):
+        mt.prefetch(batch)

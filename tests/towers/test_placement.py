@@ -16,9 +16,6 @@ def test_every_tower_has_one_device_and_devices_are_evenly_loaded(num_devices, n
     assert towers == list(range(num_towers))
     loads = [len(on_device) for on_device in placement.towers_on]
     assert max(loads) - min(loads) <= 1
-    divided = placement.divided()
-    assert divided.num_towers == num_towers
-    assert len({len(on_device) for on_device in divided.towers_on}) == 1
 
 
 def test_one_tower_per_device_without_a_number_of_towers():

@@ -95,6 +95,18 @@ def test_labels_of_two_rows_are_no_legacy_key():
     assert take_apart((labels, np.float32(2)), 0, name="batch").num_rows == 2
 
 
+@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_labels_of_two_rows_are_no_legacy_key_on_devices_either(devices, towers):
+    """Lie: `prefetch` makes a `jax.Array` of the labels, and the step takes that for a key."""
+    devices = min(devices, towers or 3)
+    key = jax.random.PRNGKey(0)
+    batch = {"x": np.ones(2), "y": np.array([3, 1], np.uint32), "key": key}
+    there = mt.shard(batch, devices=devices, towers=towers)
+    kinds = dict(zip(sorted(batch), take_apart(there, 0, name="batch").split.kinds, strict=True))
+    assert kinds == {"x": 0, "y": 0, "key": "key"}
+
+
 def test_half_a_legacy_key_is_never_a_key():
     """Next to two rows it is a key as well; it used to be cut, and JAX refused the halves."""
     noise = mt.make_parallel(lambda key, x: jax.random.normal(key, x.shape), devices=2)

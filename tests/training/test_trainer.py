@@ -3,6 +3,8 @@
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -81,6 +83,24 @@ def test_a_handler_that_python_did_not_install_stays(monkeypatch):
         monkeypatch.undo()
         assert signal.getsignal(signal.SIGTERM) == before
         assert caught == []
+
+
+def test_a_worker_that_a_loader_forked_can_be_stopped():
+    """Lie: it notes the signal as the run does, and the loader waits for its end for ever."""
+    child = """
+import os, signal, sys, time
+from multitower.training.fitting.interruption import noted_signals
+with noted_signals() as caught:
+    worker = os.fork()
+    if not worker:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(worker, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    assert not caught
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", child], check=True, timeout=40)
 
 
 @pytest.mark.slow

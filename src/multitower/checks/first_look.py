@@ -120,8 +120,21 @@ def look(
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if first is None:
         return  # it needs a fixed number of rows, or has a mistake that the call itself reports
-    for problem in surely(problems, first, lambda: reader(outputs, rows, others, again=True)):
+    found = surely(problems, first, lambda: reader(outputs, rows, others, again=True))
+    for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
+
+
+def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems, with one for all results that one line makes wrong in the same way."""
+    names: dict[Problem, list[str]] = {}
+    for one in problems:
+        names.setdefault(one._replace(output=""), []).append(one.output)
+    return [cause._replace(output=_listed(found)) for cause, found in names.items()]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def look_at_key(

@@ -214,6 +214,8 @@ def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:
 
     def chosen(leaf: Any, kind: Any) -> Any:
         if isinstance(kind, int):
+            if hasattr(leaf, "iloc"):  # pandas: [places] would look for labels, not for rows
+                return np.asarray(leaf.iloc[places])
             return on_one_device(leaf)[places]
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 

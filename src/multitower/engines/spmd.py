@@ -5,7 +5,7 @@ one-device result up to rounding; for the same bits on any number of devices see
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,20 @@ from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, pad_rows, real_rows
 
 
+class Slots(NamedTuple):
+    """The towers of one device.
+
+    Attributes:
+        numbers: their numbers, int32, shape (slots,).
+        exist: which of them exist, bool, shape (slots,); None if all do, on every device.
+        num_towers: how many towers exist, on all devices.
+    """
+
+    numbers: jax.Array
+    exist: jax.Array | None
+    num_towers: int
+
+
 def run(
     job: Job,
     placement: Placement,
@@ -35,7 +49,8 @@ def run(
 
     Args:
         job: the job.
-        placement: which device runs which towers, equally many on each (`Placement.divided`).
+        placement: which device runs which towers. If devices cannot share them evenly, the last
+            devices run towers without rows beside them, whose results count for nothing.
         shared: what every tower gets whole.
         rows: arrays with rows on axis 0; `run` pads them to a multiple of the number of towers.
         num_rows: how many of the rows are real, int32, shape ().
@@ -47,13 +62,15 @@ def run(
         included, split over the devices.
     """
     num_towers, num_devices = placement.num_towers, len(placement.devices)
-    slots = num_towers // num_devices
+    slots = -(-num_towers // num_devices)
     num_given = rows[0].shape[0]
-    size = -(-num_given // num_towers) * num_towers
-    tower_rows = size // num_towers
+    tower_rows = -(-num_given // num_towers)
+    size = tower_rows * slots * num_devices
 
     def on_device(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
         first = lax.axis_index(AXIS) * slots
+        numbers = first + jnp.arange(slots)
+        exist = None if slots * num_devices == num_towers else numbers < num_towers
 
         def tower(index: jax.Array) -> Tower:
             return Tower(index, real_rows(index, tower_rows, num_rows), num_rows)
@@ -69,21 +86,26 @@ def run(
             result = traced(shared, rows, tower(first))
         elif rounds is None:
             one = lambda index, rows: traced(shared, rows, tower(index))
-            result = _in_turn(one, first, slots, rows)
+            result = _in_turn(one, numbers, rows)
         else:
-            result = _together(rounds, shared, tower, first + jnp.arange(slots), rows)
+            result = _together(rounds, shared, tower, Slots(numbers, exist, num_towers), rows)
+        if slots > 1:
+            result = _joined(result, exist)
         means, sums = _over_towers(result, tower_rows, num_rows)
         return job.finish(shared.state, means, sums), result.rows
 
     # check_vma=False: every value is this device's own, so jax.grad inside a tower stays inside
     # it (with the check on, JAX would already have summed gradients over the devices).
-    return jax.shard_map(
+    finished, joined = jax.shard_map(
         on_device,
         mesh=placement.mesh,
         in_specs=(_specs(axes), PartitionSpec(AXIS), PartitionSpec()),
         out_specs=(PartitionSpec(), PartitionSpec(AXIS)),
         check_vma=False,
     )(shared, [pad_rows(leaf, size) for leaf in rows], num_rows)
+    if slots * num_devices > num_towers:
+        joined = jax.tree.map(lambda leaf: leaf[: num_towers * tower_rows], joined)
+    return finished, joined
 
 
 def _whole_shapes(shared: Shared, axes: tuple[int | None, ...]) -> Shared:
@@ -217,33 +239,33 @@ def _psum(value: jax.Array) -> jax.Array:
     return lax.psum(value, AXIS)
 
 
-def _in_turn(one: Any, first: jax.Array, slots: int, rows: list[Any]) -> TowerResult:
-    """Several towers on one device, one after another."""
-    blocks = [_in_slots(leaf, slots) for leaf in rows]
-    return _joined(lax.map(lambda at: one(*at), (first + jnp.arange(slots), blocks)))
+def _in_turn(one: Any, numbers: jax.Array, rows: list[Any]) -> TowerResult:
+    """Several towers on one device, one after another; their results on a new axis."""
+    return lax.map(lambda at: one(*at), (numbers, [_in_slots(leaf, len(numbers)) for leaf in rows]))
 
 
 def _together(
-    rounds: Rounds, shared: Shared, tower: Any, numbers: jax.Array, rows: list[Any]
+    rounds: Rounds, shared: Shared, tower: Any, here: Slots, rows: list[Any]
 ) -> TowerResult:
     """Several towers on one device that meet: each round is one program for all of them."""
-    blocks = [_in_slots(leaf, len(numbers)) for leaf in rows]
-    own = jax.tree.leaves((blocks, jax.vmap(tower)(numbers)))
+    blocks = [_in_slots(leaf, len(here.numbers)) for leaf in rows]
+    own = jax.tree.leaves((blocks, jax.vmap(tower)(here.numbers)))
     values = dict(zip(rounds.inputs, [*jax.tree.leaves(shared), *own], strict=True))
     whole = set(rounds.inputs[: -len(own)])  # what all towers share
     arrived = Sent(pack([]), [])
 
     def run(fn: Any, inputs: list[int]) -> Any:
         axes = ([None if x in whole else 0 for x in inputs], None, 0)
-        return jax.vmap(fn, axes)([values[x] for x in inputs], arrived, numbers)
+        return jax.vmap(fn, axes)([values[x] for x in inputs], arrived, here.numbers)
 
     for one in rounds.rounds[:-1]:
         found, left = run(one, one.inputs)
         values.update(zip(one.outputs, found, strict=True))
-        sums = jax.tree.map(lambda x: _psum(x.sum(0, dtype=x.dtype)), left.sums)
-        arrived = Sent(sums, [lax.all_gather(x, AXIS, tiled=True) for x in left.every])
+        sums = jax.tree.map(lambda x: _psum(_added(x, here.exist)), left.sums)
+        every = [lax.all_gather(x, AXIS, tiled=True) for x in left.every]
+        arrived = Sent(sums, [x if here.exist is None else x[: here.num_towers] for x in every])
     last = rounds.rounds[-1]
-    return _joined(jax.tree.unflatten(rounds.treedef, run(last.last, last.inputs)))
+    return jax.tree.unflatten(rounds.treedef, run(last.last, last.inputs))
 
 
 def _in_slots(leaf: jax.Array, slots: int) -> jax.Array:
@@ -251,8 +273,16 @@ def _in_slots(leaf: jax.Array, slots: int) -> jax.Array:
     return leaf.reshape(slots, leaf.shape[0] // slots, *leaf.shape[1:])
 
 
-def _joined(stacked: TowerResult) -> TowerResult:
+def _joined(stacked: TowerResult, exist: jax.Array | None) -> TowerResult:
     """The results of several towers as one: means and sums added up, rows concatenated."""
-    means, sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), (stacked.means, stacked.sums))
+    means, sums = jax.tree.map(lambda x: _added(x, exist), (stacked.means, stacked.sums))
     joined = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), stacked.rows)
     return TowerResult(means, sums, joined)
+
+
+def _added(values: jax.Array, exist: jax.Array | None) -> jax.Array:
+    """The sum over a device's towers: over those that exist, or over all if `exist` is None."""
+    if exist is not None:
+        some = exist.reshape(-1, *[1] * (values.ndim - 1))
+        values = jnp.where(some, values, jnp.zeros_like(values))
+    return values.sum(0, dtype=values.dtype)

@@ -62,7 +62,8 @@ def value_and_grad(
             `nnx.DiffState` selects Variables of a module.
         has_aux: whether `fun` returns `(loss, aux)`. Leaves of `aux` with one entry per row are
             concatenated; other float leaves are averaged over towers. Integers and flags without
-            rows must be equal in every tower.
+            rows must be constants, or states that are also arguments with `in_axes` None. For a
+            count over all rows return `jax.lax.psum(count, "towers") * 1.0`.
         in_axes: the axis of the rows for every positional argument; None for `argnums` and for
             arguments that every tower gets whole. By default axis 0 for all arguments that are not
             in `argnums`. Or a dict with the axes of variables that `fun` closes over, such as

@@ -10,7 +10,7 @@ from multitower.engines import spmd
 from multitower.engines.executable import signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits
-from multitower.errors import ArgumentError, warn
+from multitower.errors import ArgumentError
 from multitower.functions.arguments import Arguments
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
@@ -196,7 +196,7 @@ class TowerFunction:
     def _traced(
         self, split: Split, axes: tuple[int | None, ...], shared: list[Any], rows: list[Any]
     ) -> Any:
-        placement = self._evenly_placed()
+        placement = self.placement()
         num_rows = rows[0].shape[0]
         tower_rows = -(-num_rows // placement.num_towers)
         ragged = ragged_of(num_rows, placement.num_towers)
@@ -219,18 +219,6 @@ class TowerFunction:
         shapes = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in rows]
         num_towers = self.placement().num_towers
         return self._kind.weights_job(split, shared, shapes, num_towers=num_towers)
-
-    def _evenly_placed(self) -> Placement:
-        whole = self.placement()
-        placement, given = whole.divided(), len(whole.devices)
-        placement.check_all_take_part()
-        if len(placement.devices) < given:
-            warn(
-                f"towers={self._towers} inside another transformation (jax.jit and the like): all "
-                f"devices have equally many there, so that {len(placement.devices)} of {given} are "
-                f"used. Use a multiple of {given}, or call the function outside."
-            )
-        return placement
 
     def _same_bits(self, parts: Parts, placement: Placement) -> Any:
         tower_rows = -(-parts.num_rows // placement.num_towers)

@@ -144,8 +144,8 @@ def find_row_leaves(
                 f"{where} has dtype {leaf.dtype} and no axis of rows: a tower's {leaf.dtype} "
                 "cannot be averaged. Return one entry per row (e.g. correct = prediction == label, "
                 "not their count), or a float that is a mean over the rows or the same in every "
-                "tower, as after lax.psum. A state for the next call must also be an argument, "
-                "with in_axes=None."
+                'tower, such as jax.lax.psum(count, "towers") * 1.0. A state for the '
+                "next call must also be an argument, with in_axes=None."
             )
         verdicts.append(by_row)
     return verdicts

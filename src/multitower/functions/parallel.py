@@ -93,7 +93,8 @@ def make_parallel(
 
     Returns:
         A function with the arguments of `fn`. Its results stay on their devices, split over them
-        where the rows divide evenly.
+        where the rows divide evenly. What JAX adds up over such rows afterwards has other bits on
+        another number of devices; `np.asarray` of them has not.
 
     Raises:
         ArgumentError: an argument that can be neither split nor shared, such as a list of strings.

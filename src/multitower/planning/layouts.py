@@ -97,8 +97,11 @@ def make_layout(
 def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[PlannedLayout]:
     """Yields the layouts without `towers=`: with the whole state on every device, and split."""
     count = room.num_devices
-    tower_rows = -(-given.batch.num_rows // count)
-    rows = num_bytes((row_shapes(given.batch, tower_rows), given.batch.shared))
+    num_rows = given.batch.num_rows
+    tower_rows = -(-num_rows // count)
+    # Rows that devices cannot share evenly are whole on each of them.
+    fed = num_rows if num_rows % count else tower_rows
+    rows = num_bytes((row_shapes(given.batch, fed), given.batch.shared))
     working = programs.fast(tower_rows, several=count > 1)
     reduced = programs.tower(tower_rows, count).reduced
     state = StateBytes.of(given.fields)

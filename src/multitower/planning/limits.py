@@ -30,7 +30,7 @@ def limits_of(
     """
     if isinstance(given.apart, RotationOptions):
         return ()
-    found = [(given.batch.num_rows, "rows, of which a device needs at least one")]
+    found = [(given.batch.num_rows, "rows: further devices would have none to work on")]
     if largest_buffer > SMALL_BYTES:
         found.append(
             (

@@ -18,7 +18,14 @@ from multitower.towers.leaves import is_traced
 from multitower.towers.placement import Placement, place
 from multitower.towers.refusals import shown
 from multitower.towers.rows import Parts, take_apart
-from multitower.towers.split import copy_to, cut, own_towers, placed_rows, size_of_towers
+from multitower.towers.split import (
+    TowerRows,
+    copy_to,
+    cut,
+    own_towers,
+    placed_rows,
+    size_of_towers,
+)
 from multitower.towers.surroundings import refuse_traced
 
 
@@ -31,8 +38,9 @@ def shard(
 ) -> Any:
     """Copies each tower's rows to its device.
 
-    Tower i gets the rows `x[i*b:(i+1)*b]`, where b is rows / towers, rounded up. The arrays are
-    copied, so you may change or free them afterwards.
+    Tower i gets the rows `x[i*b:(i+1)*b]`, where b is rows / towers, rounded up. NumPy arrays are
+    copied, so you may change them afterwards. A `jax.Array` that shares its memory with another
+    library, as `jax.numpy.from_dlpack` makes it, may go on to share it: copy it if that changes.
 
     With several processes, call it on every process with the same batch. Each process keeps the
     rows of its own towers. Arrays may be whole in every process, or global `jax.Array`s that are
@@ -144,10 +152,12 @@ def prefetch(
 
 
 def is_stream(batches: Any) -> bool:
-    """Whether something can be read batch by batch; a dict is a batch, and not an iterable."""
+    """Whether something can be read batch by batch; a dict or a tuple of arrays is one batch."""
     kind = type(batches)
     has_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
-    return has_items and not isinstance(batches, Mapping)
+    parts = batches if isinstance(batches, tuple) else (batches,)
+    is_batch = any(isinstance(part, np.ndarray | jax.Array | TowerRows) for part in parts)
+    return has_items and not is_batch and not isinstance(batches, Mapping)
 
 
 def ahead(

@@ -82,11 +82,6 @@ class Placement:
         """The sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def divided(self) -> "Placement":
-        """The same towers on as many of the devices as can all run equally many towers."""
-        count = max(d for d in range(1, len(self.devices) + 1) if self.num_towers % d == 0)
-        return contiguous(self.devices[:count], self.num_towers)
-
     def check_all_take_part(self) -> None:
         """Refuses a placement without a tower in this process, which could not take part in sums.
 
@@ -98,8 +93,7 @@ class Placement:
             raise DeviceError(
                 f"{self.num_towers} towers run on devices of {len(there)} of "
                 f"{jax.process_count()} processes, and process {jax.process_index()} has none of "
-                "them. Use more towers (inside jax.jit and the like a multiple of the devices), "
-                "fewer devices of each process, or fewer processes."
+                "them. Use more towers, fewer devices of each process, or fewer processes."
             )
 
 

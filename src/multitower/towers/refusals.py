@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -50,18 +51,35 @@ def refuse_lists_for_rows(
 def refuse_numbers_for_rows(
     tree: Any, axes: Sequence[int | None], name: str | Names, num_rows: int, given_axes: Any
 ) -> None:
-    """Refuses a list of as many numbers as there are rows: each would be a shared leaf."""
-    is_list = lambda sub: isinstance(sub, list) and len(sub) == num_rows
+    """Refuses a list of as many numbers as there are rows: each would be a shared leaf.
+
+    The same for a list that holds a list of numbers for every row.
+    """
+    is_list = lambda sub: _is_plain_list(sub) and len(sub) == num_rows
     number = 0
     for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
-        if is_list(sub) and axes[number] is not None and all(map(is_number, sub)):
+        num_leaves = jax.tree.structure(sub).num_leaves
+        if is_list(sub) and None not in axes[number : number + num_leaves] and _holds_numbers(sub):
             raise ArgumentError(
-                f"{name_of(path, name)} is a list of {num_rows} numbers, and the batch has "
-                f"{num_rows} rows: every tower would get all of them. Pass an array, "
+                f"{name_of(path, name)} is a {type(sub).__name__} of {num_rows} numbers, and the "
+                f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
                 "numpy.asarray(...), to cut them into towers. If every tower needs all of them: "
                 f"{whole_of(tree, number, name, given_axes)}."
             )
-        number += jax.tree.structure(sub).num_leaves
+        number += num_leaves
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether a list holds numbers alone, 0-d arrays of them, or lists of these."""
+    if _is_plain_list(value):
+        return len(value) > 0 and all(map(_holds_numbers, value))
+    if isinstance(value, jax.Array | np.ndarray):
+        return value.ndim == 0 and jnp.issubdtype(value.dtype, np.number)
+    return is_number(value)
 
 
 def is_number(value: Any) -> bool:

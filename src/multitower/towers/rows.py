@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from multitower.errors import ArgumentError, BatchError
-from multitower.towers.leaves import Constant, is_constant, is_key, is_legacy_key
+from multitower.towers.leaves import Constant, is_constant, is_key, is_legacy_key, is_traced
+from multitower.towers.placement import AXIS
 from multitower.towers.refusals import (
     Names,
-    is_number,
     path_of,
     refuse_donated,
     refuse_explicit_axes,
@@ -160,7 +161,7 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
     if num_rows < 0:
         raise _nothing_to_split(name, KEY in kinds)
     refuse_lists_for_rows(tree, kinds, all_axes, name, axes)
-    if any(map(is_number, leaves)):
+    if any(getattr(leaf, "ndim", 0) == 0 for leaf in shared):
         refuse_numbers_for_rows(tree, all_axes, name, num_rows, axes)
     if num_rows == 0:
         raise BatchError(
@@ -265,23 +266,37 @@ def _with_legacy_keys(kinds: list[Kind], leaves: list[Any]) -> list[Kind]:
     """Marks keys of `jax.random.PRNGKey`, uint32 arrays of shape (2,), among other arrays of rows.
 
     A batch of two rows is no exception, because half a key is of no use. But a NumPy array then
-    counts as two rows, such as labels, because JAX makes keys as `jax.Array`s.
+    counts as two rows, such as labels, because JAX makes keys as `jax.Array`s; and so does an array
+    that `shard` has put on the devices, as the other rows, since it leaves keys where they are.
     """
     legacy = {
         number
         for number, (kind, leaf) in enumerate(zip(kinds, leaves, strict=True))
-        if kind == 0 and is_legacy_key(leaf)
+        if kind == 0 and isinstance(leaf, np.ndarray | jax.Array) and is_legacy_key(leaf)
     }
     others = [
-        leaves[number].shape[kind]
+        (leaves[number], kind)
         for number, kind in enumerate(kinds)
         if isinstance(kind, int) and number not in legacy
     ]
-    if all(count == 2 for count in others):
-        legacy = {number for number in legacy if not isinstance(leaves[number], np.ndarray)}
+    if all(leaf.shape[kind] == 2 for leaf, kind in others):
+        sharded = {_sharding_of(leaf) for leaf, _ in others} - {None}
+        legacy = {
+            number
+            for number in legacy
+            if not isinstance(leaves[number], np.ndarray)
+            and _sharding_of(leaves[number]) not in sharded
+        }
     if not legacy or not others:
         return kinds
     return [KEY if number in legacy else kind for number, kind in enumerate(kinds)]
+
+
+def _sharding_of(leaf: Any) -> Any:
+    """The sharding that `shard` gave an array; None for all others, such as those of JAX alone."""
+    sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
+    is_ours = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (AXIS,)
+    return sharding if is_ours else None
 
 
 def _nothing_to_split(name: str | Names, has_key: bool) -> BatchError:

@@ -59,6 +59,13 @@ def one_by_one():
     return run.fit(), run.metrics()
 
 
+def test_batches_in_a_list(one_by_one):
+    """Lie: every call begins with the first batches again."""
+    run = Run(steps_per_call=4)
+    some = list(itertools.islice(batches(0), 11))
+    assert_close(run.fit(batches=lambda first: some[first:]), one_by_one[0], rtol=1e-5)
+
+
 def test_a_run_is_the_run_of_single_calls(one_by_one, tmp_path):
     # The lies: metrics of a call's last step alone, a checkpoint or a test phase in the middle of
     # a call, a resume that begins with the wrong batch.

@@ -63,7 +63,7 @@ def read_from(batches: Any, first: int) -> Iterator[Any]:
             "Return mt.make_batches(arrays, global_batch=64, seed=0, first=first), or yield the "
             "batches."
         )
-    return found
+    return iter(found)  # once: a list read anew for every call would give its first batches again
 
 
 def refuse_best_of_before(best: BestCheckpoint | None, how: Resume) -> None:

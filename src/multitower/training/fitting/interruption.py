@@ -1,5 +1,6 @@
 """Interruption: SIGTERM and SIGINT end a run after its step, not in the middle of it."""
 
+import os
 import signal
 import threading
 from collections.abc import Generator
@@ -25,10 +26,13 @@ def noted_signals() -> Generator[list[int]]:
     found = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     # None: a handler of a program in C around Python, which could not be put back.
     before = {number: handler for number, handler in found.items() if handler is not None}
+    own = os.getpid()
 
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
         signal.signal(number, before[signal.Signals(number)])
+        if os.getpid() != own:  # a worker that a loader forked: the signal is for the worker
+            os.kill(os.getpid(), number)
 
     for number in before:
         signal.signal(number, note)
