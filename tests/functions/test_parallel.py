@@ -409,6 +409,15 @@ def test_labels_in_a_list(numbers):
     whole(1.0, x, numbers)  # as the message says
 
 
+def test_labels_in_a_list_in_a_batch_with_as_many_parts_as_rows():
+    """Lie: the batch is the list, which does not hold numbers alone; or the arguments are it."""
+    x, loss = np.arange(2.0), lambda w, batch: (w * batch[0] - batch[1][0]) ** 2
+    with pytest.raises(mt.ArgumentError, match=r"^batch\[1\] is a list of 2 numbers"):
+        mt.grad(loss, devices=2)(1.0, (x, [0.0, 1.0]))
+    scaled = mt.make_parallel(lambda a, b, *, x: a * b * x, devices=2)
+    np.testing.assert_array_equal(scaled(2.0, 3.0, x=x), 6 * x)
+
+
 def test_rows_of_any_rank_of_several_towers_on_a_device_under_jit():
     x = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
     found = jax.jit(mt.make_parallel(lambda x: x + 1, devices=2, towers=4))(x)

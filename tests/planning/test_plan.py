@@ -197,6 +197,11 @@ def test_what_a_step_would_refuse_is_said(num_rows, loss, refused):
     said = [note for note in found.notes if "train_step will refuse 30 rows and " in note]
     assert len(said) == refused
     assert all("with 8 towers, which" in note for note in said)
+    assert [one.refused for one in found.layouts] == [
+        refused and one.options.get("towers") == 8 for one in found.layouts
+    ]
+    assert not any(one.refused for one in found.fits)
+    assert "towers=8" not in found.advice or not refused
 
 
 @pytest.mark.slow

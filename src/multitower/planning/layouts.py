@@ -34,6 +34,7 @@ class PlannedLayout:
         bubble: the share of the time in which devices wait for each other in a pipeline, 0 to 1.
         estimated: whether the activations are those of a program compiled for fewer devices.
         note: a remark about this layout, or "".
+        refused: whether `train_step` refuses so many rows with it; a note of the plan says why.
     """
 
     options: dict[str, Any]
@@ -45,10 +46,14 @@ class PlannedLayout:
     bubble: float = 0.0
     estimated: bool = False
     note: str = ""
+    refused: bool = False
 
     def fits(self, memory_bytes: int | None) -> bool:
-        """Whether it fits into this much memory on a device; True if `memory_bytes` is None."""
-        return memory_bytes is None or self.total_bytes <= memory_bytes
+        """Whether a step takes it, and it fits into this much memory on a device.
+
+        If `memory_bytes` is None, it fits.
+        """
+        return not self.refused and (memory_bytes is None or self.total_bytes <= memory_bytes)
 
 
 @dataclass(frozen=True)

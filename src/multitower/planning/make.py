@@ -106,7 +106,7 @@ def _attributes(
     if not layouts:
         raise ArgumentError(f"the compiler fails for every layout, so there is no plan. {notes[0]}")
     if given.apart is None:
-        notes += _refused(given, layouts, room)
+        layouts = _marked(given, layouts, room, notes)
     if (took_s := time.perf_counter() - begin) > _LONG_S:
         notes.append(f"Compiling took {took_s:.0f} s.")
     return {
@@ -122,22 +122,25 @@ def _attributes(
     }
 
 
-def _refused(given: Planned, layouts: list[PlannedLayout], room: Room) -> list[str]:
-    """A note of the numbers of towers with which a step refuses so many rows, if there are any."""
+def _marked(
+    given: Planned, layouts: list[PlannedLayout], room: Room, notes: list[str]
+) -> list[PlannedLayout]:
+    """The layouts, marked where a step refuses so many rows; appends the reason to `notes`."""
     num_rows = given.batch.num_rows
-    counts = {one.options.get("towers", room.num_devices) for one in layouts}
-    ragged = sorted(count for count in counts if num_rows % count)
+    count_of = lambda one: one.options.get("towers", room.num_devices)
+    ragged = sorted({count for count in map(count_of, layouts) if num_rows % count})
     if not ragged:
-        return []
+        return layouts
     rows_and_towers = (-(-num_rows // ragged[0]), ragged[0])
     averaged = averaged_over_rows(given.step, given.batch, given.fields, *rows_and_towers)
     if averaged is None:
-        return []
-    return [
+        return layouts
+    notes.append(
         f"train_step will refuse {num_rows} rows and {averaged} with "
         f"{' or '.join(map(str, ragged))} towers, which they do not fill evenly (without towers= "
         "there is one on each device). Return one value per example, or use another number of rows."
-    ]
+    )
+    return [replace(one, refused=count_of(one) in ragged) for one in layouts]
 
 
 def _compiled(

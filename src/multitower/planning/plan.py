@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def fits(self) -> list["PlannedLayout"]:
-        """The layouts that a device has memory for; all of them if `memory` was not given."""
+        """The layouts that a step takes and a device has memory for, if `memory` was given."""
         return [layout for layout in self.layouts if layout.fits(self.memory_bytes)]
 
     @property

@@ -79,6 +79,7 @@ def advise(
     named: Callable[[dict[str, Any]], str] = call,
 ) -> str:
     """The smallest change that makes a run fit, in one or two sentences."""
+    layouts = [one for one in layouts if not one.refused] or layouts
     first = layouts[0]
     least = min(layouts, key=lambda one: one.total_bytes)
     begin = f"With {named(first.options)}" if len(first.options) > 1 else "Without any option"

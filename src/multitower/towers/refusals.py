@@ -55,11 +55,16 @@ def refuse_numbers_for_rows(
 
     The same for a list that holds a list of numbers for every row.
     """
-    is_list = lambda sub: _is_plain_list(sub) and len(sub) == num_rows
+    arguments = None if isinstance(name, str) else tree[0]  # no list of the user's
+
+    def is_list(sub: Any) -> bool:
+        is_long = _is_plain_list(sub) and len(sub) == num_rows
+        return is_long and sub is not arguments and _holds_numbers(sub)
+
     number = 0
     for path, sub in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_list)[0]:
         num_leaves = jax.tree.structure(sub).num_leaves
-        if is_list(sub) and None not in axes[number : number + num_leaves] and _holds_numbers(sub):
+        if is_list(sub) and None not in axes[number : number + num_leaves]:
             raise ArgumentError(
                 f"{name_of(path, name)} is a {type(sub).__name__} of {num_rows} numbers, and the "
                 f"batch has {num_rows} rows: every tower would get all of them. Pass an array, "
@@ -131,8 +136,9 @@ def refuse_foreign_array(leaf: Any, where: Callable[[], str]) -> None:
     if library not in ("multitower", "jax", "jaxlib"):
         raise ArgumentError(
             f"{where()} is a {type(leaf).__name__} of {library}, and JAX takes arrays of NumPy or "
-            f"its own. Pass {how}(...) of it: in the collate_fn of a PyTorch loader, or "
-            "with dataset.as_numpy_iterator() of TensorFlow."
+            f"its own. Pass {how}(...) of it: in the collate_fn of a PyTorch loader, "
+            "with dataset.as_numpy_iterator() of TensorFlow, or with "
+            "dataset.with_format('numpy') of Hugging Face."
         )
 
 
