@@ -396,11 +396,12 @@ def test_labels_in_a_list(numbers):
     """Lie: each number is shared, and the loss broadcasts all labels over a tower's rows."""
     x = np.arange(4.0)
     loss = lambda w, x, y: (w * x - jnp.asarray(y).reshape(-1)[: x.shape[0]]) ** 2
-    with pytest.raises(mt.ArgumentError, match=r"^y is a (list|tuple) of 4 numbers.*numpy.asarray"):
+    said = f"is a {type(numbers).__name__} of 4 numbers"
+    with pytest.raises(mt.ArgumentError, match=rf"^y {said}.*numpy.asarray"):
         mt.grad(loss, devices=2)(1.0, x, numbers)
     step = mt.train_step(lambda w, batch: loss(w, **batch), optax.sgd(0.1), devices=2)
     state = step.init(jnp.float32(1))
-    with pytest.raises(mt.ArgumentError, match=r"batch\['y'\] is a (list|tuple) of 4"):
+    with pytest.raises(mt.ArgumentError, match=rf"batch\['y'\] {said}"):
         step(state, {"x": x, "y": numbers})
     mt.grad(lambda w, x, c: w * x * c[0], devices=2)(1.0, x, [1.0, 2.0])  # two coefficients
     whole = mt.grad(

@@ -734,7 +734,7 @@ WRONG = {
     "a count that towers have added up": (
         lambda: grads(counting, has_aux=True),
         mt.OutputError,
-        r"a float that is .* the same in every tower, such as jax.lax.psum",
+        r"a float that is .* the same in every tower, such as jax\.lax\.psum",
     ),
     "axis_name, as for jax.pmap": (
         lambda: mt.make_parallel(add_one, axis_name="batch"),

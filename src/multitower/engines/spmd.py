@@ -52,7 +52,7 @@ def run(
         placement: which device runs which towers. If devices cannot share them evenly, the last
             devices run towers without rows beside them, whose results count for nothing.
         shared: what every tower gets whole.
-        rows: arrays with rows on axis 0; `run` pads them to a multiple of the number of towers.
+        rows: arrays with rows on axis 0; `run` pads them to full towers.
         num_rows: how many of the rows are real, int32, shape ().
         axes: for each leaf of `shared.rest` the axis along which it is split over the devices, None
             if it is whole; `()` if all are whole. Only with one tower on every device.

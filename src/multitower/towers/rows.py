@@ -161,7 +161,7 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
     if num_rows < 0:
         raise _nothing_to_split(name, KEY in kinds)
     refuse_lists_for_rows(tree, kinds, all_axes, name, axes)
-    if any(getattr(leaf, "ndim", 0) == 0 for leaf in shared):
+    if any(k == SHARED and axis is not None for k, axis in zip(kinds, all_axes, strict=True)):
         refuse_numbers_for_rows(tree, all_axes, name, num_rows, axes)
     if num_rows == 0:
         raise BatchError(
