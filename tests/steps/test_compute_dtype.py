@@ -169,7 +169,6 @@ def test_dtypes_of_ours_fit_a_program_that_promotes_none(options):
     np.testing.assert_allclose(metrics["loss"], loss(params, BATCHES[0]), rtol=0.03)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 def test_32_bits_fit_a_program_of_64_that_promotes_none(towers):
     """Lie: counts of rows have 64 bits, and `jax_numpy_dtype_promotion="strict"` fails on them."""
@@ -183,3 +182,23 @@ def test_32_bits_fit_a_program_of_64_that_promotes_none(towers):
         _, metrics = step(step.init(jnp.float32(1)), rows)
     assert (float(metrics["loss"]), float(metrics["mean"])) == (1.5, 1.5)
     assert [float(loss) for loss in metrics["tower_losses"]] == [0.5, 2.5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["eager", "jit", "stages"])
+def test_numbers_of_towers_fit_a_program_of_64_bits_that_promotes_none(how):
+    """Lie: a tower's number has 64 bits where a device runs several, and 32 everywhere else."""
+
+    def losses(w, x):
+        return ((mt.cut(w - x)[:, None] * mt.all_rows(x)) ** 2).sum(axis=1)
+
+    rows = np.arange(12, dtype=np.float32)
+    want = (((1 - rows)[:, None] * rows) ** 2).sum(axis=1).mean()
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        if how == "stages":
+            step = mt.train_step(losses, SGD, devices=2, towers=3, stages=2)
+            loss = step(step.init(jnp.float32(1)), rows)[1]["loss"]
+        else:
+            find = mt.value_and_grad(losses, devices=2, towers=3)
+            loss, _ = (jax.jit(find) if how == "jit" else find)(jnp.float32(1), rows)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)

@@ -69,7 +69,7 @@ def run(
 
     def on_device(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
         first = lax.axis_index(AXIS) * slots
-        numbers = first + jnp.arange(slots)
+        numbers = first + jnp.arange(slots, dtype=first.dtype)
         exist = None if slots * num_devices == num_towers else numbers < num_towers
 
         def tower(index: jax.Array) -> Tower:

@@ -92,7 +92,7 @@ def _added(equation: Any, value: jax.Array, number: Any, num_towers: int) -> jax
     if is_sum(equation):
         given = given[None]  # so that it has an axis
     else:
-        own = jnp.arange(num_towers) == number
+        own = jnp.arange(num_towers, dtype=number.dtype) == number
         # Adding -0.0 changes no number, not even 0.0 or -0.0; adding 0.0 would change -0.0.
         zero = -jnp.zeros((), given.dtype)
         given = jnp.where(own.reshape(num_towers, *[1] * given.ndim), given[None], zero)
