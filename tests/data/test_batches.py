@@ -179,6 +179,49 @@ def test_rows_of_a_shuffled_series_are_its_places():
     assert isinstance(batch["y"], np.ndarray)
 
 
+class Column:
+    """As polars has: a shape but no number of axes, and rows that are columns again."""
+
+    def __init__(self, values):
+        self._values, self.dtype, self.shape = values, "Float64", values.shape
+
+    def __getitem__(self, places):
+        return Column(self._values[places])
+
+    def __array__(self, dtype=None, copy=None):
+        return self._values
+
+
+class Tensor(Column):
+    """As TensorFlow has: no list of places may be asked for."""
+
+    ndim = 1
+
+    def __getitem__(self, places):
+        raise TypeError("Only integers, slices and ellipsis are valid indices")
+
+
+def test_a_column_of_another_library_is_rows():
+    """Lie: it has no axis, so the whole of it is in every batch; or the step refuses its rows."""
+    x = np.arange(9.0)
+    batch = make_batch({"x": x, "y": Column(2 * x)}, global_batch=4, seed=0, step=1)
+    assert isinstance(batch["y"], np.ndarray)
+    np.testing.assert_array_equal(batch["y"], 2 * batch["x"])
+    scored = mt.predict(
+        lambda w, b: w * b["x"] * b["y"], 1.0, {"x": x, "y": Column(2 * x)}, global_batch=4
+    )
+    np.testing.assert_array_equal(scored, 2 * x * x)
+
+
+def test_an_array_that_takes_no_places_is_refused():
+    for use in (
+        lambda data: make_batch(data, global_batch=4, seed=0, step=1),
+        lambda data: mt.predict(lambda w, b: w * b["y"], 1.0, data, global_batch=4),
+    ):
+        with pytest.raises(mt.ArgumentError, match=r"data\['y'\] is a Tensor of .*numpy.asarray"):
+            use({"x": np.arange(9.0), "y": Tensor(np.arange(9.0))})
+
+
 def test_batches_have_keys_only_when_asked():
     assert next(make_batches(rows(3), global_batch=2, seed=0)).keys() == {"x", "y"}
 

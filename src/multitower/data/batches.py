@@ -18,8 +18,9 @@ import numpy as np
 from multitower.data.augmentation import KEYS
 from multitower.errors import BatchError, whole_number
 from multitower.towers.lazy_rows import LazyRows
+from multitower.towers.refusals import path_of
 from multitower.towers.rows import take_apart
-from multitower.towers.split import on_one_device
+from multitower.towers.split import on_one_device, rows_at
 
 Distort = Callable[[Any, np.random.Generator], Any]
 
@@ -41,8 +42,9 @@ def make_batch(
     every batch is full, and no example is seen more than once more often than another.
 
     Args:
-        dataset: a pytree of NumPy arrays with one example per row on axis 0. Numbers and 0-d arrays
-            are the same in every batch.
+        dataset: a pytree of arrays with one example per row on axis 0: of NumPy, of JAX, or of any
+            library that can be asked for rows by place, such as columns of a table. Numbers and 0-d
+            arrays are the same in every batch.
         global_batch: rows of the batch, 1 or more; it may be more than there are examples.
         seed: the seed of all random numbers, 0 or more.
         step: number of the batch; the first one is 0.
@@ -212,14 +214,12 @@ def _at(places: np.ndarray[Any, Any], tree: Any) -> Any:
     kinds = take_apart(tree, 0, name="data").split.kinds
     pairs = zip(leaves, kinds, strict=True)
 
-    def chosen(leaf: Any, kind: Any) -> Any:
+    def chosen(number: int, leaf: Any, kind: Any) -> Any:
         if isinstance(kind, int):
-            if hasattr(leaf, "iloc"):  # pandas: [places] would look for labels, not for rows
-                return np.asarray(leaf.iloc[places])
-            return on_one_device(leaf)[places]
+            return rows_at(on_one_device(leaf), places, lambda: path_of(tree, number, "data"))
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
-    return treedef.unflatten([chosen(leaf, kind) for leaf, kind in pairs])
+    return treedef.unflatten([chosen(number, *pair) for number, pair in enumerate(pairs)])
 
 
 def _check_has_room_for_keys(dataset: Any) -> None:

@@ -22,7 +22,7 @@ from multitower.towers.placement import AXIS, Placement
 from multitower.towers.rows import Tower, pad_rows, real_rows
 
 
-class Slots(NamedTuple):
+class DeviceTowers(NamedTuple):
     """The towers of one device.
 
     Attributes:
@@ -88,7 +88,9 @@ def run(
             one = lambda index, rows: traced(shared, rows, tower(index))
             result = _in_turn(one, numbers, rows)
         else:
-            result = _together(rounds, shared, tower, Slots(numbers, exist, num_towers), rows)
+            result = _together(
+                rounds, shared, tower, DeviceTowers(numbers, exist, num_towers), rows
+            )
         if slots > 1:
             result = _joined(result, exist)
         means, sums = _over_towers(result, tower_rows, num_rows)
@@ -245,7 +247,7 @@ def _in_turn(one: Any, numbers: jax.Array, rows: list[Any]) -> TowerResult:
 
 
 def _together(
-    rounds: Rounds, shared: Shared, tower: Any, here: Slots, rows: list[Any]
+    rounds: Rounds, shared: Shared, tower: Any, here: DeviceTowers, rows: list[Any]
 ) -> TowerResult:
     """Several towers on one device that meet: each round is one program for all of them."""
     blocks = [_in_slots(leaf, len(here.numbers)) for leaf in rows]

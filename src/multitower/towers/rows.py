@@ -248,7 +248,7 @@ def _kind(leaf: Any, axis: int | None, where: Callable[[], str]) -> Kind:
         refuse_what_is_no_number(leaf, where)
     else:
         refuse_what_is_no_array(leaf, where)
-    ndim = getattr(leaf, "ndim", 0)
+    ndim = len(getattr(leaf, "shape", ()))
     if axis is None:
         return SHARED
     if ndim == 0:

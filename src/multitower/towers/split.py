@@ -1,7 +1,7 @@
 """Tower rows: an array cut into towers, each one's rows on its own device."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.processes.together import spans_processes, spread
 from multitower.towers.placement import Placement
+from multitower.towers.refusals import refuse_foreign_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +238,22 @@ def on_one_device(leaf: Any) -> Any:
         home = leaf.addressable_shards[0].device
         return jax.device_put(leaf, jax.sharding.SingleDeviceSharding(home))
     return leaf
+
+
+def rows_at(leaf: Any, places: np.ndarray[Any, Any], where: Callable[[], str]) -> Any:
+    """The rows at some places of a data set's array, as an array of NumPy or JAX.
+
+    Raises:
+        ArgumentError: an array of another library that cannot be asked for places.
+    """
+    if isinstance(leaf, np.ndarray | jax.Array):
+        return leaf[places]
+    by_place = getattr(leaf, "iloc", leaf)  # pandas: [places] would look for labels, not for rows
+    try:
+        return np.asarray(by_place[places])
+    except TypeError:
+        refuse_foreign_array(leaf, where)
+        raise
 
 
 def _piece(leaf: Any, start: int, size: int) -> Any:

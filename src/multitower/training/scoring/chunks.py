@@ -13,9 +13,10 @@ from multitower.errors import BatchError, OutputError, whole_number
 from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import place
+from multitower.towers.refusals import path_of
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_alike
-from multitower.towers.split import on_one_device
+from multitower.towers.split import on_one_device, rows_at
 
 
 class Where(NamedTuple):
@@ -121,14 +122,17 @@ def _of_batch(
 ) -> Iterator[Chunk]:
     num_rows, (leaves, treedef) = parts.num_rows, jax.tree.flatten(batch)
     has_rows = [isinstance(kind, int) for kind in parts.split.kinds]
+    name = lambda number: lambda: path_of(batch, number, "data")
     for start in range(0, num_rows, size):
         # The last chunk is padded with rows of the same batch, so that it fits the compiled
         # program; their results are dropped when they are read.
         places = np.arange(start, start + size) % num_rows
 
         def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
-            pairs = zip(leaves, has_rows, strict=True)
-            return treedef.unflatten([x[places[own]] if by_row else x for x, by_row in pairs])
+            each = enumerate(zip(leaves, has_rows, strict=True))
+            return treedef.unflatten(
+                [rows_at(x, places[own], name(n)) if by_row else x for n, (x, by_row) in each]
+            )
 
         rows = some(np.arange(size)) if place is None else place(LazyRows(size, some))
         yield Chunk(rows, min(size, num_rows - start), num_rows % size != 0)
