@@ -255,6 +255,15 @@ def test_complex_parameters():
         assert_close(mt.value_and_grad(loss, devices=devices, towers=towers)(w, x), expected)
 
 
+def test_a_complex_parameter_that_the_loss_does_not_use():
+    """Lie: XLA ends the process on the sum of its zeros beside another sum."""
+    params = {"w": np.ones(3, np.float32), "unused": np.ones(3, np.complex64)}
+    loss = lambda params, x: (x @ params["w"]) ** 2
+    x = np.ones((8, 3), np.float32)
+    expected = jax.value_and_grad(mean_of(loss))(params, x)
+    assert_close(mt.value_and_grad(loss, devices=4)(params, x), expected)
+
+
 def test_gradients_come_home_to_a_bound_parameter():
     """Lie: the user's own optimizer update meets arrays on incompatible devices."""
     home = mt.devices("cpu:3")[0]

@@ -91,6 +91,18 @@ def test_model_state_keeps_its_dtype():
     np.testing.assert_allclose(state.model_state["mean"], BATCHES[0]["x"].mean(0), atol=0.02)
 
 
+def test_one_number_a_row_is_not_rounded_in_a_column_either():
+    """Lie: targets of shape (rows, 1) lose bits, and those of shape (rows,) do not."""
+
+    def loss(w, batch):
+        return ((w * batch["x"]).sum(1) - batch["y"][:, 0]) ** 2 + 0 * batch["z"][:, 0]
+
+    step = mt.train_step(loss, optax.sgd(0.1), compute_dtype="bfloat16", devices=1)
+    rows = {"x": np.zeros((2, 3)), "y": np.full((2, 1), 1001.0), "z": np.ones((2, 2))}
+    _, metrics = step(step.init(jnp.ones(3)), jax.tree.map(np.float32, rows))
+    assert float(metrics["loss"]) == 1001**2
+
+
 @pytest.mark.filterwarnings("ignore:.*with statistics of their own tower.s rows")
 def test_an_nnx_module_computes_in_bfloat16():
     nnx = pytest.importorskip("flax.nnx")
@@ -202,3 +214,35 @@ def test_numbers_of_towers_fit_a_program_of_64_bits_that_promotes_none(how):
             find = mt.value_and_grad(losses, devices=2, towers=3)
             loss, _ = (jax.jit(find) if how == "jit" else find)(jnp.float32(1), rows)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ema_decay": lambda count: jnp.float32(0.9)},
+        {"towers": 2, "updates": "asynchronous", "stale_scale": lambda stale: 1 / (1 + stale)},
+        {"towers": 2, "updates": "asynchronous", "momentum_correction": True},
+    ],
+    ids=["ema_decay", "stale_scale", "momentum_correction"],
+)
+def test_rules_of_an_update_fit_parameters_of_64_bits_that_promote_none(options):
+    """Lie: what a rule returns has 32 bits, whatever the parameters have."""
+    momentum = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        step = mt.train_step(lambda w, x: (w - x) ** 2, momentum, devices=2, **options)
+        state, _ = step(step.init(jnp.float64(1)), np.arange(4.0))
+    assert state.params.dtype == np.float64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [None, 2])
+def test_a_ratio_of_64_bits_fits_a_program_that_promotes_none(towers):
+    """Lie: it starts from a zero of 32 bits."""
+
+    def loss(w, x):
+        return mt.ratio((w - x) ** 2, x)
+
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        found, _ = mt.value_and_grad(loss, towers=towers, devices=2)(jnp.float64(1), np.arange(4.0))
+    assert (found.dtype, float(found)) == (np.float64, 1.0)

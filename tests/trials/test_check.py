@@ -317,6 +317,27 @@ def hardest_four(w, x):
 VECTOR, X = W[:, 0], BATCH["x"]
 
 
+def with_rule(rule):
+    @jax.custom_vjp
+    def same(value):
+        return value
+
+    same.defvjp(lambda value: (value, None), lambda _, gradient: (rule(gradient),))
+    return same
+
+
+@pytest.mark.slow
+def test_gradients_are_compared_where_only_a_backward_rule_meets():
+    """Lie: towers of such a loss are tried alone, and an unbound axis ends the comparison."""
+    added_up = with_rule(lambda gradient: jax.lax.psum(gradient, "towers"))
+    shared = with_rule(
+        lambda g: jax.lax.psum(g, "towers").clip(-0.5, 0.5) / jax.lax.axis_size("towers")
+    )
+    (problem,) = check_parallel(lambda w, x: losses(added_up(w), x), VECTOR, X).problems
+    assert problem.kind == "gradient"
+    assert check_parallel(lambda w, x: losses(shared(w), x), VECTOR, X)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [clipped_by_all_rows, straight_through])
 def test_gradients_are_compared(fn):
@@ -388,6 +409,19 @@ def test_ratios_are_judged_as_totals_and_weights():
         assert check_parallel(fn, VECTOR, X, BATCH["y"])
     (problem,) = check_parallel(masked_largest, VECTOR, X, BATCH["y"]).problems
     assert problem.message.startswith("towers add up the totals and the weights of mt.ratio")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("of", [masked, masked_sums], ids=["rows", "sums"])
+def test_a_ratio_that_was_taken_apart_is_found(of, reduction):
+    """Lie: "safe", or "say reduction='sum'": the sums of total and weight look like a loss."""
+
+    def apart(w, x, y):
+        return sum(jax.tree.leaves(of(w, x, y)))
+
+    (problem,) = check_parallel(apart, VECTOR, X, BATCH["y"], reduction=reduction).problems
+    assert problem.message.startswith("an mt.ratio was taken apart")
 
 
 def test_sums_are_told_apart_from_means():

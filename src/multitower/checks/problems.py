@@ -176,14 +176,17 @@ GRADIENT = (
     "the loss is the same when the batch is cut into {num} towers, and its gradient is not. A "
     "backward rule (jax.custom_vjp) that looks over the rows, or a number made of all rows that "
     "jax.lax.stop_gradient holds, sees only a tower's own rows. Make what a row adds to the "
-    "gradient depend on that row alone."
+    "gradient depend on that row alone. (If a rule returns the sum of a weight's gradient over "
+    'the towers, divide it by jax.lax.axis_size("towers"): towers add up what each returns.)'
 )
 BACKWARD = (
     "a backward rule (jax.custom_vjp) brings rows together, as a norm of the gradients of all rows "
     "does, or changes a sum over them otherwise than by a factor, as clipping the gradient of a "
     "weight does. A tower has the gradients of its own rows alone, so the result would differ from "
-    "one device's. Make what a row adds to the gradient depend on that row alone; or add up over "
-    'the towers in the rule, jax.lax.psum(x, "towers").'
+    "one device's. Make what a row adds to the gradient depend on that row alone. Or add up over "
+    "the towers in the rule: for a norm over rows, their squares, with "
+    'jax.lax.psum(x, "towers"); for a weight, its gradient, and then divide what the rule returns '
+    'by jax.lax.axis_size("towers"), because the towers add up what each of them returns.'
 )
 WHOLE = (
     "it has as many entries as the batch has rows, so it is cut into towers, and the result is "

@@ -88,13 +88,20 @@ def _refuse_order(effects: Iterable[Any]) -> None:
 
 
 def _refuse_packed(arguments: Sequence[Any]) -> None:
-    """Refuses dtypes of less than a byte, which JAX does not pass to ahead-of-time programs."""
+    """Refuses dtypes of less than a byte, which JAX does not pass to ahead-of-time programs.
+
+    JAX 0.12 passes such floats.
+    """
     for leaf in jax.tree.leaves(arguments):
-        if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:
-            raise ArgumentError(
-                f"an argument has dtype {leaf.dtype}, which a tower's program cannot take. Pass "
-                "x.astype(jnp.int8), and cast it back inside of the function."
-            )
+        kinds: list[tuple[Any, Any, str]] = [(jnp.integer, jnp.iinfo, "int8")]
+        if jax.__version_info__ < (0, 11):
+            kinds.append((jnp.floating, jnp.finfo, "bfloat16"))
+        for kind, info, wider in kinds:
+            if jnp.issubdtype(leaf.dtype, kind) and info(leaf.dtype).bits < 8:
+                raise ArgumentError(
+                    f"an argument has dtype {leaf.dtype}, which a tower's program cannot take. "
+                    f"Pass x.astype(jnp.{wider}), and cast it back inside of the function."
+                )
 
 
 class WholeNumbers:

@@ -124,7 +124,7 @@ def _hidden(vector: jax.Array, starts: list[np.int32]) -> list[Any]:
         return [jnp.int32(start) for start in starts]
 
     def either(vector: jax.Array) -> list[Any]:
-        return jax.lax.cond(vector[0] == 0, numbers, numbers, vector)
+        return jax.lax.cond(jnp.any(vector[:1]), numbers, numbers, vector)
 
     if jax.__version_info__ >= (0, 11):
         return barrier(vector)

@@ -238,6 +238,8 @@ def sum_over_devices(tree: Any) -> Any:
 def _psum(value: jax.Array) -> jax.Array:
     if value.dtype == jnp.bool_:  # flags that are False in all towers but one
         return lax.psum(value.astype(jnp.int32), AXIS).astype(jnp.bool_)
+    if jnp.iscomplexobj(value):  # XLA aborts the process where such a sum stands beside another
+        return lax.complex(_psum(value.real), _psum(value.imag))
     return lax.psum(value, AXIS)
 
 

@@ -264,8 +264,9 @@ def sums_of(value: Ratio, here: Tower, tower_rows: int) -> RatioSums:
 def join_ratio(sums: RatioSums, weights: Sequence[jax.Array] | None = None) -> jax.Array:
     """The value, from sums over towers; or a tower's share, from its sums and all weights."""
     weights = sums.weights if weights is None else weights
-    quotients = [total / weight for total, weight in zip(sums.totals, weights, strict=True)]
-    return functools.reduce(operator.add, quotients, sums.share)
+    with jax.numpy_dtype_promotion("standard"):  # the share has 32 bits where terms may have 64
+        quotients = [total / weight for total, weight in zip(sums.totals, weights, strict=True)]
+        return functools.reduce(operator.add, quotients, sums.share)
 
 
 def lacks_rows(value: Ratio, tower_rows: int) -> bool:

@@ -60,7 +60,7 @@ def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
             leaf = leaf.addressable_shards[0].data
         else:
             leaf = gathered(leaf, tiled=True)
-    return np.asarray(leaf)  # host-device sync
+    return np.asarray(jax.device_get(leaf))  # host-device sync
 
 
 def settle() -> None:

@@ -69,7 +69,7 @@ def _refuse_another_optimizer(recipe: Recipe, options: RunOptions, before: int) 
     if two[0] != two[1]:
         raise RunError(
             f"--steps {steps}: the optimizer of {recipe.name} depends on the number of steps, as "
-            f"the learning rate of most schedules does. The {before} updates so far are not those "
-            f"of a run of {steps} steps, which has to begin anew: multitower train --config "
+            f"the learning rate of most schedules does. Its updates so far are not those of "
+            f"a run of {steps} steps, which has to begin anew: multitower train --config "
             f"config.json --steps {steps}, with the config.json of this run."
         )

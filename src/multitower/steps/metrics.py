@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from multitower.functions.calls import Leaves
 from multitower.functions.objective import Reduction
@@ -77,9 +78,11 @@ def sort_metrics(
 
 def join_metrics(sums: MetricSums, averaged: dict[int, Any], num_rows: jax.Array) -> dict[str, Any]:
     """The metrics, with the loss, from sums and means over towers."""
-    # Sum over weight, rounded once: 5 of 10 is 0.5 however the rows were cut.
+    # Sum over weight, rounded once: 5 of 10 is 0.5 however the rows were cut. A step of a loop that
+    # is not made has no rows: its metrics are cut off, and must be no NaN for jax_debug_nans.
+    count = jnp.maximum(num_rows, 1)
     with jax.numpy_dtype_promotion("standard"):  # the count has 64 bits with jax_enable_x64
-        exact = {number: total / num_rows for number, total in sums.by_row.by_number.items()}
+        exact = {number: total / count for number, total in sums.by_row.by_number.items()}
     leaves: dict[int, Any] = {**averaged, **exact}
     ordered: Sequence[Any] = [leaves[number] for number in range(len(leaves))]
     metrics = jax.tree.unflatten(sums.by_row.treedef, ordered)

@@ -11,6 +11,7 @@ halved.
 Source: Micikevicius et al. 2018, "Mixed Precision Training".
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,11 +76,12 @@ def narrow(params: Any, dtype: Any) -> Any:
 
 
 def narrow_rows(batch: Any, dtype: Any) -> Any:
-    """A batch as the loss gets it: float32 and float64 leaves with 2 dimensions or more are cast.
+    """A batch as the loss gets it: float32 and float64 leaves with several numbers a row are cast.
 
-    Leaves with one number per row, such as targets and weights, keep their dtype.
+    Leaves with one number a row, such as targets and weights of shape (rows,) or (rows, 1), keep
+    their dtype.
     """
-    several = lambda leaf: _is_wide(leaf) and leaf.ndim > 1
+    several = lambda leaf: _is_wide(leaf) and math.prod(leaf.shape[1:]) > 1
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if several(leaf) else leaf, batch)
 
 

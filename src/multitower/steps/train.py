@@ -115,15 +115,15 @@ def train_step(
             log densities; `metrics["loss"]` is then that sum. The loss and metrics may also be
             `mt.ratio(total, weight)`.
         shard_update: split the optimizer state and the moving average over the devices, instead of
-            a whole copy on every device (ZeRO stages 1 and 2). It takes less memory, sends the same
-            number of bytes, and results equal those of the whole update up to rounding. Without
-            `towers`, leaves of 4096 elements or more are split along the first large dimension that
-            the number of devices divides, and any optimizer works. With `towers`, every tower keeps
-            and updates one block, and results have the same bits on any number of devices. That
-            needs an optimizer that works element by element (sgd, adam, adamw, lion, ...; for
-            clipping see `clip_norm`), and excludes `skip_nonfinite` and `stages`. Reading
-            `opt_state` or `ema_params` then joins the blocks on the host; with several processes,
-            read them on every process.
+            a whole copy on every device (ZeRO stages 1 and 2; with `towers`, stage 1). It takes
+            less memory, sends the same number of bytes, and results equal those of the whole update
+            up to rounding. Without `towers`, leaves of 4096 elements or more are split along the
+            first large dimension that the number of devices divides, and any optimizer works. With
+            `towers`, every tower keeps and updates one block, and results have the same bits on any
+            number of devices. That needs an optimizer that works element by element (sgd, adam,
+            adamw, lion, ...; for clipping see `clip_norm`), and excludes `skip_nonfinite` and
+            `stages`. Reading `opt_state` or `ema_params` then joins the blocks on the host; with
+            several processes, read them on every process.
         shard_params: split the parameters too (FSDP, ZeRO stage 3). A device gathers a parameter
             where the loss uses it, and keeps its part of the gradient. Loops over stacked layers
             (`jax.lax.scan`) gather one layer at a time. `state.params` are ordinary arrays that

@@ -246,6 +246,8 @@ def rows_at(leaf: Any, places: np.ndarray[Any, Any], where: Callable[[], str]) -
     Raises:
         ArgumentError: an array of another library that cannot be asked for places.
     """
+    if isinstance(leaf, jax.Array) and len(homes := leaf.devices()) == 1:
+        return _rows_at(leaf, jax.device_put(places.astype(np.int32), *homes))
     if isinstance(leaf, np.ndarray | jax.Array):
         return leaf[places]
     by_place = getattr(leaf, "iloc", leaf)  # pandas: [places] would look for labels, not for rows
@@ -256,11 +258,31 @@ def rows_at(leaf: Any, places: np.ndarray[Any, Any], where: Callable[[], str]) -
         raise
 
 
+# JAX's indexing would copy places itself, which `jax.transfer_guard("disallow")` refuses.
+
+
+@jax.jit
+def _rows_at(leaf: jax.Array, places: jax.Array) -> jax.Array:
+    return leaf[places]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _rows_from(leaf: jax.Array, start: jax.Array, size: int, goes_on: bool) -> jax.Array:
+    """Some rows from `start` on; after the last row it goes on with the first, if so asked."""
+    if goes_on:
+        return leaf[(start + jnp.arange(size, dtype=start.dtype)) % leaf.shape[0]]
+    return jax.lax.dynamic_slice_in_dim(leaf, start, size)
+
+
 def _piece(leaf: Any, start: int, size: int) -> Any:
     num_rows = leaf.shape[0]
-    if start + size <= num_rows:
-        return leaf[start : start + size]
-    return leaf[np.arange(start, start + size) % num_rows]
+    goes_on = start + size > num_rows
+    if isinstance(leaf, jax.Array):
+        first = jax.device_put(np.int32(start), *leaf.devices())
+        return _rows_from(leaf, first, size, goes_on)
+    if goes_on:
+        return leaf[np.arange(start, start + size) % num_rows]
+    return leaf[start : start + size]
 
 
 def _piece_of_block(leaf: jax.Array, start: int, size: int) -> Any:

@@ -243,7 +243,7 @@ class Trial:
         found: list[dict[str, tuple[Any, Any]]] = []
         for towers in ways:
             weights = self._weights_of_ratio(towers)
-            if self.meets:
+            if self.meets or not _runs_alone(differentiate, wanted, *towers[0], weights):
                 all_of = jax.vmap(differentiate, (None, 0, 0, None), axis_name=AXIS)
                 parts = _apart(all_of(wanted, *_together(towers), weights), len(towers))
             else:
@@ -284,6 +284,15 @@ class Trial:
                 found[number] = self.arguments.of(path)
             number += 1
         return found
+
+
+def _runs_alone(differentiate: Any, *args: Any) -> bool:
+    """Whether a gradient needs no other towers; a backward rule may, where the loss does not."""
+    try:
+        jax.make_jaxpr(differentiate)(*args)
+    except (ArgumentError, NameError):  # JAX: unbound axis name
+        return False
+    return True
 
 
 def _together(towers: Towers) -> tuple[list[Any], Tower]:

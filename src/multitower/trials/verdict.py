@@ -47,8 +47,12 @@ def judge(trial: Trial, towers: int | None) -> ParallelCheck:
     problems += same_numbers(read[0].draws if read else ())
     problems = _blame_tables(trial, tower_rows, read, problems)
     if read:
+        again = lambda: trial.reading(times, again=True)
         kept = lambda _, results: [*results.kept_in_states(), *results.written_parameters()]
-        problems += surely(kept, read, lambda: trial.reading(times, again=True))
+        problems += surely(kept, read, again)
+        apart = surely(lambda _, results: results.ratios_apart(), read, again)
+        # The sums of a ratio's total and weight look like other mistakes, with other advice.
+        problems = [*apart, *(one for one in problems if not apart or one.kind not in _BY_A_TABLE)]
     return ParallelCheck(tuple(_once(problems)), num_rows, num_rows // tower_rows)
 
 

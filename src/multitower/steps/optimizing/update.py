@@ -149,7 +149,8 @@ def update(
 
 
 def _ema(average: jax.Array, value: jax.Array, decay: Any) -> jax.Array:
-    new = average - (1 - decay) * (average - value.astype(average.dtype))
+    with jax.numpy_dtype_promotion("standard"):  # a schedule has one dtype, parameters have several
+        new = average - (1 - decay) * (average - value.astype(average.dtype))
     return new.astype(average.dtype)
 
 

@@ -49,7 +49,8 @@ def for_stale_gradients(
         if kept:
             new = _with_momenta(new, iter(kept))
         if factor is not None:
-            updates = jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), updates)
+            with jax.numpy_dtype_promotion("standard"):
+                updates = jax.tree.map(lambda leaf: (leaf * factor).astype(leaf.dtype), updates)
         return updates, new
 
     is_more = takes_extras(optimizer)
@@ -84,7 +85,8 @@ def momenta_in(opt_state: Any) -> list[Any]:
 
 def _lowered(momentum: Any, staleness: Any) -> Any:
     """A momentum less the implicit momentum of the staleness, at least 0."""
-    return jnp.maximum(momentum - staleness / (1 + staleness), 0).astype(momentum.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # a momentum has the dtype of the parameters
+        return jnp.maximum(momentum - staleness / (1 + staleness), 0).astype(momentum.dtype)
 
 
 def _name_in(node: Any) -> str | None:
