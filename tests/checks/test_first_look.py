@@ -1,5 +1,6 @@
 """The first look: every entry point warns once of what no tower should do, and of nothing else."""
 
+import contextlib
 import functools
 import math
 import warnings
@@ -188,6 +189,22 @@ def test_towers_that_meet_after_their_rows_were_mixed_are_told(loss, is_right):
         look_at(mt.grad(loss, devices=2), X)
     with pytest.warns(mt.MultitowerWarning, match=r"aux \(psum .*made of its own rows alone"):
         look_at(mt.grad(lambda w, x: (losses(w, x), loss(w, x)), has_aux=True, devices=2), X)
+
+
+@pytest.mark.parametrize(("impl", "is_told"), [("rbg", True), ("threefry2x32", False)])
+def test_keys_of_rows_that_are_drawn_from_together(impl, is_told):
+    """Lie: a row's key makes its numbers. JAX draws for all rows of a tower from its first key."""
+
+    def noisy(w, x, keys):
+        return losses(w, x) + jax.vmap(jax.random.normal)(keys)
+
+    args = W, X, jax.random.split(jax.random.key(0, impl=impl), len(X))
+    told = pytest.warns(mt.MultitowerWarning, match=r'random_bits .*keys of "rbg"')
+    with told if is_told else contextlib.nullcontext():
+        mt.grad(noisy, devices=2)(*args)
+    assert bool(mt.check_parallel(noisy, *args)) != is_told
+    one_by_one = lambda w, x, keys: losses(w, x) + jax.lax.map(jax.random.normal, keys)
+    mt.grad(one_by_one, devices=2)(*args)
 
 
 def with_rule(backward, forward=lambda x: x):

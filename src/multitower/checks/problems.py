@@ -93,6 +93,11 @@ MIXED = (
     "mt.ratio(total, weight); or, if statistics of each tower's own rows are what you mean "
     "(BatchNorm), keep the function as it is and fix the number of towers with towers=."
 )
+DRAWN_TOGETHER = (
+    'keys of "rbg" or "unsafe_rbg", one for each row, are drawn from together: jax.vmap draws the '
+    "numbers of all rows that it is given from the first key, so they depend on the rows of a "
+    'tower. Make the keys of the rows with impl="threefry2x32", or use one key for all of them.'
+)
 LARGEST = (
     "rows are brought together in a maximum or a minimum, as in a softmax over rows. A tower "
     "has only its own rows, so the result would differ from one device's. Compare with the rows of "
@@ -124,6 +129,7 @@ WHY_MIXED = {
     **dict.fromkeys(("split", "slice", "chunks"), PARTS),
     **dict.fromkeys(("reduce_max", "reduce_min"), LARGEST),
     **dict.fromkeys(MEETINGS, TOO_LATE),
+    "random_bits": DRAWN_TOGETHER,
 }
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "

@@ -350,8 +350,10 @@ class _Reader:
             if name == "gather" and is_plain and not inputs[1].placed:
                 self.tables.setdefault(next(iter(inputs[0].sources)), place)
             return ("by row" if has_rows else "mixed"), None, place
-        if rows_out > rows_in:
-            return "by row", None, place  # every row with every row
+        # jax.vmap draws for all rows from the first one's key, if the keys are such.
+        is_drawn_together = name == "random_bits" and "rbg" in str(equation.invars[0].aval.dtype)
+        if rows_out > rows_in or (is_drawn_together and rows_in):  # every row with every row
+            return "by row", None, place
         if rows_out == 0 and rows_in > 0:
             return self._without_rows(equation, name, inputs)
         return "by row", None, None
