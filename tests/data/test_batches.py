@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -177,6 +178,23 @@ def test_rows_of_a_shuffled_series_are_its_places():
     batch = make_batch(data, global_batch=4, seed=0, step=1)
     np.testing.assert_array_equal(batch["y"], 2 * batch["x"])
     assert isinstance(batch["y"], np.ndarray)
+
+
+@pytest.mark.parametrize("home", [None, "cpu:1"])
+def test_rows_of_a_jax_array_are_bound_as_it_is(home):
+    """Lie: they are bound to the device that they lie on, and meet parameters on all of them."""
+    where = None if home is None else mt.devices(home)[0]
+    whole = jax.device_put(np.arange(12, dtype=np.float32), where)
+    batch = make_batch({"x": whole}, global_batch=8, seed=0, step=0)
+    assert batch["x"].committed == (home is not None)
+    assert batch["x"].devices() == whole.devices()
+
+    @jax.jit
+    def train(w, x):
+        return mt.grad(lambda w, x: (w - x) ** 2, devices=mt.devices(home) if home else 2)(w, x)
+
+    params = train(jnp.float32(1), batch["x"])
+    assert np.isfinite(train(params, batch["x"]))
 
 
 class Column:

@@ -92,10 +92,10 @@ def _refuse_packed(arguments: Sequence[Any]) -> None:
 
     JAX 0.12 passes such floats.
     """
+    kinds: list[tuple[Any, Any, str]] = [(jnp.integer, jnp.iinfo, "int8")]
+    if jax.__version_info__ < (0, 11):
+        kinds.append((jnp.floating, jnp.finfo, "bfloat16"))
     for leaf in jax.tree.leaves(arguments):
-        kinds: list[tuple[Any, Any, str]] = [(jnp.integer, jnp.iinfo, "int8")]
-        if jax.__version_info__ < (0, 11):
-            kinds.append((jnp.floating, jnp.finfo, "bfloat16"))
         for kind, info, wider in kinds:
             if jnp.issubdtype(leaf.dtype, kind) and info(leaf.dtype).bits < 8:
                 raise ArgumentError(

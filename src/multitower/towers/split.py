@@ -247,7 +247,9 @@ def rows_at(leaf: Any, places: np.ndarray[Any, Any], where: Callable[[], str]) -
         ArgumentError: an array of another library that cannot be asked for places.
     """
     if isinstance(leaf, jax.Array) and len(homes := leaf.devices()) == 1:
-        return _rows_at(leaf, jax.device_put(places.astype(np.int32), *homes))
+        # Rows of an array that is bound to no device are not, either.
+        home = next(iter(homes)) if leaf.committed else None
+        return _rows_at(leaf, jax.device_put(places.astype(np.int32), home))
     if isinstance(leaf, np.ndarray | jax.Array):
         return leaf[places]
     by_place = getattr(leaf, "iloc", leaf)  # pandas: [places] would look for labels, not for rows
@@ -258,11 +260,9 @@ def rows_at(leaf: Any, places: np.ndarray[Any, Any], where: Callable[[], str]) -
         raise
 
 
-# JAX's indexing would copy places itself, which `jax.transfer_guard("disallow")` refuses.
-
-
 @jax.jit
 def _rows_at(leaf: jax.Array, places: jax.Array) -> jax.Array:
+    """Some rows. JAX's indexing would copy places itself, which `jax.transfer_guard` may refuse."""
     return leaf[places]
 
 
