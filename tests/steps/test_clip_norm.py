@@ -185,6 +185,13 @@ def test_what_is_no_norm_is_refused(wrong):
         mt.train_step(losses, optax.sgd(0.1), clip_norm=wrong)
 
 
+@pytest.mark.parametrize("as_array", [jnp.float32, np.float32, np.asarray])
+def test_the_norm_may_be_an_array_of_one_number(as_array):
+    state, _ = train(as_array(2.25), WAYS["fast"], batches=BATCHES[:1])
+    plain, _ = train(2.25, WAYS["fast"], batches=BATCHES[:1])
+    assert mt.fingerprint(state) == mt.fingerprint(plain)
+
+
 def test_the_trainer_clips_too():
     def batches(first):
         return iter(BATCHES[first:])
