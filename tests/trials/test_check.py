@@ -338,6 +338,23 @@ def test_gradients_are_compared_where_only_a_backward_rule_meets():
     assert check_parallel(lambda w, x: losses(shared(w), x), VECTOR, X)
 
 
+def wrong_once_compiled(w, x):
+    """As the gradient of a maximum, where XLA rounds one number in two ways."""
+    try:
+        float(x[0, 0])
+    except jax.errors.ConcretizationTypeError:
+        return straight_through(w, x)
+    return (x @ w - 1) ** 2
+
+
+@pytest.mark.slow
+def test_a_gradient_that_only_the_compiled_program_has_is_not_blamed_on_the_function():
+    """Lie: a wrong gradient that XLA made is put down to a backward rule."""
+    (problem,) = check_parallel(wrong_once_compiled, VECTOR, X).problems
+    assert problem.kind == "gradient"
+    assert "That is XLA's rounding" in problem.message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [clipped_by_all_rows, straight_through])
 def test_gradients_are_compared(fn):

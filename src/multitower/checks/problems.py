@@ -185,6 +185,13 @@ GRADIENT = (
     "gradient depend on that row alone. (If a rule returns the sum of a weight's gradient over "
     'the towers, divide it by jax.lax.axis_size("towers"): towers add up what each returns.)'
 )
+COMPILED = (
+    "as one compiled program, the loss has another gradient when the batch is cut into {num} "
+    "towers; computed operation by operation, it has not. That is XLA's rounding, not your "
+    "function: jnp.max and jnp.min pass their gradient to the numbers that equal the result, and a "
+    "compiled program may compute such a number twice, with other last bits, and find none that "
+    "does. Write jnp.max(jax.lax.optimization_barrier(x)) in place of jnp.max(x)."
+)
 BACKWARD = (
     "a backward rule (jax.custom_vjp) brings rows together, as a norm of the gradients of all rows "
     "does, or changes a sum over them otherwise than by a factor, as clipping the gradient of a "

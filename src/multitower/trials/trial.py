@@ -224,8 +224,14 @@ class Trial:
         rows = self.parts.num_rows
         return read_tower(by_kind, *given, batch_rows=rows, times=times, again=again)
 
-    def gradients(self, ways: Sequence[Towers]) -> list[dict[str, tuple[Any, Any]]]:
+    def gradients(
+        self, ways: Sequence[Towers], *, compiled: bool = True
+    ) -> list[dict[str, tuple[Any, Any]]]:
         """The gradient of the loss over all towers, for each way to cut the batch.
+
+        Args:
+            ways: the towers, for each way.
+            compiled: as one program, as in a real call; else operation by operation.
 
         Returns:
             For each way, by name of each float of the first argument, if that is shared: the
@@ -239,7 +245,7 @@ class Trial:
             loss = self._call(rows, here, shared).leaves[0]
             return share_of(loss, here, len(rows[0]), self.reduction, weights)
 
-        differentiate = jax.jit(jax.grad(share))
+        differentiate = jax.jit(jax.grad(share)) if compiled else jax.grad(share)
         found: list[dict[str, tuple[Any, Any]]] = []
         for towers in ways:
             weights = self._weights_of_ratio(towers)

@@ -8,6 +8,7 @@ import numpy as np
 from multitower.checks.first_look import Read, surely
 from multitower.checks.flow import Flow
 from multitower.checks.problems import (
+    COMPILED,
     GRADIENT,
     MIXED,
     NOT_REPEATABLE,
@@ -113,21 +114,35 @@ def _gradients(
 ) -> list[Problem]:
     """Compares the gradients of a loss whose values agree."""
     here = trial.whole(num_rows)
+    relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
+    of_loss = _OF_LOSS * _largest(whole.leaves[0])
+
+    def parting(*, compiled: bool) -> str | None:
+        wanted, *found = trial.gradients([[here], *ways], compiled=compiled)
+        return _parting(wanted, found, relative, of_loss)
+
     try:
-        wanted, *found = trial.gradients([[here], *ways])
+        name = parting(compiled=True)
+        if name is None:
+            return []
+        message = GRADIENT if parting(compiled=False) else COMPILED
     except Exception:  # a loss that cannot be differentiated, such as one with a while loop
         return []
+    output = f"{whole.names[0]}'s gradient with respect to {name}"
+    place = flow.places[0] if flow.places else None
+    return [Problem("gradient", output, place, message.format(num=len(ways[0])))]
+
+
+def _parting(wanted: Any, found: Sequence[Any], relative: float, of_loss: float) -> str | None:
+    """The name of a gradient that is not the wanted one in some way to cut the batch."""
     sizes = [_largest(sizes) for cut in found for _, sizes in cut.values()]
-    relative = _COARSE if trial.is_coarse(*here) else _TOLERANCE
-    tolerance = relative * max(sizes, default=0.0) + _OF_LOSS * _largest(whole.leaves[0])
+    tolerance = relative * max(sizes, default=0.0) + of_loss
     for cut in found:
         for name, (gradient, _) in cut.items():
             pair = numbers_of(gradient), numbers_of(wanted[name][0])
             if not np.allclose(*pair, rtol=0, atol=tolerance, equal_nan=True):
-                output = f"{whole.names[0]}'s gradient with respect to {name}"
-                place = flow.places[0] if flow.places else None
-                return [Problem("gradient", output, place, GRADIENT.format(num=len(ways[0])))]
-    return []
+                return name
+    return None
 
 
 def _largest(value: Any) -> float:
