@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
+from multitower.training.fitting.hyperparameters import use_edited
 from multitower.training.same_run import check_same_run, describe_run
 
 X = np.linspace(-1, 1, 16, dtype=np.float32)
@@ -107,7 +108,10 @@ def test_numbers_that_an_optimizer_keeps_in_its_state_count(tmp_path):
     make = optax.inject_hyperparams(optax.adam)
     fit(tmp_path, make(0.1))
     assert fit(tmp_path, make(0.1), steps=3).step == 3
-    with pytest.raises(mt.RunError, match=r"another first optimizer state: .*0\.1.* has .*0\.2"):
+    with pytest.raises(
+        mt.RunError,
+        match=r"another optimizer\.hyperparams\['learning_rate'\]: the run there has 0\.1, this one has 0\.2",
+    ):
         fit(tmp_path, make(0.2), steps=4)
 
 
@@ -228,13 +232,47 @@ def test_an_allowed_change_of_what_the_state_holds_is_made(way, tmp_path):
         assert np.unique(found["b2"]) == np.float32(0.99)
 
 
+EDITS = {
+    "freeze one": ({"a": 0.25, "b": 0.5}, {"a": 0.0, "b": 0.5}),
+    "swap": ({"a": 0.25, "b": 0.5}, {"a": 0.5, "b": 0.25}),
+    "what another has": ({"a": 0.25, "b": 0.5, "c": 0.5, "d": 0.5}, dict.fromkeys("abcd", 0.5)),
+    "sign": ({"a": 0.25, "b": 0.5}, {"a": -0.25, "b": 0.5}),
+    "sixty": (
+        {f"w{number}": 1 / (1 + number) for number in range(60)},
+        {f"w{number}": 0.5 / (1 + number) for number in range(60)},
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_every_edit_is_noticed_by_name_and_made_if_allowed(edit):
+    """Lie: "with the new value", and what keeps its size, or is 0, or is one of many, is old."""
+
+    def of(rates):
+        groups = {name: injected(rate) for name, rate in rates.items()}
+        optimizer = optax.multi_transform(groups, {name: name for name in rates})
+        weights = {name: np.ones(2, np.float32) for name in rates}
+        state = mt.train_step(lambda w, x: x, optimizer, devices=1).init(weights)
+        saved = json.loads(json.dumps(describe_run(optimizer, weights, {})))
+        return state, saved
+
+    (before, there), (after, here) = map(of, EDITS[edit])
+    name = next(name for name, rate in EDITS[edit][0].items() if rate != EDITS[edit][1][name])
+    with pytest.raises(mt.RunError, match=rf"optimizer\.inner_states\['{name}'\]\.inner_state\.h"):
+        check_same_run(there, here, "runs/a")
+    use_edited(before, after, there, here)
+    groups = before.opt_state.inner_states.items()
+    rates = {name: one.inner_state.hyperparams["learning_rate"] for name, one in groups}
+    assert rates == {name: np.float32(rate) for name, rate in EDITS[edit][1].items()}
+
+
 @pytest.mark.slow
 def test_the_outer_learning_rate_of_local_updates_counts_too(tmp_path):
     # The lie: an edited outer learning rate is not noticed, and the old one is used.
     outer = optax.inject_hyperparams(optax.sgd)
     local = {"sync_every": 2, "devices": 2}
     fit(tmp_path, injected(0.1), outer_optimizer=outer(0.7), **local)
-    with pytest.raises(mt.RunError, match=r"first outer_optimizer state.* 0.7, this one has 0.25"):
+    with pytest.raises(mt.RunError, match=r"outer_optimizer\.hyperparams.* 0.7, this one has 0.25"):
         fit(tmp_path, injected(0.1), 4, outer_optimizer=outer(0.25), **local)
     state = fit(
         tmp_path, injected(0.1), 4, outer_optimizer=outer(0.25), allow_changes=True, **local

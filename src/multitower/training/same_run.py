@@ -22,6 +22,7 @@ from multitower.hardware.configuration import uses_onednn
 from multitower.hardware.provenance import versions
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.state.fingerprint import fingerprint
+from multitower.training.fitting.hyperparameters import first_values
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"
@@ -68,11 +69,10 @@ def describe_run(
     settings = {**settings, _OPTIMIZER: optimizer}
     found = {name: described(value) for name, value in settings.items()}
     # With optax.inject_hyperparams the learning rate is in the state, not a constant of the update.
-    found |= {
-        _FIRST_STATE.format(name): _program(jax.make_jaxpr(value.init)(shapes))
-        for name, value in settings.items()
-        if hasattr(value, "init")
-    }
+    for name, value in settings.items():
+        if hasattr(value, "init"):
+            found |= first_values(value, shapes, name)
+            found[_FIRST_STATE.format(name)] = _program(jax.make_jaxpr(value.init)(shapes))
     found["onednn"] = uses_onednn()
     config: Any = jax.config  # its options are not in its type
     found |= {name: getattr(config, name, None) for name in _OF_JAX}
@@ -117,21 +117,6 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: Any)
             f"{where} holds a run with another {name}: the run there has {there}, this one has "
             f"{here}. {_WAY_OUT}"
         )
-
-
-def edited_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[float]:
-    """The sizes of the numbers in an optimizer's first state that a checkpoint's run had not.
-
-    Args:
-        saved: settings saved with the checkpoint; empty if there are none.
-        now: settings of this run, from `describe_run`.
-        name: the optimizer's name among them.
-    """
-    first = _FIRST_STATE.format(name)
-    if first not in saved or first not in now:
-        return []
-    old, new = (Counter(run[first]["numbers"]) for run in (saved, now))
-    return list(new - old)
 
 
 def describe_arrays(untrained: Any) -> dict[str, Any]:

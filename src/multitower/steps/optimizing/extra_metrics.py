@@ -81,7 +81,7 @@ def learning_rate_in(opt_state: Any) -> Any:
     Raises:
         ArgumentError: the state holds no learning rate, or several.
     """
-    found = [node.hyperparams[RATE] for node in holders(opt_state) if RATE in node.hyperparams]
+    found = [node.hyperparams[RATE] for _, node in holders(opt_state) if RATE in node.hyperparams]
     if len(found) != 1:
         many = f"holds {len(found)} of them" if found else "does not hold it"
         raise ArgumentError(

@@ -140,9 +140,18 @@ def holds(node: Any) -> bool:
     return isinstance(getattr(node, "hyperparams", None), Mapping)
 
 
-def holders(tree: Any) -> Iterator[Any]:
-    """Yields the states of `optax.inject_hyperparams` in an optimizer's state, outer ones first."""
-    for node in jax.tree.leaves(tree, is_leaf=holds):
+def holders(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """The states of `optax.inject_hyperparams` in an optimizer's state, outer ones first.
+
+    Args:
+        tree: the optimizer's state.
+        where: its name, with which the place of each of them begins.
+
+    Yields:
+        Where in the tree it is, such as `.inner_states['head'].inner_state`, and the state.
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=holds):
         if holds(node):
-            yield node
-            yield from holders(getattr(node, "inner_state", ()))
+            place = where + jax.tree_util.keystr(path)
+            yield place, node
+            yield from holders(getattr(node, "inner_state", ()), f"{place}.inner_state")

@@ -65,7 +65,7 @@ def momenta_in(opt_state: Any) -> list[Any]:
         ArgumentError: the state holds no momentum, or a schedule sets it.
     """
     found: list[Any] = []
-    for node in holders(opt_state):
+    for _, node in holders(opt_state):
         name = _name_in(node)
         if name in getattr(node, "hyperparams_states", {}):
             raise ArgumentError(

@@ -1,6 +1,5 @@
 """Where a run begins: at its newest checkpoint, if there is one and it belongs to this run."""
 
-import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -105,7 +104,7 @@ def begin_at(
         CheckpointError: the checkpoint cannot be read.
     """
     # Importing stays quick.
-    from multitower.training.same_run import check_same_run, edited_numbers  # noqa: PLC0415
+    from multitower.training.same_run import check_same_run  # noqa: PLC0415
 
     where = checkpoints.directory
     if not how.resume:
@@ -116,7 +115,7 @@ def begin_at(
     first, state, _ = checkpoints.restore(like=like, allow_previous=how.allow_previous)
     saved = checkpoints.run_of(first)
     if how.allow_changes:
-        use_edited(state, like, functools.partial(edited_numbers, saved, run))
+        use_edited(state, like, saved, run)
         saved = {}
     check_same_run(saved, run, where)
     if first > how.steps:
