@@ -69,6 +69,22 @@ def test_batches_of_integers_and_floats_give_floats_of_jax():
     np.testing.assert_array_equal(found, [0, 2, 4, 6, 1, 3])
 
 
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "legacy"])
+def test_law_l6_every_chunk_draws_its_own_random_numbers(key):
+    """Lie: a Monte Carlo score of all rows, from the random numbers of one chunk."""
+    rows = np.zeros((24, 2), np.float32)
+    draw = lambda params, batch: jax.random.normal(batch["key"], batch["x"].shape[:1])
+    drawn = [
+        mt.predict(draw, 0.0, {"x": rows, "key": key}, global_batch=8, towers=4, devices=devices)
+        for devices in (1, 4)
+    ]
+    np.testing.assert_array_equal(*drawn)
+    assert len(set(drawn[0].tolist())) == 24
+    batches = iter([{"x": rows[:8], "key": key}] * 3)
+    again = mt.predict(draw, 0.0, batches, global_batch=8, towers=4, devices=1)
+    np.testing.assert_array_equal(again, drawn[0])
+
+
 def test_all_chunks_share_one_program():
     # The lie: seconds of compilation for the last chunk of a run of minutes.
     traced = []

@@ -1,5 +1,6 @@
 """Chunks: the rows of a data set, or of an iterator of batches, `global_batch` at a time."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,7 @@ from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import place
 from multitower.towers.refusals import path_of
-from multitower.towers.rows import Parts, take_apart
+from multitower.towers.rows import KEY, Parts, take_apart
 from multitower.towers.same_call import check_alike
 from multitower.towers.split import on_one_device, rows_at
 
@@ -68,7 +69,8 @@ def chunks(data: Any, global_batch: int, where: Where) -> Iterator[Chunk]:
     """Yields the rows in their order, each once, in chunks.
 
     Args:
-        data: a pytree of arrays with one example per row, or an iterator of such batches.
+        data: a pytree of arrays with one example per row, or an iterator of such batches. A PRNG
+            key beside them is another one in every chunk.
         global_batch: rows of a chunk, 1 or more; chunks are smaller if the data, or the first
             batch, have fewer rows.
         where: where they will be scored; for stages they stay on the host.
@@ -80,10 +82,11 @@ def chunks(data: Any, global_batch: int, where: Where) -> Iterator[Chunk]:
     global_batch = whole_number("global_batch", global_batch, 1, BatchError)
     place = None if where.stages else where.place
     size: int | None = None
+    numbers = itertools.count()
     for batch in data if is_iterator(data) else [data]:
         parts = take_apart(batch, 0, name="data")
         size = size or min(global_batch, parts.num_rows)
-        yield from _of_batch(jax.tree.map(on_one_device, batch), parts, size, place)
+        yield from _of_batch(jax.tree.map(on_one_device, batch), parts, size, place, numbers)
     if size is None:
         raise BatchError("the iterator of batches is empty: there is no example to look at.")
 
@@ -118,17 +121,29 @@ def num_rows_of_all(data: Any) -> int | None:
 
 
 def _of_batch(
-    batch: Any, parts: Parts, size: int, place: Callable[[LazyRows], Any] | None
+    batch: Any,
+    parts: Parts,
+    size: int,
+    place: Callable[[LazyRows], Any] | None,
+    numbers: Iterator[int],
 ) -> Iterator[Chunk]:
-    num_rows, (leaves, treedef) = parts.num_rows, jax.tree.flatten(batch)
-    has_rows = [isinstance(kind, int) for kind in parts.split.kinds]
+    num_rows, (given, treedef) = parts.num_rows, jax.tree.flatten(batch)
+    kinds = parts.split.kinds
+    has_rows = [isinstance(kind, int) for kind in kinds]
     name = lambda number: lambda: path_of(batch, number, "data")
     for start in range(0, num_rows, size):
         # The last chunk is padded with rows of the same batch, so that it fits the compiled
         # program; their results are dropped when they are read.
         places = np.arange(start, start + size) % num_rows
+        # One key for all rows: with it as it is, every chunk would draw the same numbers.
+        key = functools.partial(jax.random.fold_in, data=next(numbers))
+        leaves = [key(x) if kind == KEY else x for x, kind in zip(given, kinds, strict=True)]
 
-        def some(own: np.ndarray[Any, Any], places: np.ndarray[Any, Any] = places) -> Any:
+        def some(
+            own: np.ndarray[Any, Any],
+            places: np.ndarray[Any, Any] = places,
+            leaves: list[Any] = leaves,
+        ) -> Any:
             each = enumerate(zip(leaves, has_rows, strict=True))
             return treedef.unflatten(
                 [rows_at(x, places[own], name(n)) if by_row else x for n, (x, by_row) in each]

@@ -68,7 +68,8 @@ def evaluate(
             them in `metrics` with `training=False` or the like.
         dataset: a pytree of NumPy arrays with one example per row on axis 0; or an iterator of such
             batches, such as a data loader of another library, for data that do not fit into memory.
-            Batches may differ in size. Every process must get the same batches.
+            Batches may differ in size. Every process must get the same batches. If there is one
+            PRNG key for all rows, every tower gets a different one, in every chunk.
         global_batch: rows to score at a time, 1 or more. Larger batches of an iterator are scored
             in parts, smaller ones are padded with rows that do not count.
         model_state: passed to `metrics`, if it takes it; whole on every device.

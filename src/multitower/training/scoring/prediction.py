@@ -56,7 +56,8 @@ def predict(
         params: the first argument of `fn`, whole on every device. NNX and Equinox modules are
             copied and run in evaluation mode, as by `multitower.evaluate`.
         data: a pytree of arrays with one example per row on axis 0; or an iterator of such batches,
-            which may differ in size. Every process must pass the same data.
+            which may differ in size. Every process must pass the same data. If there is one PRNG
+            key for all rows, every tower gets a different one, in every chunk.
         global_batch: rows to compute at a time, 1 or more.
         model_state: passed to `fn`, if it takes it; whole on every device.
         devices: as for `multitower.devices`.
