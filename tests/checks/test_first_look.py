@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import multitower as mt
 from multitower.checks import row_flow
@@ -1227,6 +1228,18 @@ def test_a_table_in_a_batch_is_told():
     step = mt.train_step(loss, optax.sgd(0.1), devices=2)
     with pytest.warns(mt.MultitowerWarning, match=r"batch\['weights'\] \(gather .*like in a table"):
         step(step.init(W), batch)
+
+
+def test_a_callback_without_a_result_keeps_no_loss_from_being_looked_at():
+    """Lie: a counter of rows in a loss, and nothing is said of the mean beside it."""
+
+    def loss(w, x):
+        io_callback(lambda x: None, None, x)
+        return centred(w, x)
+
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together") as told:
+        look_at(mt.value_and_grad(loss, devices=2), X)
+    assert len(told) == 1
 
 
 def of_the_batch(w, x):

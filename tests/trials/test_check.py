@@ -338,6 +338,20 @@ def test_gradients_are_compared_where_only_a_backward_rule_meets():
     assert check_parallel(lambda w, x: losses(shared(w), x), VECTOR, X)
 
 
+@pytest.mark.slow
+def test_an_array_that_gives_every_row_its_loss_is_no_table():
+    """Lie: "give every tower the whole of x", where another argument keeps the loss cut."""
+
+    def loss(w, batch):
+        none = jax.ShapeDtypeStruct((), np.float32)
+        found = losses(w, batch["x"])
+        counted = jax.pure_callback(lambda y: np.float32(0), none, batch["y"])
+        return found / found.mean() + counted
+
+    (problem,) = check_parallel(loss, VECTOR, {"x": X, "y": X[:, 0]}).problems
+    assert problem.kind == "mixed rows"
+
+
 def wrong_once_compiled(w, x):
     """As the gradient of a maximum, where XLA rounds one number in two ways."""
     try:

@@ -215,6 +215,8 @@ class _Reader:
             return found
         if name in operations.INTO_REFS and any(flow.word != "free" for flow in inputs):
             self.unread.append(self.where(equation))
+        if not equation.outvars:  # a callback that returns nothing
+            return []
         inputs = self._without_empty(equation, inputs)
         plain = lambda flows: self._result(equation, name, flows)
         found = in_order(equation, inputs, plain, self)

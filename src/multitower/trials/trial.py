@@ -170,6 +170,14 @@ class Trial:
         found = _apart(jax.vmap(run, axis_name=AXIS)(_together(towers)), len(towers))
         return [known[-1]._replace(leaves=leaves, states=states) for leaves, states in found]
 
+    def has_loss(self, tower_rows: int) -> bool:
+        """Whether the first result of a tower is a loss: one number, or one for each of its rows.
+
+        Args:
+            tower_rows: the number of rows of a tower.
+        """
+        return self.run(self.towers(tower_rows)[:1])[0].has_loss
+
     def _run(self, rows: list[Any], here: Tower) -> Found:
         found = self._call(rows, here)
         leaves = [sums_of(x, here, len(rows[0])) if is_ratio(x) else x for x in found.leaves]

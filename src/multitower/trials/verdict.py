@@ -174,7 +174,7 @@ def _blame_tables(
 
 def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: Read | None) -> bool:
     """Whether there is no problem if every tower gets this leaf whole, and still uses its rows."""
-    trial = trial.sharing(leaf)
+    whole, trial = trial, trial.sharing(leaf)
     shared = trial.reading()
     if shared is None:
         return False
@@ -184,6 +184,9 @@ def _is_right_without_cutting(trial: Trial, leaf: int, tower_rows: int, read: Re
     ):
         return False
     try:
+        # With all rows in every tower, there would be a loss for each of them.
+        if whole.has_loss(whole.parts.num_rows) and not trial.has_loss(tower_rows):
+            return False
         return not _values(trial, tower_rows, shared)
     except Exception:  # the whole leaf does not fit the rows of other arguments
         return False
