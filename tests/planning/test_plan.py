@@ -231,6 +231,12 @@ def test_advice_names_the_smallest_change():
     assert "makes it fit is towers=8: 60 B" in advise(several, 60)
     assert "makes it fit is stages=2: 20 B" in advise(several, 59)
     assert advise(several, 19).startswith("Nothing fits on a device with 19 B: stages=2 needs")
+    assert advise(several, None).endswith("stages=2 needs least: 20 B.")
+    best_first = "Without any option a device needs 100 B"
+    assert advise(several[:1], None) == f"{best_first}."
+    assert (
+        advise([*several[:1], layout_of(120)], None) == f"{best_first}, the least of these layouts."
+    )
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,9 @@ class ValueAndGrad(NamedTuple):
             if jax.tree.leaves(given[argnum]):
                 raise ArgumentError(
                     f"in_axes={self.in_axes!r} splits {arguments.positional(argnum)}, which is to "
-                    "be differentiated: parameters are shared by all towers. Put None there."
+                    "be differentiated: parameters are shared by all towers. Put None there. For a "
+                    "gradient with respect to rows, such as a saliency map, write "
+                    "mt.make_parallel(jax.grad(...)), where ... returns the sum over the rows."
                 )
         return tuple(given), 0, of_rows
 

@@ -71,7 +71,7 @@ def local_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pl
         if used > 1:  # the sums of the metrics, to the first device
             sent = sent.plus(Traffic(spread.slots * sum(metrics), spread.slots * len(metrics)))
         chosen = {"towers": towers, "sync_every": options.sync_every}
-        yield make_layout(room, chosen, (took, sent), note=_idle(room, used))
+        yield make_layout(room, chosen, (took, sent), note=room.idle_in_words(used))
 
 
 def _local_memory(given: Planned, spread: Spread, rows: int, working: int, update: int) -> Memory:
@@ -122,7 +122,7 @@ def rotation_layouts(
         chosen: dict[str, Any] = {"towers": towers, "updates": "asynchronous"}
         chosen["max_staleness"] = len(turns.groups) - 1
         found = _rotation(given, programs, turns)
-        yield make_layout(room, chosen, found, note=_idle(room, used))
+        yield make_layout(room, chosen, found, note=room.idle_in_words(used))
     if len(refused) == len(counts):
         raise ArgumentError(" ".join(refused))
     notes.extend(refused)
@@ -275,7 +275,3 @@ def _once(programs: Programs, key: Any, compile_it: Callable[[], Any]) -> Any:
     if key not in programs.apart:
         programs.apart[key] = compile_it()
     return programs.apart[key]
-
-
-def _idle(room: Room, used: int) -> str:
-    return f"{room.num_devices - used} devices stay idle" if used < room.num_devices else ""

@@ -75,6 +75,11 @@ class Room:
         """The number of devices on all machines."""
         return self.devices * self.machines
 
+    def idle_in_words(self, used: int) -> str:
+        """What is said of devices without a tower, if this many have some."""
+        idle = self.num_devices - used
+        return f"{idle} device{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 else ""
+
     def tower_counts(self, num_rows: int) -> list[int]:
         """The numbers of towers to plan for a batch of this many rows."""
         if self.towers is not None:
@@ -142,7 +147,7 @@ def tower_layouts(
             return
         used = min(towers, room.num_devices)
         spread = Spread.of(used, towers)
-        idle = f"{room.num_devices - used} devices stay idle" if used < room.num_devices else ""
+        idle = room.idle_in_words(used)
         tower = (num_bytes(row_shapes(given.batch, tower_rows)), program.buffers, program.temporary)
         took = memory.with_towers(state, tower, programs.update, spread)
         sent = traffic.with_towers(program.buffers, spread)

@@ -83,6 +83,9 @@ def advise(
     first = layouts[0]
     least = min(layouts, key=lambda one: one.total_bytes)
     begin = f"With {named(first.options)}" if len(first.options) > 1 else "Without any option"
+    if memory_bytes is None and least is first:
+        others = ", the least of these layouts" if len(layouts) > 1 else ""
+        return f"{begin} a device needs {in_words(first.total_bytes)}{others}."
     if memory_bytes is None:
         return (
             f"{begin} a device needs {in_words(first.total_bytes)}. "

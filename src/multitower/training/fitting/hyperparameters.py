@@ -81,4 +81,4 @@ def _for_json(value: Any) -> Any:
     numbers = np.asarray(value)
     if numbers.dtype.kind not in "biu":  # 0.1, and not all digits of the float32 nearest to it
         numbers = np.array([float(str(x)) for x in numbers.ravel()]).reshape(numbers.shape)
-    return np.where(np.isnan(numbers), None, numbers).tolist()
+    return np.where(np.isnan(numbers), np.array(None), numbers).tolist()
