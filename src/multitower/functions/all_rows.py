@@ -66,7 +66,8 @@ def row_index(x: Any) -> jax.Array:
     """Returns the positions of the rows of `x` in the whole batch.
 
     Inside tower `t` of `n` rows each it is `t * n + jnp.arange(n)`; outside it is
-    `jnp.arange(len(x))`. Row i of `x` is row `row_index(x)[i]` of `all_rows(x)`.
+    `jnp.arange(len(x))`. Row i of `x` is row `row_index(x)[i]` of `all_rows(x)`. In `evaluate` and
+    `predict` the batch is a chunk of `global_batch` rows.
 
     Args:
         x: an array with rows on axis 0, or a pytree of them.
