@@ -1,5 +1,6 @@
 """Finds why a function is not safe to run data parallel, by trying all rows and single towers."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,11 +124,13 @@ def _gradients(
 
     try:
         name = parting(compiled=True)
-        if name is None:
-            return []
-        message = GRADIENT if parting(compiled=False) else COMPILED
     except Exception:  # a loss that cannot be differentiated, such as one with a while loop
         return []
+    if name is None:
+        return []
+    message = GRADIENT
+    with contextlib.suppress(Exception):  # a program that works as a whole only
+        message = GRADIENT if parting(compiled=False) else COMPILED
     output = f"{whole.names[0]}'s gradient with respect to {name}"
     place = flow.places[0] if flow.places else None
     return [Problem("gradient", output, place, message.format(num=len(ways[0])))]

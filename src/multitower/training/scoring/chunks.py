@@ -1,6 +1,5 @@
 """Chunks: the rows of a data set, or of an iterator of batches, `global_batch` at a time."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -135,9 +134,11 @@ def _of_batch(
         # The last chunk is padded with rows of the same batch, so that it fits the compiled
         # program; their results are dropped when they are read.
         places = np.arange(start, start + size) % num_rows
-        # One key for all rows: with it as it is, every chunk would draw the same numbers.
-        key = functools.partial(jax.random.fold_in, data=next(numbers))
-        leaves = [key(x) if kind == KEY else x for x, kind in zip(given, kinds, strict=True)]
+        number = next(numbers)
+        leaves = [
+            _key_of(number, leaf) if kind == KEY else leaf
+            for leaf, kind in zip(given, kinds, strict=True)
+        ]
 
         def some(
             own: np.ndarray[Any, Any],
@@ -151,6 +152,12 @@ def _of_batch(
 
         rows = some(np.arange(size)) if place is None else place(LazyRows(size, some))
         yield Chunk(rows, min(size, num_rows - start), num_rows % size != 0)
+
+
+def _key_of(number: int, key: Any) -> jax.Array:
+    """The key of a chunk: with one key for all, every chunk would draw the same numbers."""
+    with jax.transfer_guard("allow"):  # the number is copied to the key's device
+        return jax.random.fold_in(key, number)
 
 
 def cached(make: Any, fn: Callable[..., Any], where: Where) -> Any:
