@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import multitower as mt
-from multitower.training.fitting.hyperparameters import use_edited
+from multitower.training.hyperparameters import use_edited
 from multitower.training.same_run import check_same_run, describe_run
 
 X = np.linspace(-1, 1, 16, dtype=np.float32)

@@ -22,7 +22,7 @@ from multitower.hardware.configuration import uses_onednn
 from multitower.hardware.provenance import versions
 from multitower.steps.optimizing.optimizer import call_update
 from multitower.steps.state.fingerprint import fingerprint
-from multitower.training.fitting.hyperparameters import first_values
+from multitower.training.hyperparameters import first_values
 
 _OPTIMIZER = "optimizer"
 _ROWS = "rows"

@@ -11,7 +11,7 @@ from multitower.towers.refusals import shown
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import EarlyStopping
-from multitower.training.fitting.hyperparameters import use_edited
+from multitower.training.hyperparameters import use_edited
 
 
 class Resume(NamedTuple):
