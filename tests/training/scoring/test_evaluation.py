@@ -337,3 +337,10 @@ def test_metrics_that_differ_between_batches_are_refused():
     rows = iter([np.ones((8, 3)), np.ones((8, 2))])
     with pytest.raises(mt.OutputError, match=r"metrics\['x'\] has shape \(2,\) for a row of one"):
         mt.evaluate(lambda w, x: {"x": x * w}, 1.0, rows, global_batch=8, devices=2)
+
+
+def test_a_ratio_beside_a_key_of_two_numbers():
+    """Lie: "2 rows", the numbers of a key of `jax.random.PRNGKey`."""
+    batch = {"key": jax.random.PRNGKey(0), "x": np.arange(8, dtype=np.float32)}
+    metrics = lambda params, batch: {"mean": mt.ratio(batch["x"], jnp.ones(len(batch["x"])))}
+    assert mt.evaluate(metrics, 0.0, batch, global_batch=8, towers=2, devices=1) == {"mean": 3.5}

@@ -17,7 +17,7 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
 from multitower.steps.loss import model_state_for, takes_model_state
-from multitower.towers.leaves import is_key
+from multitower.towers.leaves import is_key, is_legacy_key
 from multitower.towers.surroundings import refuse_traced
 from multitower.training.scoring.chunks import (
     Where,
@@ -127,7 +127,7 @@ def evaluate(
                 part.add(whole_on_host(values)[:num_real])  # host-device sync
 
     each = chunks(dataset, global_batch, where)
-    num_rows = for_each_chunk("metrics", lambda rows: score(shared, rows), read, each)
+    num_rows = for_each_chunk("metrics", lambda rows: score(*shared, rows), read, each)
     sums = {name: [part.total() for part in parts] for name, parts in seen.items()}
     divisor = num_rows if reduction == "mean" else 1
     return {name: _value(parts, num_rows, divisor) for name, parts in sums.items()}
@@ -202,12 +202,14 @@ def _parts(value: Any, num_rows: int) -> Any:
 def _scorer(metrics: Callable[..., Any], where: Where) -> Callable[..., Scores]:
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
 
-    def score_rows(shared: tuple[Any, Any], batch: Any) -> Scores:
-        params, model_state = shared
+    def score_rows(params: Any, model_state: Any, batch: Any) -> Scores:
         with inside_tower():
             found = metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
-        num_rows = next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
+        leaves = sorted(
+            (leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), key=is_legacy_key
+        )
+        num_rows = leaves[0].shape[0]
         _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
-    return make_parallel(score_rows, in_axes=(None, 0), **where._asdict())
+    return make_parallel(score_rows, in_axes=(None, None, 0), **where._asdict())

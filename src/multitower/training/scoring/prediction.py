@@ -110,7 +110,7 @@ def predict(
             progress(done)
 
     each = chunks(data, global_batch, where)
-    for_each_chunk(_RESULT, lambda rows: run(shared, rows), read, each)
+    for_each_chunk(_RESULT, lambda rows: run(*shared, rows), read, each)
     return jax.tree.unflatten(treedef, [_joined(parts) for parts in zip(*found, strict=True)])
 
 
@@ -123,8 +123,7 @@ def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 def _runner(fn: Callable[..., Any], where: Where) -> Callable[..., Any]:
     takes_state = takes_model_state(fn, "the function", "predict")
 
-    def run(shared: tuple[Any, Any], batch: Any) -> Any:
-        params, model_state = shared
+    def run(params: Any, model_state: Any, batch: Any) -> Any:
         found = fn(params, batch, **({"model_state": model_state} if takes_state else {}))
         for path, leaf in jax.tree_util.tree_leaves_with_path(found):
             if is_key(leaf):
@@ -134,4 +133,4 @@ def _runner(fn: Callable[..., Any], where: Where) -> Callable[..., Any]:
                 )
         return found
 
-    return make_parallel(run, in_axes=(None, 0), **where._asdict())
+    return make_parallel(run, in_axes=(None, None, 0), **where._asdict())
