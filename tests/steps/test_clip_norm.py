@@ -186,9 +186,11 @@ def test_what_is_no_norm_is_refused(wrong):
 
 
 @pytest.mark.parametrize("as_array", [jnp.float32, np.float32, np.asarray])
-def test_the_norm_may_be_an_array_of_one_number(as_array):
-    state, _ = train(as_array(2.25), WAYS["fast"], batches=BATCHES[:1])
-    plain, _ = train(2.25, WAYS["fast"], batches=BATCHES[:1])
+def test_the_norm_and_the_decay_may_be_arrays_of_one_number(as_array):
+    state, plain = (
+        train(of(2.25), {**WAYS["fast"], "ema_decay": of(0.5)}, batches=BATCHES[:1])[0]
+        for of in (as_array, float)
+    )
     assert mt.fingerprint(state) == mt.fingerprint(plain)
 
 

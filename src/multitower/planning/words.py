@@ -83,14 +83,11 @@ def advise(
     first = layouts[0]
     least = min(layouts, key=lambda one: one.total_bytes)
     begin = f"With {named(first.options)}" if len(first.options) > 1 else "Without any option"
-    if memory_bytes is None and least is first:
-        others = ", the least of these layouts" if len(layouts) > 1 else ""
-        return f"{begin} a device needs {in_words(first.total_bytes)}{others}."
     if memory_bytes is None:
-        return (
-            f"{begin} a device needs {in_words(first.total_bytes)}. "
-            f"{named(least.options)} needs least: {in_words(least.total_bytes)}."
-        )
+        needs = f"{begin} a device needs {in_words(first.total_bytes)}"
+        if least is first:
+            return f"{needs}, the least of these layouts." if len(layouts) > 1 else f"{needs}."
+        return f"{needs}. {named(least.options)} needs least: {in_words(least.total_bytes)}."
     there = f"a device with {in_words(memory_bytes)}"
     if first.fits(memory_bytes):
         return f"{begin} it fits on {there}: {in_words(first.total_bytes)}."

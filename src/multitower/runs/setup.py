@@ -22,11 +22,11 @@ from multitower.runs.pipeline import describe_pipeline
 from multitower.steps.optimizing.extra_metrics import RATE
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.leaves import as_python
 from multitower.towers.rows import take_apart
 from multitower.training.checkpoints.best import check_score
 from multitower.training.fitting.calls import Call, Feeding
 from multitower.training.fitting.epochs import steps_in
-from multitower.training.fitting.settings import as_python
 from multitower.training.scoring.chunks import is_iterator
 from multitower.training.trainer import Trainer
 

@@ -4,12 +4,11 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 
 from multitower.errors import ArgumentError, whole_number
 from multitower.steps.parts import EmaDecay, ShardOptions
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.leaves import are_traced, is_traced
+from multitower.towers.leaves import are_traced, as_python
 from multitower.towers.refusals import is_number
 from multitower.towers.rows import Parts
 
@@ -22,7 +21,7 @@ def check_numbers(
     Raises:
         ArgumentError: a value is out of range; the message names it.
     """
-    ema_decay, clip_norm = _as_number(ema_decay), _as_number(clip_norm)
+    ema_decay, clip_norm = as_python(ema_decay), as_python(clip_norm)
     if is_number(ema_decay):
         ema_decay = float(ema_decay)  # one of NumPy would set the dtype of the average
     is_share = isinstance(ema_decay, float) and 0 <= ema_decay <= 1
@@ -41,12 +40,6 @@ def check_numbers(
             f"clip_norm={clip_norm!r}: it must be a number above 0, such as 1.0, or None."
         )
     return ema_decay, global_batch, float(clip_norm)
-
-
-def _as_number(value: Any) -> Any:
-    """What an array without axes holds, such as `jnp.float32(1.0)`; all else as it is."""
-    is_array = isinstance(value, jax.Array | np.ndarray) and not is_traced(value)
-    return value.item() if is_array and value.ndim == 0 else value
 
 
 def check_shards(

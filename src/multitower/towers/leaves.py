@@ -27,6 +27,12 @@ def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, Tracer)
 
 
+def as_python(value: Any) -> Any:
+    """A number or flag of NumPy or JAX as Python's, which JSON can hold; others as they are."""
+    is_array = isinstance(value, np.generic | np.ndarray | jax.Array) and not is_traced(value)
+    return value.item() if is_array and np.ndim(value) == 0 else value
+
+
 def are_traced(leaves: Iterable[Any]) -> bool:
     """Whether what is computed from these leaves is traced.
 

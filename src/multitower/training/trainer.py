@@ -20,6 +20,7 @@ from multitower.steps.rotation.options import StaleScale, Updates
 from multitower.steps.state.train_state import TrainState, check_is_state
 from multitower.steps.step import TrainStep
 from multitower.steps.train import train_step
+from multitower.towers.leaves import as_python
 from multitower.training.checkpoints.best import BestCheckpoint
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping, Patience
@@ -170,7 +171,6 @@ class Trainer:
         from multitower.training.fitting.settings import (  # noqa: PLC0415 (importing stays quick)
             Kept,
             as_hooks,
-            as_python,
             check_settings,
             settings_that_decide,
             steps_per_call_of,
@@ -523,8 +523,6 @@ class Trainer:
 
         Not what ends a run early: process 0 decides that for all.
         """
-        from multitower.training.fitting.settings import as_python  # noqa: PLC0415 (importing stays quick)
-
         best = self._best
         rhythm = {
             "steps": call.how.steps,

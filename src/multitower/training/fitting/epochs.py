@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from multitower.errors import ArgumentError, RunError, whole_number
-from multitower.training.fitting.settings import as_python
+from multitower.towers.leaves import as_python
 
 # `TrainState.step` is int32.
 MOST_STEPS = 2**31 - 1

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from multitower.errors import ArgumentError, whole_number
 from multitower.processes.together import are_several
 from multitower.steps.local.options import default_outer_optimizer
 from multitower.steps.precision import check_compute_dtype
+from multitower.towers.leaves import as_python
 from multitower.training.checkpoints.best import warn_of_worst
 from multitower.training.fitting.early_stopping import RULE, EarlyStopping
 from multitower.training.profile import check_profile
@@ -101,12 +101,6 @@ def as_hooks(hooks: Any) -> list[Hook]:
         if not callable(hook):
             raise ArgumentError(f"hooks has {hook!r}: a hook is a function of an mt.Progress.")
     return found
-
-
-def as_python(value: Any) -> Any:
-    """A number or flag of NumPy or JAX as Python's, which JSON can hold; others as they are."""
-    is_number = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
-    return value.item() if is_number else value
 
 
 def settings_that_decide(options: Mapping[str, Any], on_nonfinite: str) -> dict[str, Any]:

@@ -205,10 +205,9 @@ def _scorer(metrics: Callable[..., Any], where: Where) -> Callable[..., Scores]:
     def score_rows(params: Any, model_state: Any, batch: Any) -> Scores:
         with inside_tower():
             found = metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
-        leaves = sorted(
-            (leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), key=is_legacy_key
-        )
-        num_rows = leaves[0].shape[0]
+        # What looks like a key of jax.random.PRNGKey counts rows only if there is nothing else.
+        with_axes = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
+        num_rows = min(with_axes, key=is_legacy_key).shape[0]
         _check(found, num_rows)
         return {name: _parts(value, num_rows) for name, value in found.items()}
 
