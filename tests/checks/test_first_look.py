@@ -999,6 +999,25 @@ def test_a_state_that_holds_rows_is_told(loss):
     assert (wrong != on_one_device).any()
 
 
+def first(w, batch, *, model_state):
+    return losses(w, batch), {}, model_state.at[: len(batch)].set(batch)
+
+
+def shifted(w, batch, *, model_state):
+    return losses(w, batch), {}, jnp.concatenate([batch, model_state[: -len(batch)]])
+
+
+@pytest.mark.parametrize("loss", [first, shifted])
+def test_a_state_that_holds_rows_and_is_short_is_told(loss):
+    # The lie: the mean of different rows; and it cannot be read with more rows than it has.
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    state = step.init(W, model_state=jnp.zeros((16, 3)))
+    with pytest.warns(mt.MultitowerWarning, match="it is kept .* holds rows"):
+        step(state, X)
+    report = mt.check_parallel(loss, W, X, model_state=jnp.zeros((16, 3)))
+    assert "holds rows" in str(report)
+
+
 APART = {"towers": 4, "sync_every": 2, "outer_optimizer": optax.sgd(1.0)}
 IN_TURNS = {"towers": 4, "updates": "asynchronous"}
 
@@ -1092,6 +1111,51 @@ def test_what_mixes_rows_is_told(loss, options, said):
     # The lie: 4.12 becomes 2.16, and nobody is told.
     with pytest.warns(mt.MultitowerWarning, match=said):
         look_at(mt.value_and_grad(loss, devices=2, **options), X)
+
+
+def in_a_buffer(w, x):
+    z = x * w
+    buffer = jnp.zeros((16, 3)).at[: len(x)].set(z - z.mean(0))
+    return buffer[: len(x)].sum(1) ** 2
+
+
+def with_labels(w, x):
+    z = x * w
+    return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(16)[: len(x)])
+
+
+@pytest.mark.parametrize("loss", [in_a_buffer, with_labels])
+@pytest.mark.parametrize("run", [ENTRIES["value_and_grad"], step_of], ids=["gradient", "step"])
+def test_what_takes_no_more_rows_than_a_batch_has_is_looked_at(run, loss):
+    # The lie: 1.27 becomes 0.53, and nobody is told, because a buffer has the size of a batch.
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+        run(loss)(W, X)
+
+
+def solved(w, x):
+    z = x * w
+    found, _ = jax.scipy.sparse.linalg.cg(lambda v: z @ (z.T @ v) + v, x[:, 0])
+    return (found - x[:, 0]) ** 2
+
+
+def solved_by_row(w, x):
+    of_row = lambda row: jax.scipy.sparse.linalg.cg(lambda v: row @ v * row + v, row * w)[0]
+    return jax.vmap(of_row)(x).sum(1)
+
+
+def test_an_iterative_solver_over_rows_is_told():
+    # The lies: a kernel matrix of a tower's rows alone; or a warning where each row is solved.
+    with pytest.warns(mt.MultitowerWarning, match="rows are brought together"):
+        look_at(mt.value_and_grad(solved, devices=2), X)
+    look_at(mt.value_and_grad(solved_by_row, devices=2), X)
+
+
+def test_arrays_that_are_copied_together_are_not_taken_for_each_other():
+    def loss(w, x):
+        x, w = jax.device_put((x, w))
+        return jnp.broadcast_to(w, (2, 3)).sum() * losses(w, x)
+
+    look_at(mt.value_and_grad(loss, devices=2), X)
 
 
 def beside_the_next(w, x):

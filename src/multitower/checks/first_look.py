@@ -108,14 +108,16 @@ def look(
 
     reader = functools.partial(read_tower, real_rows=real_rows)
     first = reader(outputs, rows, others)
+    takes_all = first is not None and first[0].taken == {rows[0].shape[0]}
+    if first is None or takes_all or first[1].has_state_by_row():
+        # It has a buffer for so many rows as the batch has, or takes x[:64] of a batch of 64 rows:
+        # in a tower, too, that is all rows.
+        few = functools.partial(reader, most=rows[0].shape[0])
+        if (with_few := few(outputs, rows, others)) is not None:
+            reader, first = few, with_few
     if first is None:
         reader = functools.partial(_read_in_groups, real_rows=real_rows)
         first = reader(outputs, rows, others)
-    elif first[0].taken == {rows[0].shape[0]}:
-        # x[:64] of a batch of 64 rows: in a tower, too, that is all rows.
-        few = functools.partial(reader, most=rows[0].shape[0])
-        if (all_taken := few(outputs, rows, others)) is not None:
-            reader, first = few, all_taken
     if first is None and beside_one_row:
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if first is None:

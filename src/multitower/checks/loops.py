@@ -162,7 +162,8 @@ def _while(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     rest = inputs[num_asked:]
     outputs = _loop(reader, params["body_jaxpr"], rest, num_shared, len(rest) - num_shared)
     (goes_on,) = reader.run(params["cond_jaxpr"], [*inputs[:num_asked], *outputs])
-    if not goes_on.places:
+    # If there is an answer for each row, rows that are done do not change any more.
+    if not goes_on.places or params["cond_jaxpr"].out_avals[0].shape:
         return outputs
     # The loop runs until all rows are done. Under vmap, rows that are done do not change any more.
     # Otherwise each row changes for as long as the slowest row of its tower needs.
@@ -203,11 +204,20 @@ def _cond(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     ]
 
 
+def _linear_solve(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
+    """Of `jax.lax.custom_linear_solve` the program that solves, such as the loop of `cg`."""
+    lengths = equation.params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    constants = inputs[before : before + lengths.solve]
+    return reader.run(equation.params["jaxprs"].solve, [*constants, *inputs[sum(lengths) :]])
+
+
 # By the names of JAX's operations.
 INSIDE: Mapping[str, Callable[[Reader, Any, list[Flow]], list[Flow]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
 }
 
 

@@ -10,7 +10,7 @@ LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
     "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
     "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
-    "optimization_barrier", "cumsum", "sharding_constraint", "stack", "unstack", "tile",
+    "cumsum", "sharding_constraint", "stack", "unstack", "tile",
     "fft", "reduce_window_sum",
 }  # fmt: skip
 LINEAR_TOGETHER = {"add", "add_any", "sub", "concatenate", "stack", "select_n", "pad"}
@@ -21,6 +21,8 @@ KEEP_THE_SIZE = {
     "stop_gradient", "sub",
 }  # fmt: skip
 
+# Each result of theirs is one of their inputs.
+HANDS_ON = {"name", "device_put", "optimization_barrier"}
 # They do not change a value. The rest of the second set makes copies of its numbers.
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"}
 SAME_NUMBERS = {*SAME, "broadcast_in_dim", "expand_dims"}

@@ -105,6 +105,10 @@ class Results(NamedTuple):
                 break
         return cls(leaves, known, num_rows, written, of_weights)
 
+    def has_state_by_row(self) -> bool:
+        """Whether a state has one entry per row: a short queue, if it was read with many rows."""
+        return any(one.kind in _STATES and one.has_rows for one in self.leaves)
+
     def are_statistics(self, flow: Flow) -> bool:
         """Whether rows are brought together by nothing but returned statistics."""
         return bool(flow.mixed) and {line_at(root) for root in flow.roots} <= self.known_lines

@@ -183,7 +183,7 @@ class _Reader:
     def _equation(self, equation: Any, inputs: list[Flow]) -> list[Flow]:
         name = equation.primitive.name
         self._look_for_one_row(equation, inputs)
-        if name == "name":
+        if name in operations.HANDS_ON:
             return inputs
         if needs_axis(equation):
             is_drawn = any(flow.is_drawn for flow in inputs)

@@ -20,8 +20,8 @@ import jax
 
 from multitower.errors import ArgumentError, MultitowerError
 from multitower.models.callables import made_for, variables_of
-from multitower.models.dependencies import methods_of
-from multitower.models.opening import Left, Opener, OpenFunction, classes_in, nodes_of
+from multitower.models.dependencies import code_in
+from multitower.models.opening import Left, Opener, OpenFunction, code_of
 
 _Result = TypeVar("_Result")
 
@@ -41,7 +41,7 @@ class Contents(NamedTuple):
 
 
 class UsedByArguments:
-    """What the methods of users' classes among a function's arguments use, at its first call.
+    """What the code among a function's arguments uses, such as users' methods, at its first call.
 
     Like `jax.jit`, this assumes that a function object has not changed since its first call.
     """
@@ -50,9 +50,9 @@ class UsedByArguments:
         self._known: Any = None
 
     def of(self, *arguments: Any) -> Any:
-        """Hashable; equal to that of another function if the methods use the same."""
+        """Hashable; equal to that of another function if the code uses the same."""
         if self._known is None:
-            self._known = methods_of(classes_in(*nodes_of(arguments)[:2]))
+            self._known = code_in(code_of(arguments))
         return self._known
 
 

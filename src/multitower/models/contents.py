@@ -15,13 +15,22 @@ import jax
 import numpy as np
 
 from multitower.models.bytecode import Chain, Free, Imported, Names
-from multitower.models.nnx import classes_of_nnx, contents_of_nnx, is_of_nnx
+from multitower.models.held_code import (
+    attributes_of,
+    closure_of,
+    code_within,
+    is_around_code,
+    parts_of,
+)
+from multitower.models.nnx import code_of_nnx, contents_of_nnx, is_of_nnx
 from multitower.models.values import (
     METHOD,
+    NO_VALUE,
     UnknownDependencyError,
     is_installed,
     is_value,
     types_in,
+    value_in,
 )
 
 # NumPy arrays are compared by their bytes at every new function: larger ones cost too much.
@@ -60,7 +69,7 @@ class Reader:
         for name, *attributes, last in Names.of(code).stored:
             owner = fun.__globals__.get(name)
             if isinstance(name, Free) and name.name in held:
-                owner = getattr(held[name.name], "cell_contents", None)  # it may have no value yet
+                owner = value_in(held[name.name])
             elif isinstance(name, Free) and (name.name,) == code.co_varnames[:1]:
                 owner = first
             for attribute in attributes:
@@ -98,18 +107,25 @@ class Reader:
             return type(value), value
         if type(value) in (float, complex) or isinstance(value, np.generic):
             return type(value), repr(value)  # 0.0 and -0.0 are equal
-        fixed = isinstance(value, jax.Array | jax.stages.Wrapped)
-        if fixed or is_installed(value):
-            # A framework's method may wrap one of the user's.
-            wrapped = None if fixed else getattr(value, "__wrapped__", None)
-            return self._same(value) if wrapped is None else (id(value), self.content(wrapped))
+        if isinstance(value, jax.Array | jax.stages.Wrapped):
+            return self._same(value)
         if id(value) in self._numbers:
             return "again", self._numbers[id(value)]
         self._numbers[id(value)] = len(self._numbers)
         self.alive.append(value)
         if len(self._numbers) > _MANY:
             raise UnknownDependencyError
-        return self._looked_into(value)
+        return self._installed(value) if is_installed(value) else self._looked_into(value)
+
+    def _installed(self, value: Any) -> Any:
+        """The description of what is a library's: it does not change, but may call the user's.
+
+        A framework's method may wrap one of the user's, or be the closure around it.
+        """
+        if not is_around_code(value):
+            return self._same(value)
+        inner = self.content(getattr(value, "__wrapped__", None))
+        return id(value), inner, self.code_of(map(value_in, closure_of(value)))
 
     def _looked_into(self, value: Any) -> Any:
         if is_of_nnx(value):
@@ -117,17 +133,21 @@ class Reader:
         described = next((own for kind, own in _DESCRIPTIONS if isinstance(value, kind)), None)
         if described is None and not is_value(value):
             return self._instance(value)
-        found = (described or Reader._plain)(self, value)
-        if is_installed(type(value)):
-            return found
-        # The methods of its class count too, and a subclass of list, say, may have attributes.
-        return found, self.if_comparable(type(value)), described and self._state(value)
+        own = not is_installed(type(value))
+        if described is None:
+            found = self._plain(value), tuple(map(self.if_comparable, parts_of(value)))
+        else:  # a subclass of list, say, may have attributes
+            found = described(self, value), own and self._state(value)
+        return found, own and self.if_comparable(type(value))  # the methods of its class count too
+
+    def code_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
+        """The descriptions of the code in values."""
+        return tuple(map(self.if_comparable, code_within(held)))
 
     def _nnx(self, value: Any) -> Any:
         """The description of an NNX module, which changes in place: its arrays and all else."""
         graphdef, arrays = contents_of_nnx(value)
-        classes = tuple(map(self.if_comparable, classes_of_nnx(value)))
-        return "nnx", id(value), graphdef, classes, self.all_of(arrays)
+        return "nnx", id(value), graphdef, self.code_of(code_of_nnx(value)), self.all_of(arrays)
 
     def all_of(self, held: Iterable[Any]) -> tuple[Any, ...]:
         """The descriptions of several values."""
@@ -157,6 +177,9 @@ class Reader:
             if is_own and not (is_plain and hasattr(value, "__dict__")):
                 break
             found = inspect.getattr_static(value, name, _MISSING)
+            if is_own and value.__dict__.get(name, _MISSING) is found is not _MISSING:
+                value = found  # no descriptor, even if it is a function
+                continue
             if is_own and isinstance(found, types.FunctionType | property):
                 fun = found.fget if isinstance(found, property) else found
                 return tuple(attributes[: number + 1]), self.method(fun, value)
@@ -209,10 +232,10 @@ class Reader:
         return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
-        try:
-            return self.content(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            raise UnknownDependencyError from None
+        held = value_in(cell)
+        if held is NO_VALUE:
+            raise UnknownDependencyError
+        return self.content(held)
 
     def _members(self, cls: type) -> Iterator[Any]:
         for one in cls.__mro__:
@@ -239,14 +262,9 @@ class Reader:
 
     def _state(self, value: Any) -> tuple[Any, ...]:
         """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
-        held = dict(getattr(value, "__dict__", {}))
-        for cls in type(value).__mro__:
-            for name, member in vars(cls).items():
-                if isinstance(member, types.MemberDescriptorType) and hasattr(value, name):
-                    held[name] = getattr(value, name)
         return tuple(
             (name, self.content(one))
-            for name, one in held.items()
+            for name, one in attributes_of(value).items()
             if not self._is_left_out(value, name)
         )
 
@@ -255,7 +273,7 @@ class Reader:
 
     def builtin(self, fun: Any) -> Any:
         """The description of a function or method that is written in C."""
-        if is_value(fun):
+        if isinstance(fun.__self__, types.ModuleType | None):
             return self._same(fun)
         return "method", fun.__name__, self.content(fun.__self__)
 

@@ -8,7 +8,7 @@ compared, an error is raised, and the function does not share its program.
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,44 +32,50 @@ class Dependencies:
     alive: tuple[Any, ...] = field(compare=False, repr=False)
 
 
-def dependencies_of(fun: types.FunctionType, without: Iterable[str] = ()) -> Dependencies:
+def dependencies_of(
+    fun: types.FunctionType,
+    without: Iterable[str] = (),
+    called: types.FunctionType | None = None,
+) -> Dependencies:
     """What a function uses besides its arguments, its closure and the globals called `without`.
 
-    Each function object is read once. Like `jax.jit`, this assumes that it has not changed since.
+    It is read once for each function that is called. Like `jax.jit`, this assumes that what this
+    one does has not changed since.
+
+    Args:
+        fun: the function.
+        without: globals that do not count.
+        called: the function that is called, if it is not `fun` but one that closes over it.
 
     Raises:
         UnknownDependencyError: it uses something that cannot be compared.
     """
-    known = _SEEN.get(fun)
+    seen = _SEEN.setdefault(called or fun, weakref.WeakKeyDictionary())
+    known = seen.get(fun)
     if known is None:
         try:
             known = _look(fun, frozenset(without))
         except UnknownDependencyError as error:
             known = error
-        _SEEN[fun] = known
+        seen[fun] = known
     if isinstance(known, UnknownDependencyError):
         raise known
     return known
 
 
-def of_users(classes: Iterable[type]) -> tuple[type, ...]:
-    """The users' own classes among these, each once."""
-    return tuple(cls for cls in dict.fromkeys(classes) if not is_installed(cls))
-
-
-def methods_of(classes: tuple[type, ...], fun: types.FunctionType | None = None) -> Dependencies:
-    """What the methods of users' classes use; if that is unknown, the identity of the class.
+def code_in(held: Sequence[Any], called: types.FunctionType | None = None) -> Dependencies:
+    """What users' classes and values with code use; if that is unknown, the identity of each.
 
     Args:
-        classes: the classes of values that a function gets or closes over.
-        fun: the function that closes over them; they are then read once for this function.
+        held: what a function gets or closes over.
+        called: the function that is called; they are then read once for it.
     """
-    known = {} if fun is None else _SEEN_CLASSES.setdefault(fun, {})
-    if classes not in known:
+    known = {} if called is None else _SEEN_CODE.setdefault(called, {})
+    place = tuple(map(id, held))
+    if place not in known:
         reader = _new_reader()
-        key = tuple(map(reader.if_comparable, classes))
-        known[classes] = Dependencies(key, tuple(reader.alive))
-    return known[classes]
+        known[place] = Dependencies(reader.code_of(held), (*reader.alive, *held))
+    return known[place]
 
 
 def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
@@ -87,10 +93,11 @@ def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
     return Dependencies(key, tuple(reader.alive))
 
 
-_SEEN: weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError] = (
-    weakref.WeakKeyDictionary()
-)
-_SEEN_CLASSES: weakref.WeakKeyDictionary[Any, dict[tuple[type, ...], Dependencies]] = (
+# By the function that is called.
+_SEEN: weakref.WeakKeyDictionary[
+    Any, weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError]
+] = weakref.WeakKeyDictionary()
+_SEEN_CODE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Dependencies]] = (
     weakref.WeakKeyDictionary()
 )
 

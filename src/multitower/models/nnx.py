@@ -26,10 +26,12 @@ def contents_of_nnx(value: Any) -> tuple[Any, list[Any]]:
     return graphdef, jax.tree.leaves(state)
 
 
-def classes_of_nnx(module: Any) -> list[type]:
-    """The classes of a module and of everything in it."""
+def code_of_nnx(module: Any) -> list[Any]:
+    """The classes of a module and of everything in it, and what is not an array; each once."""
     nnx: Any = sys.modules["flax.nnx"]
-    return [type(node) for _, node in nnx.iter_graph(module)]
+    found = {id(node): node for _, node in nnx.iter_graph(module)}.values()
+    held = (one for one in found if not isinstance(one, nnx.Pytree | nnx.Variable | jax.Array))
+    return [*dict.fromkeys(map(type, found)), *held]
 
 
 def diff_state(argnum: Any) -> tuple[int, Any] | None:

@@ -15,20 +15,22 @@ from multitower.models.bytecode import WRITES, Chain, Names
 from multitower.models.callables import as_function, is_made_here, made_for, of_partial
 from multitower.models.dependencies import (
     Dependencies,
+    code_in,
     content_of,
     dependencies_of,
-    methods_of,
-    of_users,
 )
 from multitower.models.equinox import is_equinox
-from multitower.models.nnx import classes_of_nnx, is_nnx
+from multitower.models.held_code import code_within, may_have_code
+from multitower.models.nnx import code_of_nnx, is_nnx
 from multitower.models.values import (
     METHOD,
+    NO_VALUE,
     UnknownDependencyError,
     fits_device,
     is_installed,
     is_value,
     types_in,
+    value_in,
 )
 from multitower.towers.leaves import is_key, is_legacy_key, is_traced
 
@@ -36,6 +38,7 @@ _ARRAY = "array"
 _WHOLE: tuple[Chain, ...] = ((),)  # the whole value, and not one attribute
 _ONE_LEAF = jax.tree.structure(0)
 _DICTS = (dict, collections.defaultdict)
+_CONTAINERS = (None, type(None), tuple, list, dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class _Cell:
         orders: the keys of each dict in it, in their order, which JAX does not keep.
         leaves: `_ARRAY`, a `_Module`, an OpenFunction, an `_Again`, or a `_Leaf`.
         original: the variable, if the function may want to write into it.
-        classes: what the methods of users' classes in it use.
+        code: what users' methods, and functions in static fields, use.
     """
 
     rows: str | None
@@ -103,7 +106,7 @@ class _Cell:
     leaves: tuple[Any, ...]
     orders: tuple[tuple[Any, ...], ...] = ()
     original: types.CellType | None = field(default=None, compare=False)
-    classes: Dependencies | None = None
+    code: Dependencies | None = None
 
     def close(self, left: Left) -> types.CellType:
         if self.original is not None:
@@ -178,13 +181,14 @@ class Opener:
         rebound = Names.of(code).rebound
         cells = tuple(self._open_cell(name, cell, name in rebound) for name, cell in variables)
         globals_ = tuple(self._open_globals(fun))
-        self._way.pop()
         key: tuple[Any, ...] = (_leaf(fun),)
         if not self._may_change:
             try:
-                key = (code, dependencies_of(fun, without=[name for name, _ in globals_]))
+                others = [name for name, _ in globals_]
+                key = (code, dependencies_of(fun, others, self._way[0]))
             except UnknownDependencyError:
                 self._may_change = True
+        self._way.pop()
         self._may_change |= outer
         bare = code, fun.__globals__, fun.__defaults__, fun.__kwdefaults__
         return OpenFunction(key, cells, globals_, bare)
@@ -215,20 +219,20 @@ class Opener:
         return _Module(len(self.modules) - 1)
 
     def _open_cell(self, name: str, cell: types.CellType, is_rebound: bool = False) -> _Cell:
-        try:
-            held = None if is_rebound else cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            is_rebound, held = True, None
-        if is_rebound:
+        held = value_in(cell)
+        if is_rebound and held is not NO_VALUE and is_installed(self._way[-1]):
+            # A library's function, such as that of jax.vmap, does the same with the same value.
+            return _Cell(None, None, (self._compared(held, _WHOLE),), original=cell)
+        if is_rebound or held is NO_VALUE:
             self._may_change = True
             return _Cell(None, None, (), original=cell)
         nodes, leaves, treedef = nodes_of(held)
-        classes = classes_in(nodes, leaves)
+        code = _code_around(nodes, leaves, treedef)
         orders = _orders_of(nodes)
-        used = methods_of(classes, self._way[-1]) if classes else None
+        used = code_in(code, self._way[0]) if code else None
         if name in self._names and self.rows.setdefault(name, held) is held:
             self._num_taken += 1
-            return _Cell(name, None, (), orders, classes=used)
+            return _Cell(name, None, (), orders, code=used)
         before = self._num_taken
         arrays: Any = jax.Array | np.ndarray
         if _is_record(held, leaves):
@@ -239,7 +243,7 @@ class Opener:
         chains = Names.of(self._way[-1].__code__).free.get(name, _WHOLE) if is_leaf else _WHOLE
         opened = tuple(self._open_leaf(leaf, arrays, chains) for leaf in leaves)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
-            return _Cell(None, treedef, opened, orders, classes=used)
+            return _Cell(None, treedef, opened, orders, code=used)
         # A list or dict without arrays stays itself: the function may want to write into it.
         read = Names.of(self._way[-1].__code__).free.get(name, ())
         if any(chain[:1] and chain[0] in WRITES for chain in read):
@@ -261,11 +265,8 @@ class Opener:
             return _ARRAY
         if isinstance(leaf, types.FunctionType):
             return _Again(self._way.index(leaf)) if leaf in self._way else self.open(leaf)
-        is_open = isinstance(leaf, type | types.ModuleType) and not is_installed(leaf)
-        is_method = isinstance(leaf, METHOD)
-        if is_open or is_method or not is_value(leaf):
-            return self._compared(leaf, chains)
-        return _leaf(leaf)
+        is_plain = is_value(leaf) and not may_have_code(leaf)
+        return _leaf(leaf) if is_plain else self._compared(leaf, chains)
 
     def _compared(self, leaf: Any, chains: Iterable[Chain]) -> _Leaf:
         """A leaf that is compared by its content, and by its identity if the content may change."""
@@ -298,10 +299,35 @@ def nodes_of(tree: Any) -> tuple[list[Any], list[Any], Any]:
     return nodes, *jax.tree.flatten(tree, is_leaf=look)
 
 
-def classes_in(nodes: list[Any], leaves: list[Any]) -> tuple[type, ...]:
-    """The users' own classes among nodes, and in the NNX modules among leaves, each once."""
+def code_of(tree: Any) -> list[Any]:
+    """The code in a tree: users' own classes, functions among its leaves and in static fields."""
+    nodes, leaves, treedef = nodes_of(tree)
+    functions = [leaf for leaf in leaves if callable(leaf) and not is_nnx(leaf)]
+    return [*_code_around(nodes, leaves, treedef), *functions]
+
+
+def _code_around(nodes: list[Any], leaves: list[Any], treedef: Any) -> list[Any]:
+    """As `code_of`, but without the leaves of the tree that are no NNX modules."""
     modules = [leaf for leaf in leaves if is_nnx(leaf)]
-    return of_users([*map(type, nodes), *(cls for one in modules for cls in classes_of_nnx(one))])
+    in_modules = (one for module in modules for one in code_of_nnx(module))
+    classes = dict.fromkeys(map(type, nodes))
+    return [*code_within([*classes, *in_modules]), *_code_in_structure(treedef)]
+
+
+def _code_in_structure(treedef: Any) -> tuple[Any, ...]:
+    """The code that a structure holds beside the leaves of its tree, such as in static fields."""
+    try:
+        return _code_in_hashable(treedef)
+    except TypeError:  # then a function with it does not share its program anyway
+        return ()
+
+
+@functools.lru_cache(maxsize=256)
+def _code_in_hashable(treedef: Any) -> tuple[Any, ...]:
+    kind, fixed = treedef.node_data() or (None, None)
+    found = {id(one): one for one in code_within([fixed] if kind not in _CONTAINERS else ())}
+    inner = (one for child in treedef.children() for one in _code_in_hashable(child))
+    return (*found.values(), *inner)
 
 
 def _orders_of(nodes: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:

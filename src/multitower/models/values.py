@@ -22,11 +22,20 @@ _PLACES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pureli
 _INSTALLED = tuple(
     {"<frozen"} | {f"{Path(place)}{os.sep}" for place in (*_PLACES, Path(__file__).parents[1])}
 )
+NO_VALUE = object()
 _TINY, _HUGE = (float(one) for one in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 class UnknownDependencyError(Exception):
     """What a function uses cannot be compared with what another one uses."""
+
+
+def value_in(cell: types.CellType) -> Any:
+    """What a variable of a closure holds; `NO_VALUE` if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NO_VALUE
 
 
 def is_value(leaf: Any) -> bool:

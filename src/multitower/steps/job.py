@@ -231,7 +231,7 @@ def look_at_loss(
 
     look(
         lambda rows, here, shared: _by_name(step, parts.split, shared, rows, here),
-        rows,
+        parts.rows,
         shared,
         averages=True,
         num_devices=num_towers if is_by_device else 0,

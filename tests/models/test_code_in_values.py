@@ -1,0 +1,199 @@
+"""Functions that are held by values: in frozen dataclasses, modules and static fields.
+
+Such a value may be equal to itself, and stay so, while the function that it holds calls a helper or
+reads a global that has changed. A loss that is defined anew must see that, as under `jax.jit`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import flax.struct
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import multitower as mt
+
+X, ONE = np.arange(4, dtype=np.float32), jnp.float32(1)
+scale = 1.0
+traced: list[int] = []
+held, call = None, lambda held, x: x
+
+
+def act(x):
+    traced.append(1)
+    return scale * x
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    act: Any
+
+
+class Slots:
+    __slots__ = ("act",)
+
+    def __init__(self, act):
+        self.act = act
+
+    def __eq__(self, other):
+        return type(other) is Slots and other.act is self.act
+
+    def __hash__(self):
+        return hash(self.act)
+
+
+class Pair(NamedTuple):
+    act: Any
+    other: Any = None
+
+
+class Linen(nn.Module):
+    act: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        return self.act(x)
+
+
+class LinenOfGlobal(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return act(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, act):
+        self.weight = nnx.Param(ONE)
+        self.act = act
+
+    def __call__(self, x):
+        return self.act(x) * self.weight[...]
+
+
+class Equinox(eqx.Module):
+    weight: jax.Array
+    config: Any = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.config.act(x) * self.weight
+
+
+@flax.struct.dataclass
+class Struct:
+    weight: Any
+    act: Callable = flax.struct.field(pytree_node=False)
+
+
+def train_state(model):
+    return TrainState.create(apply_fn=model.apply, params={"w": ONE}, tx=optax.sgd(1.0))
+
+
+of_act = lambda held, x: held.act(x)
+of_module = lambda held, x: held(x)
+of_linen = lambda held, x: held.apply({}, x)
+of_state = lambda held, x: held.apply_fn({}, x)
+HELD = {
+    "function": (act, of_module),
+    "partial": (functools.partial(act), of_module),
+    "dataclass": (Config(act), of_act),
+    "tuple in a dataclass": (Config((act,)), lambda held, x: held.act[0](x)),
+    "dataclass in a dataclass": (Config(Config(act)), lambda held, x: held.act.act(x)),
+    "method of a value": (Config(act).__getattribute__, lambda held, x: held("act")(x)),
+    "slots": (Slots(act), of_act),
+    "frozenset": (frozenset([act]), lambda held, x: next(iter(held))(x)),
+    "namedtuple": (Pair(act), of_act),
+    "namespace": (SimpleNamespace(act=act), of_act),
+    "function of a library": (jax.vmap(act), of_module),
+    "Linen": (Linen(act), of_linen),
+    "Linen's Sequential": (nn.Sequential([act]), of_linen),
+    "Haiku": (hk.without_apply_rng(hk.transform(act)), of_linen),
+    "NNX": (Nnx(act), of_module),
+    "config in NNX": (Nnx(Config(act).act), of_module),
+    "Equinox": (Equinox(ONE, Config(act)), of_module),
+    "Equinox's MLP": (
+        eqx.nn.MLP(1, 1, 1, 1, activation=act, key=jax.random.key(0)),
+        lambda held, x: held.activation(x),
+    ),
+    "struct": (Struct(ONE, act), of_act),
+    "train state": (train_state(LinenOfGlobal()), of_state),
+    "train state of a module with a function": (train_state(Linen(act)), of_state),
+}
+ARGUMENTS = ("NNX", "Equinox", "Equinox's MLP", "struct", "train state")
+
+
+def closed_over(own):
+    def loss(w, x):
+        return call(own, w * x)
+
+    return float(mt.value_and_grad(loss, devices=2)(ONE, X)[0])
+
+
+def of_a_global(_own):
+    def loss(w, x):
+        return call(held, w * x)
+
+    return float(mt.value_and_grad(loss, devices=2)(ONE, X)[0])
+
+
+def of_a_default(own):
+    def loss(w, x, own=own):
+        return call(own, w * x)
+
+    return float(mt.value_and_grad(loss, devices=2)(ONE, X)[0])
+
+
+def an_argument(own):
+    def loss(w, x, own):
+        return call(own, w * x)
+
+    return float(mt.value_and_grad(loss, devices=2, in_axes=(None, 0, None))(ONE, X, own)[0])
+
+
+def in_parallel(own):
+    return float(mt.make_parallel(lambda x: call(own, x), devices=2)(X).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in HELD for way in (closed_over, of_a_global)),
+        *((name, an_argument) for name in ARGUMENTS),
+        *((name, way) for name in ("Linen", "train state") for way in (of_a_default, in_parallel)),
+    ],
+)
+def test_what_a_held_function_reads(name, way, monkeypatch):
+    """Lies: the numbers of a global of before; or a compilation where nothing has changed."""
+    own, of_own = HELD[name]
+    monkeypatch.setitem(globals(), "held", own)
+    monkeypatch.setitem(globals(), "call", of_own)
+    assert way(own) == X.mean()
+    count = len(traced)
+    assert way(own) == X.mean()
+    assert len(traced) == count
+    monkeypatch.setitem(globals(), "scale", 10.0)
+    assert way(own) == 10 * X.mean()
+
+
+def test_a_new_state_after_every_step():
+    """Lie: a compilation at every step of a loop whose loss is defined anew around a state."""
+    state = train_state(LinenOfGlobal())
+    counts = []
+    for _ in range(3):
+        scope = {"state": state}
+        exec("def loss(w, x):\n    return state.apply_fn({}, w['w'] * x)", scope)
+        _, gradients = mt.value_and_grad(scope["loss"], devices=2)(state.params, X)
+        state = state.apply_gradients(grads=gradients)
+        counts.append(len(traced))
+    assert counts == counts[:1] * 3
+    assert float(state.params["w"]) == 1 - 3 * X.mean()
