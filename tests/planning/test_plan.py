@@ -247,7 +247,13 @@ def test_amounts_of_memory(text, expected):
     assert memory_in_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5, "0GiB"])
+def test_a_program_without_parameters_has_no_blocks():
+    found = mt.plan(lambda w, x: x**2, optax.sgd(0.1), {}, shape(8), devices=2, towers=4)
+    assert "towers=4" in str(found)
+    assert "towers=4, shard_update" not in str(found)
+
+
+@pytest.mark.parametrize("text", ["much", "24 GiBs", "-1GiB", "", 0, True, 1.5, "0GiB", "9" * 400])
 def test_no_amounts_of_memory(text):
     with pytest.raises(mt.ArgumentError, match="such as 24GiB"):
         memory_in_bytes(text)

@@ -281,6 +281,17 @@ def test_configure_joins_too_late():
         mt.configure(distributed=True)
 
 
+@pytest.mark.parametrize("has_started", [True, False])
+def test_configure_joins_another_cluster(monkeypatch, has_started):
+    # The lie: the second cluster is accepted, and noted as the one that was joined.
+    applied = {"distributed": True, "coordinator": "a:1", "num_processes": 2, "process_id": 0}
+    monkeypatch.setattr("multitower.hardware.configuration._applied", dict(applied))
+    monkeypatch.setattr("multitower.hardware.configuration._started", lambda: has_started)
+    mt.configure(**applied)
+    with pytest.raises(mt.ConfigurationError, match=r"configure\(num_processes=7\) came too late"):
+        mt.configure(**{**applied, "num_processes": 7})
+
+
 def test_another_run_listens_at_the_coordinator(monkeypatch):
     """Lie: JAX listens beside it, and one run's process joins the other's."""
     monkeypatch.setattr("multitower.hardware.configuration._started", lambda: False)

@@ -96,3 +96,18 @@ def test_what_options_say_of_themselves_is_an_error_in_one_line():
     assert make_options(Checked, {"rate": "5"}, "mine").rate == 5
     with pytest.raises(mt.RunError, match="mine refuses its options: the rate is too high"):
         make_options(Checked, {"rate": "6"}, "mine")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Computed:
+    rate: float
+    words: str = dataclasses.field(default_factory=lambda: "made")
+    half: float = dataclasses.field(init=False, default=0.5)
+
+
+def test_fields_that_are_computed_and_have_no_plain_default():
+    assert make_options(Computed, {"rate": "2"}, "mine") == Computed(rate=2.0)
+    with pytest.raises(mt.RunError, match="needs a value for its option 'rate'"):
+        make_options(Computed, {}, "mine")
+    with pytest.raises(mt.RunError, match=r"no option 'half'.* rate=VALUE; words=made\.$"):
+        make_options(Computed, {"half": "2"}, "mine")

@@ -253,6 +253,27 @@ def test_a_directory_holds_all_that_a_run_leaves(tmp_path):
     assert score(LINE, options, tmp_path)["fingerprint"] == result["fingerprint"]
 
 
+def test_a_loader_of_test_batches_and_options_of_numpy(tmp_path):
+    # The lies: a run that ends with a score, and cannot be scored again; raw errors of JSON.
+    test = load().test
+
+    class Loader:
+        def __iter__(self):
+            return ({name: rows[i : i + 10] for name, rows in test.items()} for i in (0, 10))
+
+    data = lambda: DataSets(load().train, Loader())
+    recipe = dataclasses.replace(LINE, data=data, options={"rate": np.float32(0.5)})
+    options = RunOptions(steps=2, evaluate_every=1, keep_best="loss", best="min")
+    job = RecipeJob.of(recipe, options, tmp_path)
+    job.check_scores()
+    assert job.facts()["options"]["rate"] == 0.5
+    recipe = dataclasses.replace(recipe, options={})
+    result = run(recipe, options, directory=tmp_path)
+    scored = score(recipe, options, tmp_path)
+    assert scored["test_loss"] == result["test_loss"]
+    assert scored["examples"] is None
+
+
 def test_a_recipe_that_changes_the_working_directory(tmp_path, monkeypatch):
     """Lie: a run in two directories, of which neither can be resumed."""
     monkeypatch.chdir(tmp_path)

@@ -123,6 +123,12 @@ def test_python_numbers_adapt_to_the_dtypes_around_them():
     assert dtypes == {"bfloat16"}
 
 
+def test_batches_of_other_dtypes_are_not_stacked(looped):
+    # The lie: NumPy makes floats of images, and the loss does not divide them by 255.
+    given = [{"x": np.ones((4, 2), dtype)} for dtype in (np.uint8, np.float32)]
+    assert stack_ahead(given, 2, looped.placement) is given
+
+
 def test_what_is_refused(looped):
     state = start(looped)
     for batches, said in (

@@ -104,6 +104,36 @@ with noted_signals() as caught:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_signal_in_a_run_with_a_run_in_its_test_phase(tmp_path, inside):
+    # The lies: ValueError in place of Interrupted; or the outer run's steps are lost.
+    def stop(progress):
+        if progress.phase == "train" and progress.step == (2 if inside else 6):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    probe = make_trainer(1, hooks=[stop] if inside else [])
+    trainer = make_trainer(1, run_dir=tmp_path, hooks=[] if inside else [stop])
+    test = lambda state: probe.fit(PARAMS, batches, steps=4)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(mt.Interrupted, match="3 of 4" if inside else "7 of 9") as caught:
+        trainer.fit(PARAMS, batches, steps=9, evaluate=test, evaluate_every=4)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert mt.Checkpoints(tmp_path / "checkpoints").steps() == ([4] if inside else [7])
+    assert ("step 4 is saved" in "".join(getattr(caught.value, "__notes__", ""))) == inside
+
+
+def test_a_test_phase_that_fails_loses_no_step(tmp_path, undisturbed):
+    def broken(state):
+        raise RuntimeError("no such file")
+
+    trainer = make_trainer(1, run_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="no such file") as caught:
+        trainer.fit(PARAMS, batches, steps=60, evaluate=broken, evaluate_every=40)
+    assert "The state after step 40 is saved" in caught.value.__notes__[0]
+    state = make_trainer(2, run_dir=tmp_path).fit(PARAMS, batches, steps=60, resume=True)
+    assert mt.fingerprint(state) == undisturbed
+
+
 def test_a_second_fit_has_the_batch_size_of_its_own_batches():
     """Lies: other bits, because towers are as large as in an earlier fit; or no larger batch."""
 

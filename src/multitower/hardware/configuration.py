@@ -97,21 +97,25 @@ def configure(
             f"process_id={process_id!r} are for distributed=True: add it, or leave them out."
         )
     wanted = {name: value for name, value in settings.items() if value is not None}
-    if _started():
-        changed = [name for name, value in wanted.items() if _applied.get(name) != value]
+    has_joined, started = _applied.get("distributed"), _started()
+    if started or has_joined:
+        fixed = wanted if started else wanted.keys() & _OF_CLUSTERS
+        changed = [name for name in wanted if name in fixed and _applied.get(name) != wanted[name]]
         if changed:
+            why = "started its devices" if started else "joined the other processes"
             raise ConfigurationError(
                 f"configure({', '.join(f'{n}={wanted[n]!r}' for n in changed)}) came too late: JAX "
-                "has already started its devices, and they cannot be changed in this process. Call "
+                f"has already {why}, which cannot be changed in this process. Call "
                 "mt.configure right after the imports, before the first array, jax.devices() or "
                 "jax.jit call (in a notebook: restart the kernel first)."
             )
+    if started:
         return
     if simulated_devices is not None:
         _simulate(simulated_devices)
     if onednn:
         _use_onednn()
-    if distributed and not _applied.get("distributed"):
+    if distributed and not has_joined:
         join_processes(coordinator, num_processes, process_id)
     if visible_devices is not None:  # after joining: JAX then sets them too
         jax.config.update("jax_cuda_visible_devices", settings["visible_devices"])
@@ -167,6 +171,7 @@ def _warn_once(subject: str, text: str) -> None:
 
 # What `configure` has set in this process: JAX cannot be asked for all of it afterwards.
 _applied: dict[str, Any] = {}
+_OF_CLUSTERS = {"distributed", "coordinator", "num_processes", "process_id"}
 
 
 def _check_settings(memory_fraction: float | None, preallocate: bool | None) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+
 from multitower.planning import memory, traffic
 from multitower.planning.memory import Memory, Spread
 from multitower.planning.programs import Programs
@@ -133,7 +135,8 @@ def tower_layouts(
 ) -> Iterator[PlannedLayout]:
     """Yields the layouts with `towers=`, without stages; appends what is left out to `notes`."""
     state = StateBytes.of(given.fields)
-    takes_blocks = given.fields.loss_scale is None and is_element_wise(
+    has_params = bool(jax.tree.leaves(given.fields.params))
+    takes_blocks = (has_params and given.fields.loss_scale is None) and is_element_wise(
         given.step.optimizer, given.fields.params
     )
     for towers in room.tower_counts(given.batch.num_rows):

@@ -1,5 +1,6 @@
 """Sizes: amounts of memory as text, and text as numbers of bytes."""
 
+import math
 import re
 from typing import Any
 
@@ -25,14 +26,14 @@ def memory_in_bytes(memory: Any) -> int:
         return int(memory)
     text = memory if isinstance(memory, str) else ""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    amount = int(float(found[1]) * _UNITS.get(found[2].lower(), 0)) if found else 0
-    if amount < 1:
+    amount = float(found[1]) * _UNITS.get(found[2].lower(), 0) if found else 0
+    if not 1 <= amount < math.inf:
         raise ArgumentError(
             f"memory={memory!r} is not an amount of memory. Write a number of bytes, or a number "
             "and a unit: KiB, MiB, GiB, TiB (powers of 1024) or KB, MB, GB, TB (of 1000), such as "
             "24GiB."
         )
-    return amount
+    return int(amount)
 
 
 def in_words(num_bytes: int) -> str:

@@ -1,7 +1,6 @@
 """Options: a dataclass, set by name from text, such as that of a command line."""
 
 import dataclasses
-import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -60,8 +59,8 @@ def make_options(
     values = convert_options(kind, settings, owner)
     if kind is None:
         return None
-    for one in inspect.signature(kind).parameters.values():
-        if one.default is one.empty and one.name not in values:
+    for one in _fields(kind):
+        if _default(one) is dataclasses.MISSING and one.name not in values:
             raise mt.RunError(
                 f"{owner} needs a value for its option {one.name!r}, which has no default: say "
                 f"--set {one.name}=VALUE, or give the field of Options a default."
@@ -125,9 +124,11 @@ def describe(kind: type[Any] | None) -> str:
         return "It has none."
     hints = typing.get_type_hints(kind, include_extras=True)
     described: list[str] = []
-    for field in dataclasses.fields(kind):
+    for field in _fields(kind):
         texts: tuple[str, ...] = getattr(hints[field.name], "__metadata__", ())
-        described.append(f"{field.name}={field.default}" + "".join(f" ({text})" for text in texts))
+        default = _default(field)
+        value = "VALUE" if default is dataclasses.MISSING else default
+        described.append(f"{field.name}={value}" + "".join(f" ({text})" for text in texts))
     return f"There are: {'; '.join(described)}."
 
 
@@ -189,11 +190,21 @@ _CONVERSIONS: dict[type, Callable[[str], Any]] = {
 }
 
 
+def _fields(kind: type[Any]) -> list["dataclasses.Field[Any]"]:
+    """The fields that can be set."""
+    return [field for field in dataclasses.fields(kind) if field.init]
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
 def _kinds(kind: type[Any]) -> dict[str, tuple[type, ...]]:
     """The types that the value of each option may have."""
     hints = typing.get_type_hints(kind)
     found: dict[str, tuple[type, ...]] = {}
-    for field in dataclasses.fields(kind):
+    for field in _fields(kind):
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)  # of Optional, too
         found[field.name] = typing.get_args(hint) if is_union else (hint,)

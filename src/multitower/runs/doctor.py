@@ -11,7 +11,7 @@ import numpy as np
 
 from multitower.hardware import provenance
 from multitower.hardware.devices import devices as find_devices
-from multitower.processes.together import are_several, lines_of_all
+from multitower.processes.together import are_several, texts_of_all
 from multitower.runs.exchanges import time_exchanges
 from multitower.stages.marks import cut
 from multitower.steps.state.fingerprint import fingerprint
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
     """
     found = find_devices()
     own = {"host": socket.gethostname(), "devices": [f"{d.platform}:{d.id}" for d in found]}
-    of_all = [json.loads(one) for one in lines_of_all(json.dumps(own))]
+    of_all = [json.loads(one) for one in texts_of_all(json.dumps(own))]
     several = {"processes": of_all, "exchanges": time_exchanges()} if are_several() else {}
     towers = len(place(None, None).devices)
     return {

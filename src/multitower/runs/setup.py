@@ -164,7 +164,7 @@ class RecipeJob:
             "keep_best": self.options.keep_best,
             "early_stopping": None if rule is None else rule.score,
         }
-        if not any(named.values()):
+        if not any(named.values()) or is_iterator(self.data.test):  # its rows are not known yet
             return
         recipe = self.recipe
         row = jax.tree.map(lambda leaf: leaf[:1], self.data.test)
@@ -211,7 +211,7 @@ class RecipeJob:
         found = self.placement()
         facts: dict[str, Any] = {
             "recipe": self.recipe.name,
-            "options": _plain({**self.recipe.options, **(about() if about else {})}),
+            "options": plain({**self.recipe.options, **(about() if about else {})}),
             "seed": self.options.seed,
             "batch_size": self.global_batch,
             "towers": placement.num_towers,
@@ -223,7 +223,7 @@ class RecipeJob:
         }
         clip_norm = clip_norm_of(self.recipe, self.options)
         if clip_norm is not None:
-            facts["clip_norm"] = _plain(clip_norm)
+            facts["clip_norm"] = plain(clip_norm)
         for name in ("ema_decay", "epochs"):
             if (value := getattr(self.options, name)) is not None:
                 facts[name] = value
@@ -251,15 +251,16 @@ def for_json(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
-    """A value of a recipe as JSON: NumPy's numbers as Python's, infinity and NaN in words."""
+def plain(value: Any) -> Any:
+    """A value as JSON: NumPy's numbers as Python's; infinity, NaN and all else in words."""
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     value = as_python(value)
-    is_number = not isinstance(value, float) or math.isfinite(value)
-    return value if is_number else str(value)
+    is_json = isinstance(value, bool | int | str | None)
+    is_json |= isinstance(value, float) and math.isfinite(value)
+    return value if is_json else str(value)
 
 
 def _can_be_traced(make: Callable[[], Any]) -> bool:

@@ -17,12 +17,12 @@ from multitower.runs.options import RunOptions
 from multitower.runs.pipeline import traced_pipeline
 from multitower.runs.same_stream import check_same_stream, describe_stream
 from multitower.runs.samples import sample_inputs, sample_predictions, sample_texts
-from multitower.runs.setup import RecipeJob, for_json
+from multitower.runs.setup import RecipeJob, for_json, plain
 from multitower.steps.state.fingerprint import fingerprint
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.rows import take_apart
 from multitower.training.observe import EventFiles, MetricsFile
 from multitower.training.progress import Hook, Progress
+from multitower.training.scoring.chunks import num_rows_of_all
 from multitower.training.trace import newest_trace
 from multitower.training.tracking.log import ExperimentLog, check_installed
 
@@ -212,7 +212,7 @@ def score(
 
     Returns:
         `recipe`, `step` (updates made), `test_loss` and so on, None for one that is not finite,
-        `fingerprint` of the state, and `examples`, the number of test examples.
+        `fingerprint` of the state, and `examples`, the number of test examples; None for a loader.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
@@ -225,7 +225,7 @@ def score(
         "step": int(state.step),
         **{f"test_{name}": for_json(value) for name, value in job.test(state).items()},
         "fingerprint": fingerprint(state),
-        "examples": take_apart(job.data.test, 0, name="data").num_rows,
+        "examples": num_rows_of_all(job.data.test),
     }
 
 
@@ -244,7 +244,7 @@ def _observers(directory: Path | None, job: RecipeJob, resume: bool) -> Generato
     found = {"steps": job.steps, "global_batch": job.global_batch}  # also where no flag says it
     options = {**job.recipe.options, **asdict(job.options), **found}
     config = {"recipe": job.recipe.name, **options}
-    text = json.dumps(config, indent=2)
+    text = json.dumps(plain(config), indent=2)
     with ExitStack() as opened:
         lines = opened.enter_context(MetricsFile(directory / METRICS))
         texts = {"configuration": f"```\n{text}\n```"}

@@ -108,7 +108,7 @@ class Stack(NamedTuple):
 
 
 def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
-    """Stacks the batches of one call on the devices, if there are `most` of one shape.
+    """Stacks the batches of one call on the devices, if there are `most` of one kind.
 
     Args:
         batches: on the host, in arrays that are not written to any more.
@@ -120,10 +120,11 @@ def stack_ahead(batches: list[Any], most: int, placement: Placement) -> Any:
     """
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batches)):
         return batches
-    shapes = {tuple(map(np.shape, jax.tree.leaves(batch))) for batch in batches}
+    kind_of = lambda leaf: (np.shape(leaf), getattr(leaf, "dtype", type(leaf)))
+    kinds = {tuple(map(kind_of, jax.tree.leaves(batch))) for batch in batches}
     trees = {jax.tree.structure(batch) for batch in batches}
-    num_rows = {shape[0] for shape in next(iter(shapes)) if shape}
-    is_full = len(batches) == most and len(shapes) == len(trees) == len(num_rows) == 1
+    num_rows = {shape[0] for shape, _ in next(iter(kinds)) if shape}
+    is_full = len(batches) == most and len(kinds) == len(trees) == len(num_rows) == 1
     if not is_full or num_rows.pop() % len(placement.devices):
         return batches
     stacked = jax.tree.map(lambda *leaves: _stack(leaves), *batches)
@@ -172,7 +173,8 @@ def take_apart_each(batches: Any, most: int) -> Stack:
         if first != here:
             raise BatchError(
                 f"batch {number} of the call has other rows than batch 0: a row is {here} there, "
-                f"and {first} in batch 0. Pass batches of one shape, but for the number of rows."
+                f"and {first} in batch 0. Pass batches of one shape and dtype, except for the "
+                "number of rows."
             )
     return Stack(
         max(each, key=lambda parts: parts.num_rows),

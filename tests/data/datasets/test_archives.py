@@ -122,3 +122,15 @@ def test_an_archive_made_to_fill_the_memory_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.gz").write_bytes(gzip.compress(bytes(10_001)))
     with pytest.raises(mt.DataError, match="more than 10000 bytes"):
         read_file(tmp_path / "a.gz")
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_name_made_to_fill_the_memory_is_refused(tmp_path, monkeypatch, kind):
+    # The lie: the limit is that of contents, and names are read whole before they are looked at.
+    path = tmp_path / "a.tar.gz"
+    info = tarfile.TarInfo("long")
+    info.type, info.size = kind, 50_000
+    with gzip.open(path, "wb") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT) + bytes(50_000 + 2 * 512))
+    monkeypatch.setattr(archives, "_LARGEST_BYTES", 20_000)
+    refused(path, "a name in it claims 50", "Nothing was unpacked")

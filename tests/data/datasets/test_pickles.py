@@ -94,6 +94,18 @@ def test_what_is_no_dict_is_an_error(value):
         read_pickled_dict(pickle.dumps(value), "here")
 
 
+class Unset:
+    """An array whose contents never come."""
+
+    def __reduce__(self):
+        return np.zeros(2).__reduce__()[:2]
+
+
+def test_an_array_without_contents_is_an_error():
+    with pytest.raises(mt.DataError, match="here is a damaged pickle"):
+        read_pickled_dict(pickle.dumps({"data": Unset()}), "here")
+
+
 @given(cut=st.floats(0, 1, exclude_max=True), flip=st.binary(max_size=20))
 def test_damaged_pickles_are_errors_of_ours(cut, flip):
     content = python2_pickle(BATCH)

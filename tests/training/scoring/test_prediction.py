@@ -69,6 +69,13 @@ def test_batches_of_integers_and_floats_give_floats_of_jax():
     np.testing.assert_array_equal(found, [0, 2, 4, 6, 1, 3])
 
 
+def test_batches_of_several_kinds_of_integers_keep_their_values():
+    # The lie: 4000000000 becomes -294967296.
+    batches = [np.array([4_000_000_000], np.uint32), np.array([-1], np.int32)]
+    found = mt.predict(lambda w, x: x, 0, iter(batches), global_batch=1)
+    assert found.tolist() == [4_000_000_000, -1]
+
+
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "legacy"])
 def test_law_l6_every_chunk_draws_its_own_random_numbers(key):
     """Lie: a Monte Carlo score of all rows, from the random numbers of one chunk."""

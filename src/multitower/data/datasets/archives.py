@@ -5,6 +5,7 @@ links, devices or absolute paths is refused as a whole.
 """
 
 import gzip
+import io
 import tarfile
 import zlib
 from collections.abc import Collection
@@ -88,7 +89,10 @@ def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
     """
     found: dict[str, bytes] = {}
     try:
-        with gzip.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        with (
+            gzip.open(path) as stream,
+            tarfile.open(fileobj=_Bounded(stream, path), mode="r:") as tar,
+        ):
             for member in tar:
                 name = _safe_name(member, path)
                 if name not in wanted:
@@ -112,6 +116,27 @@ def read_members(path: Path, wanted: Collection[str]) -> dict[str, bytes]:
             "archive, or a damaged one. Download it again."
         )
     return found
+
+
+class _Bounded(io.RawIOBase):
+    """A file from which not more is read at once than a data file has, names of members too."""
+
+    def __init__(self, file: gzip.GzipFile, path: Path) -> None:
+        self._file, self._path = file, path
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _LARGEST_BYTES:
+            raise DataError(
+                f"{self._path} is not safe to read: a name in it claims {size} bytes. Nothing was "
+                "unpacked. Get the archive from its origin."
+            )
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 def _safe_name(member: tarfile.TarInfo, path: Path) -> str:

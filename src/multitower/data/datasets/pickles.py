@@ -52,7 +52,7 @@ def read_pickled_dict(content: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where} is the pickle of a {type(loaded).__name__}, not of a dict.")
     return {
         name.decode("latin1") if isinstance(name, bytes) else str(name): (
-            value.array if isinstance(value, _Array) else value
+            value.array_in(where) if isinstance(value, _Array) else value
         )
         for name, value in loaded.items()
     }
@@ -76,7 +76,12 @@ class _Dtype:
 class _Array:
     """In place of `numpy.ndarray`."""
 
-    array: np.ndarray[Any, Any]
+    array: np.ndarray[Any, Any] | None = None
+
+    def array_in(self, where: str) -> np.ndarray[Any, Any]:
+        if self.array is None:
+            raise DataError(f"{where} is a damaged pickle (an empty array). Download it again.")
+        return self.array
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, is_fortran, content = state

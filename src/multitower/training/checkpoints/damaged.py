@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from multitower.processes.together import is_first, of_first
+from multitower.processes.together import by_first
 
 
 def set_aside(directory: Path, steps: Iterable[int]) -> None:
@@ -11,10 +11,14 @@ def set_aside(directory: Path, steps: Iterable[int]) -> None:
 
     Orbax would skip the save of a number that exists.
     """
-    for step in steps if is_first() else ():
-        target, number = directory / f"damaged-{step}", 1
-        while target.exists():
-            number += 1
-            target = directory / f"damaged-{step}-{number}"
-        (directory / str(step)).rename(target)
-    of_first(0)  # other processes wait until it is done
+
+    def rename() -> str:
+        for step in steps:
+            target, number = directory / f"damaged-{step}", 1
+            while target.exists():
+                number += 1
+                target = directory / f"damaged-{step}-{number}"
+            (directory / str(step)).rename(target)
+        return ""
+
+    by_first(rename)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-# The signals that the runs of this process have caught; there are several runs in tests only.
+# The signals that each run of this process has caught; a test phase may train a model of its own.
 _noted: list[list[int]] = []
 
 
@@ -29,7 +29,8 @@ def noted_signals() -> Generator[list[int]]:
     own = os.getpid()
 
     def note(number: int, _: FrameType | None) -> None:
-        caught.append(number)
+        for one in _noted:  # the run around this one stops, too
+            one.append(number)
         signal.signal(number, before[signal.Signals(number)])
         if os.getpid() != own:  # a worker that a loader forked: the signal is for the worker
             os.kill(os.getpid(), number)
@@ -40,6 +41,6 @@ def noted_signals() -> Generator[list[int]]:
     try:
         yield caught
     finally:
-        _noted.remove(caught)
+        _noted[:] = [one for one in _noted if one is not caught]
         for number, handler in before.items():
             signal.signal(number, handler)

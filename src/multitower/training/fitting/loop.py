@@ -84,8 +84,7 @@ class Loop(NamedTuple):
                     self._save(number, state)
                 if self.test.is_due(number) and not stop:
                     reader.read_waiting()  # host-device sync: hooks get steps in order
-                    with reader.uncounted():
-                        reason = self.test.run(state)
+                    reason = self._test(number, first, state)
                     if reason is not None:
                         if every and not is_saved:
                             check_replicas(state)  # host-device sync
@@ -118,8 +117,18 @@ class Loop(NamedTuple):
             f"loader. {saved}".strip()
         )
 
+    def _test(self, number: int, first: int, state: TrainState) -> str | None:
+        """A test phase; if it fails, the steps so far are saved."""
+        try:
+            with self.reader.uncounted():
+                return self.test.run(state)
+        except Exception as error:  # of the user's function, or a signal in a run inside it
+            if saved := self._save_before_error(number, first, state):
+                error.add_note(saved)
+            raise
+
     def _save_before_error(self, number: int, first: int, state: TrainState) -> str:
-        """Saves the steps so far, before an error of the batches ends the run; says so."""
+        """Saves the steps so far, before an error of the user's ends the run; says so."""
         self.reader.read_waiting()  # host-device sync: hooks get all steps
         # Other processes may be in the middle of a step, and a save takes all of them.
         if number == first or self.step.placement.spans_processes:

@@ -115,8 +115,13 @@ def predict(
 
 
 def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """The rows of all batches; where dtypes differ, in the one that JAX would take for them."""
-    return np.concatenate(parts, dtype=jnp.result_type(*{part.dtype for part in parts}))
+    """The rows of all batches; where dtypes differ, in the one that JAX would take for them.
+
+    Integers get one that holds all of them, as NumPy has for those of 32 bits and JAX has not.
+    """
+    dtypes = {part.dtype for part in parts}
+    are_integers = all(dtype.kind in "iu" for dtype in dtypes)
+    return np.concatenate(parts, dtype=(np if are_integers else jnp).result_type(*dtypes))
 
 
 @functools.lru_cache(maxsize=16)  # repeated calls compile once
