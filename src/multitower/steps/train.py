@@ -108,9 +108,9 @@ def train_step(
             the mean gradient is divided by it. The scale is 2**15 at first, and it is doubled after
             2000 steps in a row with finite gradients. A step whose gradients are not finite makes
             no update, on all towers together, and the scale is halved, down to 1.
-            `state.loss_scale["scale"]` holds it, and `metrics` also has `"loss_scale"`, the scale of
-            this step, and `"skipped"`. float16 does not work with `stages`, `sync_every`, asynchronous
-            updates, or `shard_update` with `towers`.
+            `state.loss_scale["scale"]` holds it, and `metrics` also has `"loss_scale"`, the scale
+            of this step, and `"skipped"`. float16 does not work with `stages`, `sync_every`,
+            asynchronous updates, or `shard_update` with `towers`.
         reduction: how the losses of rows are combined: `"mean"`, or `"sum"` for summed losses and
             log densities; `metrics["loss"]` is then that sum. The loss and metrics may also be
             `mt.ratio(total, weight)`.
