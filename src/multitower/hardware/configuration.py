@@ -102,11 +102,12 @@ def configure(
         fixed = wanted if started else wanted.keys() & _OF_CLUSTERS
         changed = [name for name in wanted if name in fixed and _applied.get(name) != wanted[name]]
         if changed:
-            why = "started its devices" if started else "joined the other processes"
+            late = "came too late: JAX has already started its devices, and they"
+            if not started:
+                late = "came too late: this process has joined others already, and that"
             raise ConfigurationError(
-                f"configure({', '.join(f'{n}={wanted[n]!r}' for n in changed)}) came too late: JAX "
-                f"has already {why}, which cannot be changed in this process. Call "
-                "mt.configure right after the imports, before the first array, jax.devices() or "
+                f"configure({', '.join(f'{n}={wanted[n]!r}' for n in changed)}) {late} cannot be "
+                "changed in this process. Call mt.configure right after the imports, before the first array, jax.devices() or "
                 "jax.jit call (in a notebook: restart the kernel first)."
             )
     if started:
