@@ -107,8 +107,9 @@ def configure(
                 late = "came too late: this process has joined others already, and that"
             raise ConfigurationError(
                 f"configure({', '.join(f'{n}={wanted[n]!r}' for n in changed)}) {late} cannot be "
-                "changed in this process. Call mt.configure right after the imports, before the first array, jax.devices() or "
-                "jax.jit call (in a notebook: restart the kernel first)."
+                "changed in this process. Call mt.configure right after the imports, before the "
+                "first array, jax.devices() or jax.jit call (in a notebook: restart the kernel "
+                "first)."
             )
     if started:
         return
