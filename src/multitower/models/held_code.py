@@ -58,14 +58,17 @@ def code_within(values: Iterable[Any]) -> Iterator[Any]:
 def parts_of(value: Any) -> list[Any]:
     """What a value holds that is compared as a whole: its numbers, and the code within it.
 
-    The numbers count too, because some classes have a `==` that leaves a field out.
+    The numbers count too, because some classes have a `==` that leaves a field out. What a library
+    keeps in slots does not: a path, for one, stores its own text there when it is asked for.
     """
-    held = [*_held_by(value)] or [*attributes_of(value).values()]
+    is_final = is_installed(type(value))
+    own = getattr(value, "__dict__", {}) if is_final else attributes_of(value)
+    held = [*_held_by(value)] or [*own.values()]
     return [*(one for one in held if isinstance(one, _NUMBERS)), *code_within(held)]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """All attributes of an object: those in its `__dict__`, and a user's in `__slots__`."""
+    """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
     held = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, member in vars(cls).items():
