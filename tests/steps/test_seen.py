@@ -161,6 +161,39 @@ def test_stages_draw_as_the_settings_say_now():
         np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"towers": 2}, {"shard_params": True}], ids=str)
+def test_a_later_step_inside_jit_is_refused_as_the_first_one_is(options):
+    # The lie: one update, traced once, and then the same loss for ever.
+    step, state = make(**options)
+    batch = make_batch(8, 1)
+    state, _ = step(state, batch)
+    inside = jax.jit(lambda: step(state, batch)[1]["loss"])
+    with pytest.raises(mt.ArgumentError, match=r"called inside jax.jit"):
+        inside()
+    _, metrics = step(state, batch)  # nothing is lost
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_number_that_adapts_to_others_is_a_kind_of_its_own():
+    # The lie, with stages: the dtype, and so the bits, of the batch that came first.
+    def loss(params, batch):
+        hidden = mt.cut(batch["x"] * params["a"])
+        return (hidden * params["b"] * batch["scale"]).astype(jnp.float32)
+
+    params = {"a": jnp.bfloat16(0.3), "b": jnp.bfloat16(0.7)}
+    x = jnp.asarray(DRAW.normal(size=4), jnp.bfloat16)
+    weak, strong = ({"x": x, "scale": jnp.asarray(1.2345, of)} for of in (None, jnp.float32))
+    assert weak["scale"].weak_type
+    found = {}
+    for order in ((weak, strong), (strong, weak)):
+        step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=2, stages=2)
+        for batch in order:
+            _, metrics = step(step.init(params), batch)
+            found.setdefault(id(batch), set()).add(float(metrics["loss"]))
+    assert all(len(values) == 1 for values in found.values())
+    assert found[id(weak)] != found[id(strong)]
+
+
 @pytest.mark.parametrize(("options", "most"), [({}, 40), ({"towers": 2}, 90)], ids=str)
 def test_python_calls_of_a_step(options, most):
     """How much of this library's Python runs in a step of a kind that has been seen."""

@@ -69,8 +69,10 @@ def kind_of(leaves: Sequence[Any], treedef: Any) -> Any:
     Returns:
         Hashable; None for a batch with leaves that are not arrays, which is taken apart anew.
     """
+    weak = lambda leaf: getattr(leaf, "weak_type", False)
     try:
-        return treedef, settings(), *[(leaf.__class__, leaf.shape, leaf.dtype) for leaf in leaves]
+        kinds = [(leaf.__class__, leaf.shape, leaf.dtype, weak(leaf)) for leaf in leaves]
+        return treedef, settings(), *kinds
     except AttributeError:  # Python numbers
         return None
 

@@ -115,7 +115,8 @@ class FastRunner:
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         fields, metrics = self._run(state.fields(), *self._feeder.feed(parts))
-        state.spend()
+        if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
+            state.spend()
         return TrainState(fields, maker), metrics
 
 

@@ -26,7 +26,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
 from multitower.steps.way import Batches, Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
-from multitower.towers.leaves import wide_dtype
+from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call, check_same_program
@@ -252,9 +252,12 @@ class TrainStep:
             state = self._find_way().with_changes(state, changes, state.maker)
         try:
             result = seen.runner.run(state, seen.parts(leaves), state.maker)
-        except RuntimeError:
-            take_apart(batch, 0, name="batch")  # our own error, for a deleted array
+        except (RuntimeError, TypeError):
+            parts = take_apart(batch, 0, name="batch")  # our own error, for a deleted array
+            refuse_tracers(state, parts, state.maker)
             raise
+        if is_traced(result[1]["loss"]):
+            refuse_tracers(state, seen.parts(leaves), state.maker)
         given.spend()
         return result
 

@@ -10,6 +10,7 @@ from multitower.steps.shards.job import ShardsJob
 from multitower.steps.shards.state import StateShards
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
+from multitower.towers.leaves import is_traced
 from multitower.towers.rows import Parts, Split
 
 
@@ -35,7 +36,8 @@ class ShardsRunner:
         rest, rows, num_rows = self._feeder.feed(parts)
         given = state.fields()
         fields, metrics = self.program(given)(given, rest, rows, num_rows)
-        state.spend()
+        if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
+            state.spend()
         return TrainState(fields, maker), metrics
 
     def program(self, fields: Fields) -> Any:
