@@ -99,6 +99,8 @@ def test_equals_a_numpy_replay_of_the_rotation(towers, options):
     np.testing.assert_allclose(state.params["w"], newest, rtol=2e-5)
     np.testing.assert_allclose(state.local["params"]["w"], versions, rtol=2e-5)
     assert list(state.local["step"]) == made
+    with pytest.raises(ValueError, match="read-only"):
+        state.local["step"][0] = 9
     assert int(state.step) == 12
     for metrics, (loss, staleness) in zip(seen, rows, strict=True):
         np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)

@@ -56,6 +56,7 @@ class Parts(NamedTuple):
         each = [(one.copies[0].params, one.copies[0].model_state) for one in self.versions]
         params, model_state = jax.tree.map(lambda *leaves: stack_on_host(leaves), *each)
         made = np.array([one.made for one in self.versions], np.int32)
+        made.flags.writeable = False  # what a user wrote into it would be lost
         local = {"params": params, "model_state": model_state, "step": made}
         return self.home._replace(local=local)
 
