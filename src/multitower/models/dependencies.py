@@ -78,26 +78,33 @@ def code_in(held: Sequence[Any], called: types.FunctionType | None = None) -> De
     return known[place]
 
 
-def content_of(value: Any, chains: Iterable[Chain] = ((),)) -> Dependencies:
+def content_of(
+    value: Any, chains: Iterable[Chain] = ((),), called: types.FunctionType | None = None
+) -> Dependencies:
     """The content of a value that a function closes over, such as a namespace of settings.
 
     Args:
         value: any value.
         chains: the attributes that are read from it; by default all of it counts.
+        called: the function that is called, if the value never changes; it is read once for it.
 
     Raises:
         UnknownDependencyError: the value cannot be compared.
     """
-    reader = _new_reader()
-    key = tuple((chain, reader.at(value, chain)) for chain in chains)
-    return Dependencies(key, tuple(reader.alive))
+    known = {} if called is None else _SEEN_CODE.setdefault(called, {})
+    place = ("content", id(value), *chains)
+    if place not in known:
+        reader = _new_reader()
+        key = tuple((chain, reader.at(value, chain)) for chain in chains)
+        known[place] = Dependencies(key, (*reader.alive, value))
+    return known[place]
 
 
 # By the function that is called.
 _SEEN: weakref.WeakKeyDictionary[
     Any, weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError]
 ] = weakref.WeakKeyDictionary()
-_SEEN_CODE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Dependencies]] = (
+_SEEN_CODE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Dependencies]] = (
     weakref.WeakKeyDictionary()
 )
 

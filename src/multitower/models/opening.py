@@ -271,10 +271,10 @@ class Opener:
     def _compared(self, leaf: Any, chains: Iterable[Chain]) -> _Leaf:
         """A leaf that is compared by its content, and by its identity if the content may change."""
         is_alike = is_value(leaf) or isinstance(leaf, METHOD)
+        stays = is_alike and not isinstance(leaf, METHOD | type | types.ModuleType)
         try:
-            return _Leaf(
-                (type(leaf), None if is_alike else id(leaf), content_of(leaf, chains)), leaf
-            )
+            content = content_of(leaf, chains, self._way[0] if stays else None)
+            return _Leaf((type(leaf), None if is_alike else id(leaf), content), leaf)
         except UnknownDependencyError:
             self._may_change = True
             return _leaf(leaf)
