@@ -81,6 +81,15 @@ class Nnx(nnx.Module):
         return self.act(x) * self.weight[...]
 
 
+class NnxOfConfig(nnx.Module):
+    def __init__(self, config):
+        self.weight = nnx.Param(ONE)
+        self.config = config
+
+    def __call__(self, x):
+        return self.config.act(x) * self.weight[...]
+
+
 class Equinox(eqx.Module):
     weight: jax.Array
     config: Any = eqx.field(static=True)
@@ -119,7 +128,7 @@ HELD = {
     "Linen's Sequential": (nn.Sequential([act]), of_linen),
     "Haiku": (hk.without_apply_rng(hk.transform(act)), of_linen),
     "NNX": (Nnx(act), of_module),
-    "config in NNX": (Nnx(Config(act).act), of_module),
+    "config in NNX": (NnxOfConfig(Config(act)), of_module),
     "Equinox": (Equinox(ONE, Config(act)), of_module),
     "Equinox's MLP": (
         eqx.nn.MLP(1, 1, 1, 1, activation=act, key=jax.random.key(0)),

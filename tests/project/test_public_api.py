@@ -80,7 +80,7 @@ assert len(jax.devices()) == 3
 def test_import_is_quick_and_starts_nothing():
     """Lie: `import multitower` takes GPUs, or loads what only the command line needs."""
     num_modules = int(run_python("-c", IMPORT))
-    assert num_modules < 165  # what takes the time, and unlike time the same on a busy machine
+    assert num_modules < 160  # what takes the time, and unlike time the same on a busy machine
 
 
 def test_making_a_parallel_function_starts_nothing():

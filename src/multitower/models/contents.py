@@ -15,20 +15,18 @@ import jax
 import numpy as np
 
 from multitower.models.bytecode import Chain, Free, Imported, Names
-from multitower.models.held_code import (
-    attributes_of,
-    closure_of,
-    code_within,
-    is_around_code,
-    parts_of,
-)
 from multitower.models.nnx import code_of_nnx, contents_of_nnx, is_of_nnx
 from multitower.models.values import (
     METHOD,
     NO_VALUE,
     UnknownDependencyError,
+    attributes_of,
+    closure_of,
+    code_within,
+    is_around_code,
     is_installed,
     is_value,
+    parts_of,
     types_in,
     value_in,
 )

@@ -20,15 +20,16 @@ from multitower.models.dependencies import (
     dependencies_of,
 )
 from multitower.models.equinox import is_equinox
-from multitower.models.held_code import code_within, may_have_code
 from multitower.models.nnx import code_of_nnx, is_nnx
 from multitower.models.values import (
     METHOD,
     NO_VALUE,
     UnknownDependencyError,
+    code_within,
     fits_device,
     is_installed,
     is_value,
+    may_have_code,
     types_in,
     value_in,
 )

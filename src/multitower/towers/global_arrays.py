@@ -111,7 +111,8 @@ def _on_one(pieces: list[Any], device: jax.Device, num_rows: int) -> Any:
     first, treedef = trees[0]
     small = [i for i, leaf in enumerate(first) if leaf.size * len(pieces) <= _SMALL_SIZE]
     found: dict[int, jax.Array] = {}
-    large = [[i] for i in sorted({*range(len(first))}.difference(small))]
+    together = set(small)
+    large = [[i] for i in range(len(first)) if i not in together]
     for group in [small, *large] if small else large:  # no program for an empty group
         here = jax.device_put([[leaves[i] for i in group] for leaves, _ in trees], device)
         found.update(zip(group, _one_after_another(here, num_rows), strict=True))
