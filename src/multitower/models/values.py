@@ -109,7 +109,8 @@ _NUMBERS = (bool, int, float, complex, str, bytes, np.generic)
 
 def may_have_code(value: Any) -> bool:
     """Whether a value may be, or hold, code that is not a library's."""
-    if isinstance(value, (*_CALLED, frozenset)) or dataclasses.is_dataclass(value):
+    kinds = (*_CALLED, types.ModuleType, frozenset)
+    if isinstance(value, kinds) or dataclasses.is_dataclass(value):
         return not is_installed(value) or is_around_code(value)
     return not is_installed(type(value))
 
