@@ -19,6 +19,7 @@ import pytest
 from flax import linen, nnx
 
 import multitower as mt
+from multitower.models import dependencies
 from multitower.models.callables import as_function
 from multitower.models.closures import call_opened, close_function, open_function
 
@@ -411,7 +412,6 @@ def partial_of_a_helper():
     return functools.partial(lambda scale, w, x: w * x * settings.scale, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_loss",
     [
@@ -441,7 +441,7 @@ def partial_of_a_helper():
 def test_what_changed_is_seen_by_a_function_made_anew(make_loss, monkeypatch):
     """Lie: the program of another value, where jax.jit of the same function has the new one."""
     monkeypatch.setitem(sys.modules, "own_module", own_module)
-    run = lambda: float(mt.value_and_grad(make_loss(), towers=2, devices=2)(1.0, X)[0])
+    run = lambda: float(mt.value_and_grad(make_loss(), devices=1)(1.0, X)[0])
     assert run() == 7.0
     monkeypatch.setitem(globals(), "factor", 3.0)
     monkeypatch.setitem(globals(), "rule", Rule(3.0))
@@ -876,6 +876,91 @@ def test_a_program_made_again_is_of_the_function_that_is_called():
     assert mt.value_and_grad(second, devices=2)(1.0, X[:4])[0] == 1.5
 
 
+def test_a_program_made_again_is_of_the_globals_of_the_function_that_is_called():
+    """Lie: other shapes are traced with the globals of another copy of the module."""
+    source = compile("times = 1\ndef loss(w, x):\n    return w * x * times", "<module>", "exec")
+    first, second = {}, {}
+    for scope in (first, second):
+        exec(source, scope)
+        assert mt.value_and_grad(scope["loss"], devices=2)(1.0, X)[0] == 3.5
+    first["times"] = 5
+    assert mt.value_and_grad(second["loss"], devices=2)(1.0, X[:4])[0] == 1.5
+
+
+def test_what_is_stored_on_a_function():
+    """Lies: a function without it, or with that of another function; a program at every step."""
+
+    def run(times):
+        def helper(x):
+            return x * helper.times
+
+        def counted(*arguments):
+            counted.calls += 1
+            return helper(*arguments)
+
+        def loss(w, x):
+            traced.append(1)
+            return counted(w * x) * helper.times
+
+        counted.calls, helper.times = 0, times
+        return float(mt.value_and_grad(loss, devices=2)(1.0, X)[0]), counted.calls
+
+    value, calls = run(2.0)
+    assert value == 14
+    assert calls
+    count = len(traced)
+    assert run(2.0)[0] == 14
+    assert len(traced) == count
+    assert run(1.0)[0] == 3.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Unequal:
+    """Equal to others that do something else."""
+
+    table: object = dataclasses.field(compare=False)
+    scale: dict = dataclasses.field(hash=False, default_factory=dict)
+
+
+def times_all(x, held):
+    return x * held.table[0] * held.scale.get("all", 1.0)
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array, list])
+def test_what_the_equality_of_a_value_leaves_out(make):
+    """Lies: the array of another value; a dict as it was before it changed."""
+
+    def run(held):
+        return mt.value_and_grad(lambda w, x: times_all(w * x, held), devices=2)(1.0, X)[0]
+
+    first, second = Unequal(make([1.0])), Unequal(make([2.0]))
+    assert (run(first), run(second)) == (3.5, 7.0)
+    second.scale["all"] = 2.0
+    assert (run(first), run(second)) == (3.5, 14.0)
+
+
+class WithoutHash:
+    def __hash__(self):
+        raise RuntimeError("not hashed")
+
+
+class WithoutRepr:
+    def __repr__(self):
+        raise RuntimeError("not shown")
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else [1.0]
+
+
+@pytest.mark.parametrize("held", [WithoutHash(), frozenset([WithoutRepr()]), nested(400)], ids=type)
+def test_a_value_that_cannot_be_looked_into(held, monkeypatch):
+    """Lie: an error about what the program does not even use."""
+    monkeypatch.setitem(globals(), "table", held)
+    assert mt.value_and_grad(lambda w, x: w * x if held else x, devices=2)(1.0, X)[0] == 3.5
+    assert mt.value_and_grad(lambda w, x: w * x if table else x, devices=2)(1.0, X)[0] == 3.5
+
+
 def test_a_global_batch_is_named():
     """Lie: advice that leads to the next error."""
     globals()["batch"] = X
@@ -997,3 +1082,21 @@ def test_an_object_whose_loss_counts_its_calls_is_freed():
     gone = forgotten()
     gc.collect()
     assert gone() is None
+
+
+def test_objects_that_hold_the_loss_which_uses_them_are_freed(monkeypatch):
+    """Lie: each trainer of a sweep stays, with its arrays."""
+    monkeypatch.setattr(dependencies, "_MOST", 2)
+
+    class Trainer:
+        scale = 2.0
+
+    def forgotten():
+        own = Trainer()
+        own.loss = lambda w, x: w * x * getattr(own, "scale")  # noqa: B009 (it may read all of it)
+        open_function(own.loss, ())
+        return weakref.ref(own)
+
+    gone = [forgotten() for _ in range(6)]
+    gc.collect()
+    assert [one() is None for one in gone[:4]] == [True] * 4

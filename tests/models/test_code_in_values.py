@@ -6,6 +6,7 @@ reads a global that has changed. A loss that is defined anew must see that, as u
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -72,6 +73,14 @@ class LinenOfGlobal(nn.Module):
         return act(x)
 
 
+class LinenOfTheEnvironment(nn.Module):
+    """One of its methods reads what cannot be compared."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x if "OF_NO_PROGRAM" in os.environ else act(x)
+
+
 class Nnx(nnx.Module):
     def __init__(self, act):
         self.weight = nnx.Param(ONE)
@@ -96,6 +105,14 @@ class Equinox(eqx.Module):
 
     def __call__(self, x):
         return self.config.act(x) * self.weight
+
+
+class Checkpointed(eqx.Module):
+    weight: jax.Array
+
+    @eqx.filter_checkpoint
+    def __call__(self, x):
+        return act(x) * self.weight
 
 
 @flax.struct.dataclass
@@ -125,6 +142,8 @@ HELD = {
     "namespace": (SimpleNamespace(act=act), of_act),
     "function of a library": (jax.vmap(act), of_module),
     "Linen": (Linen(act), of_linen),
+    "Linen's remat": (nn.remat(LinenOfGlobal)(), of_linen),
+    "Linen of the environment": (LinenOfTheEnvironment(), of_linen),
     "Linen's Sequential": (nn.Sequential([act]), of_linen),
     "Haiku": (hk.without_apply_rng(hk.transform(act)), of_linen),
     "NNX": (Nnx(act), of_module),
@@ -134,6 +153,7 @@ HELD = {
         eqx.nn.MLP(1, 1, 1, 1, activation=act, key=jax.random.key(0)),
         lambda held, x: held.activation(x),
     ),
+    "Equinox's checkpoint": (Checkpointed(ONE), of_module),
     "struct": (Struct(ONE, act), of_act),
     "train state": (train_state(LinenOfGlobal()), of_state),
     "train state of a module with a function": (train_state(Linen(act)), of_state),
@@ -197,9 +217,9 @@ def test_what_a_held_function_reads(name, way, monkeypatch):
 def test_a_new_state_after_every_step():
     """Lie: a compilation at every step of a loop whose loss is defined anew around a state."""
     state = train_state(LinenOfGlobal())
-    counts = []
+    counts, scope = [], {}
     for _ in range(3):
-        scope = {"state": state}
+        scope["state"] = state
         exec("def loss(w, x):\n    return state.apply_fn({}, w['w'] * x)", scope)
         _, gradients = mt.value_and_grad(scope["loss"], devices=2)(state.params, X)
         state = state.apply_gradients(grads=gradients)

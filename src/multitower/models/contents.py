@@ -1,6 +1,7 @@
 """Contents: hashable descriptions of values, equal if the values do the same in a program."""
 
 import builtins
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -8,7 +9,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,8 +25,10 @@ from multitower.models.values import (
     closure_of,
     code_within,
     is_around_code,
+    is_hashable,
     is_installed,
     is_value,
+    own_attributes,
     parts_of,
     types_in,
     value_in,
@@ -46,6 +49,10 @@ _FIND_ANYTHING = (
 )
 
 
+class _TooManyError(UnknownDependencyError):
+    """It would take too long to compare, or is nested too deep."""
+
+
 class Reader:
     """Turns values into hashable descriptions of them."""
 
@@ -54,6 +61,7 @@ class Reader:
         self._owners: list[Any] = []  # of what is left out; no longer than this reader lives
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[Any, int] = {}  # of what can contain itself
+        self._is_lenient = False  # what has no description counts by its identity
 
     def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
         """Leaves out what a function writes itself, such as a counter of its calls.
@@ -75,6 +83,15 @@ class Reader:
             self._owners.append(owner)
             self._stored |= {(id(owner), last)}
 
+    @contextlib.contextmanager
+    def _leaving_out(self, fun: types.FunctionType, first: Any = None) -> Generator[None]:
+        outer = self._stored
+        self.leave_out(fun, first)
+        try:
+            yield
+        finally:
+            self._stored = outer
+
     def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
         """What a function reads of globals and modules, except for the names in `without`."""
         names = Names.of(fun.__code__)
@@ -83,17 +100,21 @@ class Reader:
             if name in without:
                 continue
             if chain[:2] in _FIND_ANYTHING:
-                raise UnknownDependencyError
-            if isinstance(name, Imported):
+                self._cannot_tell()
+            elif isinstance(name, Imported):
                 yield chain, self.at(_module(name, fun), attributes)
             elif name in fun.__globals__:
                 value = fun.__globals__[name]
                 if not (name in names.filled and isinstance(value, list | dict | set | deque)):
                     yield chain, self.at(value, attributes)
             elif name in _READ_ANYTHING:
-                raise UnknownDependencyError
+                self._cannot_tell()
             else:
                 yield chain, self._same(getattr(builtins, name, None))
+
+    def _cannot_tell(self) -> None:
+        if not self._is_lenient:
+            raise UnknownDependencyError
 
     def content(self, value: Any) -> Any:
         """The description of a value: equal to another one only if both do the same, now and later.
@@ -111,9 +132,17 @@ class Reader:
             return "again", self._numbers[id(value)]
         self._numbers[id(value)] = len(self._numbers)
         self.alive.append(value)
-        if len(self._numbers) > _MANY:
-            raise UnknownDependencyError
-        return self._installed(value) if is_installed(value) else self._looked_into(value)
+        count = len(self._numbers)
+        if count > _MANY:
+            raise _TooManyError
+        try:
+            return self._installed(value) if is_installed(value) else self._looked_into(value)
+        except RecursionError as error:
+            raise _TooManyError from error
+        except UnknownDependencyError as error:
+            if not self._is_lenient or isinstance(error, _TooManyError):
+                raise
+            return self._identity(value, count)
 
     def _installed(self, value: Any) -> Any:
         """The description of what is a library's: it does not change, but may call the user's.
@@ -156,14 +185,27 @@ class Reader:
         return "class", id(cls), tuple(self._members(cls))
 
     def if_comparable(self, value: Any) -> Any:
-        """The description of a value, such as a class; its identity, if it has no description."""
-        before = len(self._numbers)
+        """The description of a value, such as a class; by identity where it has no description."""
+        count = len(self._numbers)
         try:
-            return self.content(value)
+            with self._lenient(True):
+                return self.content(value)
         except UnknownDependencyError:
-            for one in list(self._numbers)[before:]:
-                del self._numbers[one]
-            return self._same(value)
+            return self._identity(value, count)
+
+    @contextlib.contextmanager
+    def _lenient(self, is_lenient: bool) -> Generator[None]:
+        outer, self._is_lenient = self._is_lenient, is_lenient
+        try:
+            yield
+        finally:
+            self._is_lenient = outer
+
+    def _identity(self, value: Any, count: int) -> Any:
+        """The identity of a value that was not described in full; only `count` values were."""
+        for one in list(self._numbers)[count:]:
+            del self._numbers[one]
+        return self._same(value)
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """The description of an attribute: of `config.scale` alone, not of all that config has."""
@@ -206,12 +248,18 @@ class Reader:
         """The description of a function: its code, and all that the code uses."""
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        outer = self._stored
-        self.leave_out(fun)
-        used = tuple(self.globals_of(fun))
-        self._stored = outer
+        with self._leaving_out(fun):
+            used = tuple(self.globals_of(fun)), self.attributes_of(fun)
         # Its identity too, because a program that is traced again calls this very function.
         return "function", id(fun), fun.__code__, defaults, cells, used
+
+    def attributes_of(self, fun: types.FunctionType) -> tuple[Any, ...]:
+        """The description of what is stored on a function and not written by itself."""
+        return tuple(
+            (name, self.content(one))
+            for name, one in own_attributes(fun).items()
+            if not self._is_left_out(fun, name)
+        )
 
     def method(self, fun: Any, owner: Any) -> Any:
         """The description of a function, and of what it uses of its first argument, `owner`."""
@@ -223,17 +271,13 @@ class Reader:
             return "again", self._numbers[place]
         self._numbers[place] = len(self._numbers)
         self.alive.append(owner)
-        outer = self._stored
-        self.leave_out(fun, owner)
-        found = tuple((chain, self.at(owner, chain)) for chain in used)
-        self._stored = outer
+        with self._leaving_out(fun, owner):
+            found = tuple((chain, self.at(owner, chain)) for chain in used)
         return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
         held = value_in(cell)
-        if held is NO_VALUE:
-            raise UnknownDependencyError
-        return self.content(held)
+        return self._cannot_tell() if held is NO_VALUE else self.content(held)
 
     def _members(self, cls: type) -> Iterator[Any]:
         for one in cls.__mro__:
@@ -248,15 +292,20 @@ class Reader:
             return self.content(member)
         if not is_installed(type(member)):
             return self.if_comparable(member)
-        # Descriptors of dataclasses, slots and frameworks belong to the class; those of functools
-        # have a function, such as a cached property.
-        return self._same(member), self.if_comparable(getattr(member, "func", None))
+        # Descriptors of dataclasses, slots and frameworks belong to the class. Some hold a
+        # function, such as a cached property, or a method under a filter of Equinox.
+        return self._same(member), self.code_of(attributes_of(member).values())
 
     def _instance(self, value: Any) -> Any:
+        is_final = is_installed(type(value))
         is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
-        if is_installed(type(value)) and is_hidden:
+        if is_final and is_hidden:
             raise UnknownDependencyError
-        return "object", id(value), self.content(type(value)), self._state(value)
+        # A library's object counts with all of its state or not at all: a logger has locks, and
+        # notes in the rest of its state what it was asked.
+        with self._lenient(self._is_lenient and not is_final):
+            state = self._state(value)
+        return "object", id(value), self.content(type(value)), state
 
     def _state(self, value: Any) -> tuple[Any, ...]:
         """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
@@ -294,11 +343,7 @@ class Reader:
     def _same(self, value: Any) -> Any:
         """A description without contents: the value, if it compares by value, else the identity."""
         self.alive.append(value)
-        try:
-            hash(value)
-        except TypeError:
-            return type(value), id(value)
-        if not is_value(value):
+        if not (is_hashable(value) and is_value(value)):
             return type(value), id(value)
         return type(value), types_in(value), value
 
@@ -323,7 +368,7 @@ _DESCRIPTIONS: tuple[tuple[type, Callable[[Reader, Any], Any]], ...] = (
     (tuple, lambda read, it: (type(it), read.all_of(it))),
     (list, lambda read, it: (type(it), id(it), read.all_of(it))),
     (dict, lambda read, it: (type(it), id(it), read.all_of(it), read.all_of(it.values()))),
-    (set, lambda read, it: (type(it), id(it), read.all_of(sorted(it, key=repr)))),
+    (set, lambda read, it: (type(it), id(it), read.all_of(it))),
     (np.ndarray, Reader.array),
 )
 

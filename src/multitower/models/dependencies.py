@@ -50,7 +50,7 @@ def dependencies_of(
     Raises:
         UnknownDependencyError: it uses something that cannot be compared.
     """
-    seen = _SEEN.setdefault(called or fun, weakref.WeakKeyDictionary())
+    seen = _of_called(_SEEN, called or fun, weakref.WeakKeyDictionary)
     known = seen.get(fun)
     if known is None:
         try:
@@ -70,7 +70,7 @@ def code_in(held: Sequence[Any], called: types.FunctionType | None = None) -> De
         held: what a function gets or closes over.
         called: the function that is called; they are then read once for it.
     """
-    known = {} if called is None else _SEEN_CODE.setdefault(called, {})
+    known = {} if called is None else _of_called(_SEEN_CODE, called, dict)
     place = tuple(map(id, held))
     if place not in known:
         reader = _new_reader()
@@ -91,7 +91,7 @@ def content_of(
     Raises:
         UnknownDependencyError: the value cannot be compared.
     """
-    known = {} if called is None else _SEEN_CODE.setdefault(called, {})
+    known = {} if called is None else _of_called(_SEEN_CODE, called, dict)
     place = ("content", id(value), *chains)
     if place not in known:
         reader = _new_reader()
@@ -100,13 +100,21 @@ def content_of(
     return known[place]
 
 
-# By the function that is called.
+# By the function that is called, and for so many of these: one that closes over an object which
+# holds it is never let go otherwise.
+_MOST = 256
 _SEEN: weakref.WeakKeyDictionary[
     Any, weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError]
 ] = weakref.WeakKeyDictionary()
 _SEEN_CODE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Dependencies]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _of_called(seen: weakref.WeakKeyDictionary[Any, Any], called: Any, make: Any) -> Any:
+    while called not in seen and len(seen) >= _MOST:
+        del seen[next(iter(seen))]
+    return seen.setdefault(called, make())
 
 
 def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
@@ -116,6 +124,7 @@ def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
     key = (
         tuple(reader.content(one) for one in fun.__defaults__ or ()),
         tuple((name, reader.content(one)) for name, one in (fun.__kwdefaults__ or {}).items()),
+        reader.attributes_of(fun),
         tuple(used),
     )
     return Dependencies(key, tuple(reader.alive))

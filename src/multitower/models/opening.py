@@ -30,6 +30,7 @@ from multitower.models.values import (
     is_installed,
     is_value,
     may_have_code,
+    own_attributes,
     types_in,
     value_in,
 )
@@ -51,25 +52,27 @@ class OpenFunction:
             itself, if what it uses cannot be compared.
         cells: the variables that it closes over.
         globals_: globals that are NNX modules, arrays or rows, by name.
-        bare: code, globals, defaults and keyword defaults.
+        bare: code, globals, defaults, keyword defaults, and attributes if it has some of its own.
     """
 
     key: tuple[Any, ...]
     cells: tuple["_Cell", ...]
     globals_: tuple[tuple[str, "_Cell"], ...]
-    bare: tuple[types.CodeType, dict[str, Any], Any, Any] = field(compare=False, repr=False)
+    bare: tuple[types.CodeType, dict[str, Any], Any, Any, Any] = field(compare=False, repr=False)
 
     def close(self, left: "Left") -> Callable[..., Any]:
         """The function again, with the next of these contents put in."""
-        code, scope, defaults, keyword_defaults = self.bare
-        left.way.append([])
+        code, scope, defaults, keyword_defaults, attributes = self.bare
+        left.way.append(([], attributes))
         cells = tuple(cell.close(left) for cell in self.cells)
         if self.globals_:
             taken = {name: cell.close(left).cell_contents for name, cell in self.globals_}
             scope = {**scope, **taken}
         fun = types.FunctionType(code, scope, code.co_name, defaults, cells)
         fun.__kwdefaults__ = keyword_defaults
-        left.way.pop().append(fun)
+        if attributes:
+            fun.__dict__ = attributes  # the very same: the function may write there
+        left.way.pop()[0].append(fun)
         return fun
 
 
@@ -80,13 +83,14 @@ class Left(NamedTuple):
         arrays: for the places of arrays.
         modules: the NNX modules.
         rows: trees of rows, by the name of the variable.
-        way: for each function that is being put together, a list that will hold it.
+        way: for each function that is being put together, a list that will hold it, and its
+            attributes.
     """
 
     arrays: Iterator[Any]
     modules: list[Any]
     rows: Mapping[str, Any]
-    way: list[list[Any]]
+    way: list[tuple[list[Any], dict[str, Any] | None]]
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,13 @@ def _close_leaf(leaf: Any, left: Left) -> Any:
     if isinstance(leaf, _Module):
         return left.modules[leaf.number]
     if isinstance(leaf, _Again):
-        held = left.way[leaf.depth]  # empty until that function is complete
+        held, attributes = left.way[leaf.depth]  # empty until that function is complete
 
         def again(*args: Any, **kwargs: Any) -> Any:
             return held[0](*args, **kwargs)
 
+        if attributes:
+            again.__dict__ = attributes
         return again
     return leaf.close(left) if isinstance(leaf, OpenFunction) else leaf.value
 
@@ -186,13 +192,16 @@ class Opener:
         if not self._may_change:
             try:
                 others = [name for name, _ in globals_]
-                key = (code, dependencies_of(fun, others, self._way[0]))
+                used = dependencies_of(fun, others, self._way[0])
+                # The globals themselves too: a program that is traced again reads them again.
+                key = (code, id(fun.__globals__), used)
             except UnknownDependencyError:
                 self._may_change = True
         self._way.pop()
         self._may_change |= outer
-        bare = code, fun.__globals__, fun.__defaults__, fun.__kwdefaults__
-        return OpenFunction(key, cells, globals_, bare)
+        attributes = vars(fun) if own_attributes(fun) else None
+        fixed = fun.__defaults__, fun.__kwdefaults__, attributes
+        return OpenFunction(key, cells, globals_, (code, fun.__globals__, *fixed))
 
     def inside(self, fun: Any) -> Any:
         """The function inside of `jax.jit`, if rows are looked for: `jax.jit` hides its closure."""

@@ -51,13 +51,20 @@ def is_value(leaf: Any) -> bool:
         return True
     if isinstance(leaf, ContextVar | weakref.ReferenceType):  # what they give may change
         return False
-    try:
-        hash(leaf)
-    except TypeError:
+    if not is_hashable(leaf):
         return False
     cls = type(leaf)
     is_equal_to_itself_alone = cls.__eq__ is object.__eq__ and not is_installed(cls)
     return cls.__hash__ is not object.__hash__ and not is_equal_to_itself_alone
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether a value has a hash."""
+    try:
+        hash(value)
+    except Exception:  # a user's own may raise anything
+        return False
+    return True
 
 
 def fits_device(number: Any) -> bool:
@@ -88,12 +95,14 @@ def is_installed(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         is_builtin = value.__name__ in sys.builtin_module_names
         return is_builtin or _is_installed_file(getattr(value, "__file__", None))
-    if isinstance(value, type):
-        if value.__module__ in sys.builtin_module_names:
-            return True
-        module = sys.modules.get(value.__module__)
-        return _is_installed_file(getattr(module, "__file__", None))
-    return False
+    # A class that Flax's nn.remat makes, say, is in Flax's module, and has the user's as its base.
+    return isinstance(value, type) and all(map(_is_installed_class, value.__mro__))
+
+
+def _is_installed_class(cls: type) -> bool:
+    if cls.__module__ in sys.builtin_module_names:
+        return True
+    return _is_installed_file(getattr(sys.modules.get(cls.__module__), "__file__", None))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -127,6 +136,11 @@ def closure_of(value: Any) -> tuple[types.CellType, ...]:
     return (value.__closure__ or ()) if isinstance(value, types.FunctionType) else ()
 
 
+def own_attributes(fun: types.FunctionType) -> dict[str, Any]:
+    """What is stored on a function, except for the function that it wraps."""
+    return {name: one for name, one in vars(fun).items() if name != "__wrapped__"}
+
+
 def code_within(values: Iterable[Any]) -> Iterator[Any]:
     """The code in values, at any depth: functions, users' classes, and objects of these classes.
 
@@ -145,14 +159,15 @@ def code_within(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a value holds that is compared as a whole: its numbers, and the code within it.
+    """What counts of a value beside its `==`: the code in it, and fields that the `==` leaves out.
 
-    The numbers count too, because some classes have a `==` that leaves a field out. What a library
-    keeps in slots does not: a path, for one, stores its own text there when it is asked for.
+    Of a user's class it is all of it, since what a field holds may change in place. Of a library's
+    it is the numbers, and the code within. What a library keeps in slots does not count: a path,
+    for one, stores its own text there when it is asked for.
     """
-    is_final = is_installed(type(value))
-    own = getattr(value, "__dict__", {}) if is_final else attributes_of(value)
-    held = [*_held_by(value)] or [*own.values()]
+    if not is_installed(type(value)):
+        return [*_held_by(value)] or [*attributes_of(value).values()]
+    held = [*_held_by(value)] or [*getattr(value, "__dict__", {}).values()]
     return [*(one for one in held if isinstance(one, _NUMBERS)), *code_within(held)]
 
 
@@ -172,6 +187,4 @@ def _held_by(value: Any) -> Iterable[Any]:
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return value.values()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    return value if isinstance(value, tuple | list) else ()
+    return value if isinstance(value, tuple | list | set | frozenset) else ()
