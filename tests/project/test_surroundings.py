@@ -263,7 +263,8 @@ def test_a_transfer_guard_and_rows_on_a_device(towers):
 @pytest.mark.slow
 def test_a_step_of_a_loop_that_is_not_made_is_no_nan():
     """Lie: the mean over its rows, of which there are none, is, and jax_debug_nans ends the run."""
-    step = mt.train_step(loss, optax.sgd(0.1), devices=2, sync_every=2, steps_per_call=2)
+    metrics = lambda w, x: (loss(w, x), {"share": mt.ratio(w * x, x >= 0)})
+    step = mt.train_step(metrics, optax.sgd(0.1), devices=2, sync_every=2, steps_per_call=2)
     with jax.debug_nans(True):
         state, _ = step(step.init(jnp.ones(())), [X, X])
         state, metrics = step(state, [X])

@@ -86,7 +86,8 @@ def join_metrics(sums: MetricSums, averaged: dict[int, Any], num_rows: jax.Array
     leaves: dict[int, Any] = {**averaged, **exact}
     ordered: Sequence[Any] = [leaves[number] for number in range(len(leaves))]
     metrics = jax.tree.unflatten(sums.by_row.treedef, ordered)
-    return fill_ratios(metrics, [join_ratio(one) for one in sums.apart])
+    weights = [[jnp.where(num_rows, one, 1) for one in ratio.weights] for ratio in sums.apart]
+    return fill_ratios(metrics, list(map(join_ratio, sums.apart, weights)))
 
 
 def _taken(output: LossOutput, reduction: Reduction) -> tuple[Any, list[Any]]:
