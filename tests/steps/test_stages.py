@@ -252,6 +252,9 @@ def test_changed_learning_rates_and_states_of_other_steps():
     state, _ = plain(state, X[0])  # from stages to none, and back
     state, _ = step(state, X[1])
     assert int(state.step) == 6
+    other = optax.sgd(0.1).init(state.params)
+    with pytest.raises(mt.StateError, match=r"opt_state\.count is missing"):
+        step(state.replace(opt_state=other), X[1])
 
 
 def test_a_replica_with_other_bits_is_named():

@@ -12,6 +12,7 @@ from multitower.stages.options import StageOptions
 from multitower.steps.job import Looked
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
+from multitower.steps.optimizing.optimizer import check_opt_state
 from multitower.steps.parts import ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
 from multitower.steps.runner import on_all_devices
@@ -95,6 +96,7 @@ class InStages(Whole):
 
     def adopt(self, step: StepParts, fields: Fields, maker: object) -> TrainState:
         """As in `Whole`; the first step puts the arrays on devices."""
+        check_opt_state(step.optimizer, fields.params, fields.opt_state)
         return TrainState(fields, maker)
 
     def with_changes(self, state: TrainState, changes: Changes, maker: object) -> TrainState:
