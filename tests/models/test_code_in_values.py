@@ -214,6 +214,24 @@ def test_what_a_held_function_reads(name, way, monkeypatch):
     assert way(own) == 10 * X.mean()
 
 
+def of_the_environment(x):
+    return x * float(os.environ["OF_THE_LOSS"])
+
+
+class CallsOfTheEnvironment(nn.Module):
+    def __call__(self, x):
+        return of_the_environment(x)
+
+
+def test_what_cannot_be_compared_in_a_class_and_outside(monkeypatch):
+    """Lie: seen in a class, where it counts by its identity, it is known in the loss itself too."""
+    for number in (1.0, 2.0, 3.0):
+        monkeypatch.setenv("OF_THE_LOSS", str(number))
+        model = CallsOfTheEnvironment()
+        loss = lambda w, x, model=model: of_the_environment(model.apply({}, w * x))
+        assert mt.value_and_grad(loss, devices=2)(ONE, X)[0] == number**2 * X.mean()
+
+
 def test_a_new_state_after_every_step():
     """Lie: a compilation at every step of a loop whose loss is defined anew around a state."""
     state = train_state(LinenOfGlobal())

@@ -164,7 +164,7 @@ _OURS = str(Path(__file__).parents[1])
 
 def _is_ours(fn: Any) -> bool:
     """Whether the caller is `evaluate` or `predict`, which have no out_axes."""
-    code = fn.bare[0] if isinstance(fn, OpenFunction) else getattr(fn, "__code__", None)
+    code = fn.bare.code if isinstance(fn, OpenFunction) else getattr(fn, "__code__", None)
     return code is not None and code.co_filename.startswith(_OURS)
 
 

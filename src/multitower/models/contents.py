@@ -1,7 +1,6 @@
 """Contents: hashable descriptions of values, equal if the values do the same in a program."""
 
 import builtins
-import contextlib
 import functools
 import importlib.util
 import inspect
@@ -9,7 +8,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from multitower.models.values import (
     is_hashable,
     is_installed,
     is_value,
-    own_attributes,
+    left_out_of,
     parts_of,
     types_in,
     value_in,
@@ -49,10 +48,6 @@ _FIND_ANYTHING = (
 )
 
 
-class _TooManyError(UnknownDependencyError):
-    """It would take too long to compare, or is nested too deep."""
-
-
 class Reader:
     """Turns values into hashable descriptions of them."""
 
@@ -61,7 +56,8 @@ class Reader:
         self._owners: list[Any] = []  # of what is left out; no longer than this reader lives
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[Any, int] = {}  # of what can contain itself
-        self._is_lenient = False  # what has no description counts by its identity
+        self._num_read = 0
+        self._is_lenient = False
 
     def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
         """Leaves out what a function writes itself, such as a counter of its calls.
@@ -83,15 +79,6 @@ class Reader:
             self._owners.append(owner)
             self._stored |= {(id(owner), last)}
 
-    @contextlib.contextmanager
-    def _leaving_out(self, fun: types.FunctionType, first: Any = None) -> Generator[None]:
-        outer = self._stored
-        self.leave_out(fun, first)
-        try:
-            yield
-        finally:
-            self._stored = outer
-
     def globals_of(self, fun: types.FunctionType, without: Iterable[str] = ()) -> Iterator[Any]:
         """What a function reads of globals and modules, except for the names in `without`."""
         names = Names.of(fun.__code__)
@@ -102,19 +89,33 @@ class Reader:
             if chain[:2] in _FIND_ANYTHING:
                 self._cannot_tell()
             elif isinstance(name, Imported):
-                yield chain, self.at(_module(name, fun), attributes)
+                module = _module(name, fun)
+                yield chain, self._part(module, self.at, module, attributes)
             elif name in fun.__globals__:
                 value = fun.__globals__[name]
                 if not (name in names.filled and isinstance(value, list | dict | set | deque)):
-                    yield chain, self.at(value, attributes)
+                    yield chain, self._part(value, self.at, value, attributes)
             elif name in _READ_ANYTHING:
                 self._cannot_tell()
             else:
                 yield chain, self._same(getattr(builtins, name, None))
 
     def _cannot_tell(self) -> None:
+        """Says that something has no description; it is left out where that may be."""
         if not self._is_lenient:
             raise UnknownDependencyError
+
+    def _part(self, value: Any, describe: Callable[..., Any], *arguments: Any) -> Any:
+        """What `describe` returns; the identity of `value`, if that fails where it may."""
+        count = len(self._numbers)
+        try:
+            return describe(*arguments)
+        except UnknownDependencyError:
+            if not self._is_lenient:
+                raise
+            for one in list(self._numbers)[count:]:  # "again" must not stand for what is dropped
+                del self._numbers[one]
+            return self._same(value)
 
     def content(self, value: Any) -> Any:
         """The description of a value: equal to another one only if both do the same, now and later.
@@ -128,21 +129,18 @@ class Reader:
             return type(value), repr(value)  # 0.0 and -0.0 are equal
         if isinstance(value, jax.Array | jax.stages.Wrapped):
             return self._same(value)
-        if id(value) in self._numbers:
-            return "again", self._numbers[id(value)]
-        self._numbers[id(value)] = len(self._numbers)
+        place = id(value), self._is_lenient
+        if place in self._numbers:
+            return "again", self._numbers[place]
+        self._numbers[place] = len(self._numbers)
         self.alive.append(value)
-        count = len(self._numbers)
-        if count > _MANY:
-            raise _TooManyError
+        self._num_read += 1
+        if self._num_read > _MANY:
+            raise UnknownDependencyError
         try:
             return self._installed(value) if is_installed(value) else self._looked_into(value)
         except RecursionError as error:
-            raise _TooManyError from error
-        except UnknownDependencyError as error:
-            if not self._is_lenient or isinstance(error, _TooManyError):
-                raise
-            return self._identity(value, count)
+            raise UnknownDependencyError from error
 
     def _installed(self, value: Any) -> Any:
         """The description of what is a library's: it does not change, but may call the user's.
@@ -162,7 +160,8 @@ class Reader:
             return self._instance(value)
         own = not is_installed(type(value))
         if described is None:
-            found = self._plain(value), tuple(map(self.if_comparable, parts_of(value)))
+            parts = [*parts_of(value), *map(_snapshot, left_out_of(value))]
+            found = self._plain(value), tuple(map(self.if_comparable, parts))
         else:  # a subclass of list, say, may have attributes
             found = described(self, value), own and self._state(value)
         return found, own and self.if_comparable(type(value))  # the methods of its class count too
@@ -185,27 +184,15 @@ class Reader:
         return "class", id(cls), tuple(self._members(cls))
 
     def if_comparable(self, value: Any) -> Any:
-        """The description of a value, such as a class; by identity where it has no description."""
-        count = len(self._numbers)
-        try:
-            with self._lenient(True):
-                return self.content(value)
-        except UnknownDependencyError:
-            return self._identity(value, count)
+        """The description of a value, such as a class; its identity, if it has no description.
 
-    @contextlib.contextmanager
-    def _lenient(self, is_lenient: bool) -> Generator[None]:
-        outer, self._is_lenient = self._is_lenient, is_lenient
+        So does one member of a class, or one of the names that its methods read: the others count.
+        """
+        outer, self._is_lenient = self._is_lenient, True
         try:
-            yield
+            return self._part(value, self.content, value)
         finally:
             self._is_lenient = outer
-
-    def _identity(self, value: Any, count: int) -> Any:
-        """The identity of a value that was not described in full; only `count` values were."""
-        for one in list(self._numbers)[count:]:
-            del self._numbers[one]
-        return self._same(value)
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """The description of an attribute: of `config.scale` alone, not of all that config has."""
@@ -248,43 +235,45 @@ class Reader:
         """The description of a function: its code, and all that the code uses."""
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        with self._leaving_out(fun):
-            used = tuple(self.globals_of(fun)), self.attributes_of(fun)
+        outer = self._stored
+        self.leave_out(fun)
+        try:
+            used = tuple(self.globals_of(fun))
+        finally:
+            self._stored = outer
         # Its identity too, because a program that is traced again calls this very function.
         return "function", id(fun), fun.__code__, defaults, cells, used
-
-    def attributes_of(self, fun: types.FunctionType) -> tuple[Any, ...]:
-        """The description of what is stored on a function and not written by itself."""
-        return tuple(
-            (name, self.content(one))
-            for name, one in own_attributes(fun).items()
-            if not self._is_left_out(fun, name)
-        )
 
     def method(self, fun: Any, owner: Any) -> Any:
         """The description of a function, and of what it uses of its first argument, `owner`."""
         used = None if is_value(owner) else _used_of_first(fun)
         if used is None:
             return "method", self.content(fun), self.content(owner)
-        place = id(fun), id(owner)
+        place = id(fun), id(owner), self._is_lenient
         if place in self._numbers:
             return "again", self._numbers[place]
         self._numbers[place] = len(self._numbers)
         self.alive.append(owner)
-        with self._leaving_out(fun, owner):
+        outer = self._stored
+        self.leave_out(fun, owner)
+        try:
             found = tuple((chain, self.at(owner, chain)) for chain in used)
+        finally:
+            self._stored = outer
         return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
         held = value_in(cell)
-        return self._cannot_tell() if held is NO_VALUE else self.content(held)
+        if held is NO_VALUE:
+            raise UnknownDependencyError
+        return self.content(held)
 
     def _members(self, cls: type) -> Iterator[Any]:
         for one in cls.__mro__:
             if one is not object and not is_installed(one):
                 for name, member in tuple(vars(one).items()):
                     if not (_is_about(name, member) or self._is_left_out(one, name)):
-                        yield name, self._member(member)
+                        yield name, self._part(member, self._member, member)
 
     def _member(self, member: Any) -> Any:
         known = isinstance(member, types.FunctionType | staticmethod | classmethod | property)
@@ -297,15 +286,17 @@ class Reader:
         return self._same(member), self.code_of(attributes_of(member).values())
 
     def _instance(self, value: Any) -> Any:
-        is_final = is_installed(type(value))
         is_hidden = isinstance(value, random.Random) or not hasattr(value, "__dict__")
-        if is_final and is_hidden:
+        if is_installed(type(value)) and is_hidden:
             raise UnknownDependencyError
-        # A library's object counts with all of its state or not at all: a logger has locks, and
-        # notes in the rest of its state what it was asked.
-        with self._lenient(self._is_lenient and not is_final):
-            state = self._state(value)
-        return "object", id(value), self.content(type(value)), state
+        # It counts with all of its state or not at all: what has locks, such as a logger, notes in
+        # the rest of its state what it was asked.
+        of_class = self.content(type(value))
+        outer, self._is_lenient = self._is_lenient, False
+        try:
+            return "object", id(value), of_class, self._state(value)
+        finally:
+            self._is_lenient = outer
 
     def _state(self, value: Any) -> tuple[Any, ...]:
         """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
@@ -371,6 +362,17 @@ _DESCRIPTIONS: tuple[tuple[type, Callable[[Reader, Any], Any]], ...] = (
     (set, lambda read, it: (type(it), id(it), read.all_of(it))),
     (np.ndarray, Reader.array),
 )
+
+
+def _snapshot(value: Any) -> Any:
+    """A container that may change, or a small array, as one that does not; others as they are."""
+    if isinstance(value, Mapping):
+        return tuple((_snapshot(name), _snapshot(one)) for name, one in value.items())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return tuple(map(_snapshot, value))
+    if isinstance(value, np.ndarray) and value.nbytes <= _LARGE_BYTES and not value.dtype.hasobject:
+        return value.shape, value.dtype.str, value.tobytes()
+    return value
 
 
 def _module(imported: Imported, fun: types.FunctionType) -> Any:

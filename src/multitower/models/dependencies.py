@@ -6,6 +6,7 @@ compiles once. That is right only if everything that they use is the same. If th
 compared, an error is raised, and the function does not share its program.
 """
 
+import threading
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -100,9 +101,10 @@ def content_of(
     return known[place]
 
 
-# By the function that is called, and for so many of these: one that closes over an object which
-# holds it is never let go otherwise.
+# By the function that is called. One that closes over an object which holds it keeps its own entry
+# alive, so the oldest are dropped beyond so many; what they used is then read anew.
 _MOST = 256
+_LOCK = threading.RLock()
 _SEEN: weakref.WeakKeyDictionary[
     Any, weakref.WeakKeyDictionary[Any, Dependencies | UnknownDependencyError]
 ] = weakref.WeakKeyDictionary()
@@ -112,9 +114,12 @@ _SEEN_CODE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Dependencies]] 
 
 
 def _of_called(seen: weakref.WeakKeyDictionary[Any, Any], called: Any, make: Any) -> Any:
-    while called not in seen and len(seen) >= _MOST:
-        del seen[next(iter(seen))]
-    return seen.setdefault(called, make())
+    with _LOCK:
+        if called not in seen:
+            while len(seen) >= _MOST:
+                del seen[next(iter(seen))]
+            seen[called] = make()
+        return seen[called]
 
 
 def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
@@ -124,7 +129,6 @@ def _look(fun: types.FunctionType, without: frozenset[str]) -> Dependencies:
     key = (
         tuple(reader.content(one) for one in fun.__defaults__ or ()),
         tuple((name, reader.content(one)) for name, one in (fun.__kwdefaults__ or {}).items()),
-        reader.attributes_of(fun),
         tuple(used),
     )
     return Dependencies(key, tuple(reader.alive))

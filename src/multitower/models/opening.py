@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.tree_util import treedef_is_leaf
 
-from multitower.models.bytecode import WRITES, Chain, Names
+from multitower.models.bytecode import WRITES, Chain, Free, Names
 from multitower.models.callables import as_function, is_made_here, made_for, of_partial
 from multitower.models.dependencies import (
     Dependencies,
@@ -30,7 +30,6 @@ from multitower.models.values import (
     is_installed,
     is_value,
     may_have_code,
-    own_attributes,
     types_in,
     value_in,
 )
@@ -52,28 +51,49 @@ class OpenFunction:
             itself, if what it uses cannot be compared.
         cells: the variables that it closes over.
         globals_: globals that are NNX modules, arrays or rows, by name.
-        bare: code, globals, defaults, keyword defaults, and attributes if it has some of its own.
+        wrapped: which of the variables holds the function that it wraps (`functools.wraps`).
+        bare: what else it is made of.
     """
 
     key: tuple[Any, ...]
     cells: tuple["_Cell", ...]
     globals_: tuple[tuple[str, "_Cell"], ...]
-    bare: tuple[types.CodeType, dict[str, Any], Any, Any, Any] = field(compare=False, repr=False)
+    wrapped: int | None
+    bare: "_Bare" = field(compare=False, repr=False)
 
     def close(self, left: "Left") -> Callable[..., Any]:
         """The function again, with the next of these contents put in."""
-        code, scope, defaults, keyword_defaults, attributes = self.bare
-        left.way.append(([], attributes))
+        bare, scope = self.bare, self.bare.scope
+        left.way.append(([], bare.attributes))
         cells = tuple(cell.close(left) for cell in self.cells)
         if self.globals_:
             taken = {name: cell.close(left).cell_contents for name, cell in self.globals_}
             scope = {**scope, **taken}
-        fun = types.FunctionType(code, scope, code.co_name, defaults, cells)
-        fun.__kwdefaults__ = keyword_defaults
-        if attributes:
-            fun.__dict__ = attributes  # the very same: the function may write there
+        fun = types.FunctionType(bare.code, scope, bare.name, bare.defaults, cells)
+        fun.__qualname__, fun.__kwdefaults__ = bare.qualname, bare.keyword_defaults
+        if bare.attributes is not None:
+            fun.__dict__ = bare.attributes
+        elif self.wrapped is not None:
+            vars(fun)["__wrapped__"] = cells[self.wrapped].cell_contents
         left.way.pop()[0].append(fun)
         return fun
+
+
+class _Bare(NamedTuple):
+    """What a function is made of besides its contents.
+
+    Attributes:
+        scope: its globals.
+        attributes: what is stored on it, if it may be read; the very dict, as it may write there.
+    """
+
+    code: types.CodeType
+    scope: dict[str, Any]
+    name: str
+    qualname: str
+    defaults: Any
+    keyword_defaults: Any
+    attributes: dict[str, Any] | None
 
 
 class Left(NamedTuple):
@@ -104,6 +124,7 @@ class _Cell:
         leaves: `_ARRAY`, a `_Module`, an OpenFunction, an `_Again`, or a `_Leaf`.
         original: the variable, if the function may want to write into it.
         code: what users' methods, and functions in static fields, use.
+        attributes: what is read by name of a function that it holds, such as `helper.calls`.
     """
 
     rows: str | None
@@ -112,6 +133,7 @@ class _Cell:
     orders: tuple[tuple[Any, ...], ...] = ()
     original: types.CellType | None = field(default=None, compare=False)
     code: Dependencies | None = None
+    attributes: Dependencies | None = None
 
     def close(self, left: Left) -> types.CellType:
         if self.original is not None:
@@ -160,7 +182,7 @@ def _close_leaf(leaf: Any, left: Left) -> Any:
         def again(*args: Any, **kwargs: Any) -> Any:
             return held[0](*args, **kwargs)
 
-        if attributes:
+        if attributes is not None:
             again.__dict__ = attributes
         return again
     return leaf.close(left) if isinstance(leaf, OpenFunction) else leaf.value
@@ -194,14 +216,19 @@ class Opener:
                 others = [name for name, _ in globals_]
                 used = dependencies_of(fun, others, self._way[0])
                 # The globals themselves too: a program that is traced again reads them again.
-                key = (code, id(fun.__globals__), used)
+                key = (code, fun.__name__, fun.__qualname__, id(fun.__globals__), used)
             except UnknownDependencyError:
                 self._may_change = True
         self._way.pop()
         self._may_change |= outer
-        attributes = vars(fun) if own_attributes(fun) else None
-        fixed = fun.__defaults__, fun.__kwdefaults__, attributes
-        return OpenFunction(key, cells, globals_, (code, fun.__globals__, *fixed))
+        held = [value_in(cell) for cell in fun.__closure__ or ()]
+        is_read = bool(self._way) or any(one is fun for one in held)  # by more than its caller
+        attributes = vars(fun) if is_read and vars(fun).keys() - {"__wrapped__"} else None
+        wrapped = vars(fun).get("__wrapped__", NO_VALUE)
+        number = next((n for n, one in enumerate(held) if one is wrapped is not NO_VALUE), None)
+        given = fun.__name__, fun.__qualname__, fun.__defaults__, fun.__kwdefaults__
+        bare = _Bare(code, fun.__globals__, *given, attributes)
+        return OpenFunction(key, cells, globals_, number, bare)
 
     def inside(self, fun: Any) -> Any:
         """The function inside of `jax.jit`, if rows are looked for: `jax.jit` hides its closure."""
@@ -253,13 +280,33 @@ class Opener:
         chains = Names.of(self._way[-1].__code__).free.get(name, _WHOLE) if is_leaf else _WHOLE
         opened = tuple(self._open_leaf(leaf, arrays, chains) for leaf in leaves)
         if self._num_taken > before or held is None or isinstance(held, tuple) or is_leaf:
-            return _Cell(None, treedef, opened, orders, code=used)
+            read = self._attributes(name, held)
+            return _Cell(None, treedef, opened, orders, code=used, attributes=read)
         # A list or dict without arrays stays itself: the function may want to write into it.
         read = Names.of(self._way[-1].__code__).free.get(name, ())
         if any(chain[:1] and chain[0] in WRITES for chain in read):
             self._may_change = True
             return _Cell(None, None, (_leaf(held),), original=cell)
         return _Cell(None, _ONE_LEAF, (self._compared(held, _WHOLE),))
+
+    def _attributes(self, name: str, held: Any) -> Dependencies | None:
+        """What is read by name of a function's attributes, and neither written nor filled."""
+        names = Names.of(self._way[-1].__code__)
+        stored = {chain[:2] for chain in names.stored}
+        chains = [
+            chain
+            for chain in names.free.get(name, ())
+            if isinstance(held, types.FunctionType)
+            and chain[:1]
+            and chain[0] in vars(held)
+            and chain[-1] not in WRITES
+            and (Free(name), chain[0]) not in stored
+        ]
+        try:
+            return content_of(held, chains) if chains else None
+        except UnknownDependencyError:
+            self._may_change = True
+            return None
 
     def _open_leaf(self, leaf: Any, arrays: Any, chains: Iterable[Chain]) -> Any:
         if isinstance(leaf, functools.partial):
@@ -328,7 +375,7 @@ def _code_in_structure(treedef: Any) -> tuple[Any, ...]:
     """The code that a structure holds beside the leaves of its tree, such as in static fields."""
     try:
         return _code_in_hashable(treedef)
-    except TypeError:  # then a function with it does not share its program anyway
+    except (TypeError, RecursionError):  # then a function with it hardly shares its program
         return ()
 
 

@@ -136,11 +136,6 @@ def closure_of(value: Any) -> tuple[types.CellType, ...]:
     return (value.__closure__ or ()) if isinstance(value, types.FunctionType) else ()
 
 
-def own_attributes(fun: types.FunctionType) -> dict[str, Any]:
-    """What is stored on a function, except for the function that it wraps."""
-    return {name: one for name, one in vars(fun).items() if name != "__wrapped__"}
-
-
 def code_within(values: Iterable[Any]) -> Iterator[Any]:
     """The code in values, at any depth: functions, users' classes, and objects of these classes.
 
@@ -159,16 +154,23 @@ def code_within(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What counts of a value beside its `==`: the code in it, and fields that the `==` leaves out.
+    """What a value holds that is compared as a whole: its numbers, and the code within it.
 
-    Of a user's class it is all of it, since what a field holds may change in place. Of a library's
-    it is the numbers, and the code within. What a library keeps in slots does not count: a path,
-    for one, stores its own text there when it is asked for.
+    The numbers count too, because some classes have a `==` that leaves a field out. What a library
+    keeps in slots does not: a path, for one, stores its own text there when it is asked for.
     """
-    if not is_installed(type(value)):
-        return [*_held_by(value)] or [*attributes_of(value).values()]
-    held = [*_held_by(value)] or [*getattr(value, "__dict__", {}).values()]
+    is_final = is_installed(type(value))
+    own = getattr(value, "__dict__", {}) if is_final else attributes_of(value)
+    held = [*_held_by(value)] or [*own.values()]
     return [*(one for one in held if isinstance(one, _NUMBERS)), *code_within(held)]
+
+
+def left_out_of(value: Any) -> list[Any]:
+    """What the `==` or the hash of a user's dataclass leaves out, and so may be of any kind."""
+    is_own = dataclasses.is_dataclass(value) and not is_installed(type(value))
+    fields = dataclasses.fields(value) if is_own else ()
+    left_out = [one.name for one in fields if not one.compare or one.hash is False]
+    return [getattr(value, name, None) for name in left_out]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -187,4 +189,6 @@ def _held_by(value: Any) -> Iterable[Any]:
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         return value.values()
-    return value if isinstance(value, tuple | list | set | frozenset) else ()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=id)
+    return value if isinstance(value, tuple | list) else ()
