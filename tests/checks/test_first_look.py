@@ -947,10 +947,11 @@ def test_a_state_of_sums_is_told_when_unused_entries_are_replaced(revived, tower
 
     with pytest.warns(mt.MultitowerWarning, match="state.* and it adds up rows"):
         with_state(lambda x: (x > 0).sum(0))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "state.* and it adds up rows")
+    # Of means it adds up nothing, and yet every tower decides by its own.
+    with pytest.warns(mt.MultitowerWarning, match="state.* no mean over rows.*decision") as told:
         with_state(lambda x: (x > 0).mean(0))
-        with_state(lambda x: jax.lax.psum((x > 0).sum(0), "towers"))
+    assert not [one for one in told if "adds up rows" in str(one.message)]
+    with_state(lambda x: jax.lax.psum((x > 0).sum(0), "towers"))
 
 
 def queueing(rows, w, batch, *, model_state):
@@ -1041,6 +1042,78 @@ def test_a_state_in_aux_that_adds_up_rows_is_told():
 
 def test_a_mean_that_is_written_into_a_state_is_right():
     np.testing.assert_allclose(after_a_step(averaging_in_place)[1], X.mean(), rtol=1e-6)
+
+
+def per_group(losses, groups):
+    members = jax.nn.one_hot(groups, 3)
+    return members.T @ losses / (members.sum(0) + 1e-6)
+
+
+def worst_group(w, batch, *, model_state):
+    """Distributionally robust: groups of examples with larger losses get larger weights."""
+    x, groups = batch
+    of_groups = per_group(losses(w, x), groups)
+    weights = model_state * jnp.exp(0.1 * jax.lax.stop_gradient(of_groups))
+    return (weights / weights.sum()) @ of_groups, {}, weights / weights.sum()
+
+
+def prototypes(w, batch, *, model_state):
+    x, groups = batch
+    return losses(w, x), {}, 0.9 * model_state + 0.1 * per_group(x[:, 0], groups)
+
+
+def multiplier(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, jnp.maximum(0, model_state + batch[0].mean())
+
+
+def soft_maximum(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state * 0.9 + jnp.log(jnp.exp(batch[0]).mean(0))
+
+
+def adapted(w, batch, *, model_state):
+    change = jnp.where(batch[0].mean() > 0.1, 1.5, 1 / 1.5)
+    return losses(w, batch[0]), {}, model_state * change
+
+
+@pytest.mark.parametrize("loss", [worst_group, prototypes, multiplier, soft_maximum, adapted])
+def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
+    """Lies: the mean of the towers' quotients or decisions; and no word on the loss beside it."""
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    with pytest.warns(mt.MultitowerWarning) as told:
+        step(step.init(W, model_state=jnp.ones(3)), (X, Y))
+    found = [str(one.message) for one in told if one.category is mt.MultitowerWarning]
+    assert ["no mean over rows" in one for one in found].count(True) == 1
+    assert any(one.startswith("loss") for one in found) == (loss is worst_group)
+
+
+def test_prototypes_of_all_rows_as_the_warning_says():
+    def of_all(w, batch, *, model_state):
+        x, members = batch[0], jax.nn.one_hot(batch[1], 3)
+        total, number = jax.lax.psum((members.T @ x[:, 0], members.sum(0)), "towers")
+        return losses(w, x), {}, 0.9 * model_state + 0.1 * total / (number + 1e-6)
+
+    step = mt.train_step(of_all, optax.sgd(0.1), devices=2, towers=4)
+    state, _ = step(step.init(W, model_state=jnp.ones(3)), (X, Y))
+    expected = 0.9 + 0.1 * per_group(X[:, 0], Y)
+    np.testing.assert_allclose(state.model_state, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_a_loop_whose_number_of_turns_depends_on_rows(towers):
+    """Lie: each tower has its own number of turns, in a value that has no rows itself."""
+
+    def loss(w, x):
+        fits = lambda scale: jnp.any(jnp.abs(x) * scale > 1)
+        scale = jax.lax.while_loop(fits, lambda scale: scale * 0.5, jnp.float32(1))
+        return (losses(w, x) - scale) ** 2
+
+    def counted(w, x):
+        half = lambda _, scale: scale * 0.5
+        return jax.lax.fori_loop(0, jnp.int32(x.sum()), half, jnp.float32(1)) * losses(w, x)
+
+    for one in (loss, counted):
+        with pytest.warns(mt.MultitowerWarning, match="loss .while at .*rows are brought together"):
+            look_at(mt.value_and_grad(one, devices=2, towers=towers), X)
 
 
 # ---------------------------------------------------------------- what it used to miss

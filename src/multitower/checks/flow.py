@@ -70,6 +70,8 @@ class Flow:
             its line. Every tower adds that number.
         held: for a mixed value, the operation that wrote rows into it, took one of them or their
             largest, and its line: it is no mean over rows.
+        bent: for a mixed value, the operation that made it of sums over rows, and its line, if the
+            mean over towers of such values is another number; but a variance is meant.
         order: the order that its rows are in, if they were sorted; see `orders`.
         chunk: the number of the chunk whose rows it has, ALL_CHUNKS or SUM_OF_CHUNKS, if the rows
             were laid out in chunks; see `chunks`.
@@ -92,6 +94,7 @@ class Flow:
     sources: frozenset[int] = frozenset()
     value: Any = field(default=None, compare=False)
     held: str | None = None
+    bent: str | None = None
     summed: str | None = None
     ends: frozenset[str] = frozenset()
     of_all: bool = False
@@ -220,6 +223,7 @@ def join(a: Flow, b: Flow) -> Flow:
         a.placed or b.placed,
         a.sources | b.sources,
         held=(a.held or b.held) if word == "mixed" else None,
+        bent=(a.bent or b.bent) if word == "mixed" else None,
         summed=(a.a_sum or b.a_sum) if word == "mixed" else None,
         ends=a.last | b.last if word == "mixed" else frozenset(),
         of_all=a.of_all and b.of_all,

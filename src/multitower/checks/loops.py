@@ -100,6 +100,7 @@ def _scan(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             roots_of([flow], place),
             varies=True,
             ends=frozenset([place]),
+            bent=place,
         )
         for atom, flow in zip(equation.outvars, outputs, strict=True)
     ]
@@ -166,19 +167,22 @@ def _while(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
     if not goes_on.places or params["cond_jaxpr"].out_avals[0].shape:
         return outputs
     # The loop runs until all rows are done. Under vmap, rows that are done do not change any more.
-    # Otherwise each row changes for as long as the slowest row of its tower needs.
+    # Otherwise each row changes for as long as the slowest row of its tower needs, and so does what
+    # has no rows, such as the number of turns.
     stays = frozen_by_row(params["body_jaxpr"])
     place = reader.where(equation)
     return [
         flow
-        if flow.word == "free" or stays[number]
+        if stays[number]
         else replace(
             flow,
             word=_mixed(reader, atom),
             mixed=all_places([flow], [place]),
             roots=roots_of([flow], place),
+            varies=True,
             summed=flow.a_sum,
-            ends=flow.last,
+            ends=flow.last or frozenset([place]),
+            bent=place,
         )
         for number, (atom, flow) in enumerate(zip(equation.outvars, outputs, strict=True))
     ]
@@ -199,6 +203,7 @@ def _cond(reader: Reader, equation: Any, inputs: list[Flow]) -> list[Flow]:
             varies=True,
             summed=flow.a_sum,
             ends=flow.last | decision.last,
+            bent=decision.places[0] if decision.places else flow.bent,
         )
         for atom, flow in zip(equation.outvars, joined, strict=True)
     ]

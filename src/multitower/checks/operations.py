@@ -8,8 +8,8 @@ SUMS = {
 # They make a sum over rows of one such sum, of several, or of one and what is free of rows.
 LINEAR_ALONE = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pad",
-    "pvary", "reduce_precision", "reduce_sum", "reshape", "real", "imag", "rev", "slice", "split",
-    "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
+    "pvary", "reduce_precision", "reduce_sum", "reshape", "reshard", "real", "imag", "rev", "slice",
+    "split", "squeeze", "stop_gradient", "transpose", "concatenate", "dynamic_slice", "gather",
     "cumsum", "sharding_constraint", "stack", "unstack", "tile",
     "fft", "reduce_window_sum",
 }  # fmt: skip
@@ -45,6 +45,13 @@ FINDS = {
     **dict.fromkeys(SCATTERS, (0, 2)),
 }  # fmt: skip
 
+# What they make of a mean over each tower's rows is, averaged, not what they make of the mean over
+# all rows. Products and roots are left out: the variances of BatchNorm are meant.
+BENDS = {
+    "div", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "pow", "max", "min", "clamp",
+    "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin",
+    "reduce_max", "reduce_min", "sort",
+}  # fmt: skip
 # Equinox asks so whether any row needs a branch, whose result the other rows do not take.
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Their results are the same in every tower.

@@ -235,6 +235,15 @@ HOLD_ALL = (
     "0 keeps if they are integers. Keep rows of the whole batch, mt.all_rows(x), or a quantile of "
     'these; for a maximum jax.lax.pmax(x.max(), "towers").'
 )
+BENT_STATE = (
+    "it is kept for the next step, and it is no mean over rows: this line makes it of sums or "
+    "means over rows, as a quotient, a logarithm, a maximum or a decision does. {way_out}"
+)
+SUM_PARTS = (
+    "Every tower has that of its own rows, and the mean of the towers' is not that of all rows. "
+    'Make it of sums over all towers, jax.lax.psum(x.sum(0), "towers"), or of means, '
+    'jax.lax.pmean(x.mean(0), "towers").'
+)
 # With sync_every and asynchronous updates, which refuse a psum.
 KEEP_A_MEAN = (
     "Towers exchange no values in this step, so each has its own rows alone, and no state has the "
@@ -317,6 +326,11 @@ def summed_state(name: str, place: str | None, way_out: str) -> Problem:
 def held_in_state(name: str, place: str, way_out: str) -> Problem:
     """The problem that a state for the next step holds rows of a tower."""
     return Problem("mixed rows", name, place, HELD_IN_STATE.format(way_out=way_out))
+
+
+def bent_state(name: str, place: str, way_out: str) -> Problem:
+    """The problem that a state for the next step is made of a tower's sums, and is no mean."""
+    return Problem("mixed rows", name, place, BENT_STATE.format(way_out=way_out))
 
 
 def same_numbers(draws: Iterable[str]) -> list[Problem]:

@@ -23,10 +23,12 @@ from multitower.checks.problems import (
     STATISTICS,
     STEADY,
     SUM_ALL,
+    SUM_PARTS,
     TERMS,
     WHY_MIXED,
     WRITTEN,
     Problem,
+    bent_state,
     held_in_state,
     summed,
     summed_state,
@@ -56,7 +58,7 @@ class _Result(NamedTuple):
         """
         is_array = self.ndim > 0 and not self.has_rows and self.flow.word != "free"
         if self.kind in _STATES:
-            return is_array
+            return is_array and not self.flow.bent
         is_mean = self.kind == "aux" and is_array and self.flow.is_mean
         return is_mean and {line_at(root) for root in self.flow.roots} <= known
 
@@ -162,7 +164,7 @@ class Results(NamedTuple):
         ]
 
     def kept_in_states(self, *, exchange: bool = True) -> list[Problem]:
-        """A problem for each state that adds up the rows of a tower, or holds some of them.
+        """A problem for each state that is no mean over rows: a sum, rows, or a quotient of sums.
 
         Args:
             exchange: whether towers may exchange values.
@@ -170,13 +172,19 @@ class Results(NamedTuple):
         states = [one for one in self.leaves if one.kind in _STATES]
         # A median for each feature is meant, as the variances of BatchNorm are.
         is_meant = lambda one: one.ndim > 0 and operation_at(one.flow.held) == "gather"
-        of_sums, of_rows = (SUM_ALL, HOLD_ALL) if exchange else (KEEP_A_MEAN, KEEP_A_MEAN)
+        keep = (KEEP_A_MEAN, KEEP_A_MEAN, KEEP_A_MEAN)
+        of_sums, of_rows, of_parts = (SUM_ALL, HOLD_ALL, SUM_PARTS) if exchange else keep
         return [
             *(summed_state(x.name, x.flow.a_sum, of_sums) for x in states if x.flow.a_sum),
             *(
                 held_in_state(one.name, one.flow.held, of_rows)
                 for one in states
                 if one.flow.held and not is_meant(one)
+            ),
+            *(
+                bent_state(one.name, one.flow.bent, of_parts)
+                for one in states
+                if one.flow.bent and not (one.flow.a_sum or one.flow.held or one.has_rows)
             ),
         ]
 
