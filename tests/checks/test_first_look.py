@@ -1075,7 +1075,14 @@ def adapted(w, batch, *, model_state):
     return losses(w, batch[0]), {}, model_state * change
 
 
-@pytest.mark.parametrize("loss", [worst_group, prototypes, multiplier, soft_maximum, adapted])
+def power_iteration(w, batch, *, model_state):
+    direction = batch[0].T @ (batch[0] @ model_state)
+    return losses(w, batch[0]), {}, direction / jnp.linalg.norm(direction)
+
+
+@pytest.mark.parametrize(
+    "loss", [worst_group, prototypes, multiplier, soft_maximum, adapted, power_iteration]
+)
 def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
     """Lies: the mean of the towers' quotients or decisions; and no word on the loss beside it."""
     step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)

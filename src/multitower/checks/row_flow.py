@@ -262,7 +262,7 @@ class _Reader:
             sources=frozenset[int]().union(*(flow.sources for flow in inputs)),
             value=computed(equation, [flow.value for flow in inputs]),
             held=self._held(name, word, mixing, inputs),
-            bent=_bent(name, word, mixing, inputs),
+            bent=self._bent(equation, word, inputs),
             summed=_summed(name, inputs) if word == "mixed" else None,
             ends=ends_of(inputs, mixing) if word == "mixed" else frozenset(),
         )
@@ -293,6 +293,16 @@ class _Reader:
             return None
         is_now = name in operations.HOLDS and worst_of(inputs).word == "by row"
         return mixing if is_now else next((flow.held for flow in inputs if flow.held), None)
+
+    def _bent(self, equation: Any, word: Word, inputs: list[Flow]) -> str | None:
+        """Where sums over rows were made something that is neither their mean nor a variance."""
+        name, words = equation.primitive.name, [flow.word for flow in inputs]
+        if word != "mixed":
+            return None
+        is_now = name in operations.BENDS and worst_of(inputs).word == "linear"
+        if is_now or (name == "div" and words == ["linear", "mixed"]):  # by its norm, say
+            return self.where(equation)
+        return next((flow.bent for flow in inputs if flow.bent), None)
 
     def _is_index(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
         """Whether it may be an index that finds row i: made of the numbers of the rows."""
@@ -409,14 +419,6 @@ class _Reader:
     def row_axes(self, atom: Any) -> list[int]:
         """The axes of rows of a value."""
         return row_axes(getattr(atom.aval, "shape", ()), self.num_rows, self._all_rows)
-
-
-def _bent(name: str, word: Word, mixing: str | None, inputs: list[Flow]) -> str | None:
-    """Where sums over rows were made something that is neither their mean nor a variance."""
-    if word != "mixed":
-        return None
-    is_now = worst_of(inputs).word == "linear" and name in operations.BENDS
-    return mixing if is_now else next((flow.bent for flow in inputs if flow.bent), None)
 
 
 def _summed(name: str, inputs: list[Flow]) -> str | None:
