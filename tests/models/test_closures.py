@@ -976,6 +976,10 @@ def test_a_program_made_again_is_of_the_globals_of_the_function_that_is_called()
     assert mt.value_and_grad(second["loss"], devices=2)(1.0, X[:4])[0] == 1.5
 
 
+def times_of(helper, x):
+    return helper(x) * (helper.times or helper.table[0])
+
+
 def test_what_is_stored_on_a_function():
     """Lies: a function without it, or with that of another function; a program at every step."""
 
@@ -1001,6 +1005,18 @@ def test_what_is_stored_on_a_function():
     assert run(2.0)[0] == 14
     assert len(traced) == count
     assert run(1.0)[0] == 3.5
+
+    def handed_on(times, table=None):
+        def helper(x):
+            return x
+
+        helper.times, helper.table = times, table
+        return lambda w, x: times_of(helper, w * x)
+
+    for times in (2.0, 3.0):
+        assert mt.value_and_grad(handed_on(times), devices=2)(1.0, X)[0] == 3.5 * times
+    with pytest.raises(AttributeError, match="table"):  # rather than that of another function
+        mt.value_and_grad(handed_on(None, [1.0]), devices=2)(1.0, X)
 
 
 def test_a_function_that_wraps_another_one_keeps_its_name_and_signature():

@@ -38,6 +38,7 @@ from multitower.towers.leaves import is_key, is_legacy_key, is_traced
 _ARRAY = "array"
 _WHOLE: tuple[Chain, ...] = ((),)  # the whole value, and not one attribute
 _ONE_LEAF = jax.tree.structure(0)
+_PLAIN = (bool, int, float, str, bytes, types.NoneType)
 _DICTS = (dict, collections.defaultdict)
 _CONTAINERS = (None, type(None), tuple, list, dict)
 
@@ -84,7 +85,7 @@ class _Bare(NamedTuple):
 
     Attributes:
         scope: its globals.
-        attributes: what is stored on it, if it may be read; the very dict, as it may write there.
+        attributes: what is stored on it and may be read.
     """
 
     code: types.CodeType
@@ -201,14 +202,23 @@ class Opener:
         self._num_taken = 0  # in all; the same object in two places counts twice
         self._may_change = False
 
-    def open(self, fun: types.FunctionType) -> OpenFunction:
-        """Takes the contents out of a function."""
+    def open(self, fun: types.FunctionType, read: Collection[str] = ()) -> OpenFunction:
+        """Takes the contents out of a function.
+
+        Args:
+            fun: the function.
+            read: what the function that closes over it reads of its attributes, by name.
+        """
         outer, self._may_change = self._may_change, False
-        self._way.append(fun)
         code = fun.__code__
-        variables = zip(code.co_freevars, fun.__closure__ or (), strict=True)
+        variables = dict(zip(code.co_freevars, fun.__closure__ or (), strict=True))
+        held = {name: value_in(cell) for name, cell in variables.items()}
+        stored, attributes = self._stored_on(fun, held, read)
+        self._way.append(fun)
         rebound = Names.of(code).rebound
-        cells = tuple(self._open_cell(name, cell, name in rebound) for name, cell in variables)
+        cells = tuple(
+            self._open_cell(name, cell, name in rebound) for name, cell in variables.items()
+        )
         globals_ = tuple(self._open_globals(fun))
         key: tuple[Any, ...] = (_leaf(fun),)
         if not self._may_change:
@@ -216,19 +226,42 @@ class Opener:
                 others = [name for name, _ in globals_]
                 used = dependencies_of(fun, others, self._way[0])
                 # The globals themselves too: a program that is traced again reads them again.
-                key = (code, fun.__name__, fun.__qualname__, id(fun.__globals__), used)
+                key = (code, fun.__name__, fun.__qualname__, id(fun.__globals__), stored, used)
             except UnknownDependencyError:
                 self._may_change = True
         self._way.pop()
         self._may_change |= outer
-        held = [value_in(cell) for cell in fun.__closure__ or ()]
-        is_read = bool(self._way) or any(one is fun for one in held)  # by more than its caller
-        attributes = vars(fun) if is_read and vars(fun).keys() - {"__wrapped__"} else None
-        wrapped = vars(fun).get("__wrapped__", NO_VALUE)
-        number = next((n for n, one in enumerate(held) if one is wrapped is not NO_VALUE), None)
+        wrapped = vars(fun).get("__wrapped__", fun)
+        is_wrapped = [one is wrapped is not fun for one in held.values()]
+        number = is_wrapped.index(True) if any(is_wrapped) else None
         given = fun.__name__, fun.__qualname__, fun.__defaults__, fun.__kwdefaults__
         bare = _Bare(code, fun.__globals__, *given, attributes)
         return OpenFunction(key, cells, globals_, number, bare)
+
+    def _stored_on(
+        self, fun: types.FunctionType, held: Mapping[str, Any], read: Collection[str]
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """What is stored on a function that others may read, or that it closes over itself.
+
+        Numbers and names count wherever they are read. Anything else is there only if it is read by
+        name, and then it counts, or if the function may write it itself.
+
+        Returns:
+            What counts, hashable; and the attributes that the function gets, if any.
+        """
+        own_names = [name for name, one in held.items() if one is fun]
+        if not (self._way or own_names) or not vars(fun).keys() - {"__wrapped__"}:
+            return (), None
+        stored = Names.of(fun.__code__).stored
+        written = {chain[1] for chain in stored if chain[0] in map(Free, own_names)}
+        plain = {
+            name: one
+            for name, one in vars(fun).items()
+            if isinstance(one, _PLAIN) and name not in written
+        }
+        count = tuple((name, _leaf(one)) for name, one in plain.items())
+        # The very attributes, where the function or the one that closes over it may write them.
+        return count, (vars(fun) if own_names or read else plain)
 
     def inside(self, fun: Any) -> Any:
         """The function inside of `jax.jit`, if rows are looked for: `jax.jit` hides its closure."""
@@ -321,7 +354,9 @@ class Opener:
             self.arrays.append(leaf)
             return _ARRAY
         if isinstance(leaf, types.FunctionType):
-            return _Again(self._way.index(leaf)) if leaf in self._way else self.open(leaf)
+            if leaf in self._way:
+                return _Again(self._way.index(leaf))
+            return self.open(leaf, [chain[0] for chain in chains if chain])
         is_plain = is_value(leaf) and not may_have_code(leaf)
         return _leaf(leaf) if is_plain else self._compared(leaf, chains)
 
