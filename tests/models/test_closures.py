@@ -1234,3 +1234,8 @@ def test_objects_that_hold_the_loss_which_uses_them_are_freed(monkeypatch):
     gone = [forgotten() for _ in range(6)]
     gc.collect()
     assert [one() is None for one in gone[:4]] == [True] * 4
+    monkeypatch.setattr(dependencies, "_MOST", len(dependencies._SEEN) + 6)
+    kept = [lambda x, number=number: x * number for number in range(6)]
+    for one in kept:
+        open_function(one, ())
+    assert all(one in dependencies._SEEN for one in kept)  # read once for each

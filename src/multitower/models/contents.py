@@ -57,7 +57,7 @@ class Reader:
         self._stored: frozenset[tuple[int, str]] = frozenset()  # (identity of an object, attribute)
         self._numbers: dict[Any, int] = {}  # of what can contain itself
         self._num_read = 0
-        self._is_lenient = False
+        self._is_lenient = False  # whether parts may count by their identity; see `if_comparable`
 
     def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
         """Leaves out what a function writes itself, such as a counter of its calls.
@@ -186,7 +186,8 @@ class Reader:
     def if_comparable(self, value: Any) -> Any:
         """The description of a value, such as a class; its identity, if it has no description.
 
-        So does one member of a class, or one of the names that its methods read: the others count.
+        If only one member of a class has none, or one name that its methods read, the identity of
+        that one stands for it, and all others count.
         """
         outer, self._is_lenient = self._is_lenient, True
         try:

@@ -116,8 +116,9 @@ _SEEN_CODE: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Dependencies]] 
 def _of_called(seen: weakref.WeakKeyDictionary[Any, Any], called: Any, make: Any) -> Any:
     with _LOCK:
         if called not in seen:
-            while len(seen) >= _MOST:
-                del seen[next(iter(seen))]
+            num_more = max(0, len(seen) + 1 - _MOST)
+            for oldest in list(seen)[:num_more]:
+                del seen[oldest]
             seen[called] = make()
         return seen[called]
 
