@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.experimental import io_callback
 
 import multitower as mt
@@ -1091,6 +1092,25 @@ def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
     found = [str(one.message) for one in told if one.category is mt.MultitowerWarning]
     assert ["no mean over rows" in one for one in found].count(True) == 1
     assert any(one.startswith("loss") for one in found) == (loss is worst_group)
+
+
+class OfMasked(nnx.Module):
+    def __init__(self):
+        self.norms = nnx.List([nnx.BatchNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+    def __call__(self, x, mask):
+        for norm in self.norms:
+            x = norm(x, mask=mask)
+        return x
+
+
+def test_states_of_one_module_are_named_once():
+    """A mean of the rows that a mask leaves is a quotient, of four leaves by the same line."""
+    loss = lambda model, x, mask: model(x, mask[:, None]).mean(1) ** 2
+    run = mt.value_and_grad(loss, devices=2, towers=4)
+    with pytest.warns(mt.MultitowerWarning) as told:
+        run(OfMasked(), X, Y > 0)
+    assert any(str(one.message).startswith("the state of the module (div at") for one in told)
 
 
 def test_prototypes_of_all_rows_as_the_warning_says():

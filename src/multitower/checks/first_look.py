@@ -129,10 +129,10 @@ def look(
 
 def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:
     """The problems, with one for all results that one line makes wrong in the same way."""
-    names: dict[Problem, list[str]] = {}
+    names: dict[Problem, dict[str, None]] = {}  # each once: leaves of a module share a name
     for one in problems:
-        names.setdefault(one._replace(output=""), []).append(one.output)
-    return [cause._replace(output=_listed(found)) for cause, found in names.items()]
+        names.setdefault(one._replace(output=""), {})[one.output] = None
+    return [cause._replace(output=_listed([*found])) for cause, found in names.items()]
 
 
 def _listed(words: Sequence[str]) -> str:
