@@ -1094,6 +1094,17 @@ def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
     assert any(one.startswith("loss") for one in found) == (loss is worst_group)
 
 
+def clipped_variance(w, batch, *, model_state):
+    x = batch[0]
+    return losses(w, x), {}, jnp.maximum(0, ((x - x.mean(0)) ** 2).mean(0)) + 0.0 * model_state
+
+
+def test_a_variance_that_is_kept_from_being_negative_is_meant():
+    """A false alarm: Equinox's BatchNorm clips a variance that never is negative."""
+    step = mt.train_step(clipped_variance, optax.sgd(0.1), devices=2, towers=4)
+    step(step.init(W, model_state=jnp.ones(3)), (X, Y))
+
+
 class OfMasked(nnx.Module):
     def __init__(self):
         self.norms = nnx.List([nnx.BatchNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)])

@@ -52,6 +52,8 @@ BENDS = {
     "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin",
     "reduce_max", "reduce_min", "sort",
 }  # fmt: skip
+# Of these, what a variance may need too, which is a mean over rows less their mean, or zero.
+CLIPS = {"max", "min", "clamp"}
 # Equinox asks so whether any row needs a branch, whose result the other rows do not take.
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")
 # Their results are the same in every tower.

@@ -299,7 +299,8 @@ class _Reader:
         name, words = equation.primitive.name, [flow.word for flow in inputs]
         if word != "mixed":
             return None
-        is_now = name in operations.BENDS and worst_of(inputs).word == "linear"
+        is_variance = name in operations.CLIPS and any(flow.mixed for flow in inputs)
+        is_now = name in operations.BENDS and worst_of(inputs).word == "linear" and not is_variance
         if is_now or (name == "div" and words == ["linear", "mixed"]):  # by its norm, say
             return self.where(equation)
         return next((flow.bent for flow in inputs if flow.bent), None)
