@@ -80,13 +80,14 @@ def look(
             the batch.
 
     Warns:
-        MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows, a
-            row is divided by the number of rows, a sum over rows and a number make an mt.ratio or
-            are added, an mt.ratio is taken apart, towers add up a loss that is the same in all of
-            them, all towers draw the same numbers, a table is cut, the number of devices decides
-            over how many rows BatchNorm works, a backward rule brings rows together, a parameter of
-            a module is written into, rows are written into a jax.new_ref, all_rows or row_index is
-            called on one row, or out_axes=None takes what depends on rows from the first tower.
+        MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows or
+            is a quotient or a decision of a tower's sums, a row is divided by the number of rows, a
+            sum over rows and a number make an mt.ratio or are added, an mt.ratio is taken apart,
+            towers add up a loss that is the same in all of them, all towers draw the same numbers,
+            a table is cut, the number of devices decides over how many rows BatchNorm works, a
+            backward rule brings rows together, a parameter of a module is written into, rows are
+            written into a jax.new_ref, all_rows or row_index is called on one row, or out_axes=None
+            takes what depends on rows from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:

@@ -249,11 +249,11 @@ class Opener:
         Returns:
             What counts, hashable; and the attributes that the function gets, if any.
         """
-        own_names = [name for name, one in held.items() if one is fun]
+        own_names = [Free(name) for name, one in held.items() if one is fun]
         if not (self._way or own_names) or not vars(fun).keys() - {"__wrapped__"}:
             return (), None
         stored = Names.of(fun.__code__).stored
-        written = {chain[1] for chain in stored if chain[0] in map(Free, own_names)}
+        written = {chain[1] for chain in stored if chain[0] in own_names}
         plain = {
             name: one
             for name, one in vars(fun).items()
@@ -324,16 +324,14 @@ class Opener:
 
     def _attributes(self, name: str, held: Any) -> Dependencies | None:
         """What is read by name of a function's attributes, and neither written nor filled."""
+        if not isinstance(held, types.FunctionType) or not vars(held):
+            return None
         names = Names.of(self._way[-1].__code__)
-        stored = {chain[:2] for chain in names.stored}
+        written = {chain[1] for chain in names.stored if chain[0] == Free(name)}
         chains = [
             chain
             for chain in names.free.get(name, ())
-            if isinstance(held, types.FunctionType)
-            and chain[:1]
-            and chain[0] in vars(held)
-            and chain[-1] not in WRITES
-            and (Free(name), chain[0]) not in stored
+            if chain and chain[0] in vars(held).keys() - written and chain[-1] not in WRITES
         ]
         try:
             return content_of(held, chains) if chains else None
