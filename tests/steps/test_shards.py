@@ -323,7 +323,7 @@ def test_a_loss_in_16_bits_is_sent_its_parameters_in_16_bits():
     options = {"compute_dtype": jnp.bfloat16, "shard_params": True}
     step = mt.train_step(loss, optax.sgd(0.1), devices=2, **options)
     state, parts = step.init(layers), take_apart(np.ones((4, 64), np.float32), 0, name="batch")
-    runner = step._runner(step._makers.newest, state, parts, 4)
+    runner = step._runner(step._makers.newest, state, parts, 4, [4])
     fields = state.fields()
     lowered = runner.program(fields).lower(fields, *runner._feeder.feed(parts)).as_text()
     sent = re.findall(r'"stablehlo.(\w+)"\([^\n]*?-> tensor<64x64x(\w+)>', lowered)

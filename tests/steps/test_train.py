@@ -1,5 +1,6 @@
 """train_step: equal to a plain loop on one device, compiled once, in both ways to run."""
 
+import contextlib
 import functools
 
 import jax
@@ -279,7 +280,9 @@ def test_model_state_is_averaged_or_taken_from_the_first_tower(source, towers):
     state, _ = step(state, full)
     expected = full["y"].mean() if source == "mean" else full["y"][:3].mean()
     assert_close(state.model_state["mean"], expected)
-    state, _ = step(state, ragged)
+    copies = pytest.warns(mt.MultitowerWarning, match=r"copies .* count in model_state\['mean'\]")
+    with copies if source == "mean" else contextlib.nullcontext():  # tower 0 is full
+        state, _ = step(state, ragged)
     tower_2 = np.take(ragged["y"], [6, 0, 1]).mean()  # one real row, filled up with copies
     by_tower = [ragged["y"][:3].mean(), ragged["y"][3:6].mean(), tower_2]
     expected = np.average(by_tower, weights=[3, 3, 1]) if source == "mean" else by_tower[0]
@@ -318,6 +321,7 @@ def test_model_state_that_a_loss_returns_may_be_a_number():
 
 
 @pytest.mark.filterwarnings("ignore:model_state.* holds rows")  # one, to tell towers
+@pytest.mark.filterwarnings("ignore:the batch has 5 rows")  # the third tower is partly full
 @both_ways
 def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     """tensorflow#41657; here it even returns NaN as its statistics."""
@@ -337,6 +341,27 @@ def test_trap_an_empty_tower_turns_the_loss_to_nan(towers):
     odd = batch_of(8) | {"n": np.array([0, 9, 2, 9, 4, 9, 7, 9], np.int32)}
     state, _ = step(state, odd)
     assert np.isnan(float(state.model_state)), "the trap is none, so the test proves nothing"
+
+
+@same_bits_every_day
+def test_copies_of_rows_that_count_in_a_state_are_told_of_once(towers):
+    """Lie: silence; or words about full batches, empty towers, or states that no row is in."""
+
+    def loss(w, x, *, model_state):
+        mean, count = model_state
+        return w * x, {}, (mean * 0.9 + x.mean() * 0.1, count + 1)
+
+    step = mt.train_step(loss, optax.sgd(0.1), **where(towers))
+    state = step.init(np.float32(1), model_state=(np.float32(0), np.float32(0)))
+    tower_rows = 3 if towers else 6
+    for num_rows in (12, 6):
+        state, _ = step(state, np.ones(num_rows, np.float32))
+    with pytest.warns(mt.MultitowerWarning) as told:
+        state, _ = step(state, np.ones(8, np.float32))
+    (text,) = [str(one.message) for one in told]
+    assert f"the batch has 8 rows, and a tower takes {tower_rows}" in text
+    assert "count in model_state[0]. Leave" in text
+    step(state, np.ones(7, np.float32))  # not told again: warnings are errors here
 
 
 @same_bits_every_day

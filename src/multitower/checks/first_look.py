@@ -61,7 +61,7 @@ def look(
     real_rows: int,
     exchange: bool = True,
     beside_one_row: Sequence[Any] = (),
-) -> None:
+) -> str:
     """Warns if a function is not safe to run data parallel, as far as its program shows.
 
     Args:
@@ -78,6 +78,10 @@ def look(
         exchange: whether towers may exchange values.
         beside_one_row: if a tower has one row, what is closed over with an entry for every row of
             the batch.
+
+    Returns:
+        The names of the results in which copies of rows count, where these fill up a tower: means
+        over all its rows, such as BatchNorm's. Empty if there are none.
 
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows or
@@ -122,10 +126,11 @@ def look(
     if first is None and beside_one_row:
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if first is None:
-        return  # it needs a fixed number of rows, or has a mistake that the call itself reports
+        return ""  # it needs a fixed number of rows, or has a mistake that the call itself reports
     found = surely(problems, first, lambda: reader(outputs, rows, others, again=True))
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
+    return _listed([*dict.fromkeys(first[1].counting_copies())])
 
 
 def _once_for_each_cause(problems: Sequence[Problem]) -> list[Problem]:

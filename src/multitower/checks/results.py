@@ -188,6 +188,15 @@ class Results(NamedTuple):
             ),
         ]
 
+    def counting_copies(self) -> list[str]:
+        """The results in which the copies that fill up a tower count: means over all its rows."""
+        return [
+            one.name
+            for one in self.leaves
+            if (one.kind in _STATES and one.flow.word != "free")
+            or (one.kind not in _ASIDE and self.are_statistics(one.flow))
+        ]
+
     def written_parameters(self) -> list[Problem]:
         """A problem if parameters are written into: one for all, a layer may write many."""
         if not self.written:

@@ -12,6 +12,7 @@ from multitower.engines.job import Job, Shared
 from multitower.engines.same_bits import SameBits
 from multitower.errors import ArgumentError
 from multitower.functions.arguments import Arguments
+from multitower.functions.outputs import warn_of_copies
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
 from multitower.towers.global_arrays import as_global, join_rows, replicate
@@ -106,7 +107,7 @@ class TowerFunction:
         if devices is not None:
             self.placement()
         self._engines: dict[Any, tuple[SameBits | None, SameBits]] = {}
-        self._looked_at: set[Split] = set()
+        self._looked_at: dict[Split, str] = {}  # the results in which copies of rows count
         self._jitted = jax.jit(self._traced, static_argnums=(0, 1))
 
     def call(self, call: Call, arguments: Arguments) -> Any:
@@ -124,8 +125,12 @@ class TowerFunction:
             raise _of_the_arguments(error, axes[0], call) from error.__cause__
         result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more
-            self._looked_at.add(parts.split)
-            self._look(parts, tree, axes, arguments)
+            self._looked_at[parts.split] = ""  # not again, should it fail
+            self._looked_at[parts.split] = self._look(parts, tree, axes, arguments)
+        tower_rows = -(-parts.num_rows // placement.num_towers)
+        if parts.num_rows % tower_rows and (names := self._looked_at[parts.split]):
+            self._looked_at[parts.split] = ""
+            warn_of_copies(names, parts.num_rows, tower_rows)
         return result
 
     def _call(self, parts: Parts, placement: Placement) -> Any:
@@ -158,7 +163,8 @@ class TowerFunction:
             self._placement = place(self._devices, self._towers)
         return self._placement
 
-    def _look(self, parts: Parts, tree: Any, axes: Any, arguments: Arguments) -> None:
+    def _look(self, parts: Parts, tree: Any, axes: Any, arguments: Arguments) -> str:
+        """Looks at the function; the results in which copies of rows count, as `look` says."""
         from multitower.checks.first_look import look, look_at_key  # noqa: PLC0415 (at the first call: importing stays quick)
 
         def outputs_with(alike: int | None) -> Any:
@@ -180,7 +186,7 @@ class TowerFunction:
         averages, num_towers = self._kind.averages, self.placement().num_towers
         one_row = 1 < parts.num_rows <= num_towers
         closed_over = tree[-1] if one_row else ()
-        look(
+        copies_count_in = look(
             outputs_with(None),
             parts.rows,
             parts.shared,
@@ -192,6 +198,7 @@ class TowerFunction:
         )
         for number, name in _shared_keys(parts, tree, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
+        return copies_count_in
 
     def _traced(
         self, split: Split, axes: tuple[int | None, ...], shared: list[Any], rows: list[Any]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.errors import OutputError
+from multitower.errors import OutputError, warn
 from multitower.towers.leaves import is_key, wide_dtype
 from multitower.towers.rows import Tower
 
@@ -190,6 +190,24 @@ def refuse_ragged(what: str, num_rows: int, num_towers: int) -> OutputError:
         f"the batch has {num_rows} rows and {what}: {num_rows} rows do not fill {num_towers} "
         f"towers evenly, so the mean over towers would be wrong. Return {by_row} per example, or "
         f"use {nearest} rows{fitting}."
+    )
+
+
+def warn_of_copies(names: str, num_rows: int, tower_rows: int) -> None:
+    """Warns of a batch that leaves a tower partly full, where copies of rows count.
+
+    Args:
+        names: the results in which they count; see `checks.first_look.look`.
+        num_rows: the rows of the batch.
+        tower_rows: the rows of a full tower.
+
+    Warns:
+        MultitowerWarning: always.
+    """
+    warn(
+        f"the batch has {num_rows} rows, and a tower takes {tower_rows}: the tower that is left "
+        f"partly full is filled up with copies of rows, which count in {names}. Leave such a batch "
+        "out, or its last rows, as mt.make_batches does."
     )
 
 

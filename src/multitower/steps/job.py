@@ -186,12 +186,14 @@ class Looked(NamedTuple):
         num_weights: how many weights its gradients need.
         program: with several processes, what the loss returns, in words, and the checksum of its
             program.
+        copies_count_in: the results in which copies of rows count, where these fill up a tower.
     """
 
     averaged: str | None
     meets: str | None
     num_weights: int
     program: tuple[str, int] = "", 0
+    copies_count_in: str = ""
 
 
 def look_at_loss(
@@ -229,7 +231,7 @@ def look_at_loss(
     batch = lambda: parts.split.rebuild(parts.shared, rows, here)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
-    look(
+    copies_count_in = look(
         lambda rows, here, shared: _by_name(step, parts.split, shared, rows, here),
         parts.rows,
         shared,
@@ -245,6 +247,8 @@ def look_at_loss(
     if are_several():
         returned = {"loss": traced.shapes.loss, "metrics": traced.shapes.metrics}
         found = found._replace(program=(shapes_in_words(returned), traced.checksum))
+    if step.model_state_from == "mean":  # else tower 0 decides, which is the last one to be short
+        found = found._replace(copies_count_in=copies_count_in)
     return found._replace(meets=traced.meets)
 
 

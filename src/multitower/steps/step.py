@@ -1,5 +1,6 @@
 """TrainStep: what `train_step` returns. Compiles a step for each kind of batch, and runs it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,7 +10,7 @@ from multitower.engines.executable import settings
 from multitower.engines.tracing import uneven
 from multitower.errors import ArgumentError, BatchError, StateError
 from multitower.functions.gradient_job import check_differentiable
-from multitower.functions.outputs import refuse_ragged
+from multitower.functions.outputs import refuse_ragged, warn_of_copies
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Model, refuse_modules_inside
 from multitower.stages.layout import Layout
@@ -64,6 +65,7 @@ class TrainStep:
             self._find_way()
         self._makers = Makers(step)
         self._has_run = False
+        self._has_told_of_copies = False
 
     @property
     def placement(self) -> Placement:
@@ -234,7 +236,7 @@ class TrainStep:
             passed = [*parts.shared, *parts.rows, *jax.tree.leaves(state.shared())]
             check_same_call("batch", passed, self.placement, counts)
             check_replicas(state)  # host-device sync
-        runner = self._runner(maker, state, parts, global_batch)
+        runner = self._runner(maker, state, parts, global_batch, counts or [parts.num_rows])
         result = runner.run(state, work, maker)
         given.spend()
         self._has_run = True
@@ -311,12 +313,23 @@ class TrainStep:
             return parts.num_rows  # asynchronous: cut again, for one group, as if from the host
         return first.tower_rows * num_towers
 
-    def _runner(self, maker: Maker, state: TrainState, parts: Parts, global_batch: int) -> Runner:
-        """The runner for this batch: the same for every batch of up to the rows of a full one."""
+    def _runner(
+        self,
+        maker: Maker,
+        state: TrainState,
+        parts: Parts,
+        global_batch: int,
+        counts: Sequence[int],
+    ) -> Runner:
+        """The runner for this batch: the same for every batch of up to the rows of a full one.
+
+        `counts` are the rows of each batch of the call; of the largest, `parts`, and the others.
+        """
         way = self._find_way()
         num_towers = way.num_towers
         tower_rows = -(-global_batch // num_towers)
-        averaged, meets, num_weights, program = self._look(maker, state, parts, tower_rows)
+        looked = self._look(maker, state, parts, tower_rows)
+        averaged, meets, num_weights, program, copies_count_in = looked
         if not self._has_run:
             check_same_program(*program, self.placement)
         way.check(meets)
@@ -333,6 +346,10 @@ class TrainStep:
                 f"global_batch={parts.num_rows} to train_step or Trainer, or the rows of the "
                 "largest batch there will be."
             )
+        short = next((num_rows for num_rows in counts if num_rows % tower_rows), None)
+        if copies_count_in and short is not None and not self._has_told_of_copies:
+            self._has_told_of_copies = True
+            warn_of_copies(copies_count_in, short, tower_rows)
         seen = (num_weights > 0, bool(averaged or meets))  # a loss may look at its shapes
         kinds = ()
         if way.one_kind_a_runner:
