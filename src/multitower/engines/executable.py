@@ -13,7 +13,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from multitower.errors import ArgumentError, OutputError
 from multitower.towers.leaves import shape_of
-from multitower.towers.split import copy_to
+from multitower.towers.rows import Tower
+from multitower.towers.split import TowerRows, copy_to
 
 
 def compile_for_each(
@@ -116,6 +117,10 @@ class WholeNumbers:
         if key not in self._copies:
             self._copies[key] = copy_to([np.int32(value)], [home])[0]
         return self._copies[key]
+
+    def of_tower(self, device: jax.Device, rows: TowerRows, tower: int) -> Tower:
+        """The number and the row counts of a tower of these rows, on its device."""
+        return Tower(*(self.on(device, number) for number in rows.counts(tower)))
 
 
 def signature(tree: Any) -> Any:

@@ -200,13 +200,12 @@ class SameBits:
         """The number arguments of the programs for rows like these; copied to the devices once."""
         key = (rows.tower_rows, rows.num_rows)
         if key not in programs.numbers:
-            devices, number = self._totals.devices, self._whole_numbers.on
+            devices, of_tower = self._totals.devices, self._whole_numbers.of_tower
             here = {
-                turn.tower: Tower(*(number(devices[turn.i], n) for n in rows.counts(turn.tower)))
+                turn.tower: of_tower(devices[turn.i], rows, turn.tower)
                 for turn in self._totals.turns
             }
-            scale = _SCALE(rows.tower_rows / rows.num_rows)
-            scales = [jax.device_put(scale, device) for device in devices]
+            scales = [jax.device_put(scale_of(rows), device) for device in devices]
             programs.numbers[key] = _Numbers(here, scales)
         return programs.numbers[key]
 
@@ -229,17 +228,12 @@ class SameBits:
 
     def _compile(self, shared: Shared, pieces: list[jax.Array]) -> Programs:
         devices = self._totals.devices
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        arguments = (shared, pieces, Tower(scalar, scalar, scalar))
+        arguments = (shared, pieces, Tower.shapes())
         traced = trace(tower_function(self._job), arguments, self._placement.num_towers)
         refuse_kept_values(traced.program)
-
-        def tower(*args: Any) -> Any:
-            return traced(*args)
-
         rounds = traced.rounds(final=True)
         if rounds is None:
-            towers = compile_for_each(tower, arguments, devices)
+            towers = compile_for_each(traced.tower, arguments, devices)
             sums: TowerSums = towers[0].out_info[0]
         else:
             towers = Exchanges(rounds, jax.tree.leaves(arguments), self._placement, self._totals)
@@ -273,6 +267,11 @@ def finish_function(job: Job) -> Callable[[Any, Packed, Any], Any]:
     return finish
 
 
+def scale_of(rows: TowerRows) -> np.float64:
+    """The scale, the factor that turns sums over the towers of these rows into means."""
+    return _SCALE(rows.tower_rows / rows.num_rows)
+
+
 def scale_shape() -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the scale, the factor that turns sums into means."""
+    """Shape and dtype that the scale has on a device."""
     return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(_SCALE))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from multitower.engines.executable import signature
 from multitower.engines.job import Job, Shared, TowerResult
@@ -19,7 +18,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
 from multitower.towers.global_arrays import join_rows
-from multitower.towers.leaves import are_traced, device_dtype, shape_of
+from multitower.towers.leaves import are_traced, shape_of
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts, Tower
 from multitower.towers.same_call import check_same_call
@@ -84,7 +83,7 @@ class StagedFunction(TowerFunction):
         """What runs a call, and the program of one tower that was cut into stages."""
         ragged = ragged_of(parts.num_rows, rows[0].placement.num_towers)
         tower_rows = rows[0].tower_rows
-        shared = [_shape(leaf) for leaf in parts.shared]
+        shared = [shape_of(jax.typeof(leaf)) for leaf in parts.shared]
         pieces = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), x.dtype) for x in rows]
         key = (parts.split, ragged is None, signature((shared, pieces)))
         if key not in self._compiled:
@@ -97,8 +96,7 @@ class StagedFunction(TowerFunction):
             return job.tower(Shared((), shared), rows, here)
 
         layout = self._found_layout()
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        traced = trace(tower, (shared, rows, Tower(scalar, scalar, scalar)), self._num_towers)
+        traced = trace(tower, (shared, rows, Tower.shapes()), self._num_towers)
         if jax.tree.leaves(traced.shapes.means):
             raise OutputError(
                 "the model changes its own state, such as BatchNorm's averages, and with stages= "
@@ -122,9 +120,3 @@ class StagedFunction(TowerFunction):
             "device, and there all would be one program: call it outside, or leave stages= out. "
             "For gradients use mt.train_step(stages=)."
         )
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, np.ndarray | np.generic):
-        return jax.ShapeDtypeStruct(leaf.shape, device_dtype(leaf))
-    return shape_of(jax.typeof(leaf))

@@ -21,7 +21,7 @@ from multitower.engines.tracing import trace
 from multitower.errors import ArgumentError
 from multitower.planning.layouts import PlannedLayout, Room, make_layout
 from multitower.planning.memory import Memory, Spread, exchange_bytes
-from multitower.planning.programs import Programs, memory_of, tower_shapes, working_bytes
+from multitower.planning.programs import Programs, memory_of, working_bytes
 from multitower.planning.shapes import Planned, StateBytes, num_bytes, row_shapes
 from multitower.planning.traffic import Traffic, with_towers
 from multitower.steps.local.job import LocalJob, MeetingJob
@@ -31,6 +31,7 @@ from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in
 from multitower.steps.rotation.runner import make_finish
 from multitower.steps.rotation.turns import Turns
 from multitower.towers.placement import Placement, contiguous
+from multitower.towers.rows import Tower
 
 
 class Meeting(NamedTuple):
@@ -143,14 +144,14 @@ def _compile_local(
     local = LocalJob(step, batch.split, tower_rows, 1)
     run = tower_function(Job(local.tower, local.finish))
     shared = Shared(_own(given), (fields.step, fields.rng, batch.shared))
-    traced = trace(run, (shared, row_shapes(batch, tower_rows), tower_shapes()), 1)
+    traced = trace(run, (shared, row_shapes(batch, tower_rows), Tower.shapes()), 1)
     if traced.rounds(final=True) is not None:
         raise refuse_meeting_in_local(traced.meets or "axis_index")
 
     def tower(own: Own, rest: Any, rows: Any, here: Any) -> Any:
         return traced(Shared(own, rest), rows, here)
 
-    arguments = (*shared, row_shapes(batch, tower_rows), tower_shapes())
+    arguments = (*shared, row_shapes(batch, tower_rows), Tower.shapes())
     (compiled,) = compile_for_each(tower, arguments, programs.local[:1], donate=(0,))
     sums = compiled.out_info[0]
     return working_bytes(compiled), tuple(map(num_bytes, sums.packed.buffers))

@@ -139,13 +139,13 @@ class Programs:
         """Shapes of the weights that are summed first if the loss is a ratio; else empty."""
         step, fields, batch, _ = self._given
         job = make_weights_job(step, batch.split, 1)
-        given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), tower_shapes())
+        given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), Tower.shapes())
         return list(trace(job.tower, given, 1).shapes.sums)
 
     def _arguments(self, tower_rows: int) -> tuple[Shared, list[Any], Tower]:
         _, fields, batch, _ = self._given
         shared = Shared(fields, [*batch.shared, *self.weights])
-        return shared, row_shapes(batch, tower_rows), tower_shapes()
+        return shared, row_shapes(batch, tower_rows), Tower.shapes()
 
     def _compile_tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
         step, _, batch, _ = self._given
@@ -158,11 +158,7 @@ class Programs:
         reduced = _reduced(jax.tree.leaves(result))
         if traced.meets is not None:
             return TowerProgram(buffers, reduced, 0, traced.meets)
-
-        def tower(*args: Any) -> Any:
-            return traced(*args)
-
-        (compiled,) = compile_for_each(tower, arguments, self.local[:1])
+        (compiled,) = compile_for_each(traced.tower, arguments, self.local[:1])
         return TowerProgram(buffers, reduced, memory_of(compiled).temp_size_in_bytes, None)
 
     def _compile_fast(self, tower_rows: int, several: bool) -> int:
@@ -203,11 +199,6 @@ def _reduced(leaves: Sequence[Any]) -> tuple[int, ...]:
     large = [num_bytes(leaf) for leaf in leaves if leaf.size > SMALL]
     small = jax.eval_shape(pack, [leaf for leaf in leaves if leaf.size <= SMALL])
     return (*large, *map(num_bytes, small.buffers))
-
-
-def tower_shapes() -> Tower:
-    """Shapes of a `Tower`: its number and its row counts, int32."""
-    return Tower(*[jax.ShapeDtypeStruct((), np.int32)] * 3)
 
 
 def memory_of(compiled: Any) -> Any:

@@ -51,6 +51,11 @@ class Tower(NamedTuple):
     num_rows: Any
     all_rows: Any
 
+    @classmethod
+    def shapes(cls) -> "Tower":
+        """Shapes and dtypes of its numbers, to trace and compile programs for."""
+        return cls(*[jax.ShapeDtypeStruct((), np.int32)] * 3)
+
 
 Kind = int | str | Constant
 

@@ -16,7 +16,7 @@ from multitower.engines.executable import WholeNumbers, compile_for_each, signat
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
-from multitower.engines.totals import Totals, TowerSums, Turn
+from multitower.engines.totals import Totals, TowerSums
 from multitower.engines.tracing import refuse_kept_values, trace
 from multitower.steps.local.job import LocalJob, Met
 from multitower.steps.local.meeting import Meeting
@@ -113,7 +113,8 @@ class LocalRunner:
         for turn in self.turns:
             i, tower = turn.i, turn.tower
             pieces = [leaf.pieces[tower] for leaf in rows]
-            found = programs.tower[i](parts.towers[tower], given[i], pieces, self._here(turn, rows))
+            here = self._numbers.of_tower(self.devices[i], rows[0], tower)
+            found = programs.tower[i](parts.towers[tower], given[i], pieces, here)
             sums[tower], (towers[tower], counts[i]) = found
             del found  # the last tower's parameters would take memory until the step ends
         state.spend()
@@ -142,11 +143,6 @@ class LocalRunner:
         """The training state that a user gets for these parts."""
         return as_state(parts, self._placement, maker)
 
-    def _here(self, turn: Turn, rows: Sequence[TowerRows]) -> Tower:
-        """The number and row counts of a tower, on its device."""
-        device = self.devices[turn.i]
-        return Tower(*(self._numbers.on(device, n) for n in rows[0].counts(turn.tower)))
-
     def _scale(self, num_rows: int) -> jax.Array:
         """The factor that turns sums into means, shape (), on the first local device."""
         scale = np.dtype(scale_shape().dtype).type(self._tower_rows / num_rows)
@@ -165,8 +161,7 @@ class LocalRunner:
         return self._compiled[key]
 
     def _compile(self, own: Own, given: Any, pieces: list[jax.Array]) -> Programs:
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        here = Tower(scalar, scalar, scalar)
+        here = Tower.shapes()
         arguments = (Shared(own, given), pieces, here)
         job = Job(self._job.tower, self._job.finish)
         traced = trace(tower_function(job), arguments, self._placement.num_towers)

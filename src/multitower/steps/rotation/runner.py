@@ -18,7 +18,7 @@ import numpy as np
 
 from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Shared
-from multitower.engines.same_bits import finish_function, scale_shape
+from multitower.engines.same_bits import finish_function, scale_of, scale_shape
 from multitower.steps.job import make_job
 from multitower.steps.parts import StepParts
 from multitower.steps.rotation.options import RotationOptions
@@ -71,13 +71,13 @@ class RotationRunner:
         shared = self._shared(version, parts.num_updates, batch, rows, place)
         total = jax.device_put(self._sums.run(place, shared, rows), self._turns.home)
         staleness = self._numbers.on(self._turns.home, parts.num_updates - version.made)
-        scale = np.float64(rows[0].tower_rows / rows[0].num_rows)  # turns sums into means
         # Parameters are not donated: on the home device a version is the same array.
         used = (parts.home.opt_state, parts.home.ema_params)
         # The model state is the group's, including the leaves that this update does not change.
         model_state = jax.device_put(version.copies[0].model_state, self._turns.home)
         kept = parts.home._replace(opt_state=None, ema_params=None, model_state=model_state)
-        given = (kept, used, total, jax.device_put(scale, self._turns.home), staleness)
+        scale = jax.device_put(scale_of(rows[0]), self._turns.home)
+        given = (kept, used, total, scale, staleness)
         new, metrics = self._program(given)(*given)
         state.spend()
         return parts.after(group, new, self._turns).state(maker), metrics

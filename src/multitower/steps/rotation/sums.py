@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
@@ -51,7 +50,7 @@ class GroupSums:
             owner = place.owners[tower]
             device = place.devices[owner]
             pieces = [leaf.pieces[tower] for leaf in rows]
-            here = Tower(*(self._numbers.on(device, n) for n in rows[0].counts(tower)))
+            here = self._numbers.of_tower(device, rows[0], tower)
             sums, _ = towers[device](shared[owner], pieces, here)
             return device, sums.packed
 
@@ -70,15 +69,10 @@ class GroupSums:
         return self._compiled[key]
 
     def _compile(self, shared: Shared, pieces: list[Any]) -> tuple[Programs, Programs]:
-        scalar = jax.ShapeDtypeStruct((), np.int32)
-        arguments = (shared, pieces, Tower(scalar, scalar, scalar))
+        arguments = (shared, pieces, Tower.shapes())
         traced = trace(self._tower, arguments, self._num_towers)
         refuse_kept_values(traced.program)
-
-        def tower(*args: Any) -> Any:
-            return traced(*args)
-
-        towers = compile_for_each(tower, arguments, self._devices)
+        towers = compile_for_each(traced.tower, arguments, self._devices)
         sums: Packed = towers[0].out_info[0].packed
         adds: list[jax.stages.Compiled] = []
         if self._num_towers > 1:

@@ -9,7 +9,7 @@ import numpy as np
 from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.job import Shared
 from multitower.engines.packing import Packed, unpack
-from multitower.engines.same_bits import with_one_nan
+from multitower.engines.totals import with_one_nan
 from multitower.engines.tracing import refuse_kept_values, refuse_other_places
 from multitower.stages.chain import Chain, make_chain
 from multitower.stages.meeting.sums import without_collectives

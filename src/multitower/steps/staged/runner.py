@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from multitower.engines.executable import compile_for_each
+from multitower.engines.same_bits import scale_of, scale_shape
 from multitower.engines.tracing import refuse_filled
 from multitower.stages.layout import Layout
 from multitower.stages.pieces import rows_of
@@ -66,8 +67,7 @@ class StagedRunner:
         self._tower_rows = tower_rows
         self._layout = layout
         before = (fields.step, fields.model_state)
-        scale = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.float64))
-        given = (before, self._pipeline.shapes_of_results(), scale)
+        given = (before, self._pipeline.shapes_of_results(), scale_shape())
         (self._finish,) = compile_for_each(self._job.finish, given, [layout.head])
         chain = self._job.chain
         loss = self._finish.out_info[2]["loss"]
@@ -85,8 +85,7 @@ class StagedRunner:
         refuse_filled(self._job.meets, batch.num_rows, self._tower_rows, towers)
         parts = self._parts(state)
         rest, scale = jax.device_put(
-            (self._rest(parts.head, batch), np.float64(rows[0].tower_rows / rows[0].num_rows)),
-            self._layout.head,
+            (self._rest(parts.head, batch), scale_of(rows[0])), self._layout.head
         )
         if self._weights is not None:
             rest = [*rest, *self._weights.run(rest, rows)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from multitower.engines.equal_programs import EqualPrograms, Executable
 from multitower.engines.packing import Packed, unpack
-from multitower.engines.same_bits import with_one_nan
+from multitower.engines.totals import with_one_nan
 from multitower.stages.chain import Chain
 from multitower.stages.layout import Layout
 from multitower.steps.optimizing.clipping import leaf_squares

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from multitower.engines.collectives import axis_of
 from multitower.engines.job import Job, Shared, TowerResult
@@ -51,11 +50,10 @@ class StagedWeights:
             given = (kept._replace(params=params), shared)
             return job.tower(Shared((), given), rows, here).sums
 
-        number = jax.ShapeDtypeStruct((), np.int32)
         shapes = shapes_of((fields.params, rest_of(fields, shared), list(rows)))
         axis = axis_of(layout.towers.num_towers)
         trace = jax.make_jaxpr(tower, axis_env=axis, return_shape=True)
-        closed, self.shapes = trace(*shapes, Tower(number, number, number))
+        closed, self.shapes = trace(*shapes, Tower.shapes())
         program = open_calls(closed, is_call)
         segment = slice_of(program, program.outputs)
         num_params = len(jax.tree.leaves(fields.params))
