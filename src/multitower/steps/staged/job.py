@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from multitower.engines.collectives import axis_of, first_collective, place_of
 from multitower.engines.job import Shared
 from multitower.engines.packing import Packed, unpack
 from multitower.engines.totals import with_one_nan
-from multitower.engines.tracing import refuse_kept_values, refuse_other_places
+from multitower.engines.tracing import refuse_kept_values, trace
 from multitower.stages.chain import Chain, make_chain
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.pieces import rows_of
@@ -54,31 +52,22 @@ class StagedJob:
     ) -> None:
         fields, shared, rows = given
         self._one = TowerStep(step, split, tower_rows, num_towers)
-        params, self._params = jax.tree.flatten(shapes_of(fields.params))
-        rest, self._rest = jax.tree.flatten(shapes_of(rest_of(fields, shared)))
-        shapes = [*params, *rest, *shapes_of(rows), *[jax.ShapeDtypeStruct((), np.int32)] * 3]
-        self._ends = (len(params), len(params) + len(rest))
-        trace = jax.make_jaxpr(self._tower, axis_env=axis_of(num_towers), return_shape=True)
-        closed, (_, results) = trace(*shapes)
-        refuse_kept_values(closed)
-        refuse_other_places(closed)
-        first = first_collective(closed)
-        self.meets = None if first is None else place_of(first)
-        closed = without_collectives(closed, len(shapes) - 3, num_towers)
-        self._results = jax.tree.structure(results)
+        shapes = shapes_of((fields.params, rest_of(fields, shared), list(rows)))
+        traced = trace(self._tower, (*shapes, Tower.shapes()), num_towers)
+        refuse_kept_values(traced.program)
+        self.meets = traced.meets
+        _, self._results = traced.treedef.children()
+        closed = without_collectives(traced.program, traced.number, num_towers)
+        num_params = len(jax.tree.leaves(fields.params))
         may_split = lambda pieces: may_be_split(step.optimizer, fields.params, rows_of(pieces))
-        self.chain: Chain = make_chain(closed, len(params), num_stages, may_split=may_split)
+        self.chain: Chain = make_chain(closed, num_params, num_stages, may_split=may_split)
 
-    def _tower(self, *leaves: Any) -> tuple[Any, Any]:
+    def _tower(
+        self, params: Any, rest: tuple[Fields, list[Any]], rows: list[Any], here: Tower
+    ) -> tuple[Any, Any]:
         """A tower's share of the loss, and the pair of what is averaged and what is summed."""
-        first, last = self._ends
-        params = jax.tree.unflatten(self._params, leaves[:first])
-        kept, shared = jax.tree.unflatten(self._rest, leaves[first:last])
-        given = (
-            Shared(kept._replace(params=params), shared),
-            list(leaves[last:-3]),
-            Tower(*leaves[-3:]),
-        )
+        kept, shared = rest
+        given = (Shared(kept._replace(params=params), shared), rows, here)
         found = self._one.objective(params, *given)
         return found[0], self._one.results(*given, found)
 
