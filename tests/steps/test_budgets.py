@@ -154,7 +154,7 @@ def test_the_fast_step_sends_one_all_reduce(monkeypatch):
     )
     rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=step.placement.split)
     count = jax.ShapeDtypeStruct((), np.int32, sharding=shared)
-    compiled = runner._run.lower(fields, [], [rows], count).compile()
+    compiled = runner.program.lower(fields, [], [rows], count).compile()
     # Beside the gradients travel the loss and the number of rows.
     assert 0 <= sent_bytes(compiled, 4) - 2 * params.nbytes * 3 / 4 <= 2 * 2 * 4
 

@@ -226,8 +226,8 @@ def look_at_loss(
     # Under jit, so that rows of one shape are traced once: a large model takes a while.
     run = jax.jit(lambda rows, here: forward(fields.params, shared, rows, here))
     traced = trace(run, (rows, here), num_towers)
-    look_at = lambda: _look(traced.shapes, run, rows, here)
-    found = look_in_tower(look_at, num_towers)
+    find = lambda: _averaged(traced.shapes, run, rows, here)
+    averaged = look_in_tower(find, num_towers)
     batch = lambda: parts.split.rebuild(parts.shared, rows, here)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
@@ -244,12 +244,13 @@ def look_at_loss(
         real_rows=tower_rows,
         exchange=exchange,
     )
+    found = Looked(averaged, traced.meets, num_weights(traced.shapes.loss))
     if are_several():
         returned = {"loss": traced.shapes.loss, "metrics": traced.shapes.metrics}
         found = found._replace(program=(shapes_in_words(returned), traced.checksum))
     if step.model_state_from == "mean":  # else tower 0 decides, which is the last one to be short
         found = found._replace(copies_count_in=copies_count_in)
-    return found._replace(meets=traced.meets)
+    return found
 
 
 def averaged_over_rows(
@@ -259,12 +260,12 @@ def averaged_over_rows(
     forward = _forward(step, parts.split, tower_rows)
     rows, here = _stand_ins(parts, tower_rows)
 
-    def look(shared: Shared) -> Looked:
+    def find(shared: Shared) -> str | None:
         run = lambda rows, here: forward(shared.state.params, shared, rows, here)
-        return _look(jax.eval_shape(run, rows, here), run, rows, here)
+        return _averaged(jax.eval_shape(run, rows, here), run, rows, here)
 
     given = Shared(fields, parts.shared)
-    return look_in_tower(lambda: look_by_shapes(look, given), num_towers).averaged
+    return look_in_tower(lambda: look_by_shapes(find, given), num_towers)
 
 
 def _stand_ins(parts: Parts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
@@ -273,10 +274,10 @@ def _stand_ins(parts: Parts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct
     return rows, Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
 
 
-def _look(
+def _averaged(
     output: Any, run: Callable[[list[Any], Tower], LossOutput], rows: list[Any], here: Tower
-) -> Looked:
-    """What the shapes of its results show of a loss, and which metrics do not depend on rows."""
+) -> str | None:
+    """What a loss averages over rows itself, from the shapes of its results, `output`."""
     tower_rows = rows[0].shape[0]
     loss_of = lambda rows: run(rows, here).loss
     without = name_without_rows(output.loss, tower_rows, lambda rows: loss_of(rows).offset, rows)
@@ -293,7 +294,7 @@ def _look(
         for number, (path, _) in enumerate(flat):
             if not (is_row[number] or number in steady or without):
                 without = f"metrics{jax.tree_util.keystr(path)} is not per example"
-    return Looked(without, None, num_weights(output.loss))
+    return without
 
 
 def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tower) -> Any:

@@ -92,7 +92,11 @@ def fast_step(
 
 
 class FastRunner:
-    """Steps as one program over all devices; results equal those of one device up to rounding."""
+    """Steps as one program over all devices; results equal those of one device up to rounding.
+
+    Attributes:
+        program: the jitted step: of the state, shared leaves, rows, and the number of real rows.
+    """
 
     def __init__(
         self,
@@ -105,16 +109,11 @@ class FastRunner:
     ) -> None:
         self._feeder = Feeder(placement, tower_rows)
         run = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
-        self._run = jax.jit(run, donate_argnums=0)
-
-    @property
-    def program(self) -> Any:
-        """The jitted step: of the state, shared leaves, rows, and the number of real rows."""
-        return self._run
+        self.program = jax.jit(run, donate_argnums=0)
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
-        fields, metrics = self._run(state.fields(), *self._feeder.feed(parts))
+        fields, metrics = self.program(state.fields(), *self._feeder.feed(parts))
         if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
             state.spend()
         return TrainState(fields, maker), metrics

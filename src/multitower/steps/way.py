@@ -72,6 +72,8 @@ class Whole:
     turns: "Turns | None" = None
     # The stages as the newest runner has cut them.
     segments: "Segments | None" = None
+    # What runs batches.
+    _runner: type[SameBitsRunner | FastRunner] = SameBitsRunner
 
     @property
     def num_towers(self) -> int:
@@ -117,14 +119,10 @@ class Whole:
         """Makes the runner of batches like these."""
         batch, tower_rows, has_weights, _ = batches
         given = (step, batch.split, tower_rows, self.placement)
-        return SameBitsRunner(*given, has_weights=has_weights)
+        return self._runner(*given, has_weights=has_weights)
 
 
 class InOneProgram(Whole):
     """As in `Whole`, with one program over all devices; equal to one device up to rounding."""
 
-    def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
-        """As in `Whole`."""
-        batch, tower_rows, has_weights, _ = batches
-        given = (step, batch.split, tower_rows, self.placement)
-        return FastRunner(*given, has_weights=has_weights)
+    _runner = FastRunner
