@@ -40,18 +40,14 @@ class Arguments(NamedTuple):
             return f"{first.key}{inner}"
         return f"the model's {inner}" if part.idx == _MODELS else "an array that is closed over"
 
-    def whole(self, path: Sequence[Any], tree: Any, axes: Any) -> str:
-        """What to write so that every tower gets the whole of a leaf.
+    def whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
+        """What to write so that every tower gets the whole of leaves, or of arguments.
 
         Args:
-            path: the path of the leaf, or of an argument, in `tree`.
+            paths: their paths in `tree`; one `in_axes` for all that it can name.
             tree: the call, `(args, kwargs, rows, models, arrays)`.
             axes: the axes along which it is cut, a prefix of the tree.
         """
-        return self.all_whole([path], tree, axes)
-
-    def all_whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
-        """The same for several leaves or arguments: one `in_axes` for all that it can name."""
         said: dict[Any, Any] = {}
         others: dict[str, None] = {}  # several leaves of one argument are taken out of it together
         for part, *rest in paths:

@@ -181,7 +181,7 @@ class TowerFunction:
 
         def named(number: int) -> tuple[str, str]:
             path = parts.split.row_paths(tree)[number]
-            return arguments.of(path), arguments.whole(path, tree, axes)
+            return arguments.of(path), arguments.whole([path], tree, axes)
 
         averages, num_towers = self._kind.averages, self.placement().num_towers
         one_row = 1 < parts.num_rows <= num_towers

@@ -21,12 +21,8 @@ class Names(Protocol):
         """A leaf's name, such as `batch['x']`."""
         ...
 
-    def whole(self, path: Sequence[Any], tree: Any, axes: Any) -> str:
-        """What to write so that every tower gets the whole of a leaf."""
-        ...
-
-    def all_whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
-        """The same for several leaves or arguments, in one piece of advice."""
+    def whole(self, paths: Sequence[Sequence[Any]], tree: Any, axes: Any) -> str:
+        """What to write so that every tower gets the whole of leaves, or of arguments."""
         ...
 
 
@@ -285,7 +281,7 @@ def whole_of(tree: Any, number: int, name: str | Names, axes: Any) -> str:
     path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][number]
     if isinstance(name, str):
         return taken_out_of(name)
-    return name.whole(path[:-1], tree, axes)
+    return name.whole([path[:-1]], tree, axes)
 
 
 def taken_out_of(name: str) -> str:

@@ -149,7 +149,7 @@ def _has_rows(tree: Any, name: str | Names, no_rows: Sequence[_Argument]) -> str
 def _wholes(tree: Any, name: str | Names, axes: Any, shared: Sequence[_Argument]) -> str:
     if isinstance(name, str):
         return taken_out_of(name)
-    return name.all_whole([one.path for one in shared], tree, axes)
+    return name.whole([one.path for one in shared], tree, axes)
 
 
 def _or_else(

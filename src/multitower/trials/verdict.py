@@ -162,7 +162,7 @@ def _blame_tables(
     cut = [number for number, kind in enumerate(kinds) if isinstance(kind, int)]
     tables = read[0].tables if read else {}
     names = [
-        (trial.arguments.of(path), trial.arguments.whole(path, trial.tree, trial.axes))
+        (trial.arguments.of(path), trial.arguments.whole([path], trial.tree, trial.axes))
         for path in split.row_paths(trial.tree)
     ]
     if len(cut) > 1 and any(problem.kind in _BY_A_TABLE for problem in problems):
