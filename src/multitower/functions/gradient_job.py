@@ -84,7 +84,7 @@ class ValueAndGrad(NamedTuple):
     argnums: tuple[int, ...]
     has_aux: bool
     in_axes: Any
-    reduction: Reduction = "mean"
+    reduction: Reduction
     averages: bool = True
 
     def axes(self, call: Call, arguments: Arguments) -> tuple[Any, Any, Any]:

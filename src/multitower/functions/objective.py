@@ -8,7 +8,7 @@ import jax
 from multitower.checks.problems import ADDED, TERMS
 from multitower.errors import ArgumentError, OutputError
 from multitower.functions.outputs import is_per_example, row_sum, wide
-from multitower.functions.ratio import Ratio, is_ratio, join_ratio, lacks_rows, sums_of, terms_in
+from multitower.functions.ratio import is_ratio, join_ratio, lacks_rows, sums_of, terms_in
 from multitower.towers.rows import Tower
 
 Reduction = Literal["mean", "sum"]
@@ -119,7 +119,7 @@ def weights_of(loss: Any, here: Tower, tower_rows: int) -> list[jax.Array]:
 
 def num_weights(loss: Any) -> int:
     """How many sums of weights must be known before the loss can be differentiated."""
-    return len(loss.terms) if isinstance(loss, Ratio) else 0
+    return len(loss.terms) if is_ratio(loss) else 0
 
 
 def _rows_reach(fn: Callable[[list[Any]], Any], rows: Sequence[Any]) -> bool:

@@ -120,7 +120,7 @@ def find_row_leaves(
     tower_rows = rows[0].shape[0]
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
     more_rows, more = 0, None
-    if _any_axis(flat):
+    if any(leaf.ndim for _, leaf in flat):
         more_rows, more = shapes_with_more_rows(outputs_of, rows, len(flat))
     verdicts: list[bool] = []
     for number, (path, leaf) in enumerate(flat):
@@ -246,10 +246,6 @@ def check_metrics(metrics: Any) -> None:
 def metric_name(path: Sequence[Any]) -> str:
     """What a metric is called where it is shown, from its path in the dict: `errors/top1`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-
-
-def _any_axis(flat: Any) -> bool:
-    return any(leaf.ndim for _, leaf in flat)
 
 
 def shapes_with_more_rows(

@@ -29,11 +29,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class _Where(NamedTuple):
-    devices: DeviceSpec | None
-    towers: int | None
-
-
 @refuse_foreign(
     "Arguments of fn go to the function that it returns, make_parallel(fn)(x, y=y), and the number "
     "of GPUs is devices=.",
@@ -115,9 +110,9 @@ def make_parallel(
     """
     arguments = Arguments(fn)
     fn = as_function(fn)
-    where = tuple(devices) if isinstance(devices, list) else devices
+    where = (tuple(devices) if isinstance(devices, list) else devices, towers)
     cut = stage_options(stages, layout, interleave)
-    options = (Axes.of(in_axes), Axes.of(out_axes), _Where(where, towers), cut)
+    options = (Axes.of(in_axes), Axes.of(out_axes), where, cut)
     own = _tower_function(fn, *options)  # refuses wrong options right away
     used = UsedByArguments()
 
@@ -142,7 +137,11 @@ def make_parallel(
 
 
 def _tower_function(
-    fn: Any, in_axes: Axes, out_axes: Axes, where: _Where, stages: StageOptions | None
+    fn: Any,
+    in_axes: Axes,
+    out_axes: Axes,
+    where: tuple[DeviceSpec | None, int | None],
+    stages: StageOptions | None,
 ) -> TowerFunction:
     kind = _Parallel(fn, in_axes.tree, out_axes.tree)
     if stages is None:

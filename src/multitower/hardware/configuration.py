@@ -190,13 +190,10 @@ def _check_settings(memory_fraction: float | None, preallocate: bool | None) -> 
 def _visible_list(visible: str | int | Sequence[int] | None) -> str | None:
     if visible is None:
         return None
-    text = visible if isinstance(visible, str) else None
-    if text is None:
-        text = (
-            str(visible)
-            if isinstance(visible, int | np.integer)
-            else ",".join(str(i) for i in visible)
-        )
+    if isinstance(visible, str | int | np.integer):
+        text = str(visible)
+    else:
+        text = ",".join(str(i) for i in visible)
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise ConfigurationError(
             f"visible_devices={visible!r} must list GPU numbers, such as '0,1', 0 or [0, 1]."

@@ -144,7 +144,7 @@ def _stage(
         for number in stage.answered
     ]
     forward = [(n, user) for n in stage.sent for user in chain.users(n)]
-    bytes_of = lambda numbers: sum(num_bytes(_shape(chain, number)) for number in numbers)
+    bytes_of = lambda numbers: num_bytes(shapes_of(chain.avals, numbers))
     return Stage(
         _state_of(given, homes, s),
         bytes_of(inputs - arguments),
@@ -198,11 +198,6 @@ def _state_of(given: Planned, homes: Homes, s: int) -> tuple[int, int, int]:
 def _num_stages(homes: Homes) -> int:
     split = [stage for own in homes.rows.values() for stage in own]
     return 1 + max([*homes.params, *split], default=0)
-
-
-def _shape(chain: Chain, number: int) -> jax.ShapeDtypeStruct:
-    aval = chain.avals[number]
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _largest(

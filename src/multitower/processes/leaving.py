@@ -54,9 +54,8 @@ def leave_if_together(code: int, error: BaseException | None = None) -> None:
         sys.stderr.flush()
         sys.stdout.flush()
     if is_first():
-        time.sleep(
-            1
-        )  # JAX ends the others when process 0 exits: let them print their own errors first
+        # JAX ends the others when process 0 exits: let them print their own errors first.
+        time.sleep(1)
     os._exit(code)
 
 

@@ -35,9 +35,10 @@ def start_verdict(process: int | None) -> None:
     if _children or sys.stderr is None:
         return
     source, own = os.pipe()
+    known = [] if process is None else [str(process)]
     _children.append(
         subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(source), *_known(process)],
+            [sys.executable, "-I", "-S", __file__, str(source), *known],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[source],
@@ -47,10 +48,6 @@ def start_verdict(process: int | None) -> None:
     os.dup2(own, 2)
     os.close(own)
     os.close(source)
-
-
-def _known(process: int | None) -> list[str]:
-    return [] if process is None else [str(process)]
 
 
 def tell_hosts(process: int, hosts: Sequence[str]) -> None:
@@ -192,7 +189,5 @@ def _relay(source: int, process: int | None) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # signals are for the parent; this process ends with it
+        signal.signal(number, signal.SIG_IGN)  # they are for the parent; this process ends with it
     _relay(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -5,7 +5,7 @@ segments, one for each round; otherwise each stage is one segment.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,6 +259,6 @@ def avals_of(program: Program, closed: Any, pieces: Pieces) -> dict[int, Any]:
     return avals
 
 
-def shapes_of(avals: Mapping[int, Any], numbers: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+def shapes_of(avals: Mapping[int, Any], numbers: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
     """The shapes of the values of these numbers, to compile programs for."""
     return [shape_of(avals[number]) for number in numbers]
