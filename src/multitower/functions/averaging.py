@@ -9,7 +9,7 @@ import numpy as np
 
 from multitower.engines.reduction import evaluate, sum_tree
 from multitower.errors import GradientError
-from multitower.towers.leaves import is_traced
+from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.refusals import refuse_what_is_no_array, refuse_what_is_no_number
 
 
@@ -98,7 +98,7 @@ def _same_structure(first: dict[str, Any], other: dict[str, Any], number: int) -
 
 def _tree_mean(leaves: list[Any]) -> Any:
     dtype = leaves[0].dtype
-    wide = jnp.float32 if dtype.itemsize < 4 else dtype
+    wide = wide_dtype(dtype)
     if not is_traced(leaves[0]):
         home = min(leaves[0].devices(), key=lambda device: device.id)
         leaves = [jax.device_put(leaf, jax.sharding.SingleDeviceSharding(home)) for leaf in leaves]

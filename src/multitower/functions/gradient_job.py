@@ -34,9 +34,9 @@ from multitower.functions.objective import (
 from multitower.functions.outputs import refuse_ragged, type_in_words
 from multitower.functions.ratio import (
     fill_ratios,
-    inside_tower,
     is_ratio,
     join_ratio,
+    keeping_ratios,
     sums_of,
     take_ratios,
 )
@@ -189,7 +189,7 @@ class ValueAndGrad(NamedTuple):
         )
 
     def _call(self, call: Call, here: Tower, tower_rows: int) -> tuple[Any, list[Changed]]:
-        with inside_tower():
+        with keeping_ratios():
             return call_tower(self.fun, call, here, tower_rows)
 
     def outputs(self, split: Split, shared: list[Any], rows: list[Any], here: Tower) -> Any:

@@ -23,7 +23,7 @@ from multitower.functions.outputs import row_sum, wide
 from multitower.towers.rows import Tower
 
 # Part of the key of JAX's traces: a jitted loss that was called outside of a tower is traced anew.
-_in_tower = jax.make_user_context(default_value=False)
+_are_kept = jax.make_user_context(default_value=False)
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -66,15 +66,15 @@ def ratio(total: Any, weight: Any) -> Any:
         0.6667
     """
     total, weight = wide(total), wide(weight)
-    if not _in_tower.value:
+    if not _are_kept.value:
         return total.sum() / weight.sum()
     return Ratio(((total, _independent(weight)),), None)
 
 
 @contextmanager
-def inside_tower() -> Generator[None]:
+def keeping_ratios() -> Generator[None]:
     """Inside this block, `ratio` returns a `Ratio`, with totals and weights apart."""
-    with _in_tower(True):
+    with _are_kept(True):
         yield
 
 

@@ -23,7 +23,7 @@ from multitower.stages.walk import Walk
 from multitower.towers.split import TowerRows
 
 
-class Totals(NamedTuple):
+class PipelineTotals(NamedTuple):
     """The results of a pipeline, summed over all towers.
 
     Attributes:
@@ -43,16 +43,16 @@ class Pipeline:
         self.chain = chain
         self.layout = layout
         self._over_towers = StageTotals(layout)
-        self._segments = layout.of_segments(chain.stage_of)
+        self._layout_of_segments = layout.of_segments(chain.stage_of)
         self._orders = [
-            in_rounds(len(towers), self._segments.place_of, chain.round_of)
+            in_rounds(len(towers), self._layout_of_segments.place_of, chain.round_of)
             for towers in layout.towers_on
         ]
-        self._programs = Programs(chain, self._segments, remat=remat)
+        self._programs = Programs(chain, self._layout_of_segments, remat=remat)
 
     def run(
         self, params: Sequence[Mapping[int, Any]], rest: Sequence[Any], rows: Sequence[TowerRows]
-    ) -> Totals:
+    ) -> PipelineTotals:
         """Runs all towers.
 
         Args:
@@ -64,7 +64,7 @@ class Pipeline:
         """
         tap = current_tap()
         walks = [
-            Walk(self.chain, self._programs, self._segments, r, own, tap=tap)
+            Walk(self.chain, self._programs, self._layout_of_segments, r, own, tap=tap)
             for r, own in enumerate(self._over_towers.additions)
         ]
         for walk, own in zip(walks, params, strict=True):
@@ -91,7 +91,7 @@ class Pipeline:
         return totals
 
     def shapes_of_results(self) -> list[Packed]:
-        """The shapes of `Totals.results`."""
+        """The shapes of `PipelineTotals.results`."""
         return [programs[0].out_info[0].results for programs in self._programs.backward]
 
     def _meet(self, walks: Sequence[Walk], number: int) -> None:
@@ -116,7 +116,7 @@ class Pipeline:
         """The meetings at the end of a round."""
         return [one for one in self.chain.meetings if self.chain.round_of[one.after] == number]
 
-    def _totals(self, stacks: list[list[list[StageSums]]]) -> Totals:
+    def _totals(self, stacks: list[list[list[StageSums]]]) -> PipelineTotals:
         """Adds the replicas' partial sums along the rest of the tree, and sends out the totals.
 
         Programs that span processes start here, after all towers, in the order of the stages. The
@@ -142,7 +142,7 @@ class Pipeline:
         stages = range(self.layout.num_stages)
         gradients = [[gradients_of(r, stage) for stage in stages] for r in replicas]
         results = jax.device_put([total[0].results for total in totals], self.layout.head)
-        return Totals(gradients, results)
+        return PipelineTotals(gradients, results)
 
     def _total(self, segment: int, stacks: list[list[Any]], add: Sequence[Executable]) -> list[Any]:
         """The total over towers at a segment, for each replica."""

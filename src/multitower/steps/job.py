@@ -22,9 +22,9 @@ from multitower.functions.objective import (
 )
 from multitower.functions.outputs import find_row_leaves, is_per_example, row_sum, wide
 from multitower.functions.ratio import (
-    inside_tower,
     is_ratio,
     join_ratio,
+    keeping_ratios,
     sums_of,
     take_ratios,
 )
@@ -324,7 +324,7 @@ def _forward(
         given, treedef = jax.tree.flatten(fields.model_state)
         given = [enter(leaf, here) for leaf in given]
         loss = step.loss.in_tower(here)
-        with inside_a_tower(tower_rows), inside_tower():
+        with inside_a_tower(tower_rows), keeping_ratios():
             output = loss(params, batch, rng, jax.tree.unflatten(treedef, given))
         new = _leaves_like(treedef, output.model_state)
         changed = sort(given, new, here, tower_rows, step.model_state_from)

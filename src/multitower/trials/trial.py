@@ -19,7 +19,7 @@ from multitower.functions.auxiliary import is_state_of, split_state, state_struc
 from multitower.functions.gradient_job import enter_states
 from multitower.functions.objective import Reduction, as_mean, share_of
 from multitower.functions.outputs import check_arrays
-from multitower.functions.ratio import RatioSums, inside_tower, is_ratio, sums_of
+from multitower.functions.ratio import RatioSums, is_ratio, keeping_ratios, sums_of
 from multitower.models.callables import as_function
 from multitower.models.closures import open_function
 from multitower.models.modules import Call, call_tower, holes_in, take_call
@@ -194,7 +194,7 @@ class Trial:
         if "model_state" in call.kwargs:
             entered = jax.tree.map(lambda leaf: enter(leaf, here), call.kwargs["model_state"])
             call = call._replace(kwargs={**call.kwargs, "model_state": entered})
-        with inside_tower():
+        with keeping_ratios():
             output, changed = call_tower(self.fun, call, here, len(rows[0]))
         states: dict[str, Any] = {"model": changed}
         if "model_state" in call.kwargs and isinstance(output, tuple) and len(output) == 3:

@@ -112,12 +112,12 @@ class Forward:
     def __init__(self, chain: ForwardChain, layout: Layout, placed: Placed) -> None:
         self.chain = chain
         self.layout = layout
-        self.segments = layout.of_segments(chain.stage_of)
+        self.layout_of_segments = layout.of_segments(chain.stage_of)
         self.placed = placed
         self.numbers = WholeNumbers()
         self._over_towers = StageTotals(layout)
         equal = EqualPrograms()
-        devices = [self.segments.devices_of(s) for s in range(len(chain.segments))]
+        devices = [self.layout_of_segments.devices_of(s) for s in range(len(chain.segments))]
         self.programs = [
             equal.compile_for_each(
                 segment.__call__, (shapes_of(chain.avals, segment.inputs),), devices[s]
@@ -198,7 +198,7 @@ class _Walk:
         self._additions = additions
         # The rows are on the first device; the results go to the last one.
         self._ends = [layout.device(replica, s) for s in (0, layout.num_stages - 1)]
-        self._devices = [forward.segments.device(replica, s) for s in segments]
+        self._devices = [forward.layout_of_segments.device(replica, s) for s in segments]
         # A NumPy array may change, so its copies are kept during one call only.
         self._copies: dict[Any, jax.Array] = {}
         self._whole = [self._params(s, params) for s in segments]

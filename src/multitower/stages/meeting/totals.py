@@ -7,7 +7,7 @@ import jax
 
 from multitower.engines import reduction
 from multitower.engines.equal_programs import EqualPrograms, Executable
-from multitower.engines.totals import Totals as BufferTotals
+from multitower.engines.totals import Totals
 from multitower.stages.layout import Layout
 
 
@@ -25,10 +25,10 @@ class StageTotals:
         self.additions = [
             dict(reduction.schedule(self._plan.parts[r])) for r in layout.towers.local
         ]
-        self._across: list[BufferTotals] = []
+        self._across: list[Totals] = []
         if layout.towers.spans_processes:
             places = [layout.placement_of(s) for s in range(layout.num_stages)]
-            self._across = [BufferTotals(place) for place in places]
+            self._across = [Totals(place) for place in places]
         self._is_connected = False
 
     def connected(self) -> None:

@@ -12,7 +12,7 @@ from multitower.errors import OutputError, refuse_foreign
 from multitower.functions.objective import Reduction, check_reduction
 from multitower.functions.outputs import type_in_words
 from multitower.functions.parallel import make_parallel
-from multitower.functions.ratio import Ratio, by_row, inside_tower
+from multitower.functions.ratio import Ratio, by_row, keeping_ratios
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import in_evaluation_mode
 from multitower.processes.together import whole_on_host
@@ -203,7 +203,7 @@ def _scorer(metrics: Callable[..., Any], where: Where) -> Callable[..., Scores]:
     takes_state = takes_model_state(metrics, "the function metrics", "evaluate")
 
     def score_rows(params: Any, model_state: Any, batch: Any) -> Scores:
-        with inside_tower():
+        with keeping_ratios():
             found = metrics(params, batch, **({"model_state": model_state} if takes_state else {}))
         # What looks like a key of jax.random.PRNGKey counts rows only if there is nothing else.
         with_axes = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
