@@ -106,8 +106,8 @@ def _find(spec: DeviceSpec | None, soft: bool) -> list[jax.Device]:
     if len(unique) < len(found) and not soft:
         twice = next(one for one in found if found.count(one) > 1)
         raise DeviceError(
-            f"devices={spec!r} names {_name(twice)} twice. A device can be listed once; to run "
-            "several towers on it, raise towers= instead."
+            f"devices={spec!r} names {device_name(twice)} twice. A device can be listed once; to "
+            "run several towers on it, raise towers= instead."
         )
     return unique
 
@@ -127,7 +127,7 @@ def _first(count: int, soft: bool) -> list[jax.Device]:
         return everything[:count]
     missing = (
         f"devices={count}, but this process has {len(everything)}: "
-        f"{', '.join(_name(d) for d in everything)}."
+        f"{', '.join(device_name(d) for d in everything)}."
     )
     if soft:
         _fall_back(missing, everything)
@@ -167,7 +167,7 @@ def _named(name: str, soft: bool) -> list[jax.Device]:
         return [local[int(index)]]
     there = _all()
     cpus = [d for d in there if d.platform == "cpu"]
-    names = ", ".join(_name(d) for d in there)
+    names = ", ".join(device_name(d) for d in there)
     missing = f"there is no device {name!r} in this process; it has {names}."
     if soft:
         chosen = local[:1] or there[:1] if index is not None else (cpus or there)
@@ -177,9 +177,10 @@ def _named(name: str, soft: bool) -> list[jax.Device]:
 
 
 def _fall_back(missing: str, chosen: Sequence[jax.Device]) -> None:
-    names = ", ".join(_name(d) for d in chosen)
+    names = ", ".join(device_name(d) for d in chosen)
     warn(f"{missing} Using {names} instead.")
 
 
-def _name(one: jax.Device) -> str:
-    return f"{one.platform}:{one.id}"
+def device_name(device: jax.Device) -> str:
+    """A device's name in messages and reports, such as `gpu:0`."""
+    return f"{device.platform}:{device.id}"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.hardware import provenance
+from multitower.hardware.devices import device_name
 from multitower.hardware.devices import devices as find_devices
 from multitower.processes.together import are_several, texts_of_all
 from multitower.runs.exchanges import time_exchanges
@@ -52,7 +53,7 @@ def examine() -> dict[str, Any]:
         (True, 'cpu:0')
     """
     found = find_devices()
-    own = {"host": socket.gethostname(), "devices": [f"{d.platform}:{d.id}" for d in found]}
+    own = {"host": socket.gethostname(), "devices": [device_name(one) for one in found]}
     of_all = [json.loads(one) for one in texts_of_all(json.dumps(own))]
     several = {"processes": of_all, "exchanges": time_exchanges()} if are_several() else {}
     towers = len(place(None, None).devices)
@@ -70,7 +71,7 @@ def examine() -> dict[str, Any]:
 def _device(one: jax.Device) -> dict[str, Any]:
     memory = one.memory_stats() or {}
     return {
-        "name": f"{one.platform}:{one.id}",
+        "name": device_name(one),
         "kind": one.device_kind,
         "bytes_in_use": memory.get("bytes_in_use"),
         "bytes_limit": memory.get("bytes_limit"),

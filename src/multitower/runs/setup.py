@@ -15,6 +15,7 @@ from multitower.data.augmentation import augmented
 from multitower.data.batches import make_batch, make_batches
 from multitower.errors import RunError
 from multitower.hardware import provenance
+from multitower.hardware.devices import device_name
 from multitower.processes.together import are_several
 from multitower.recipes.definition import DataSets, Recipe, takes
 from multitower.runs.options import LARGEST_SEED, RunOptions
@@ -199,7 +200,7 @@ class RecipeJob:
         layout, placement = self.trainer.step.layout, self.trainer.step.placement
         replicas = layout.all_replicas if layout else [(device,) for device in placement.devices]
         return {
-            f"{device.platform}:{device.id}": list(towers)
+            device_name(device): list(towers)
             for devices, towers in zip(replicas, placement.towers_on, strict=True)
             for device in devices
         }

@@ -9,6 +9,7 @@ import multitower as mt
 from multitower.cli.console import be_quiet
 from multitower.cli.starting.together import Together, hosts_in_words, keep_stdout_clean
 from multitower.hardware.configuration import CPU_THREADS
+from multitower.hardware.devices import device_name
 from multitower.processes.together import is_first
 
 _SIMULATED_BY_DEFAULT = 2
@@ -59,7 +60,7 @@ def _start(devices: int | None, simulate: int | None, towers: int | None, by_def
     default = _simulate_if_only_cpus(by_default, towers) if devices is None else None
     there = mt.devices()
     if devices is not None and not 1 <= devices <= len(there):
-        names = ", ".join(f"{one.platform}:{one.id}" for one in there)
+        names = ", ".join(map(device_name, there))
         raise mt.DeviceError(
             f"--devices {devices}: this machine has {names}. Use --devices 1"
             f"{f' to {len(there)}' if len(there) > 1 else ''}, or simulate more on the CPU: "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.errors import StateError
+from multitower.hardware.devices import device_name
 from multitower.processes.together import are_several, gathered
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import is_key
@@ -123,17 +124,17 @@ def _compare(
         mine = process == jax.process_index()
         name = "the host" if device_of is None else f"device {i}"
         if mine and device_of is not None:
-            name = _name(device_of(i, leaf))
+            name = device_name(device_of(i, leaf))
         home, advice = "the host of process 0", _SUSPECT
         if device_of is not None:
-            home = "the first device of process 0" if several else _name(device_of(0, leaf))
+            home = "the first device of process 0" if several else device_name(device_of(0, leaf))
         if several:
             name = f"{name} of process {process}"
             advice = (
                 "Either the processes were given other parameters, keys or rows: make them "
                 "alike, from the same seed. Or a device is faulty: resume from a checkpoint."
             )
-        shown = _shown(on_host[i][leaf], first[leaf]) if mine else ""
+        shown = f" (checksums {on_host[i][leaf]:08x} and {first[leaf]:08x})" if mine else ""
         raise _other_bits(name, names[int(leaf)], home + shown, advice)
 
 
@@ -145,14 +146,6 @@ def _other_bits(name: str, path: str, home: str, advice: str) -> StateError:
         f"{name} holds other bits in state{path} than {home}: the devices no longer train the "
         f"same model. {advice}"
     )
-
-
-def _shown(mine: Any, first: Any) -> str:
-    return f" (checksums {mine:08x} and {first:08x})"
-
-
-def _name(device: jax.Device) -> str:
-    return f"{device.platform}:{device.id}"
 
 
 @jax.jit
