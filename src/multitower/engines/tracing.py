@@ -135,27 +135,19 @@ def refuse_other_places(program: Any) -> None:
         )
 
 
-def look_in_tower(look: Callable[[], _T], num_towers: int) -> _T:
-    """Calls `look`, which only traces functions for shapes, where the axis of towers exists."""
+def look_by_shapes(look: Callable[..., _T], *shapes: Any, num_towers: int | None = None) -> _T:
+    """Calls `look`, which only traces functions, with stand-ins for arrays of these shapes.
+
+    With `num_towers` it is called where the axis of towers exists.
+    """
     found: list[_T] = []
 
-    def body() -> tuple[()]:
-        found.append(look())
+    def body(*stand_ins: Any) -> tuple[()]:
+        found.append(look(*stand_ins))
         return ()
 
-    jax.make_jaxpr(body, axis_env=axis_of(num_towers))()
-    return found[0]
-
-
-def look_by_shapes(look: Callable[[Any], _T], shapes: Any) -> _T:
-    """Calls `look`, which only traces functions, with stand-ins for arrays of these shapes."""
-    found: list[_T] = []
-
-    def body(stand_ins: Any) -> tuple[()]:
-        found.append(look(stand_ins))
-        return ()
-
-    jax.make_jaxpr(body)(shapes)
+    axis = None if num_towers is None else axis_of(num_towers)
+    jax.make_jaxpr(body, axis_env=axis)(*shapes)
     return found[0]
 
 

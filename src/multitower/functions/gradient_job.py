@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.engines.tracing import look_in_tower
+from multitower.engines.tracing import look_by_shapes
 from multitower.errors import ArgumentError, GradientError, OutputError
 from multitower.functions.arguments import Arguments
 from multitower.functions.auxiliary import (
@@ -181,7 +181,7 @@ class ValueAndGrad(NamedTuple):
             return weights_of(loss, here, tower_rows)
 
         look = lambda: jax.eval_shape(weights, shared, rows, Tower.shapes())
-        if not look_in_tower(look, num_towers):
+        if not look_by_shapes(look, num_towers=num_towers):
             return None
         return Job(
             lambda shared, rows, here: TowerResult(sums=weights(shared.rest, rows, here)),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.engines.tracing import look_by_shapes, look_in_tower, trace
+from multitower.engines.tracing import look_by_shapes, trace
 from multitower.errors import OutputError
 from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
@@ -227,7 +227,7 @@ def look_at_loss(
     run = jax.jit(lambda rows, here: forward(fields.params, shared, rows, here))
     traced = trace(run, (rows, here), num_towers)
     find = lambda: _averaged(traced.shapes, run, rows, here)
-    averaged = look_in_tower(find, num_towers)
+    averaged = look_by_shapes(find, num_towers=num_towers)
     batch = lambda: parts.split.rebuild(parts.shared, rows, here)
     from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
 
@@ -264,8 +264,7 @@ def averaged_over_rows(
         run = lambda rows, here: forward(shared.state.params, shared, rows, here)
         return _averaged(jax.eval_shape(run, rows, here), run, rows, here)
 
-    given = Shared(fields, parts.shared)
-    return look_in_tower(lambda: look_by_shapes(find, given), num_towers)
+    return look_by_shapes(find, Shared(fields, parts.shared), num_towers=num_towers)
 
 
 def _stand_ins(parts: Parts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
