@@ -7,7 +7,7 @@ its towers; the most memory is needed while one of them runs, or in the update.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -58,11 +58,11 @@ def local_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pl
     """
     options = given.apart
     assert isinstance(options, LocalOptions)
-    meeting = _once(programs, "meeting", lambda: _compile_meeting(given, programs))
+    meeting = programs.once("meeting", lambda: _compile_meeting(given, programs))
     for towers in room.tower_counts(given.batch.num_rows):
         tower_rows = -(-given.batch.num_rows // towers)
         compile_tower = functools.partial(_compile_local, given, programs, tower_rows)
-        working, metrics = _once(programs, ("local", tower_rows), compile_tower)
+        working, metrics = programs.once(("local", tower_rows), compile_tower)
         used = min(towers, room.num_devices)
         spread = Spread.of(used, towers)
         rows = spread.slots * num_bytes(row_shapes(given.batch, tower_rows))
@@ -197,7 +197,7 @@ def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory,
     program = programs.tower(tower_rows, turns.num_towers)
     if program.meets is not None:
         raise refuse_meeting_in_rotation(program.meets)
-    update = _once(programs, "update", lambda: _compile_update(given, programs))
+    update = programs.once("update", lambda: _compile_update(given, programs))
     sums = sum(program.buffers)
     waiting = [_waiting(group, turns.home) for group in turns.groups]
     # The newest parameters are also a version here, unless a group on other devices made them.
@@ -269,10 +269,3 @@ def _compile_update(given: Planned, programs: Programs) -> int:
     finish = make_finish(step, batch.split, 1, 1, options)
     (compiled,) = compile_for_each(finish, arguments, programs.local[:1], donate=(1,))
     return working_bytes(compiled)
-
-
-def _once(programs: Programs, key: Any, compile_it: Callable[[], Any]) -> Any:
-    """The result of `compile_it`, which is called once for each key."""
-    if key not in programs.apart:
-        programs.apart[key] = compile_it()
-    return programs.apart[key]

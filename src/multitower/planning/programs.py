@@ -4,8 +4,8 @@ They are the programs that the step itself would compile, and none of them is ru
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ from multitower.steps.shards.state import StateShards
 from multitower.steps.state.bundles import bundled, bundled_job
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Tower
+
+_T = TypeVar("_T")
 
 
 class TowerProgram(NamedTuple):
@@ -67,10 +69,14 @@ class Programs:
         self._given = given
         self.local = find_devices()
         self._towers: dict[int, TowerProgram] = {}
-        self._fast: dict[tuple[int, bool], int] = {}
         self._shards: dict[tuple[int, int, bool], ShardsProgram] = {}
-        self.stages: dict[tuple[int, int], Any] = {}  # by rows of a tower and number of stages
-        self.apart: dict[Any, Any] = {}  # those of local and asynchronous updates
+        self._others: dict[Any, Any] = {}
+
+    def once(self, key: Any, compile_it: Callable[[], _T]) -> _T:
+        """The result of `compile_it`, which is called once for each key."""
+        if key not in self._others:
+            self._others[key] = compile_it()
+        return self._others[key]
 
     def tower(self, tower_rows: int, num_towers: int) -> TowerProgram:
         """The program of a tower with `tower_rows` rows, the same for any number of towers."""
@@ -104,9 +110,8 @@ class Programs:
             tower_rows: rows of each device.
             several: whether it is for several devices.
         """
-        if (tower_rows, several) not in self._fast:
-            self._fast[tower_rows, several] = self._compile_fast(tower_rows, several)
-        return self._fast[tower_rows, several]
+        compile_it = lambda: self._compile_fast(tower_rows, several)
+        return self.once(("fast", tower_rows, several), compile_it)
 
     def shards(self, tower_rows: int, num_devices: int, *, params: bool) -> ShardsProgram:
         """The program of a step without `towers=` whose state is split over the devices.

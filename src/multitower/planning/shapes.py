@@ -71,15 +71,15 @@ def planned(step: StepParts, params: Any, batch: Any, *, model_state: Any, rng: 
     if isinstance(params, Model) or is_model(params):
         params, model_state, loss = _take(step.loss, params, model_state)
         step = replace(step, loss=loss)
-    params, model_state, rng = jax.tree.map(shape_of, (params, model_state, rng))
+    params, model_state, rng = jax.tree.map(_shape, (params, model_state, rng))
     check_differentiable(params, lambda: "params")
     opt_state, ema = jax.eval_shape(lambda params: begin(step, params), params)
     count = jax.ShapeDtypeStruct((), np.int32)
     fields = Fields(count, params, opt_state, ema, model_state, rng)
     loss_scale = fitting_scale(step.loss.compute_dtype, None)
-    fields = fields._replace(loss_scale=jax.tree.map(shape_of, loss_scale))
+    fields = fields._replace(loss_scale=jax.tree.map(_shape, loss_scale))
     parts = take_apart(jax.tree.map(_batch_leaf, batch), 0, name="batch")
-    return Planned(step, fields, parts._replace(shared=[shape_of(leaf) for leaf in parts.shared]))
+    return Planned(step, fields, parts._replace(shared=[_shape(leaf) for leaf in parts.shared]))
 
 
 def num_bytes(tree: Any) -> int:
@@ -92,7 +92,7 @@ def row_shapes(batch: Parts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for x in batch.rows]
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf as it will be on a device."""
     if type(leaf) is jax.ShapeDtypeStruct:
         return leaf
@@ -126,7 +126,7 @@ def _stand_in(leaf: Any) -> Any:
 def _batch_leaf(leaf: Any) -> Any:
     """A leaf of a batch: an array becomes a shape; numbers, scalars and keys stay as they are."""
     is_array = isinstance(leaf, jax.Array | np.ndarray) and not is_key(leaf)
-    return shape_of(leaf) if is_array and leaf.ndim else leaf
+    return _shape(leaf) if is_array and leaf.ndim else leaf
 
 
 def _is_key_shape(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ A stage keeps its own part of the state, and the inputs of every tower between i
 backward pass there: of at most as many towers as there are devices from this one to the last.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -70,10 +71,9 @@ def staged_layouts(
         replicas = min(room.num_devices // num_stages, towers)
         replicas = replicas // room.machines * room.machines or replicas
         try:
-            key = (-(-given.batch.num_rows // towers), num_stages)
-            if key not in programs.stages:
-                programs.stages[key] = _stages(given, programs, towers, num_stages)
-            stages = programs.stages[key]
+            key = ("stages", -(-given.batch.num_rows // towers), num_stages)
+            compile_it = functools.partial(_stages, given, programs, towers, num_stages)
+            stages = programs.once(key, compile_it)
         except ArgumentError as error:
             why = str(error).removeprefix(f"stages={num_stages}: ")
             notes.append(f"stages={num_stages} is left out: {why}")
