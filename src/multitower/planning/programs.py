@@ -18,7 +18,7 @@ from multitower.engines.tracing import trace
 from multitower.hardware.devices import devices as find_devices
 from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.steps.job import make_job, make_weights_job
-from multitower.steps.parts import ShardOptions
+from multitower.steps.parts import Batches, ShardOptions
 from multitower.steps.runner import FastRunner
 from multitower.steps.shards.runner import ShardsRunner
 from multitower.steps.shards.state import StateShards
@@ -168,23 +168,24 @@ class Programs:
 
     def _compile_fast(self, tower_rows: int, several: bool) -> int:
         """Compiles for two devices if `several`, since the exchange takes memory, too."""
-        step, fields, batch, _ = self._given
+        step, fields, _, _ = self._given
         devices = self.local[: 2 if several else 1]
         placement = contiguous(devices, len(devices))
-        has_weights = bool(self.weights)
-        runner = FastRunner(step, batch.split, tower_rows, placement, has_weights=has_weights)
+        runner = FastRunner(step, self._batches(tower_rows), placement)
         given = (_on(placement.shared, fields), *self._fed(placement, tower_rows))
         return working_bytes(runner.program.lower(*given).compile())
 
     def _compile_shards(self, tower_rows: int, count: int, *, params: bool) -> ShardsProgram:
-        step, fields, batch, _ = self._given
+        step, fields, _, _ = self._given
         placement = contiguous(self.local[:count], count)
         shards = StateShards(ShardOptions(params), placement)
-        has_weights = bool(self.weights)
-        runner = ShardsRunner(step, batch.split, tower_rows, shards, has_weights=has_weights)
+        runner = ShardsRunner(step, self._batches(tower_rows), shards)
         state = jax.tree.map(lambda x, there: _on(there, x), fields, shards.shardings(fields))
         lowered = runner.program(fields).lower(state, *self._fed(placement, tower_rows))
         return ShardsProgram(working_bytes(lowered.compile()), count)
+
+    def _batches(self, tower_rows: int) -> Batches:
+        return Batches(self._given.batch, tower_rows, bool(self.weights), must_be_full=False)
 
     def _fed(self, placement: Placement, tower_rows: int) -> tuple[Any, Any, Any]:
         """The arguments of a step without `towers=` after the state, as shapes on devices."""

@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from multitower.engines.executable import WholeNumbers
 from multitower.errors import ArgumentError, BatchError, whole_number
 from multitower.processes.together import are_several
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics, fast_step
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Parts, Split, pad_rows, take_apart
+from multitower.towers.rows import Parts, pad_rows, take_apart
 from multitower.towers.split import copy_to, refuse_tower_rows
 
 
@@ -228,14 +228,11 @@ def _check_count(count: int, most: int) -> None:
 class StackFeeder:
     """Copies the batches of a call to the devices, for one program over all of them."""
 
-    def __init__(
-        self, placement: Placement, tower_rows: int, most: int, *, must_be_full: bool
-    ) -> None:
+    def __init__(self, batches: Batches, placement: Placement, most: int) -> None:
         self._placement = placement
-        self.tower_rows = tower_rows
-        self._size = tower_rows * placement.num_towers
+        self._size = batches.tower_rows * placement.num_towers
         self._most = most
-        self._must_be_full = must_be_full
+        self._must_be_full = batches.must_be_full
         self._numbers = WholeNumbers()
 
     def number(self, value: int) -> jax.Array:
@@ -284,17 +281,11 @@ class LoopRunner:
     """Several fast steps in one program; compiled once for any number of them up to `most`."""
 
     def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        placement: Placement,
-        feeder: StackFeeder,
-        *,
-        has_weights: bool,
+        self, step: StepParts, batches: Batches, placement: Placement, feeder: StackFeeder
     ) -> None:
         self._feeder = feeder
-        one = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
+        given = (step, batches.split, batches.tower_rows, placement)
+        one = fast_step(*given, has_weights=batches.has_weights)
 
         def run(fields: Fields, rest: Any, rows: Any, num_rows: jax.Array, count: Any) -> Any:
             given = (rest, rows, num_rows)

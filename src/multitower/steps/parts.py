@@ -8,6 +8,7 @@ import jax
 
 from multitower.functions.objective import Reduction
 from multitower.steps.loss import LossFunction
+from multitower.towers.rows import Parts, Split
 
 if TYPE_CHECKING:
     import optax
@@ -38,3 +39,24 @@ class StepParts:
     clip_norm: float | None
     reduction: Reduction
     extra_metrics: tuple[str, ...] = ()
+
+
+class Batches(NamedTuple):
+    """The batches that a runner is made for.
+
+    Attributes:
+        first: one of them.
+        tower_rows: rows of a full tower.
+        has_weights: whether the loss is a ratio, whose weights must be known first.
+        must_be_full: whether every tower must have `tower_rows` real rows.
+    """
+
+    first: Parts
+    tower_rows: int
+    has_weights: bool
+    must_be_full: bool
+
+    @property
+    def split(self) -> Split:
+        """Which of their leaves are rows."""
+        return self.first.split

@@ -12,7 +12,7 @@ from multitower.engines.executable import WholeNumbers
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import SameBits
 from multitower.steps.job import make_job, make_weights_job
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.state.bundles import Bundle, bundled, bundled_job, shown
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
@@ -29,10 +29,9 @@ Metrics = dict[str, jax.Array]
 class Weights:
     """Sums the weights of a ratio over all towers, on every device, in same-bits steps."""
 
-    def __init__(
-        self, step: StepParts, split: Split, tower_rows: int, placement: Placement
-    ) -> None:
-        self._engine = SameBits(make_weights_job(step, split, tower_rows), placement)
+    def __init__(self, step: StepParts, batches: Batches, placement: Placement) -> None:
+        job = make_weights_job(step, batches.split, batches.tower_rows)
+        self._engine = SameBits(job, placement)
 
     def after(self, rest: Sequence[Any], fields: Sequence[Fields], rows: Any) -> list[Any]:
         """The shared leaves of the batch followed by the weights, once per local device."""
@@ -44,19 +43,11 @@ class Weights:
 class SameBitsRunner:
     """Steps whose bits do not depend on the number of devices."""
 
-    def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        placement: Placement,
-        *,
-        has_weights: bool,
-    ) -> None:
-        self._weights = Weights(step, split, tower_rows, placement) if has_weights else None
-        job = bundled_job(make_job(step, split, tower_rows, placement.num_towers))
-        self._engine = SameBits(job, placement)
-        self._tower_rows = tower_rows
+    def __init__(self, step: StepParts, batches: Batches, placement: Placement) -> None:
+        self._weights = Weights(step, batches, placement) if batches.has_weights else None
+        job = make_job(step, batches.split, batches.tower_rows, placement.num_towers)
+        self._engine = SameBits(bundled_job(job), placement)
+        self._tower_rows = batches.tower_rows
         self._placement = placement
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
@@ -98,17 +89,10 @@ class FastRunner:
         program: the jitted step: of the state, shared leaves, rows, and the number of real rows.
     """
 
-    def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        placement: Placement,
-        *,
-        has_weights: bool,
-    ) -> None:
-        self._feeder = Feeder(placement, tower_rows)
-        run = fast_step(step, split, tower_rows, placement, has_weights=has_weights)
+    def __init__(self, step: StepParts, batches: Batches, placement: Placement) -> None:
+        self._feeder = Feeder(placement, batches.tower_rows)
+        given = (step, batches.split, batches.tower_rows, placement)
+        run = fast_step(*given, has_weights=batches.has_weights)
         self.program = jax.jit(run, donate_argnums=0)
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:

@@ -19,13 +19,13 @@ from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import take_apart_each
 from multitower.steps.makers import Maker, Makers, Seen, kind_of
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState, check_is_state, refuse_a_state
-from multitower.steps.way import Batches, Runner, Whole
+from multitower.steps.way import Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
 from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.placement import Placement

@@ -1,13 +1,13 @@
 """A way to keep a training state on devices: it makes states, and runners of batches."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from multitower.errors import StateError
 from multitower.stages.layout import Layout
 from multitower.steps.job import Looked
 from multitower.steps.optimizing.update import begin
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import (
     FastRunner,
     Metrics,
@@ -19,7 +19,6 @@ from multitower.steps.state.changes import Changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts
 
 if TYPE_CHECKING:
     from multitower.stages.order import Segments
@@ -32,22 +31,6 @@ class Runner(Protocol):
     def run(self, state: TrainState, parts: Any, maker: object, /) -> tuple[TrainState, Metrics]:
         """Makes an update, or one for each batch of a `Stack`; the state is overwritten."""
         ...
-
-
-class Batches(NamedTuple):
-    """The batches that a runner is made for.
-
-    Attributes:
-        first: one of them.
-        tower_rows: rows of a full tower.
-        has_weights: whether the loss is a ratio, whose weights must be known first.
-        must_be_full: whether every tower must have `tower_rows` real rows.
-    """
-
-    first: Parts
-    tower_rows: int
-    has_weights: bool
-    must_be_full: bool
 
 
 class Whole:
@@ -117,9 +100,7 @@ class Whole:
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """Makes the runner of batches like these."""
-        batch, tower_rows, has_weights, _ = batches
-        given = (step, batch.split, tower_rows, self.placement)
-        return self._runner(*given, has_weights=has_weights)
+        return self._runner(step, batches, self.placement)
 
 
 class InOneProgram(Whole):

@@ -13,13 +13,13 @@ from multitower.steps.job import Looked
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
 from multitower.steps.optimizing.optimizer import check_opt_state
-from multitower.steps.parts import ShardOptions, StepParts
+from multitower.steps.parts import Batches, ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
 from multitower.steps.runner import on_all_devices
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.way import Batches, InOneProgram, Runner, Whole
+from multitower.steps.way import InOneProgram, Runner, Whole
 from multitower.towers.placement import Placement, place
 from multitower.towers.surroundings import refuse_traced
 
@@ -55,11 +55,9 @@ class InBlocks(Whole):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
-        batch, tower_rows, has_weights, _ = batches
-        given = (step, batch.split, tower_rows, self.placement, self._sharded[state.maker])
         from multitower.steps.blocks.update import ShardedRunner  # noqa: PLC0415 (importing stays quick)
 
-        return ShardedRunner(*given, has_weights=has_weights)
+        return ShardedRunner(step, batches, self.placement, self._sharded[state.maker])
 
     def _fitted(
         self, step: StepParts, fields: Fields, maker: object
@@ -115,10 +113,8 @@ class InStages(Whole):
         """As in `Whole`."""
         from multitower.steps.staged.runner import StagedRunner  # noqa: PLC0415 (importing stays quick)
 
-        batch, tower_rows, has_weights, _ = batches
-        first = (state.shapes(), batch)
-        given = (step, batch.split, tower_rows, self._layout, first)
-        runner = StagedRunner(*given, has_weights=has_weights, remat=self._remat)
+        given = (step, batches, self._layout, state.shapes())
+        runner = StagedRunner(*given, remat=self._remat)
         self.segments = runner.segments
         return runner
 
@@ -150,8 +146,7 @@ class InShards(Whole):
         """As in `Whole`."""
         from multitower.steps.shards.runner import ShardsRunner  # noqa: PLC0415 (importing stays quick)
 
-        batch, tower_rows, has_weights, _ = batches
-        return ShardsRunner(step, batch.split, tower_rows, self._shards, has_weights=has_weights)
+        return ShardsRunner(step, batches, self._shards)
 
 
 class InLoops(Whole):
@@ -163,10 +158,8 @@ class InLoops(Whole):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
-        most, full = self._options.most, batches.must_be_full
-        feeder = StackFeeder(self.placement, batches.tower_rows, most, must_be_full=full)
-        given = (step, batches.first.split, batches.tower_rows, self.placement, feeder)
-        return LoopRunner(*given, has_weights=batches.has_weights)
+        feeder = StackFeeder(batches, self.placement, self._options.most)
+        return LoopRunner(step, batches, self.placement, feeder)
 
 
 class InRotation(Whole):
@@ -217,8 +210,7 @@ class InRotation(Whole):
         """As in `Whole`."""
         from multitower.steps.rotation.runner import RotationRunner  # noqa: PLC0415 (importing stays quick)
 
-        given = (step, batches.first.split, batches.tower_rows, self._turns)
-        return RotationRunner(*given, self._options, has_weights=batches.has_weights)
+        return RotationRunner(step, batches, self._turns, self._options)
 
     def _apart(self, fields: Fields, maker: object) -> TrainState:
         from multitower.steps.rotation.state import take_apart  # noqa: PLC0415 (importing stays quick)

@@ -24,14 +24,13 @@ from multitower.steps.job import make_job
 from multitower.steps.optimizing.clipping import add_towers, leaf_squares
 from multitower.steps.optimizing.extra_metrics import NORM, extra_metrics
 from multitower.steps.optimizing.update import finite_leaves, update
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Weights
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Parts as BatchParts
-from multitower.towers.rows import Split
 from multitower.towers.split import cut
 
 
@@ -41,20 +40,17 @@ class ShardedRunner:
     def __init__(
         self,
         step: StepParts,
-        split: Split,
-        tower_rows: int,
+        batches: Batches,
         placement: Placement,
         sharded: ShardedState,
-        *,
-        has_weights: bool,
     ) -> None:
-        self._weights = Weights(step, split, tower_rows, placement) if has_weights else None
-        layout = sharded.layout
-        job = make_job(step, split, tower_rows, placement.num_towers, cut=layout.cut)
+        self._weights = Weights(step, batches, placement) if batches.has_weights else None
+        layout, given = sharded.layout, (batches.split, batches.tower_rows)
+        job = make_job(step, *given, placement.num_towers, cut=layout.cut)
         self._engine = SameBits(job, placement)
         self._gather = reduction.make_gather(placement, layout.whole)
         self._step = step
-        self._tower_rows = tower_rows
+        self._tower_rows = batches.tower_rows
         self._placement = placement
         self._devices = [placement.devices[d] for d in placement.local]
         self._sharded = sharded

@@ -21,12 +21,12 @@ from multitower.steps.local.job import LocalJob, MeetingJob, Met
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.local.state import Own
 from multitower.steps.looped import Stack, StackFeeder
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Split, Tower, real_rows
+from multitower.towers.rows import Tower, real_rows
 
 _WHOLE, _BY_TOWER, _ROWS = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 _STATE = Fields(*[_WHOLE] * len(Fields._fields))._replace(local=_BY_TOWER)
@@ -54,15 +54,14 @@ class LocalLoopRunner:
     def __init__(
         self,
         step: StepParts,
-        split: Split,
+        batches: Batches,
         options: LocalOptions,
         placement: Placement,
         feeder: StackFeeder,
     ) -> None:
-        tower_rows = feeder.tower_rows
-        self._job = LocalJob(step, split, tower_rows, placement.num_towers)
+        self._job = LocalJob(step, batches.split, batches.tower_rows, placement.num_towers)
         self._meeting = MeetingJob(step, options)
-        self._tower_rows = tower_rows
+        self._tower_rows = batches.tower_rows
         self._placement = placement
         self._every = options.sync_every
         self._feeder = feeder

@@ -22,13 +22,13 @@ from multitower.steps.local.job import LocalJob, Met
 from multitower.steps.local.meeting import Meeting
 from multitower.steps.local.options import refuse_meeting_in_local
 from multitower.steps.local.state import Own, Parts, as_state
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Metrics
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Parts as BatchParts
-from multitower.towers.rows import Split, Tower
+from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows, cut
 
 
@@ -70,15 +70,10 @@ class LocalRunner:
     """
 
     def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        placement: Placement,
-        meeting: Meeting,
+        self, step: StepParts, batches: Batches, placement: Placement, meeting: Meeting
     ) -> None:
-        self._job = LocalJob(step, split, tower_rows, placement.num_towers)
-        self._tower_rows = tower_rows
+        self._job = LocalJob(step, batches.split, batches.tower_rows, placement.num_towers)
+        self._tower_rows = batches.tower_rows
         self._placement = placement
         self._meeting = meeting
         self.devices = meeting.totals.devices

@@ -23,12 +23,12 @@ from multitower.steps.local.state import (
     take_changes,
 )
 from multitower.steps.looped import StackFeeder
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import on_all_devices, own_copy
 from multitower.steps.state.changes import Changes, with_changes
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
-from multitower.steps.way import Batches, Runner, Whole
+from multitower.steps.way import Runner, Whole
 from multitower.towers.leaves import is_key
 from multitower.towers.placement import Placement
 from multitower.towers.split import copy_to
@@ -87,8 +87,7 @@ class InLocal(Whole):
         refuse_disabled_jit()
         if self._meeting is None:
             self._meeting = Meeting(step, self._options, self.placement)
-        given = (step, batches.first.split, batches.tower_rows, self.placement, self._meeting)
-        one = LocalRunner(*given)
+        one = LocalRunner(step, batches, self.placement, self._meeting)
         if self._options.most is None:
             return one
         least = batches.tower_rows * self.placement.num_towers if batches.must_be_full else 0
@@ -125,11 +124,9 @@ class InLocalLoops(InLocal):
 
     def make_runner(self, step: StepParts, state: TrainState, batches: Batches) -> Runner:
         """As in `Whole`."""
-        most, full = self._options.most, batches.must_be_full
-        assert most is not None
-        feeder = StackFeeder(self.placement, batches.tower_rows, most, must_be_full=full)
-        given = (step, batches.first.split, self._options, self.placement)
-        return LocalLoopRunner(*given, feeder)
+        assert self._options.most is not None
+        feeder = StackFeeder(batches, self.placement, self._options.most)
+        return LocalLoopRunner(step, batches, self._options, self.placement, feeder)
 
     def _go_on(self, fields: Fields, maker: object) -> TrainState:
         refuse_other_towers(fields, self.placement)

@@ -20,7 +20,7 @@ from multitower.engines.executable import WholeNumbers, compile_for_each, signat
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import finish_function, scale_of, scale_shape
 from multitower.steps.job import make_job
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.rotation.stale import for_stale_gradients
 from multitower.steps.rotation.state import Parts, Version
@@ -40,24 +40,17 @@ class RotationRunner:
     """Asynchronous steps with batches of one kind."""
 
     def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        turns: Turns,
-        options: RotationOptions,
-        *,
-        has_weights: bool,
+        self, step: StepParts, batches: Batches, turns: Turns, options: RotationOptions
     ) -> None:
-        given = (step, split, tower_rows)
+        given = (step, batches.split, batches.tower_rows)
         self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
         self._finish = make_finish(*given, turns.num_towers, options)
         self._numbers = WholeNumbers()
         self._finishes: dict[Any, jax.stages.Compiled] = {}
         self._weights: dict[Placement, Weights] = {}
-        if has_weights:
-            self._weights = {place: Weights(*given, place) for place in set(turns.groups)}
-        self._tower_rows = tower_rows
+        if batches.has_weights:
+            self._weights = {place: Weights(step, batches, place) for place in set(turns.groups)}
+        self._tower_rows = batches.tower_rows
         self._turns = turns
 
     def run(

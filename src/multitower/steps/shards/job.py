@@ -17,11 +17,11 @@ from multitower.engines.gathering import Shard, on_shards, value_and_grad, whole
 from multitower.engines.job import Shared, TowerResult
 from multitower.steps.job import TowerStep, make_weights_job
 from multitower.steps.optimizing.update import update_if_good
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.shards.state import StateShards
 from multitower.steps.state.fields import Fields
 from multitower.towers.leaf_shards import shardings_of, spec_of, split_axis
-from multitower.towers.rows import Split, Tower
+from multitower.towers.rows import Tower
 
 # For each parameter, the dimension along which it is split; None if it is whole.
 Axes = list[int | None]
@@ -32,26 +32,17 @@ class ShardsJob:
 
     Args:
         step: what the step is made of.
-        split: which leaves of the batch are rows.
-        tower_rows: rows of a full tower.
+        batches: the batches that it is for.
         shards: what is split over the devices.
-        has_weights: whether the loss is a ratio, whose weights must be known first.
     """
 
-    def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        shards: StateShards,
-        *,
-        has_weights: bool,
-    ) -> None:
+    def __init__(self, step: StepParts, batches: Batches, shards: StateShards) -> None:
+        given = (step, batches.split, batches.tower_rows)
         self._step = step
         self._shards = shards
         self._num_devices = len(shards.placement.devices)
-        self._one = TowerStep(step, split, tower_rows, self._num_devices)
-        self._weights = make_weights_job(step, split, tower_rows) if has_weights else None
+        self._one = TowerStep(*given, self._num_devices)
+        self._weights = make_weights_job(*given) if batches.has_weights else None
 
     def __call__(
         self, fields: Fields, rest: list[Any], rows: list[Any], num_rows: jax.Array

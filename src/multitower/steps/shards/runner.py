@@ -4,31 +4,23 @@ from typing import Any
 
 import jax
 
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Feeder, Metrics
 from multitower.steps.shards.job import ShardsJob
 from multitower.steps.shards.state import StateShards
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import is_traced
-from multitower.towers.rows import Parts, Split
+from multitower.towers.rows import Parts
 
 
 class ShardsRunner:
     """Steps as one program over all devices, each of which keeps a part of the state."""
 
-    def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        shards: StateShards,
-        *,
-        has_weights: bool,
-    ) -> None:
-        self._job = ShardsJob(step, split, tower_rows, shards, has_weights=has_weights)
+    def __init__(self, step: StepParts, batches: Batches, shards: StateShards) -> None:
+        self._job = ShardsJob(step, batches, shards)
         self._shards = shards
-        self._feeder = Feeder(shards.placement, tower_rows)
+        self._feeder = Feeder(shards.placement, batches.tower_rows)
         self._programs: dict[Any, Any] = {}
 
     def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:

@@ -11,7 +11,7 @@ from multitower.engines.tracing import refuse_filled
 from multitower.stages.layout import Layout
 from multitower.stages.pieces import rows_of
 from multitower.stages.pipeline import Pipeline
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Batches, StepParts
 from multitower.steps.staged.first import First
 from multitower.steps.staged.job import StagedJob, rest_of
 from multitower.steps.staged.state import Head, Parts, take_apart
@@ -23,7 +23,6 @@ from multitower.steps.state.replicas import check_replicas_of_stages
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Parts as BatchParts
-from multitower.towers.rows import Split
 from multitower.towers.split import cut, on_one_device
 
 
@@ -35,29 +34,21 @@ class StagedRunner:
     """
 
     def __init__(
-        self,
-        step: StepParts,
-        split: Split,
-        tower_rows: int,
-        layout: Layout,
-        first: tuple[Fields, BatchParts],
-        *,
-        has_weights: bool,
-        remat: bool,
+        self, step: StepParts, batches: Batches, layout: Layout, fields: Fields, *, remat: bool
     ) -> None:
-        fields, batch = first
+        batch, tower_rows = batches.first, batches.tower_rows
         rows = [
             jax.ShapeDtypeStruct((tower_rows, *leaf.shape[1:]), device_dtype(leaf))
             for leaf in batch.rows
         ]
         shared = jax.device_put(_of_this_process(batch), layout.head)
         self._weights = None
-        if has_weights:
-            self._weights = StagedWeights(step, split, layout, (fields, shared, rows))
+        if batches.has_weights:
+            self._weights = StagedWeights(step, batch.split, layout, (fields, shared, rows))
             shared = [*shared, *self._weights.shapes]
         self._job = StagedJob(
             step,
-            split,
+            batch.split,
             tower_rows=tower_rows,
             num_towers=layout.towers.num_towers,
             num_stages=layout.num_stages,
