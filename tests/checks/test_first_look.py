@@ -1076,13 +1076,42 @@ def adapted(w, batch, *, model_state):
     return losses(w, batch[0]), {}, model_state * change
 
 
+def over_a_norm(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, 2 / jnp.linalg.norm(model_state + batch[0].mean(0)) + W
+
+
+def logarithm_of_a_size(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state + jnp.log(jnp.abs(batch[0].mean(0)))
+
+
+def inverse_root(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state + jax.lax.rsqrt((batch[0] ** 2).mean(0))
+
+
+def whitening(w, batch, *, model_state):
+    covariance = batch[0].T @ batch[0] / len(batch[0])
+    return losses(w, batch[0]), {}, jnp.linalg.inv(covariance) @ model_state
+
+
 def power_iteration(w, batch, *, model_state):
     direction = batch[0].T @ (batch[0] @ model_state)
     return losses(w, batch[0]), {}, direction / jnp.linalg.norm(direction)
 
 
 @pytest.mark.parametrize(
-    "loss", [worst_group, prototypes, multiplier, soft_maximum, adapted, power_iteration]
+    "loss",
+    [
+        worst_group,
+        prototypes,
+        multiplier,
+        soft_maximum,
+        adapted,
+        power_iteration,
+        over_a_norm,
+        logarithm_of_a_size,
+        inverse_root,
+        whitening,
+    ],
 )
 def test_a_state_that_is_made_of_sums_and_no_mean_of_them(loss):
     """Lies: the mean of the towers' quotients or decisions; and no word on the loss beside it."""

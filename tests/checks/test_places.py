@@ -15,6 +15,7 @@ import multitower as mt
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 W = jnp.asarray(np.ones(3, np.float32))
+TABLE = jnp.linspace(1, 2, 300)
 
 
 def losses(w, x):
@@ -41,12 +42,17 @@ WRONG = {
     "by vmap": lambda w, x: jax.vmap(lambda row, i: losses(w, row) * i)(x, jnp.arange(len(x))),
     "counted": lambda w, x: counted(x, lambda i, s: s + i * losses(w, x[i])) / len(x),
     "in a loop": lambda w, x: jax.lax.map(lambda i: losses(w, x[i]) * i, jnp.arange(len(x))),
-    "in a table": lambda w, x: losses(w, x) * jnp.linspace(1, 2, 300)[jnp.arange(len(x))],
+    "in a table": lambda w, x: losses(w, x) * TABLE[jnp.arange(len(x))],
     "over towers": lambda w, x: losses(w, jax.lax.pmean(x + jnp.arange(len(x))[:, None], "towers")),
     "in groups that are cut": lambda w, x: losses(w, x) * (jnp.arange(len(x)) % 8 == 0),
     "groups of NumPy that are cut": lambda w, x: losses(w, x) * (np.arange(len(x)) % 8 == 0),
     "a mask of NumPy": lambda w, x: losses(w, x) * (np.arange(len(x)) < 5),
     "numbers of NumPy": lambda w, x: losses(w, x) * np.random.default_rng(0).random(len(x)),
+    "cut from a table": lambda w, x: losses(w, x) * TABLE[: len(x)],
+    "from its end": lambda w, x: losses(w, x) * TABLE[-len(x) :],
+    "by a dynamic slice": lambda w, x: losses(w, x) * jax.lax.dynamic_slice(TABLE, (3,), (len(x),)),
+    "repeated": lambda w, x: losses(w, x * jnp.resize(TABLE[:5], x.shape)),
+    "drawn for all": lambda w, x: losses(w, x) * jax.random.uniform(jax.random.key(0), 8)[: len(x)],
 }  # fmt: skip
 
 
@@ -84,6 +90,13 @@ def counted(x, turn):
 
 
 RIGHT = {
+    "equal entries of a longer array": lambda w, x: losses(w, x + jnp.zeros((300, 3))[: len(x)]),
+    "equal entries of NumPy": lambda w, x: losses(w, x) * np.ones(300, np.float32)[: len(x)],
+    "the tower's part of a table": lambda w, x: losses(w, x) * jax.lax.dynamic_slice_in_dim(
+        TABLE, jax.lax.axis_index("towers") * len(x), len(x)
+    ),
+    "a table by the place": lambda w, x: losses(w, x) * TABLE[mt.row_index(x)],
+    "features of a longer array": lambda w, x: losses(w * TABLE[:3], x),
     "row_index": lambda w, x: jnp.where(mt.row_index(x) < 5, losses(w, x), 0),
     "contrast": contrast,
     "ones": lambda w, x: losses(w, x) * np.ones(len(x), np.float32),
@@ -116,7 +129,8 @@ def look_at(loss):
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_a_row_s_place_in_its_tower_is_told(loss):
     # The lie: a mask of the first five rows masks the first five rows of every tower.
-    said = r"loss \((iota|concatenate|scan|an array).*\): it depends on the number.*mt.row_index"
+    where = "iota|concatenate|scan|an array|slice|dynamic_slice"
+    said = rf"loss \(({where}).*\): it depends on the number.*mt.row_index"
     with pytest.warns(mt.MultitowerWarning, match=said) as told:
         look_at(loss)
     assert len(told) == 1
@@ -125,6 +139,13 @@ def test_a_row_s_place_in_its_tower_is_told(loss):
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_nothing_is_said_of_places_that_are_right(loss):
     look_at(loss)  # warnings are errors
+
+
+def test_numbers_that_are_drawn_for_all_rows_and_cut_are_found_by_check_parallel():
+    """Lie: random numbers cannot be compared, so nothing is compared, and the loss is safe."""
+    (problem,) = mt.check_parallel(WRONG["drawn for all"], W, X).problems
+    assert problem.kind == "row count"
+    assert "slice" in problem.where
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,6 +214,39 @@ def test_sixteen_rows_are_not_sixteen_classes():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("towers", [None, 4])
+def test_trap_four_members_are_taken_for_four_rows(towers):
+    """Lie: with 13 rows the last member has the weight of one row; with a sum 4 times too large."""
+    x, y = np.ones((13, 3), np.float32), np.arange(52, dtype=np.float32).reshape(13, 4)
+    error = lambda w: (x @ w - y) ** 2
+    run = lambda loss: mt.value_and_grad(loss, in_axes={"x": 0, "y": 0}, devices=4, towers=towers)
+
+    def by_member(w):
+        return ((x @ w - y) ** 2).mean(0)
+
+    def of_members(w):
+        return mt.ratio(((x @ w - y) ** 2).sum(0), np.ones(4, np.float32))
+
+    w = jnp.ones((3, 4))
+    for loss in (by_member, of_members):
+        for _ in range(2):  # not the first call alone
+            with pytest.raises(mt.OutputError, match="4 entries on its first axis, whatever"):
+                run(loss)(w)
+
+    def by_row(w):
+        return ((x @ w - y) ** 2).mean(axis=1)  # as it says
+
+    assert float(run(by_row)(w)[0]) == pytest.approx(float(error(w).mean()), rel=1e-6)
+
+
+def test_trap_a_step_takes_four_members_for_four_rows():
+    step = mt.train_step(lambda w, y: ((w - y) ** 2).mean(0), optax.sgd(0.1), towers=4, devices=1)
+    state = step.init(jnp.ones(4))
+    for _ in range(2):
+        with pytest.raises(mt.OutputError, match=r"error.mean\(axis=1\) and not error.mean"):
+            step(state, np.ones((16, 4), np.float32))
+
+
 def test_law_l6_every_tower_draws_its_own_numbers():
     def loss(w, key, x):
         noise = jax.random.normal(key, x.shape)

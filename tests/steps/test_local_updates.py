@@ -21,6 +21,9 @@ from multitower.steps.state.leaves import leaf_like, named_leaves, on_host
 from multitower.steps.state.replicas import check_replicas
 from multitower.testing import assert_same_bits
 
+# Towers are partly full, and copies of rows count in the state: with the same bits everywhere.
+pytestmark = pytest.mark.filterwarnings("ignore:the batch has .* rows, and a tower takes")
+
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": DRAW.normal(size=3).astype(np.float32), "b": np.float32(0.5)}
 

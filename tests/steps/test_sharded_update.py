@@ -11,6 +11,9 @@ from multitower.steps.blocks.state import ShardedState
 from multitower.training.checkpoints.checkpoint import Checkpoints
 from processes import run_fork
 
+# Towers are partly full, and copies of rows count in the state: with the same bits everywhere.
+pytestmark = pytest.mark.filterwarnings("ignore:the batch has .* rows, and a tower takes")
+
 ROWS = np.random.default_rng(0).normal(size=(3, 14, 4)).astype(np.float32)  # 14 rows on 4 towers
 PARAMS = {
     "in": np.random.default_rng(1).normal(size=(4, 9)).astype(np.float32),

@@ -17,6 +17,7 @@ from multitower.checks.copies import writes_in
 from multitower.checks.flow import Flow, operation_at, rows_of
 from multitower.checks.operations import FINDS
 from multitower.checks.problems import (
+    OF_NO_ROW,
     WHOLE_BESIDE_ONE_ROW,
     Problem,
     backward,
@@ -29,7 +30,7 @@ from multitower.checks.results import Results
 from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.checks.weights import uses_of_weights
 from multitower.engines.collectives import axis_of
-from multitower.errors import warn
+from multitower.errors import OutputError, warn
 from multitower.models.writes import Writes, noting_writes
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Tower
@@ -83,6 +84,9 @@ def look(
         The names of the results in which copies of rows count, where these fill up a tower: means
         over all its rows, such as BatchNorm's. Empty if there are none.
 
+    Raises:
+        OutputError: the loss has as many entries as a tower has rows, and none of them is a row's.
+
     Warns:
         MultitowerWarning: rows are mixed, a sum is averaged, also in a state, a state holds rows or
             is a quotient or a decision of a tower's sums, a row is divided by the number of rows, a
@@ -127,6 +131,8 @@ def look(
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if first is None:
         return ""  # it needs a fixed number of rows, or has a mistake that the call itself reports
+    if (what := first[1].of_no_row(real_rows)) is not None:
+        raise OutputError(OF_NO_ROW.format(what=what, rows=real_rows))
     found = surely(problems, first, lambda: reader(outputs, rows, others, again=True))
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")

@@ -20,7 +20,9 @@ def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) ->
         reader: knows the number and the axes of rows, and the operation's line.
     """
     name = equation.primitive.name
-    if word == "free" and _makes_places(equation, reader):
+    if word == "free" and (
+        _makes_places(equation, reader) or _cut_to_rows(equation, inputs, reader)
+    ):
         return reader.where(equation)
     if name in operations.DRAWS or _is_among_neighbours(equation, inputs, reader):
         return None  # the seed of random numbers, or i % 2
@@ -52,6 +54,20 @@ def _makes_places(equation: Any, reader: Reader) -> bool:
     axis = equation.params["dimension"]
     of_rows = [axis in reader.row_axes(atom) for atom in equation.invars]
     return axis in reader.row_axes(equation.outvars[0]) and not (of_rows and all(of_rows))
+
+
+def _cut_to_rows(equation: Any, inputs: Sequence[Flow], reader: Reader) -> bool:
+    """Whether it takes an entry for each row of a tower from a longer array, `table[:len(x)]`.
+
+    Entries that are all equal may be taken, and those at the place of the tower.
+    """
+    if equation.primitive.name not in ("slice", "dynamic_slice"):
+        return False
+    are_equal = inputs[0].value is not None and np.ndim(inputs[0].value) == 0
+    if are_equal or any(flow.varies for flow in inputs):
+        return False
+    rows = reader.row_axes(equation.outvars[0])
+    return any(axis not in reader.row_axes(equation.invars[0]) for axis in rows)
 
 
 def _finds_among_all(equation: Any, reader: Reader) -> bool:

@@ -249,6 +249,12 @@ KEEP_A_MEAN = (
     "Towers exchange no values in this step, so each has its own rows alone, and no state has the "
     "sum over all rows, or all rows. Keep a mean instead."
 )
+OF_NO_ROW = (
+    "{what} has {rows} entries on its first axis, whatever the number of rows is, and a tower "
+    "happens to have {rows} rows: they would be taken for one entry per row. Return the loss of "
+    "every example, such as error.mean(axis=1) and not error.mean(axis=0); or, if the batch fills "
+    "all towers evenly, the mean of all, loss.mean()."
+)
 WHOLE_BESIDE_ONE_ROW = (
     "this function works with one row per tower and not with more, and it closes over an array of "
     "shape {shape}, with one entry per row of the batch. Every tower has the whole of that array, "
@@ -263,7 +269,8 @@ COUNTED = (
     "it depends on the number of rows: inside a tower x.shape[0], len(x) and jnp.arange(len(x)) "
     "are those of the tower, so the result differs from one device's. For the mean over all rows "
     "return one value per row, undivided. Where you need the number of rows of the batch, pass it "
-    "as a 0-d array of the batch; mt.row_index(x) is the place of each row."
+    "as a 0-d array of the batch; mt.row_index(x) is the place of each row, so write "
+    "table[mt.row_index(x)] and not table[:len(x)]."
 )
 ROW_COUNT = (
     "it works on {whole} rows and fails on {half}, which a tower would have: {error}. Take the "

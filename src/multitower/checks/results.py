@@ -48,7 +48,12 @@ class _Result(NamedTuple):
     name: str
     flow: Flow
     has_rows: bool
-    ndim: int
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        """Its number of axes."""
+        return len(self.shape)
 
     def is_statistic(self, known: set[str]) -> bool:
         """Whether it is an array of means over rows, such as BatchNorm keeps.
@@ -96,7 +101,7 @@ class Results(NamedTuple):
         """
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         leaves = [
-            _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.ndim)
+            _Result(str(path[0].key), _name(path), flow, leaf.shape[:1] == (num_rows,), leaf.shape)
             for (path, leaf), flow in zip(flat, reading.outputs[: len(flat)], strict=True)
         ]
         known: set[str] = set()
@@ -187,6 +192,20 @@ class Results(NamedTuple):
                 if one.flow.bent and not (one.flow.a_sum or one.flow.held or one.has_rows)
             ),
         ]
+
+    def of_no_row(self, real_rows: int) -> str | None:
+        """Names a loss that has as many entries as a tower has rows, and as many for other rows.
+
+        Args:
+            real_rows: the number of rows of a real tower.
+        """
+        named = {"loss": "the loss", TERMS: "a total or a weight of mt.ratio"}
+        found = (
+            named[one.kind]
+            for one in self.leaves
+            if one.kind in named and not one.has_rows and one.shape[:1] == (real_rows,)
+        )
+        return next(found, None)
 
     def counting_copies(self) -> list[str]:
         """The results in which the copies that fill up a tower count: means over all its rows."""

@@ -300,8 +300,10 @@ class _Reader:
         if word != "mixed":
             return None
         is_variance = name in operations.CLIPS and any(flow.mixed for flow in inputs)
-        is_now = name in operations.BENDS and worst_of(inputs).word == "linear" and not is_variance
-        if is_now or (name == "div" and words == ["linear", "mixed"]):  # by its norm, say
+        worst = worst_of(inputs).word
+        is_now = name in operations.BENDS and worst == "linear" and not is_variance
+        is_now |= name in operations.BENDS_VARIANCES and worst == "mixed"
+        if is_now or (name == "div" and words[1] == "mixed"):  # by its norm, say
             return self.where(equation)
         return next((flow.bent for flow in inputs if flow.bent), None)
 

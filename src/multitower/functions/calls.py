@@ -125,7 +125,6 @@ class TowerFunction:
             raise _of_the_arguments(error, axes[0], call) from error.__cause__
         result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more
-            self._looked_at[parts.split] = ""  # not again, should it fail
             self._looked_at[parts.split] = self._look(parts, tree, axes, arguments)
         tower_rows = -(-parts.num_rows // placement.num_towers)
         if parts.num_rows % tower_rows and (names := self._looked_at[parts.split]):

@@ -42,18 +42,20 @@ def is_per_example(loss: Any, tower_rows: int) -> bool:
         raise OutputError(
             f"the loss has shape {loss.shape} for {tower_rows} rows: return the loss of every "
             f"example, shape ({tower_rows},), or their mean, shape (). If a row has several terms, "
-            f"sum or average them, e.g. {_mean_of_rows(loss.shape, tower_rows)}. For a mean over "
+            f"sum or average them{_mean_of_rows(loss.shape, tower_rows)}. For a mean over "
             f"tokens or other weighted terms return mt.ratio(loss * mask, mask).{hint}"
         )
     return loss.shape != ()
 
 
 def _mean_of_rows(shape: tuple[int, ...], tower_rows: int) -> str:
-    """Code for the mean over all axes but that of the rows, which may be axis 1 in an ensemble."""
+    """An example of the mean over all axes but that of the rows, which an ensemble has second."""
+    if len(shape) == 1:  # the rows are gone already
+        return ", such as error.mean(axis=1) and not error.mean(axis=0)"
     if shape[:1] == (tower_rows,) or tower_rows not in shape:
-        return "loss.mean(axis=tuple(range(1, loss.ndim)))"
+        return ", e.g. loss.mean(axis=tuple(range(1, loss.ndim)))"
     others = [axis for axis in range(len(shape)) if axis != shape.index(tower_rows)]
-    return f"loss.mean(axis={others[0] if len(others) == 1 else tuple(others)})"
+    return f", e.g. loss.mean(axis={others[0] if len(others) == 1 else tuple(others)})"
 
 
 def type_in_words(value: Any) -> str:

@@ -10,6 +10,7 @@ from multitower.checks.first_look import Read, surely
 from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     COMPILED,
+    COUNTED,
     GRADIENT,
     MIXED,
     NOT_REPEATABLE,
@@ -100,6 +101,8 @@ def _values(trial: Trial, tower_rows: int, read: Read | None, group: int = 1) ->
             continue  # keys differ in every tower
         if flow.mixed and flow.is_drawn:
             problems.append(of.mixed(MIXED))
+        elif flow.placed and flow.is_drawn:
+            problems.append(Problem("row count", name, flow.placed, COUNTED))
         elif not _is_same(value, repeated):
             problems.append(Problem("not repeatable", name, None, NOT_REPEATABLE))
         elif not flow.is_drawn:
