@@ -318,6 +318,13 @@ def test_an_error_in_a_tower_says_so(fixed, towers):
         assert any(rows in note for note in told.value.__notes__)
 
 
+def test_a_name_that_is_missing_has_nothing_to_do_with_rows():
+    """Lie: a long note on closed-over arrays and shapes, under a misspelled name of a batch."""
+    with pytest.raises(KeyError, match="imgae") as told:
+        mt.grad(lambda w, batch: w * batch["imgae"], devices=2)(1.0, {"image": X})
+    assert not any("multitower" in note for note in getattr(told.value, "__notes__", ()))
+
+
 @EACH
 def test_a_forgotten_array_is_told(towers):
     """Lie: JAX's words about shapes, where in_axes names one of two arrays with rows."""
