@@ -253,12 +253,19 @@ def metric_name(path: Sequence[Any]) -> str:
 def shapes_with_more_rows(
     outputs_of: Callable[[list[Any]], Any], rows: Sequence[Any], num_leaves: int
 ) -> tuple[int, list[tuple[int, ...]] | None]:
-    """A larger number of rows, and the shapes of all leaves with it; None if they are not known."""
+    """A larger number of rows, and the shapes of all leaves with it; None if they are not known.
+
+    Raises:
+        OutputError: with more rows an mt.ratio has totals or weights of a wrong shape: as many as
+            a tower has rows, by accident.
+    """
     tower_rows = rows[0].shape[0]
     for num_rows in (tower_rows + 1, 2 * tower_rows):  # the second has whole groups of rows
         more = [jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
         try:
             leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
+        except OutputError:
+            raise
         except Exception:  # a number of rows is written into the function
             continue
         known = len(leaves) == num_leaves

@@ -339,6 +339,15 @@ def test_metrics_that_differ_between_batches_are_refused():
         mt.evaluate(lambda w, x: {"x": x * w}, 1.0, rows, global_batch=8, devices=2)
 
 
+@pytest.mark.parametrize("towers", [None, 4])
+def test_trap_totals_of_four_members_are_taken_for_those_of_four_rows(towers):
+    """Lie: of 13 rows in towers of 4, three of the last tower's four totals do not count."""
+    rows = np.arange(52, dtype=np.float32).reshape(13, 4)
+    by_member = lambda w, y: {"error": mt.ratio(((w - y) ** 2).sum(0), np.ones(4, np.float32))}
+    with pytest.raises(mt.OutputError, match=r"mt.ratio has shape \(4,\) for 5 rows"):
+        mt.evaluate(by_member, 1.0, rows, global_batch=16, devices=4, towers=towers)
+
+
 def test_a_ratio_beside_a_key_of_two_numbers():
     """Lie: "2 rows", the numbers of a key of `jax.random.PRNGKey`."""
     batch = {"key": jax.random.PRNGKey(0), "x": np.arange(8, dtype=np.float32)}
