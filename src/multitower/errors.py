@@ -135,23 +135,30 @@ def _normalized(package: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a question with the known word that is most like a mistyped one.
+    """Returns a question with the known word that is most like a mistyped or shortened one.
 
     Args:
         word: the word that was given.
         known: the words that are valid.
 
     Returns:
-        A question and a space; empty if no known word is similar.
+        A question and a space; empty if no known word is similar, or has its letters as initials.
 
     Example:
         >>> from multitower.errors import did_you_mean
         >>> did_you_mean("digist", ["digits", "mnist"])
         "Did you mean 'digits'? "
+        >>> did_you_mean("--lr", ["--log", "--learning-rate"])
+        "Did you mean '--learning-rate'? "
     """
     import difflib  # noqa: PLC0415 (only after a mistake)
 
-    close = difflib.get_close_matches(word, list(known), n=1)
+    names = list(known)
+    parts = [[part for part in name.replace("_", "-").split("-") if part] for name in names]
+    initials = ["".join(part[0] for part in of_one) for of_one in parts]
+    short = word.strip("-")
+    close = [names[initials.index(short)]] if len(short) > 1 and short in initials else []
+    close = close or difflib.get_close_matches(word, names, n=1)
     return f"Did you mean {close[0]!r}? " if close else ""
 
 

@@ -143,6 +143,7 @@ def test_help_reads_well(capsys):
             ["verify", "digits", "--stepz=3"],
             "no option --stepz. Did you mean '--steps'? multitower ",
         ),
+        (["train", "digits", "--lr", "1"], "no option --lr. Did you mean '--learning-rate'?"),
         (["train", "mnits", "--lr", "1"], "there is no recipe 'mnits'. Did you mean 'mnist'?"),
         (["trian", "digits"], "there is no command 'trian'. Did you mean 'train'? There are: tr"),
         (["fly"], "there is no command 'fly'. There are: train, resume"),

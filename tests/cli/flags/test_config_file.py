@@ -41,6 +41,11 @@ def test_toml_and_json_say_the_same(tmp_path):
         ("{", "a.json cannot be read as JSON"),
         ("[]", "must be tables"),
         ('{"settings": 3}', "must be tables"),
+        (
+            '{"steps": 3}',
+            r"has 'steps': .* Write it into options, in TOML below a line \[options\]",
+        ),
+        ('{"rate": 3}', r"has 'rate': .* Write it into settings"),
         ('{"option": {}}', "has 'option': there are recipe, settings"),
         ('{"options": {"step": 3}}', r"a\.json: a run has no option 'step'. Did you mean 'steps'"),
         ('{"options": {"steps": "ten"}}', r"steps=ten: .* is a whole number or none"),

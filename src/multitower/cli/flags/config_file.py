@@ -57,9 +57,10 @@ def read_config_file(path: Path) -> Config:
         raise RunError(f"{path}: settings and options must be tables of names and values.")
     unknown = sorted(set(found) - {"recipe", *tables})
     if unknown:
+        table = "options" if unknown[0] in RunOptions.__dataclass_fields__ else "settings"
         raise RunError(
             f"{path} has {unknown[0]!r}: there are recipe, settings (options of the recipe) and "
-            "options (of the run)."
+            f"options (of the run). Write it into {table}, in TOML below a line [{table}]."
         )
     if not isinstance(found.get("recipe", ""), str):
         raise RunError(f"{path}: recipe must be the name or the file of a recipe, in quotes.")
