@@ -150,7 +150,7 @@ def test_stages_draw_as_the_settings_say_now():
 
     def noise(params, batch):
         drawn = jax.random.uniform(jax.random.key(0), (8,))
-        return (batch["x"] @ params["w"]) * 0 + drawn[: len(batch["x"])]
+        return (batch["x"] @ params["w"]) * 0 + drawn.mean()
 
     step = mt.train_step(noise, optax.sgd(0.1), towers=1, stages=1, devices=1)
     state, batch = step.init({"w": np.zeros(3, np.float32)}), {"x": np.ones((8, 3), np.float32)}
