@@ -154,8 +154,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     import difflib  # noqa: PLC0415 (only after a mistake)
 
     names = list(known)
-    parts = [[part for part in name.replace("_", "-").split("-") if part] for name in names]
-    initials = ["".join(part[0] for part in of_one) for of_one in parts]
+    words_of = lambda name: name.replace("_", "-").split("-")
+    initials = ["".join(part[:1] for part in words_of(name)) for name in names]
     short = word.strip("-")
     close = [names[initials.index(short)]] if len(short) > 1 and short in initials else []
     close = close or difflib.get_close_matches(word, names, n=1)

@@ -1134,6 +1134,16 @@ def test_a_variance_that_is_kept_from_being_negative_is_meant():
     step(step.init(W, model_state=jnp.ones(3)), (X, Y))
 
 
+def test_a_system_with_a_matrix_of_no_rows_is_solved_for_a_mean():
+    """A false alarm: the solution for a mean over rows is a mean over rows, as a product is."""
+    matrix = np.eye(3, dtype=np.float32) + 0.5
+    solved = lambda batch: jnp.linalg.solve(matrix, batch[0].mean(0))
+    loss = lambda w, batch, *, model_state: (losses(w, batch[0]), {}, model_state + solved(batch))
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2, towers=4)
+    state, _ = step(step.init(W, model_state=jnp.zeros(3)), (X, Y))
+    np.testing.assert_allclose(state.model_state, solved((X, Y)), rtol=1e-4)
+
+
 class OfMasked(nnx.Module):
     def __init__(self):
         self.norms = nnx.List([nnx.BatchNorm(3, rngs=nnx.Rngs(0)) for _ in range(2)])

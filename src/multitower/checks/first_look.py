@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ _FEW = (
 # A divisor of this is tried if a function does not work with a prime number of rows.
 _GROUPS = 5040
 
+_T = TypeVar("_T")
 # What a program does with rows, and what its results show of that.
 Read = tuple[Reading, Results]
 _Outputs = Callable[[list[Any], Tower, Any], dict[str, Any]]
@@ -131,9 +132,10 @@ def look(
         warn(WHOLE_BESIDE_ONE_ROW.format(shape=beside_one_row[0].shape))
     if first is None:
         return ""  # it needs a fixed number of rows, or has a mistake that the call itself reports
-    if (what := first[1].of_no_row(real_rows)) is not None:
-        raise OutputError(OF_NO_ROW.format(what=what, rows=real_rows))
-    found = surely(problems, first, lambda: reader(outputs, rows, others, again=True))
+    again = lambda: reader(outputs, rows, others, again=True)
+    if names := surely(lambda _, results: results.of_no_row(real_rows), first, again):
+        raise OutputError(OF_NO_ROW.format(what=names[0], rows=real_rows))
+    found = surely(problems, first, again)
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
     return _listed([*dict.fromkeys(first[1].counting_copies())])
@@ -296,10 +298,10 @@ def _read_in_groups(
 
 
 def surely(
-    problems: Callable[[Reading, Results], list[Problem]],
+    problems: Callable[[Reading, Results], list[_T]],
     first: Read,
     again: Callable[[], Read | None],
-) -> list[Problem]:
+) -> list[_T]:
     """The problems that are no accident of the number of rows that the reader chose.
 
     A size that the function itself makes, such as an image's after a crop, or a number in it, may

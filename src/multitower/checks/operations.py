@@ -48,14 +48,15 @@ FINDS = {
 # What they make of a mean over each tower's rows is, averaged, not what they make of the mean over
 # all rows. Products and roots are left out: the variances of BatchNorm are meant.
 BENDS = {
-    "div", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "pow", "rsqrt", "abs", "max",
-    "min", "clamp", "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax",
+    "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "pow", "rsqrt", "abs", "max", "min",
+    "clamp", "round", "floor", "ceil", "sign", "eq", "ne", "lt", "le", "gt", "ge", "argmax",
     "argmin", "reduce_max", "reduce_min", "sort", "cholesky", "eigh", "lu", "qr", "svd",
-    "triangular_solve",
 }  # fmt: skip
-# Of these, what a variance may need too, which is a mean over rows less their mean, or zero.
+# So is what is divided by such a mean: the number of the input that divides.
+DIVISORS = {"div": 1, "triangular_solve": 0}
+# Of BENDS, what a variance may need too, which is a mean over rows less their mean, or zero.
 CLIPS = {"max", "min", "clamp", "abs"}
-# Of these, what nobody keeps of a variance as if it were one.
+# Of BENDS, what nobody keeps of a variance as if it were one.
 BENDS_VARIANCES = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "rsqrt"}
 # Equinox asks so whether any row needs a branch, whose result the other rows do not take.
 WHETHER_ANY = ("unvmap_any", "unvmap_all", "unvmap_max")

@@ -193,19 +193,18 @@ class Results(NamedTuple):
             ),
         ]
 
-    def of_no_row(self, real_rows: int) -> str | None:
-        """Names a loss that has as many entries as a tower has rows, and as many for other rows.
+    def of_no_row(self, real_rows: int) -> list[str]:
+        """The names of losses with as many entries as a real tower has rows, for other rows too.
 
         Args:
             real_rows: the number of rows of a real tower.
         """
         named = {"loss": "the loss", TERMS: "a total or a weight of mt.ratio"}
-        found = (
+        return [
             named[one.kind]
             for one in self.leaves
             if one.kind in named and not one.has_rows and one.shape[:1] == (real_rows,)
-        )
-        return next(found, None)
+        ]
 
     def counting_copies(self) -> list[str]:
         """The results in which the copies that fill up a tower count: means over all its rows."""

@@ -303,7 +303,8 @@ class _Reader:
         worst = worst_of(inputs).word
         is_now = name in operations.BENDS and worst == "linear" and not is_variance
         is_now |= name in operations.BENDS_VARIANCES and worst == "mixed"
-        if is_now or (name == "div" and words[1] == "mixed"):  # by its norm, say
+        divisor = operations.DIVISORS.get(name)
+        if is_now or (divisor is not None and words[divisor] != "free"):
             return self.where(equation)
         return next((flow.bent for flow in inputs if flow.bent), None)
 

@@ -126,10 +126,11 @@ class TowerFunction:
         result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more
             self._looked_at[parts.split] = self._look(parts, tree, axes, arguments)
-        tower_rows = -(-parts.num_rows // placement.num_towers)
-        if parts.num_rows % tower_rows and (names := self._looked_at[parts.split]):
-            self._looked_at[parts.split] = ""
-            warn_of_copies(names, parts.num_rows, tower_rows)
+        if names := self._looked_at[parts.split]:
+            tower_rows = -(-parts.num_rows // placement.num_towers)
+            if parts.num_rows % tower_rows:
+                self._looked_at[parts.split] = ""
+                warn_of_copies(names, parts.num_rows, tower_rows)
         return result
 
     def _call(self, parts: Parts, placement: Placement) -> Any:

@@ -256,18 +256,22 @@ def shapes_with_more_rows(
     """A larger number of rows, and the shapes of all leaves with it; None if they are not known.
 
     Raises:
-        OutputError: with more rows an mt.ratio has totals or weights of a wrong shape: as many as
-            a tower has rows, by accident.
+        OutputError: with any more rows an mt.ratio has totals or weights of a wrong shape: they
+            are as many as a tower has rows by accident.
     """
     tower_rows = rows[0].shape[0]
+    refused: list[OutputError] = []
     for num_rows in (tower_rows + 1, 2 * tower_rows):  # the second has whole groups of rows
         more = [jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in rows]
         try:
             leaves = jax.tree.leaves(jax.eval_shape(outputs_of, more))
-        except OutputError:
-            raise
+        except OutputError as error:
+            refused.append(error)
+            continue
         except Exception:  # a number of rows is written into the function
             continue
         known = len(leaves) == num_leaves
         return num_rows, [tuple(leaf.shape) for leaf in leaves] if known else None
+    if len(refused) == 2:
+        raise refused[0]
     return 0, None

@@ -328,8 +328,9 @@ class TrainStep:
         way = self._find_way()
         num_towers = way.num_towers
         tower_rows = -(-global_batch // num_towers)
-        looked = self._look(maker, state, parts, tower_rows)
-        averaged, meets, num_weights, program, copies_count_in = looked
+        averaged, meets, num_weights, program, copies_count_in = self._look(
+            maker, state, parts, tower_rows
+        )
         if not self._has_run:
             check_same_program(*program, self.placement)
         way.check(meets)

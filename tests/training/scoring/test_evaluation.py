@@ -348,6 +348,17 @@ def test_trap_totals_of_four_members_are_taken_for_those_of_four_rows(towers):
         mt.evaluate(by_member, 1.0, rows, global_batch=16, devices=4, towers=towers)
 
 
+def test_ratios_of_whole_pairs_are_right():
+    """Lie: they are refused for a wrong shape with one row more, which no tower has."""
+
+    def of_pairs(w, x):
+        first = jnp.repeat(x[: len(x) // 2 * 2 : 2] * w, 2)
+        return {"first": mt.ratio(first, jnp.ones_like(first))}
+
+    found = mt.evaluate(of_pairs, 2.0, np.arange(16.0), global_batch=16, devices=4)
+    assert found["first"] == pytest.approx(14.0)  # twice the mean of 0, 2, ... 14
+
+
 def test_a_ratio_beside_a_key_of_two_numbers():
     """Lie: "2 rows", the numbers of a key of `jax.random.PRNGKey`."""
     batch = {"key": jax.random.PRNGKey(0), "x": np.arange(8, dtype=np.float32)}
