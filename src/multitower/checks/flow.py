@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 Word = Literal["free", "by row", "linear", "mixed"]
@@ -14,15 +15,21 @@ ALL_CHUNKS, SUM_OF_CHUNKS = -1, -2
 
 
 class Order(NamedTuple):
-    """An order of rows: where they were sorted, which time that was, and what a value has of it.
+    """An order of rows, and what a value has of it.
 
-    rows: its rows are in this order. numbers: it is made of the rows' numbers in this order, and
-    finds row i. undoes: it is made of the places in this order where row i is.
+    Attributes:
+        place: where they were sorted, or laid out.
+        number: which time that was; equal for rows that were laid out alike.
+        what: rows: its rows are in this order. numbers: it is made of the rows' numbers in this
+            order, and finds row i. undoes: it is made of the places in this order where row i is.
+        step: None if they were sorted. If they were laid out, how many elements there are from one
+            row to the next; 0 for a sum of several rows' values. See `layout`.
     """
 
     place: str
-    number: int
+    number: int | Fraction
     what: Literal["rows", "numbers", "undoes"]
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Flow:
         order: the order that its rows are in, if they were sorted; see `orders`.
         chunk: the number of the chunk whose rows it has, ALL_CHUNKS or SUM_OF_CHUNKS, if the rows
             were laid out in chunks; see `chunks`.
+        inner: for an axis with several values of each row, how many of them lie side by side, if
+            that is known; see `layout`.
         value: its value, if it is a constant: Keras, for example, computes the number of rows in
             the program, as the product of a shape. A scalar for an array of equal elements.
     """
@@ -104,6 +113,7 @@ class Flow:
     beside: str | None = None
     order: Order | None = None
     chunk: int | None = None
+    inner: int | None = None
 
     @property
     def is_sum(self) -> bool:

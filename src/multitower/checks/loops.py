@@ -35,6 +35,7 @@ class Reader(Protocol):
     """Reads the rest of the program; see `row_flow`."""
 
     num_rows: int
+    tower_rows: int
     real_rows: int
 
     def run(self, program: Any, inputs: Sequence[Flow]) -> list[Flow]:

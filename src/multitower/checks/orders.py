@@ -3,7 +3,7 @@
 So does a mixture of experts: tokens are sorted by their expert, each expert works on its own, and
 `h[jnp.argsort(order)]` or `zeros.at[order].set(h)` puts them back. A sum over sorted rows is that
 of the rows, too. Whatever else is done with sorted rows, or with their order, brings them together:
-`settled`.
+`settled`. So it is with rows that a reshape lays out in another order.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any
 
 from multitower.checks import operations
 from multitower.checks.flow import Flow, Order, all_places, roots_of
+from multitower.checks.layout import laid_out, order_of_result
 from multitower.checks.loops import Reader
 
 # One operation's result, from what is known of its inputs, as if nothing had been sorted.
@@ -32,6 +33,8 @@ def in_order(equation: Any, inputs: list[Flow], plain: _Plain, reader: Reader) -
     """
     if equation.primitive.name == "sort":
         return _sorted(equation, inputs, plain, reader)
+    if (found := laid_out(equation, inputs, plain, reader)) is not None:
+        return found
     if not any(flow.order for flow in inputs):
         return None
     return _looked_up(equation, inputs, plain) or _side_by_side(equation, inputs, plain)
@@ -87,8 +90,8 @@ def _belong(rows: Order | None, index: Order | None, what: str) -> bool:
 
 def _side_by_side(equation: Any, inputs: list[Flow], plain: _Plain) -> list[Flow] | None:
     """Each sorted row for itself, `jnp.tanh(x[order])`, an index's sign, or a sum over all rows."""
-    order, *others = {flow.order for flow in inputs if flow.order}
-    if others:
+    order = order_of_result(equation, inputs)
+    if order is None:
         return None
     inputs = list(inputs)
     if equation.primitive.name.startswith("ragged_dot"):

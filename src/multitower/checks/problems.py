@@ -110,6 +110,13 @@ PARTS = (
     "same row, for example two views as batch['view1'] and batch['view2']; or take the part of all "
     "rows, mt.all_rows(x)."
 )
+LAID_OUT = (
+    "values of different rows stand where those of one row belong, or are paired. Which rows these "
+    "are depends on the number of rows, and a tower has fewer of them. jnp.concatenate([a, b]) and "
+    "jnp.tile have all rows once, and then all rows again: take them apart with .reshape(2, -1), "
+    "not with .reshape(-1, 2); jnp.repeat has the values of a row side by side. Move an axis with "
+    "jnp.swapaxes(x, 0, 1), which x.reshape(len(x), -1) does not do."
+)
 TOO_LATE = (
     "towers add up what each has made of its own rows alone, such as a standard deviation, a "
     "quotient or a comparison of rows. The mean of these is not that of the whole batch. Add up "
@@ -130,6 +137,7 @@ WHY_MIXED = {
     **dict.fromkeys(("reduce_max", "reduce_min"), LARGEST),
     **dict.fromkeys(MEETINGS, TOO_LATE),
     "random_bits": DRAWN_TOGETHER,
+    "layout": LAID_OUT,
 }
 STATISTICS = (
     "rows are normalised with statistics of their own tower's rows alone, as BatchNorm does, and "

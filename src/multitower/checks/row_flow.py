@@ -46,6 +46,7 @@ from multitower.checks.flow import (
     settled,
     worst_of,
 )
+from multitower.checks.layout import laid_apart, pairs_layouts, with_inner
 from multitower.checks.loops import INSIDE
 from multitower.checks.orders import in_order
 from multitower.checks.places import placed
@@ -135,7 +136,7 @@ class _Reader:
         self._is_of_rule = False  # a rule may call its function again: it is not read twice
         self.num_rows = num_rows
         self.real_rows = real_rows
-        self._tower_rows = num_rows * num_groups
+        self.tower_rows = num_rows * num_groups
         self._all_rows = whole if meets else 0
         self._calls: list[Any] = []
         self._batches = set[Any]()
@@ -221,7 +222,8 @@ class _Reader:
         plain = lambda flows: self._result(equation, name, flows)
         found = in_order(equation, inputs, plain, self)
         found = found or [plain([settled(flow) for flow in inputs])] * len(equation.outvars)
-        return with_chunks(equation, inputs, found, self._tower_rows)
+        found = with_inner(equation, inputs, found, self)
+        return with_chunks(equation, inputs, found, self.tower_rows)
 
     def _look_for_one_row(self, equation: Any, inputs: list[Flow]) -> None:
         """Notes mt.all_rows and mt.row_index if the axis that they work on is not that of rows."""
@@ -357,8 +359,11 @@ class _Reader:
         rows_in = max(len(self.row_axes(atom)) for atom in equation.invars)
         rows_out = max((len(self.row_axes(atom)) for atom in equation.outvars), default=0)
         place = self.where(equation)
-        if pairs_chunks(equation, inputs):
-            return ("by row" if has_rows else "mixed"), None, pairing(place)
+        together = pairing(place) if pairs_chunks(equation, inputs) else None
+        if together is None and pairs_layouts(equation, inputs, self):
+            together = laid_apart(place)
+        if together is not None:
+            return ("by row" if has_rows else "mixed"), None, together
         if works_along_rows(equation, inputs, self.num_rows, self._all_rows):
             if not any(flow.sources for flow in inputs):
                 return "free", None, None  # noise alone, such as what makes a permutation

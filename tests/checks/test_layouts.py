@@ -1,0 +1,90 @@
+"""Axes with several values of each row: a warning where a reshape takes other rows for one."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import multitower as mt
+
+ROWS, TIMES, COLUMNS = 8, 3, 4
+X = np.random.default_rng(0).normal(size=(ROWS, TIMES, COLUMNS)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=COLUMNS).astype(np.float32)
+CAUSE = "values of different rows stand where those of one row belong"
+
+
+def by_time(x):
+    """Time first, as `jax.lax.scan` takes it."""
+    return jnp.swapaxes(x, 0, 1)
+
+
+def two_losses(w, x):
+    return (x[:, 0] @ w) ** 2, (x[:, 1] @ w) ** 2
+
+
+def cross_entropy(logits, labels):
+    found = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - found
+
+
+def labels_of(x):
+    return (x[..., 0] > 0).astype(int)
+
+
+RIGHT = {
+    "halves": lambda w, x: jnp.concatenate(two_losses(w, x)).reshape(2, len(x)).mean(0),
+    "tokens": lambda w, x: ((x.reshape(-1, COLUMNS) @ w) ** 2).reshape(len(x), -1).mean(1),
+    "time first": lambda w, x: (
+        ((by_time(x).reshape(-1, COLUMNS) @ w) ** 2).reshape(TIMES, -1).mean(0)
+    ),
+    "repeat": lambda w, x: (jnp.repeat(x[:, 0], 5, axis=0) @ w).reshape(-1, 5).max(1),
+    "tile": lambda w, x: (jnp.tile(x[:, 0], (5, 1)) @ w).reshape(5, -1).max(0),
+    "tokens of both": lambda w, x: cross_entropy(
+        (by_time(x) * w).reshape(-1, COLUMNS), by_time(labels_of(x)).reshape(-1)
+    ).mean(),
+    # Another order of rows, and in all that is used together: the mean is that of the rows.
+    "same order": lambda w, x: cross_entropy(
+        (by_time(x) * w).reshape(len(x), TIMES, -1), by_time(labels_of(x)).reshape(len(x), -1)
+    ).mean(),
+    "put back": lambda w, x: (
+        jnp.tanh((by_time(x) @ w).reshape(len(x), -1)).reshape(-1).reshape(TIMES, -1).mean(0)
+    ),
+    "mean of sums": lambda w, x: (by_time(x) @ w).reshape(len(x), -1).sum(1).mean() / TIMES,
+}
+WRONG = {
+    "halves": lambda w, x: jnp.concatenate(two_losses(w, x)).reshape(len(x), 2).mean(1),
+    "time first": lambda w, x: ((by_time(x) @ w) ** 2).reshape(len(x), -1).mean(1),
+    "tokens": lambda w, x: ((x @ w) ** 2).reshape(-1).reshape(TIMES, -1).mean(0),
+    "square of a sum": lambda w, x: ((by_time(x) @ w).reshape(len(x), -1).sum(1) ** 2).mean(),
+    "repeat and tile": lambda w, x: (jnp.repeat(x[:, 0] @ w, 2) * jnp.tile(x[:, 1] @ w, 2)).mean(),
+    "labels in another order": lambda w, x: cross_entropy(
+        (by_time(x) * w).reshape(-1, COLUMNS), labels_of(x).reshape(-1)
+    ).mean(),
+    "a mask in another order": lambda w, x: jnp.where(
+        labels_of(x) > 0, (by_time(x) @ w).reshape(len(x), -1), 0
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_values_of_a_row_that_stay_together_are_no_warning(name):
+    # The lie: an axis with several values of each row brings rows together.
+    loss = RIGHT[name]
+    few = X[: ROWS - 1] if loss(W, X).ndim else X
+    value, _ = mt.value_and_grad(loss, devices=4)(W, few)  # warnings are errors
+    np.testing.assert_allclose(value, loss(W, few).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_of_other_rows_in_place_of_a_row_are_a_warning(name):
+    # The lie: a tower's rows lie in such an axis as those of the batch do.
+    loss = WRONG[name]
+    with pytest.warns(mt.MultitowerWarning, match=CAUSE):
+        mt.value_and_grad(loss, devices=4)(W, X)
+    few = X[: ROWS - 1] if loss(W, X).ndim else X  # one loss per row is right in full towers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value, _ = mt.value_and_grad(loss, devices=4)(W, few)
+    assert abs(value - loss(W, few).mean()) > 1e-4
