@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from multitower.checks.copies import writes_in
-from multitower.checks.flow import Flow, operation_at, rows_of
-from multitower.checks.operations import FINDS
 from multitower.checks.problems import (
     OF_NO_ROW,
     WHOLE_BESIDE_ONE_ROW,
@@ -26,8 +24,10 @@ from multitower.checks.problems import (
     table,
     unread,
 )
+from multitower.checks.reading.flow import Flow, operation_at, rows_of
+from multitower.checks.reading.operations import FINDS
+from multitower.checks.reading.row_flow import Reading, read, unused_size
 from multitower.checks.results import Results
-from multitower.checks.row_flow import Reading, read, unused_size
 from multitower.checks.weights import uses_of_weights
 from multitower.engines.collectives import axis_of
 from multitower.errors import OutputError, warn

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from multitower.checks.flow import Flow, line_at, operation_at
 from multitower.checks.problems import (
     ADDED,
     APART,
@@ -33,7 +32,8 @@ from multitower.checks.problems import (
     summed,
     summed_state,
 )
-from multitower.checks.row_flow import Reading
+from multitower.checks.reading.flow import Flow, line_at, operation_at
+from multitower.checks.reading.row_flow import Reading
 
 # State for the next step. The towers' states are averaged, which is right for statistics.
 _STATES = ("model", "model_state", "state")

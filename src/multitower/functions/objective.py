@@ -125,8 +125,8 @@ def num_weights(loss: Any) -> int:
 def _rows_reach(fn: Callable[[list[Any]], Any], rows: Sequence[Any]) -> bool:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
     program = jax.make_jaxpr(fn)(shapes)
-    from multitower.checks.flow import rows_of  # noqa: PLC0415 (at the first call: importing stays quick)
-    from multitower.checks.row_flow import read  # noqa: PLC0415 (at the first call: importing stays quick)
+    from multitower.checks.reading.flow import rows_of  # noqa: PLC0415 (at the first call: importing stays quick)
+    from multitower.checks.reading.row_flow import read  # noqa: PLC0415 (at the first call: importing stays quick)
 
     flows = [rows_of(number) for number in range(len(rows))]
     reading = read(program, flows, rows[0].shape[0])

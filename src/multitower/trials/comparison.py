@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multitower.checks.flow import Flow, operation_at
 from multitower.checks.problems import (
     BAKED,
     BESIDE,
@@ -22,8 +21,9 @@ from multitower.checks.problems import (
     Problem,
     summed,
 )
+from multitower.checks.reading.flow import Flow, operation_at
+from multitower.checks.reading.row_flow import Reading
 from multitower.checks.results import Results
-from multitower.checks.row_flow import Reading
 from multitower.functions.ratio import RatioSums, join_ratio
 
 # Tolerances relative to the largest value, far above the rounding of sums in another order. The

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from multitower.checks.first_look import Read, surely
-from multitower.checks.flow import Flow
 from multitower.checks.problems import (
     COMPILED,
     COUNTED,
@@ -23,6 +22,7 @@ from multitower.checks.problems import (
     same_numbers,
     table,
 )
+from multitower.checks.reading.flow import Flow
 from multitower.hardware.devices import devices
 from multitower.towers.leaves import is_key, is_legacy_key
 from multitower.trials.comparison import Compared, numbers_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from multitower.checks import operations
-from multitower.checks.flow import Flow
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import Flow
 
 
 def is_mean(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from multitower.checks import operations
-from multitower.checks.flow import ALL_CHUNKS, SUM_OF_CHUNKS, Flow, line_at, place_of
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import ALL_CHUNKS, SUM_OF_CHUNKS, Flow, line_at, place_of
 
 # They put chunks beside each other.
 _BESIDE = {"concatenate", "pad", "stack", *operations.WRITTEN}

@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.extend import core
 
-from multitower.checks import operations
-from multitower.checks.chunks import pairing
-from multitower.checks.counts import is_zero
 from multitower.checks.equations import follow, program_inside
-from multitower.checks.flow import (
+from multitower.checks.reading import operations
+from multitower.checks.reading.chunks import pairing
+from multitower.checks.reading.counts import is_zero
+from multitower.checks.reading.flow import (
     ALL_CHUNKS,
     SUM_OF_CHUNKS,
     Flow,

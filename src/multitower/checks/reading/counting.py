@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from multitower.checks import operations
-from multitower.checks.along_rows import row_axes
-from multitower.checks.counts import (
+from multitower.checks.reading import operations
+from multitower.checks.reading.along_rows import row_axes
+from multitower.checks.reading.counts import (
     beside,
     counts_rows,
     divides,
@@ -23,7 +23,7 @@ from multitower.checks.counts import (
     numbers_of,
     per_row,
 )
-from multitower.checks.flow import Flow, Word
+from multitower.checks.reading.flow import Flow, Word
 
 
 class Counting:

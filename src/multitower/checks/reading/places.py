@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from multitower.checks import operations
-from multitower.checks.flow import Flow, Word
-from multitower.checks.loops import Reader
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import Flow, Word
+from multitower.checks.reading.loops import Reader
 
 
 def placed(equation: Any, word: Word, inputs: Sequence[Flow], reader: Reader) -> str | None:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from multitower.checks import operations
-from multitower.checks.flow import Flow, Order, line_at, place_of
-from multitower.checks.loops import Reader
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import Flow, Order, line_at, place_of
+from multitower.checks.reading.loops import Reader
 
 
 def laid_out(

@@ -14,19 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from multitower.checks import operations
-from multitower.checks.along_rows import (
-    batches_of_rows,
-    first_rows,
-    row_axes,
-    takes_one_of_each_group,
-    works_along_rows,
-)
-from multitower.checks.backward_rules import backward_mixing
-from multitower.checks.chunks import pairing, pairs_chunks, with_chunks
-from multitower.checks.counting import Counting
 from multitower.checks.equations import (
     computed,
     differs_along,
@@ -36,7 +23,19 @@ from multitower.checks.equations import (
     small_constant,
     steps_of,
 )
-from multitower.checks.flow import (
+from multitower.checks.problems import NO_ROWS
+from multitower.checks.reading import operations
+from multitower.checks.reading.along_rows import (
+    batches_of_rows,
+    first_rows,
+    row_axes,
+    takes_one_of_each_group,
+    works_along_rows,
+)
+from multitower.checks.reading.backward_rules import backward_mixing
+from multitower.checks.reading.chunks import pairing, pairs_chunks, with_chunks
+from multitower.checks.reading.counting import Counting
+from multitower.checks.reading.flow import (
     Flow,
     Word,
     all_places,
@@ -46,11 +45,11 @@ from multitower.checks.flow import (
     settled,
     worst_of,
 )
-from multitower.checks.layout import laid_apart, pairs_layouts, with_inner
-from multitower.checks.loops import INSIDE
-from multitower.checks.orders import in_order
-from multitower.checks.places import placed
-from multitower.checks.problems import NO_ROWS
+from multitower.checks.reading.layout import laid_apart, pairs_layouts, with_inner
+from multitower.checks.reading.loops import INSIDE
+from multitower.checks.reading.orders import in_order
+from multitower.checks.reading.places import placed
+from multitower.checks.reading.row_numbers import is_index, is_number
 from multitower.engines.collectives import first_collective, needs_axis
 from multitower.engines.source_lines import line_of
 
@@ -258,8 +257,8 @@ class _Reader:
             roots_of(inputs, mixing),
             varies=varies,
             is_drawn=name in operations.DRAWS or any(flow.is_drawn for flow in inputs),
-            is_index=self._is_index(equation, name, inputs),
-            is_number=self._is_number(equation, name, inputs),
+            is_index=is_index(equation, inputs, self.num_rows),
+            is_number=is_number(equation, inputs, self.num_rows),
             placed=placed(equation, word, inputs, self),
             sources=frozenset[int]().union(*(flow.sources for flow in inputs)),
             value=computed(equation, [flow.value for flow in inputs]),
@@ -309,32 +308,6 @@ class _Reader:
         if is_now or (divisor is not None and words[divisor] != "free"):
             return self.where(equation)
         return next((flow.bent for flow in inputs if flow.bent), None)
-
-    def _is_index(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
-        """Whether it may be an index that finds row i: made of the numbers of the rows."""
-        if name == "iota":
-            return self._is_number(equation, name, inputs)
-        of_rows = [flow.is_index for flow in inputs]
-        # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
-        is_next = name == "rem" and of_rows[0] and inputs[1].value == self.num_rows
-        is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
-        return any(of_rows) and not (is_next or is_backwards or self._is_moved(name, inputs))
-
-    def _is_moved(self, name: str, inputs: list[Flow]) -> bool:
-        """Whether it is the number of another row, i - 1; but 3 * i + 1 is an entry of row i."""
-        if name not in ("add", "sub") or [flow.is_index for flow in inputs].count(True) != 1:
-            return False
-        number, by = sorted(inputs, key=lambda flow: not flow.is_index)
-        # i + n is Python's -1 for the last row, which jnp adds to every index.
-        stays = np.ndim(by.value) == 0 and by.value is not None and by.value % self.num_rows == 0
-        return number.is_number and not stays
-
-    def _is_number(self, equation: Any, name: str, inputs: list[Flow]) -> bool:
-        """Whether it is the number of a row, as it is."""
-        if name == "iota":
-            sizes = equation.params["shape"]
-            return sizes[equation.params["dimension"]] % self.num_rows == 0
-        return name in operations.SAME_NUMBERS and inputs[0].is_number
 
     def _word(
         self, equation: Any, name: str, inputs: list[Flow]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from multitower.checks.flow import Flow
+from multitower.checks.reading.flow import Flow
 from multitower.engines.collectives import axis_of
 from multitower.engines.segments import compute
 

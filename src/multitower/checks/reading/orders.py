@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from multitower.checks import operations
-from multitower.checks.flow import Flow, Order, all_places, roots_of
-from multitower.checks.layout import laid_out, order_of_result
-from multitower.checks.loops import Reader
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import Flow, Order, all_places, roots_of
+from multitower.checks.reading.layout import laid_out, order_of_result
+from multitower.checks.reading.loops import Reader
 
 # One operation's result, from what is known of its inputs, as if nothing had been sorted.
 _Plain = Callable[[list[Flow]], Flow]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from multitower.checks import operations
-from multitower.checks.flow import Flow
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import Flow
 
 _ALONG_AXIS = (
     "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argsort",

@@ -1,0 +1,45 @@
+"""The numbers of the rows, 0, 1, 2 ...: which values are such numbers, and find row i?"""
+
+from typing import Any
+
+import numpy as np
+
+from multitower.checks.reading import operations
+from multitower.checks.reading.flow import Flow
+
+
+def is_index(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
+    """Whether a result may be an index that finds row i: made of the numbers of the rows.
+
+    Args:
+        equation: the operation.
+        inputs: what is known of its inputs.
+        num_rows: the size of every axis of rows.
+    """
+    name = equation.primitive.name
+    if name == "iota":
+        return is_number(equation, inputs, num_rows)
+    of_rows = [flow.is_index for flow in inputs]
+    # (i + 1) % n is the row after, and n - 1 - i the one at the other end.
+    is_next = name == "rem" and of_rows[0] and inputs[1].value == num_rows
+    is_backwards = name in ("neg", "rev") or (name == "sub" and of_rows == [False, True])
+    return any(of_rows) and not (is_next or is_backwards or _is_moved(name, inputs, num_rows))
+
+
+def is_number(equation: Any, inputs: list[Flow], num_rows: int) -> bool:
+    """Whether a result is the number of a row, as it is; see `is_index`."""
+    name = equation.primitive.name
+    if name == "iota":
+        sizes = equation.params["shape"]
+        return sizes[equation.params["dimension"]] % num_rows == 0
+    return name in operations.SAME_NUMBERS and inputs[0].is_number
+
+
+def _is_moved(name: str, inputs: list[Flow], num_rows: int) -> bool:
+    """Whether it is the number of another row, i - 1; but 3 * i + 1 is an entry of row i."""
+    if name not in ("add", "sub") or [flow.is_index for flow in inputs].count(True) != 1:
+        return False
+    number, by = sorted(inputs, key=lambda flow: not flow.is_index)
+    # i + n is Python's -1 for the last row, which jnp adds to every index.
+    stays = np.ndim(by.value) == 0 and by.value is not None and by.value % num_rows == 0
+    return number.is_number and not stays
