@@ -1088,6 +1088,14 @@ def inverse_root(w, batch, *, model_state):
     return losses(w, batch[0]), {}, model_state + jax.lax.rsqrt((batch[0] ** 2).mean(0))
 
 
+def cube(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state + batch[0].mean(0) ** 3
+
+
+def inverse(w, batch, *, model_state):
+    return losses(w, batch[0]), {}, model_state + batch[0].var(0) ** -1
+
+
 def whitening(w, batch, *, model_state):
     covariance = batch[0].T @ batch[0] / len(batch[0])
     return losses(w, batch[0]), {}, jnp.linalg.inv(covariance) @ model_state
@@ -1110,6 +1118,8 @@ def power_iteration(w, batch, *, model_state):
         over_a_norm,
         logarithm_of_a_size,
         inverse_root,
+        cube,
+        inverse,
         whitening,
     ],
 )

@@ -304,6 +304,8 @@ class _Reader:
         worst = worst_of(inputs).word
         is_now = name in operations.BENDS and worst == "linear" and not is_variance
         is_now |= name in operations.BENDS_VARIANCES and worst == "mixed"
+        power = equation.params["y"] if name == "integer_pow" else 2  # a square is in a variance
+        is_now |= power < 0 or (power > 2 and worst == "linear")
         divisor = operations.DIVISORS.get(name)
         if is_now or (divisor is not None and words[divisor] != "free"):
             return self.where(equation)
