@@ -1,7 +1,9 @@
 """value_and_grad, grad, average_gradients: law L2 against JAX on one device and against NumPy."""
 
 import functools
+import gc
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import multitower as mt
 import trees
+from multitower.hardware.compilations import counted_compilations
+from multitower.towers import global_arrays
 
 few = settings(max_examples=7)
 
@@ -574,3 +579,46 @@ def test_trap_a_transformation_around_it_compiles_at_every_call(towers):
     assert (product(), len(traced)) == (first, known)
     by_jax = jax.grad(jax.grad(lambda w: jnp.tanh(w * x).mean()))(1.0)
     np.testing.assert_allclose(first, by_jax, rtol=1e-4)
+
+
+@pytest.mark.parametrize("towers", [None, 4])
+def test_weights_on_one_device_are_copied_once(towers):
+    """The lie: a frozen model costs a copy to every device at every call."""
+    losses = lambda w, frozen, x: (x @ (w + frozen)) ** 2
+    gradient = mt.grad(losses, in_axes=(None, None, 0), devices=4, towers=towers)
+    w, frozen = jnp.ones(3), jnp.arange(3.0)
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    first, rows = gradient(w, frozen, x), mt.shard(x, devices=4, towers=towers)
+    with jax.transfer_guard_device_to_device("disallow"):
+        np.testing.assert_array_equal(gradient(w, frozen, rows), first)
+    changed = gradient(w, frozen + 1, x)
+    by_jax = jax.grad(lambda w: losses(w, frozen + 1, x).mean())(w)
+    np.testing.assert_allclose(changed, by_jax, rtol=1e-5)
+
+
+def test_a_copy_of_weights_goes_when_they_go():
+    gradient = mt.grad(lambda w, x: w * x, devices=4)
+    w = jnp.float32(2)
+    gradient(w, np.ones(8, np.float32))
+    copies = [weakref.ref(one.copy) for one in global_arrays._copies.values()]
+    assert any(one().shape == () and one() == 2 for one in copies)
+    before = len(global_arrays._copies)
+    del w
+    gc.collect()
+    assert len(global_arrays._copies) < before
+
+
+def test_a_step_of_ones_own_compiles_once_with_weights_on_all_devices():
+    """existing-loop.md says so: JAX compiles for the devices that the arguments are on."""
+
+    def compilations(w):
+        gradient = mt.grad(lambda w, x: (x @ w) ** 2, devices=4)
+        train = jax.jit(lambda w, x: w - 0.1 * gradient(w, x))
+        with counted_compilations() as compiled:
+            for _ in range(3):
+                w = train(w, np.ones((8, 3), np.float32))
+        return len(compiled)
+
+    everywhere = NamedSharding(Mesh(mt.devices(4), "towers"), PartitionSpec())
+    assert compilations(jnp.ones(3)) == 2
+    assert compilations(jax.device_put(jnp.ones(3), everywhere)) == 1

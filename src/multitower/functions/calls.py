@@ -15,7 +15,7 @@ from multitower.functions.arguments import Arguments
 from multitower.functions.outputs import warn_of_copies
 from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Call
-from multitower.towers.global_arrays import as_global, join_rows, replicate
+from multitower.towers.global_arrays import as_global, join_rows, on_all_devices, replicate
 from multitower.towers.leaf_shards import axis_of_parts
 from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy_key
 from multitower.towers.placement import Placement, check_towers, place
@@ -145,13 +145,9 @@ class TowerFunction:
         even = parts.num_rows % len(placement.devices) == 0
         # A leaf that is split over these devices is gathered where the function uses it.
         axes = tuple(axis_of_parts(leaf, placement) for leaf in parts.shared)
-        shared = copy_to(
-            parts.shared,
-            [
-                placement.shared if axis is None else leaf.sharding
-                for leaf, axis in zip(parts.shared, axes, strict=True)
-            ],
-        )
+        pairs = list(zip(parts.shared, axes, strict=True))
+        whole = iter(on_all_devices([leaf for leaf, axis in pairs if axis is None], placement))
+        shared = [next(whole) if axis is None else leaf for leaf, axis in pairs]
         axes = axes if any(axis is not None for axis in axes) else ()
         target = placement.split if even else placement.shared
         rows = copy_to(parts.rows, [target] * len(parts.rows))
@@ -231,7 +227,10 @@ class TowerFunction:
         tower_rows = -(-parts.num_rows // placement.num_towers)
         rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = ragged_of(parts.num_rows, placement.num_towers)
-        replicas = replicate(Shared((), parts.shared), placement)
+        shared = parts.shared
+        if not placement.spans_processes:
+            shared = on_all_devices(shared, placement)
+        replicas = replicate(Shared((), shared), placement)
         # Shapes and dtypes, too: a function may look at them and return a ratio for some alone.
         kinds = signature(
             (replicas[0].rest, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows])

@@ -1,14 +1,15 @@
 """Global arrays: makes one array over all devices from those of devices or towers, and back."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 
 from multitower.processes.together import spread, whole_on_host
 from multitower.towers.leaves import is_key
@@ -17,6 +18,54 @@ from multitower.towers.split import copy_to
 
 # Leaves of up to so many elements, over all towers, are joined in one program: less to compile.
 _SMALL_SIZE = 1 << 18
+
+
+class _Copy(NamedTuple):
+    """A copy of an array on all devices, and where they are."""
+
+    original: weakref.ref[jax.Array]
+    where: Sharding
+    copy: jax.Array
+
+
+# The copies of arrays that lie on one device, by the id of the array. A copy is dropped with it, so
+# that no device keeps more of them than the one where the arrays are.
+_copies: dict[int, _Copy] = {}
+
+
+def on_all_devices(leaves: Sequence[Any], placement: Placement) -> list[jax.Array]:
+    """Copies leaves to all devices; a `jax.Array` on one of them is copied only once.
+
+    Frozen weights and a model that predicts stay where they are from call to call. What is
+    returned must not be donated.
+    """
+    found = [_copy_of(leaf, placement.shared) for leaf in leaves]
+    missing = [leaf for leaf, copy in zip(leaves, found, strict=True) if copy is None]
+    made = copy_to(missing, [placement.shared] * len(missing))
+    if len(placement.devices) > 1:
+        for leaf, copy in zip(missing, made, strict=True):
+            _keep(leaf, copy, placement)
+    new = iter(made)
+    return [next(new) if copy is None else copy for copy in found]
+
+
+def _copy_of(leaf: Any, where: Sharding) -> jax.Array | None:
+    if isinstance(leaf, jax.Array) and leaf.sharding == where:
+        return leaf
+    kept = _copies.get(id(leaf))
+    if kept is None or kept.original() is not leaf or kept.where != where:
+        return None
+    return kept.copy
+
+
+def _keep(leaf: Any, copy: jax.Array, placement: Placement) -> None:
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, SingleDeviceSharding):
+        return
+    (device,) = leaf.devices()
+    if device in placement.devices and leaf.sharding.memory_kind == device.default_memory().kind:
+        number = id(leaf)
+        original = weakref.ref(leaf, lambda _: _copies.pop(number, None))
+        _copies[number] = _Copy(original, placement.shared, copy)
 
 
 def replicate(tree: Any, placement: Placement) -> list[Any]:
