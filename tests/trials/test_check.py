@@ -577,3 +577,37 @@ def test_results_that_are_not_a_number_are_not_safe():
     loss = lambda w, batch: jnp.log(-((batch["x"] @ w) ** 2)).sum()
     found = check_parallel(loss, W, BATCH)
     assert [problem.kind for problem in found.problems] == ["not a number"]
+
+
+def masked_mean(w, batch):
+    return (by_row(w, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def without_outliers(w, batch):
+    kept = (jnp.abs(batch["x"]) < 10).all(1)
+    return masked_mean(w, {**batch, "mask": kept})
+
+
+def half_of_each_row(w, batch):
+    """A masked autoencoder: it drops as many patches of every row."""
+    x = batch["x"]
+    kept = (jnp.argsort(x, axis=1) < 2).astype(jnp.float32)
+    return (kept * (x * w[:, 0] - 1) ** 2).sum() / kept.sum()
+
+
+def backwards(w, batch):
+    return by_row(w, batch)[::-1].mean()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32, np.bool_])
+def test_a_mask_that_keeps_every_row_does_not_make_a_mean_safe(kind):
+    """The lie: safe, because no row of this batch is masked."""
+    check = check_parallel(masked_mean, W, {**BATCH, "mask": np.ones(16, kind)})
+    assert [one.kind for one in check.problems] == ["mixed rows"]
+    assert "the numbers agree, as with a mask that keeps every row" in str(check)
+    assert not check_parallel(without_outliers, W, BATCH)
+
+
+@pytest.mark.parametrize("loss", [half_of_each_row, backwards])
+def test_rows_that_come_together_and_stay_what_they_are_are_safe(loss):
+    assert check_parallel(loss, W, BATCH)

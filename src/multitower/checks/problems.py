@@ -302,6 +302,10 @@ OF_ONE_ROW = (
     "the entries of that row for rows. Map what is done to each row, and call {name} outside of "
     "jax.vmap."
 )
+HIDDEN = (
+    "(With the rows that you passed the numbers agree, as with a mask that keeps every row. With "
+    "other numbers in rows of the same shapes they do not.)"
+)
 NOT_A_NUMBER = (
     "it is NaN for the whole batch, so there is nothing to compare. Pass arguments for which it is "
     "a number."

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -108,6 +108,31 @@ class Trial:
         own_axes = jax.tree.unflatten(jax.tree.structure(self.tree), axes)
         parts = take_apart(self.tree, own_axes, name=self.arguments, constants=True)
         return Trial(self.fun, self.arguments, self.tree, own_axes, parts, self.reduction)
+
+    def with_other_rows(self, spread: int) -> "Trial":
+        """The same call with other rows, which keep shapes, signs and zeros.
+
+        Weights and masks that were all equal differ then. Integers that differ stay as they are:
+        they may be indices.
+
+        Args:
+            spread: floats are multiplied by up to 2**spread, or by no less than its inverse.
+        """
+        draw = np.random.default_rng(0)
+
+        def other(leaf: Any) -> Any:
+            if is_key(leaf):
+                return leaf
+            numbers = np.asarray(leaf)
+            if jnp.issubdtype(numbers.dtype, jnp.inexact):
+                factors = 2.0 ** draw.uniform(-spread, spread, numbers.shape)
+                with np.errstate(over="ignore"):
+                    return (numbers * factors).astype(numbers.dtype)
+            is_even = numbers.size > 0 and (numbers == numbers.flat[0]).all()
+            return np.where(draw.random(numbers.shape) < 0.5, numbers, 0) if is_even else leaf
+
+        rows = [other(leaf) for leaf in self.parts.rows]
+        return replace(self, parts=self.parts._replace(rows=rows))
 
     def towers(self, tower_rows: int, *, strided: int = 0) -> Towers:
         """The rows of full towers: consecutive, or every n-th row; and each tower.

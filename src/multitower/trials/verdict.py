@@ -11,6 +11,7 @@ from multitower.checks.problems import (
     COMPILED,
     COUNTED,
     GRADIENT,
+    HIDDEN,
     MIXED,
     NOT_REPEATABLE,
     ROW_COUNT,
@@ -34,6 +35,8 @@ _BY_A_TABLE: tuple[Kind, ...] = ("mixed rows", "row count", "gradient", "sum")
 # may cancel each other; the second is for 16-bit floats. The third is relative to the loss: it
 # covers rounding if all gradients are zero.
 _TOLERANCE, _COARSE, _OF_LOSS = 1e-3, 2e-2, 1e-6
+# How far other rows are from the given ones: a little, and enough to be outliers.
+_SPREADS = 1, 6
 
 
 def judge(trial: Trial, towers: int | None) -> ParallelCheck:
@@ -70,7 +73,14 @@ def _reading(trial: Trial, tower_rows: int) -> tuple[int, Read | None]:
     return next((one for one in tried if one[1] is not None), (tower_rows, read))
 
 
-def _values(trial: Trial, tower_rows: int, read: Read | None, group: int = 1) -> list[Problem]:
+def _values(
+    trial: Trial,
+    tower_rows: int,
+    read: Read | None,
+    group: int = 1,
+    *,
+    is_last: bool = False,
+) -> list[Problem]:
     """Compares results on the whole batch with those of its towers, on the real inputs.
 
     Args:
@@ -78,6 +88,7 @@ def _values(trial: Trial, tower_rows: int, read: Read | None, group: int = 1) ->
         tower_rows: the number of rows of a tower.
         read: what the program does with rows; None if it is not known.
         group: how many neighbours belong together.
+        is_last: compare these rows alone, and no gradients.
     """
     num_rows = trial.parts.num_rows // tower_rows * tower_rows
     (whole,), (again,) = (trial.run([trial.whole(num_rows)]) for _ in range(2))
@@ -108,9 +119,26 @@ def _values(trial: Trial, tower_rows: int, read: Read | None, group: int = 1) ->
         elif not flow.is_drawn:
             problems.extend(of.problems(value, parts[: len(cut)], in_order=True))
             problems.extend(of.problems(value, parts[len(cut) :], in_order=False))
+    if is_last:
+        return problems
+    if not problems and any(flow.mixed and not flow.is_drawn for flow in flows):
+        problems = _hidden(trial, tower_rows, read, group)
     if problems or not whole.has_loss or flows[0].is_drawn:
         return problems
     return _gradients(trial, num_rows, ways, whole, flows[0])
+
+
+def _hidden(trial: Trial, tower_rows: int, read: Read | None, group: int) -> list[Problem]:
+    """What these rows hide and others show, such as a mean with a mask that keeps all of them."""
+    for spread in _SPREADS:
+        try:
+            found = _values(trial.with_other_rows(spread), tower_rows, read, group, is_last=True)
+        except Exception:  # rows that the function refuses
+            continue
+        mixed = [one for one in found if one.kind == "mixed rows"]
+        if mixed and not any(one.kind == "not a number" for one in found):
+            return [one._replace(message=f"{one.message} {HIDDEN}") for one in mixed]
+    return []
 
 
 def _gradients(
