@@ -2081,3 +2081,37 @@ def test_what_looked_like_a_mean_is_told(loss, said):
 def test_nothing_is_said_of_what_one_device_does_too(loss):
     value, _ = mt.value_and_grad(loss, devices=2)(W, X)  # warnings are errors
     np.testing.assert_allclose(value, jnp.mean(loss(W, X)), rtol=1e-5)
+
+
+class Annealing:
+    """A loss whose penalty grows from call to call, and which counts and keeps other things."""
+
+    def __init__(self):
+        self.step = self.calls = 0
+
+    def loss(self, w, x):
+        self.step += 1
+        return self.squares(w, x) * min(1.0, self.step / 10)
+
+    def squares(self, w, x):
+        self.calls += 1
+        self.hidden = x @ w
+        return self.hidden**2
+
+
+@pytest.mark.parametrize("is_closed_over", [False, True])
+def test_a_number_that_a_loss_keeps_for_its_next_call_is_told(is_closed_over):
+    """The lie: it counts calls. It counts traces."""
+    model = Annealing()
+    loss = (lambda w, x: model.loss(w, x)) if is_closed_over else model.loss
+    with pytest.warns(mt.MultitowerWarning, match=r"changes self.step and reads it"):
+        mt.value_and_grad(loss, devices=2)(W, X)
+    step = mt.train_step(loss, optax.sgd(0.1), devices=2)
+    with pytest.warns(mt.MultitowerWarning, match=r"changes self.step and reads it"):
+        step(step.init(W), X)
+
+
+def test_what_a_loss_writes_and_does_not_keep_is_not_told():
+    model = Annealing()
+    mt.value_and_grad(model.squares, devices=2)(W, X)  # warnings are errors
+    mt.value_and_grad(lambda w, x: model.squares(w, x), devices=2)(W, X)

@@ -622,3 +622,32 @@ def test_a_step_of_ones_own_compiles_once_with_weights_on_all_devices():
     everywhere = NamedSharding(Mesh(mt.devices(4), "towers"), PartitionSpec())
     assert compilations(jnp.ones(3)) == 2
     assert compilations(jax.device_put(jnp.ones(3), everywhere)) == 1
+
+
+class Drawing:
+    def __init__(self):
+        self.key = jax.random.key(0)
+
+    def loss(self, w, x):
+        self.key, key = jax.random.split(self.key)
+        return (w * x + jax.random.normal(key, x.shape)) ** 2
+
+
+def test_a_key_that_a_loss_keeps_is_told():
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        mt.grad(Drawing().loss, devices=2)(1.0, np.ones(4, np.float32))
+    assert any("a key is an argument" in note for note in caught.value.__notes__)
+    step = mt.train_step(Drawing().loss, optax.sgd(0.1), devices=2)
+    same_numbers = pytest.warns(mt.MultitowerWarning, match="random numbers")
+    with same_numbers, pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        step(step.init(jnp.float32(1)), np.ones(4, np.float32))
+    assert any("a key is an argument" in note for note in caught.value.__notes__)
+
+
+def test_results_of_one_call_are_on_the_same_devices():
+    """The lie: rows that do not fill the towers are on one device, which JAX refuses to mix."""
+    losses = lambda w, x: ((x * w) ** 2, {"rows": x * w})
+    for towers, few in ((4, 7), (6, 12)):
+        x = np.arange(few, dtype=np.float32)
+        gradient, aux = mt.grad(losses, has_aux=True, devices=4, towers=towers)(jnp.float32(2), x)
+        np.testing.assert_allclose(gradient * aux["rows"].mean(), (x**2).mean() * 8 * x.mean())

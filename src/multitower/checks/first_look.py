@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from multitower.checks.copies import writes_in
 from multitower.checks.problems import (
+    COUNTED_CALLS,
     OF_NO_ROW,
     WHOLE_BESIDE_ONE_ROW,
     Problem,
@@ -31,6 +32,7 @@ from multitower.checks.results import Results
 from multitower.checks.weights import uses_of_weights
 from multitower.engines.collectives import axis_of
 from multitower.errors import OutputError, warn
+from multitower.models.counters import counters_of
 from multitower.models.writes import Writes, noting_writes
 from multitower.towers.leaves import device_dtype
 from multitower.towers.rows import Tower
@@ -63,6 +65,7 @@ def look(
     real_rows: int,
     exchange: bool = True,
     beside_one_row: Sequence[Any] = (),
+    fun: Any = None,
 ) -> str:
     """Warns if a function is not safe to run data parallel, as far as its program shows.
 
@@ -80,6 +83,7 @@ def look(
         exchange: whether towers may exchange values.
         beside_one_row: if a tower has one row, what is closed over with an entry for every row of
             the batch.
+        fun: the user's function, to see whether it counts its calls.
 
     Returns:
         The names of the results in which copies of rows count, where these fill up a tower: means
@@ -94,9 +98,9 @@ def look(
             sum over rows and a number make an mt.ratio or are added, an mt.ratio is taken apart,
             towers add up a loss that is the same in all of them, all towers draw the same numbers,
             a table is cut, the number of devices decides over how many rows BatchNorm works, a
-            backward rule brings rows together, a parameter of a module is written into, rows are
-            written into a jax.new_ref, all_rows or row_index is called on one row, or out_axes=None
-            takes what depends on rows from the first tower.
+            backward rule brings rows together, a parameter of a module is written into, a number is
+            kept for the next call, rows are written into a jax.new_ref, all_rows or row_index is
+            called on one row, or out_axes=None takes what depends on rows from the first tower.
     """
 
     def problems(reading: Reading, results: Results) -> list[Problem]:
@@ -117,7 +121,11 @@ def look(
         ]
 
     reader = functools.partial(read_tower, real_rows=real_rows)
+    counters = counters_of(fun)
     first = reader(outputs, rows, others)
+    now = counters_of(fun).items()
+    if counted := [name for name, number in now if number != counters.get(name)]:
+        warn(COUNTED_CALLS.format(names=_listed(counted)))
     takes_all = first is not None and first[0].taken == {rows[0].shape[0]}
     if first is None or takes_all or first[1].has_state_by_row():
         # It has a buffer for so many rows as the batch has, or takes x[:64] of a batch of 64 rows:

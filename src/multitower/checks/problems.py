@@ -306,6 +306,12 @@ HIDDEN = (
     "(With the rows that you passed the numbers agree, as with a mask that keeps every row. With "
     "other numbers in rows of the same shapes they do not.)"
 )
+COUNTED_CALLS = (
+    "this function changes {names} and reads it, as self.step += 1 does. It is traced several "
+    "times at the first call, and then runs as a compiled program, which keeps the number that it "
+    "was traced with. Count outside of it, and pass the number as an argument, or as a 0-d array "
+    "of the batch."
+)
 NOT_A_NUMBER = (
     "it is NaN for the whole batch, so there is nothing to compare. Pass arguments for which it is "
     "a number."

@@ -30,7 +30,11 @@ from multitower.towers.rows import (
 )
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import copy_to, cut, refuse_tower_rows
-from multitower.towers.surroundings import refuse_a_mesh, refuse_disabled_jit
+from multitower.towers.surroundings import (
+    explaining_kept_values,
+    refuse_a_mesh,
+    refuse_disabled_jit,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +127,8 @@ class TowerFunction:
             parts = take_apart(tree, axes, name=arguments, constants=True)
         except ArgumentError as error:
             raise _of_the_arguments(error, axes[0], call) from error.__cause__
-        result = self._call(parts, placement)
+        with explaining_kept_values():
+            result = self._call(parts, placement)
         if parts.split not in self._looked_at:  # afterwards: an error says more
             self._looked_at[parts.split] = self._look(parts, tree, axes, arguments)
         if names := self._looked_at[parts.split]:
@@ -190,6 +195,7 @@ class TowerFunction:
             num_devices=0 if self._towers else num_towers,
             named=named,
             real_rows=-(-parts.num_rows // num_towers),
+            fun=arguments.fun,
             beside_one_row=[x for x in closed_over if jnp.shape(x)[:1] == (parts.num_rows,)],
         )
         for number, name in _shared_keys(parts, tree, arguments).items():

@@ -243,6 +243,7 @@ def look_at_loss(
         ),
         real_rows=tower_rows,
         exchange=exchange,
+        fun=step.loss.fn,
     )
     found = Looked(averaged, traced.meets, num_weights(traced.shapes.loss))
     if are_several():

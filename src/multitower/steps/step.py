@@ -33,6 +33,7 @@ from multitower.towers.rows import Parts, take_apart
 from multitower.towers.same_call import check_same_call, check_same_program
 from multitower.towers.split import TowerRows
 from multitower.towers.surroundings import (
+    explaining_kept_values,
     refuse_a_mesh,
     refuse_disabled_jit,
     refuse_inside_a_tower,
@@ -237,7 +238,8 @@ class TrainStep:
             check_same_call("batch", passed, self.placement, counts)
             check_replicas(state)  # host-device sync
         runner = self._runner(maker, state, parts, global_batch, counts or [parts.num_rows])
-        result = runner.run(state, work, maker)
+        with explaining_kept_values():
+            result = runner.run(state, work, maker)
         given.spend()
         self._has_run = True
         self._global_batch = global_batch  # only now: a batch that failed must not set it

@@ -124,8 +124,8 @@ def stacked(blocks: Iterable[jax.Array], placement: Placement) -> jax.Array:
 def join_rows(returned: Mapping[int, Any], placement: Placement, num_rows: int) -> Any:
     """Joins the rows of all towers along axis 0, without padding rows.
 
-    Rows stay on their devices if every device has equally many and all are real; otherwise they
-    are gathered on the first device, or on all of them where several processes have them.
+    Rows stay on their devices if every device has equally many and all are real. Otherwise all of
+    them are copied to every device, where the rest of the results is, too.
 
     Args:
         returned: for each tower of this process, by its number, a tree of arrays with rows on axis
@@ -147,7 +147,8 @@ def join_rows(returned: Mapping[int, Any], placement: Placement, num_rows: int) 
         gather = lambda *towers: gather_rows(towers, placement, num_rows)
         return jax.tree.map(gather, *pieces)
     if not stay:
-        return _on_one(pieces, placement.devices[placement.local[0]], num_rows)
+        rows = _on_one(pieces, placement.devices[0], num_rows)
+        return jax.device_put(rows, placement.shared) if len(placement.devices) > 1 else rows
     if slots > 1 and sizes:
         starts = range(0, len(pieces), slots)
         pieces = [_one_after_another(pieces[i : i + slots], num_rows) for i in starts]

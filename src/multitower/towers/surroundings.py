@@ -48,6 +48,17 @@ def inside_a_tower(tower_rows: int) -> Generator[None]:
         raise
 
 
+@contextmanager
+def explaining_kept_values() -> Generator[None]:
+    """Says of JAX's error about a traced value that was kept where it may come from."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        if KEEPS_VALUES not in getattr(error, "__notes__", ()):
+            error.add_note(KEEPS_VALUES)
+        raise
+
+
 def is_inside_a_tower() -> bool:
     """Whether a user's function is being traced for one tower."""
     return bool(_inside.value)
@@ -119,9 +130,9 @@ def refuse_disabled_jit() -> None:
 
 KEEPS_VALUES = (
     "This function writes values into something outside of it and reads them at its next call, as "
-    "metric.update_state(...) of Keras or self.total += loss does. multitower compiles it, as "
-    "jax.jit does, so that they would be lost. Return them as metrics or aux, and write them after "
-    "the call."
+    "metric.update_state(...) of Keras, self.total += loss or self.key, key = split(self.key) "
+    "does. multitower compiles it, as jax.jit does, so that they would be lost. Return them as "
+    "metrics or aux, and write them after the call; a key is an argument."
 )
 _OWN = ("towers",)
 _NEEDS_A_VALUE = (

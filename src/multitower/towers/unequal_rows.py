@@ -159,11 +159,13 @@ def _or_else(
     arguments: Sequence[_Argument],
     no_rows: Sequence[_Argument],
 ) -> str:
-    """The opposite advice, if either of two arguments may be the batch."""
-    few, many = no_rows[0], [one for one in arguments if one not in no_rows]
-    if len(no_rows) > 1 or len(many) > 1 or few.rows() is None or isinstance(name, str):
+    """The opposite advice, if either of two groups of arguments may be the batch."""
+    others = [one for one in arguments if one not in no_rows]
+    counts = {one.rows() for one in no_rows}
+    if len(counts) > 1 or None in counts or isinstance(name, str):
         return ""
-    return f" If of {name_of(many[0].path, name)}: {_wholes(tree, name, axes, many)}."
+    names = _in_words([name_of(one.path, name) for one in others])
+    return f" If of {names}: {_wholes(tree, name, axes, others)}."
 
 
 def _or_fold(tree: Any, name: str | Names, no_rows: Sequence[_Argument], other: _Argument) -> str:
