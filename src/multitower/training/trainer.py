@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import optax
 
     from multitower.training.console import Display
-    from multitower.training.fitting.fit import Around, FitCall
+    from multitower.training.fitting.around import Around
+    from multitower.training.fitting.fit import FitCall
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -322,7 +323,7 @@ class Trainer:
             warn_of_a_last_meeting,
         )
         from multitower.training.fitting.epochs import steps_of_run  # noqa: PLC0415 (likewise)
-        from multitower.training.fitting.fit import FitCall  # noqa: PLC0415 (likewise)
+        from multitower.training.fitting.fit import FitCall, train  # noqa: PLC0415 (likewise)
         from multitower.training.same_run import describe_run, in_words  # noqa: PLC0415 (likewise)
 
         check_batches(batches)
@@ -356,7 +357,7 @@ class Trainer:
         with self._checkpoints() as checkpoints:
             if checkpoints is not None and not checkpoints.steps():
                 refuse_best_of_before(self._best, how)
-            return self._around().run(state, run, checkpoints, call)
+            return train(self._around(), state, run, checkpoints, call)
 
     def restore(
         self, params: Any, *, model_state: Any = None, rng: Any = None, best: bool = False
@@ -537,7 +538,7 @@ class Trainer:
         return {name: as_python(value) for name, value in rhythm.items()}
 
     def _around(self) -> "Around":
-        from multitower.training.fitting.fit import Around  # noqa: PLC0415 (importing stays quick)
+        from multitower.training.fitting.around import Around  # noqa: PLC0415 (importing stays quick)
         from multitower.training.profile import Profile  # noqa: PLC0415 (likewise)
 
         return Around(
