@@ -91,7 +91,7 @@ def test_law_l3_without_recomputation(one_device):
     step = make(2, remat=False)
     found = train(step)
     (runner,) = step._makers.newest.runners.values()
-    assert [bool(kept) for kept in runner._pipeline._programs.residuals] == [True, True, False]
+    assert [bool(kept) for kept in runner._pipeline.programs.residuals] == [True, True, False]
     assert mt.fingerprint(found) == bits(make(1, remat=False))
     close(found, one_device)
 

@@ -25,31 +25,58 @@ SPLIT = -2
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A tower's program in stages.
+class Segmented:
+    """A tower's program in segments, round by round, and in a round stage by stage.
 
     Attributes:
-        stages: the segments in their order: round by round, and in a round stage by stage.
+        needs: the numbers of the inputs of each segment.
         avals: shape and dtype of every value that is an input or is sent, by number.
         inputs: the numbers of the program's arguments.
-        num_params: how many of these are parameters; they come first.
-        homes: the stage that keeps each parameter: that of the first segment that uses it; or
-            SPLIT.
-        pieces: the pieces by stage of each parameter that is split.
+        num_params: how many of these are whole in every tower; they come first.
+        pieces: the pieces of each of these that is split; each segment takes only some rows of it.
         stage_of: the stage of each segment.
         round_of: the round of each segment: the number of meetings before it.
         meetings: the places where values are summed over towers.
     """
 
-    stages: tuple[Stage, ...]
+    needs: tuple[tuple[int, ...], ...]
     avals: Mapping[int, Any]
     inputs: tuple[int, ...]
     num_params: int
-    homes: tuple[int, ...]
     pieces: Pieces
     stage_of: tuple[int, ...]
     round_of: tuple[int, ...]
     meetings: tuple[Meeting, ...]
+
+    def users(self, number: int) -> list[int]:
+        """The segments that have the value of this number as an input."""
+        return self._users.get(number, [])
+
+    def meetings_after(self, number: int) -> list[Meeting]:
+        """The meetings at the end of a round."""
+        return [one for one in self.meetings if self.round_of[one.after] == number]
+
+    @functools.cached_property
+    def _users(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for s, numbers in enumerate(self.needs):
+            for number in numbers:
+                found.setdefault(number, []).append(s)
+        return found
+
+
+@dataclass(frozen=True)
+class Chain(Segmented):
+    """A tower's program in stages, which are differentiated with respect to the parameters.
+
+    Attributes:
+        stages: the segments in their order.
+        homes: the stage that keeps each parameter: that of the first segment that uses it; or
+            SPLIT.
+    """
+
+    stages: tuple[Stage, ...]
+    homes: tuple[int, ...]
 
     @property
     def params(self) -> frozenset[int]:
@@ -68,10 +95,6 @@ class Chain:
         """The number of a parameter, or of its piece in a stage."""
         own = self.pieces.get(param)
         return self.inputs[param] if own is None else own[stage].number
-
-    def users(self, number: int) -> list[int]:
-        """The segments that have the value of this number as an input."""
-        return [s for s, stage in enumerate(self.stages) if number in stage.inputs]
 
     def made_by(self, number: int) -> int:
         """The segment that sends the value of this number."""
@@ -139,9 +162,18 @@ def make_chain(
     homes = tuple(
         SPLIT if i in pieces else next(iter(found), num_stages - 1) for i, found in enumerate(users)
     )
-    avals = avals_of(program, closed, pieces)
-    cut_up = (rounds.stage_of, rounds.round_of, meetings)
-    return Chain(tuple(stages), avals, tuple(program.inputs), num_params, homes, pieces, *cut_up)
+    return Chain(
+        tuple(stage.inputs for stage in stages),
+        avals_of(program, closed, pieces),
+        tuple(program.inputs),
+        num_params,
+        pieces,
+        rounds.stage_of,
+        rounds.round_of,
+        meetings,
+        tuple(stages),
+        homes,
+    )
 
 
 def _with_pieces(

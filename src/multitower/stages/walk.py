@@ -1,5 +1,7 @@
-"""Runs the towers of one replica through the stages, in one step."""
+"""Runs the towers of one replica through the segments of a program, in one step."""
 
+import itertools
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,172 +9,127 @@ from typing import Any
 import jax
 
 from multitower.engines.equal_programs import Executable
+from multitower.engines.executable import WholeNumbers
 from multitower.engines.reduction import put
-from multitower.engines.same_bits import Tap
-from multitower.stages.chain import Chain
+from multitower.stages.chain import Segmented
 from multitower.stages.layout import Layout, moved
 from multitower.stages.meeting.rounds import Meeting
+from multitower.stages.meeting.totals import StageTotals
 from multitower.stages.order import Turn
-from multitower.stages.programs import Programs, StageSums
 from multitower.towers.split import TowerRows
 
 
-class Walk:
-    """What one replica holds while its towers pass.
+class Walk(ABC):
+    """What one replica holds while its towers pass; a subclass knows the programs.
 
     Args:
-        chain: the tower's program in stages.
-        programs: the compiled programs of the chain.
+        program: the tower's program; its last three arguments are the tower's numbers.
         layout: its segments on devices.
         replica: the number of the replica.
         additions: for each of its towers how many additions follow it.
-        tap: a function that is called with the results of each program; or None.
+        rows: the arguments before the tower's numbers.
+        numbers: whole numbers on devices.
 
     Attributes:
-        stacks: for each segment the sums of its towers that are not added yet.
+        towers: the numbers of its towers.
         sent: for each segment after which towers meet, the sums of the values that they send.
-        sent_back: for each of these segments, the sums of the cotangents of the totals.
     """
 
     def __init__(
         self,
-        chain: Chain,
-        programs: Programs,
+        program: Segmented,
         layout: Layout,
         replica: int,
         additions: Mapping[int, int],
         *,
-        tap: Tap | None = None,
+        rows: Sequence[TowerRows],
+        numbers: WholeNumbers,
     ) -> None:
-        self._chain = chain
-        self._programs = programs
+        self.towers = layout.towers_on[replica]
+        self._program = program
         self._replica = replica
         self._additions = additions
-        self._tap = tap
-        self._devices = [layout.device(replica, s) for s in range(layout.num_stages)]
-        self._whole: dict[int, Any] = {}
-        self._tower_numbers: tuple[int, ...] = ()
-        self._rows: dict[int, TowerRows] = {}
-        self._copies: dict[tuple[int, jax.Device], jax.Array] = {}
-        self._arrived: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
-        self._held: dict[tuple[int, int], list[jax.Array]] = {}
-        self._answers: dict[tuple[int, int], dict[int, list[jax.Array]]] = defaultdict(dict)
         self._first = layout.replicas[replica][0]
-        self._back: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
-        self.stacks: list[list[StageSums]] = [[] for _ in chain.stages]
+        self._devices = [layout.device(replica, s) for s in range(layout.num_stages)]
+        self._rows = dict(zip(program.inputs[-3 - len(rows) : -3], rows, strict=True))
+        self._counts = {tower: rows[0].counts(tower) for tower in self.towers}
+        self._numbers = numbers
+        self._arrived: dict[tuple[int, int], dict[int, jax.Array]] = defaultdict(dict)
         self.sent: dict[int, list[list[jax.Array]]] = defaultdict(list)
-        self.sent_back: dict[int, list[list[jax.Array]]] = defaultdict(list)
 
-    def begin(
-        self, params: Mapping[int, Any], rest: Sequence[Any], rows: Sequence[TowerRows]
-    ) -> None:
-        """Takes the arguments of the program, as `Pipeline.run` does."""
-        *others, number, num_rows, all_rows = self._chain.inputs[self._chain.num_params :]
-        self._whole = {**params, **dict(zip(others[: len(rest)], rest, strict=True))}
-        self._rows = dict(zip(others[len(rest) :], rows, strict=True))
-        self._tower_numbers = (number, num_rows, all_rows)
+    @abstractmethod
+    def take(self, kind: str, tower: int, s: int) -> None:
+        """Starts one program, and sends its results to the devices that need them."""
+
+    @abstractmethod
+    def _whole(self, number: int, s: int) -> jax.Array:
+        """An argument that all towers get whole, on the device of a segment."""
 
     def arrive(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
         """Takes totals over towers: all towers get the same."""
         for number, total in zip(meeting.totals, totals, strict=True):
-            for user in self._chain.users(number):
+            for user in self._program.users(number):
                 there = jax.device_put(total, self._devices[user])
                 for tower in self._additions:
                     self._arrived[tower, user][number] = there
 
-    def arrive_back(self, meeting: Meeting, totals: Sequence[jax.Array]) -> None:
-        """Takes the totals of the cotangents: all towers get the same."""
-        there = jax.device_put(list(totals), self._devices[meeting.after])
-        for number, total in zip(self._chain.answered_at(meeting), there, strict=True):
-            for tower in self._additions:
-                self._answers[tower, meeting.after][number] = [total]
+    def _values(self, tower: int, s: int) -> list[jax.Array]:
+        """The inputs of a segment, on its device."""
+        arrived = self._arrived.pop((tower, s), {})
+        return [
+            arrived[number] if number in arrived else self._own(number, tower, s)
+            for number in self._program.needs[s]
+        ]
 
-    def take(self, turn: Turn) -> None:
-        """Starts one program, and sends its results to the devices that need them."""
-        if turn.kind == "forward":
-            self._forward(turn.tower, turn.stage)
-        else:
-            self._backward(turn.tower, turn.stage)
+    def _own(self, number: int, tower: int, s: int) -> jax.Array:
+        """An argument of the program, on the device of a segment."""
+        if number in self._rows:
+            # Rows are on the first device of the replica.
+            return moved(self._rows[number].pieces[tower], self._first, self._devices[s])
+        last = self._program.inputs[-3:]
+        if number in last:
+            return self._numbers.on(self._devices[s], self._counts[tower][last.index(number)])
+        return self._whole(number, s)
 
-    def _forward(self, tower: int, s: int) -> None:
-        values = self._held[tower, s] = self._values(tower, s)
-        sent, kept = self._chain.stages[s].sent, self._programs.residuals[s]
-        if not sent:
-            return
-        made = self._programs.forward[s][self._replica](values)
-        if kept is not None:
-            self._held[tower, s] = kept.take(values, made)
-        if self._tap is not None:
-            self._tap("forward program", tower, {self._chain.segments.name(s): made})
-        for number, value in zip(sent, made[: len(sent)], strict=True):
+    def _send(
+        self, made: Mapping[int, jax.Array], tower: int, s: int, add: Mapping[int, Any]
+    ) -> None:
+        """Sends values by number to the segments that need them; `add` sums those that meet."""
+        for number, value in made.items():
             there = {self._devices[s]: value}
-            for user in self._chain.users(number):
+            for user in self._program.users(number):
                 device = self._devices[user]
                 if device not in there:
                     there[device] = jax.device_put(value, device)
                 self._arrived[tower, user][number] = there[device]
-        for meeting in self._chain.meetings:
+        for meeting in self._program.meetings:
             if meeting.after == s:
-                values = dict(zip(sent, made, strict=False))
-                own = [values[number] for number in meeting.sent]
-                self._put(self.sent[s], own, tower, self._programs.meet.get(s, []))
-
-    def _backward(self, tower: int, s: int) -> None:
-        values = self._held.pop((tower, s), None)
-        if values is None:
-            values = self._values(tower, s)
-        answers = self._answers.pop((tower, s), {})
-        cotangents = [answers[number] for number in self._chain.stages[s].answered]
-        sums, found = self._programs.backward[s][self._replica](values, cotangents)
-        if self._tap is not None:
-            self._tap("backward program", tower, {self._chain.segments.name(s): (sums, found)})
-        for number, one in found.items():
-            if number in self._chain.meeting_after:
-                self._meet_back(number, one, tower, s)
-                continue
-            maker = self._chain.made_by(number)
-            waiting = self._answers[tower, maker].setdefault(number, [])
-            waiting.append(moved(one, self._devices[s], self._devices[maker]))
-        self._put(self.stacks[s], sums, tower, self._programs.add[s])
-
-    def _meet_back(self, number: int, one: jax.Array, tower: int, s: int) -> None:
-        """Takes a cotangent of a total; once a tower has all of a meeting, they are summed."""
-        meeting = self._chain.meeting_after[number]
-        waiting = self._back[tower, meeting.after]
-        sent_as = meeting.sent[meeting.totals.index(number)]
-        waiting[sent_as] = moved(one, self._devices[s], self._devices[meeting.after])
-        answered = self._chain.answered_at(meeting)
-        if len(waiting) == len(answered):
-            own = [waiting[x] for x in answered]
-            del self._back[tower, meeting.after]
-            add = self._programs.meet_back[meeting.after]
-            self._put(self.sent_back[meeting.after], own, tower, add)
+                self._put(self.sent[s], [made[x] for x in meeting.sent], tower, add[s])
 
     def _put(self, stack: list[Any], own: Any, tower: int, add: Sequence[Executable]) -> None:
         """Adds the values of a tower to a stack of sums."""
         put(stack, own, self._additions[tower], add[self._replica] if add else None)
 
-    def _values(self, tower: int, s: int) -> list[jax.Array]:
-        """The inputs of a stage, on its device."""
-        arrived = self._arrived.pop((tower, s), {})
-        return [
-            arrived[number] if number in arrived else self._copy(number, tower, s)
-            for number in self._chain.stages[s].inputs
-        ]
 
-    def _copy(self, number: int, tower: int, s: int) -> jax.Array:
-        """An argument of the program on a stage's device, copied there once in a step."""
-        device = self._devices[s]
-        if number in self._rows:
-            # Rows are on the first device of the replica.
-            return moved(self._rows[number].pieces[tower], self._first, device)
-        if number in self._tower_numbers:
-            return self._programs.numbers.on(device, self._number(number, tower))
-        if (number, device) not in self._copies:
-            self._copies[number, device] = jax.device_put(self._whole[number], device)
-        return self._copies[number, device]
+def take_turns(walks: Sequence[Walk], orders: Sequence[Sequence[Turn]]) -> None:
+    """Runs a round, in the order for each walk, in which its towers are counted from 0."""
+    # Replicas take turns, so that all of them have work from the start.
+    for turns in itertools.zip_longest(*orders):
+        for walk, turn in zip(walks, turns, strict=True):
+            if turn is not None:
+                walk.take(turn.kind, walk.towers[turn.tower], turn.stage)
 
-    def _number(self, number: int, tower: int) -> int:
-        """The tower's number, or one of its row counts."""
-        counts = next(iter(self._rows.values())).counts(tower)
-        return counts[self._tower_numbers.index(number)]
+
+def meet(
+    walks: Sequence[Walk],
+    number: int,
+    program: Segmented,
+    totals: StageTotals,
+    add: Mapping[int, Any],
+) -> None:
+    """After a round: sums the values that all towers have sent, and sends the totals to all."""
+    for meeting in program.meetings_after(number):
+        stacks = [walk.sent.pop(meeting.after) for walk in walks]
+        found = totals.total(program.stage_of[meeting.after], stacks, add[meeting.after])
+        for walk, total in zip(walks, found, strict=True):
+            walk.arrive(meeting, total)
