@@ -55,10 +55,10 @@ def spread(leaf: Any, target: Sharding) -> jax.Array:
 
 def whole_on_host(leaf: Any) -> np.ndarray[Any, Any]:
     """A NumPy array with the blocks of all processes; call it on every process."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        if leaf.is_fully_replicated:
+    if isinstance(leaf, jax.Array):
+        if leaf.is_fully_replicated:  # one copy is enough
             leaf = leaf.addressable_shards[0].data
-        else:
+        elif not leaf.is_fully_addressable:
             leaf = gathered(leaf, tiled=True)
     return np.asarray(jax.device_get(leaf))  # host-device sync
 

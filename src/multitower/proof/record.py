@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from multitower.engines.packing import unpack
 from multitower.engines.same_bits import tapped
 from multitower.engines.totals import TowerSums
-from multitower.processes.together import texts_of_all, whole_on_host
+from multitower.processes.together import texts_of_all
 from multitower.stages.programs import StageSums
 from multitower.steps.staged.state import Parts as StagedParts
 from multitower.steps.state.bundles import shown
 from multitower.steps.state.fingerprint import fingerprint
+from multitower.steps.state.leaves import on_host
 from multitower.steps.state.train_state import TrainState
-from multitower.towers.leaves import is_key
 
 # A run: the state and the metrics after each step.
 Run = Iterator[tuple[TrainState, dict[str, jax.Array]]]
@@ -193,17 +192,9 @@ def _show(stage: str, place: int, tree: Any, see: Callable[[Spot, Any], None]) -
 
 def digest(leaf: Any) -> str:
     """A digest that is equal for arrays of the same dtype, shape and bits."""
-    value = on_host(leaf)
+    value = on_host(leaf)  # host-device sync
     text = f"{value.dtype.name}{value.shape}".encode()
     return hashlib.sha256(text + value.tobytes()).hexdigest()[:32]
-
-
-def on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A copy of a whole array on the host; of a typed key, its key data."""
-    if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    # host-device sync; a copy, as the device's memory is used again
-    return np.array(whole_on_host(leaf), copy=True)
 
 
 # ---------------------------------------------------------------- as text, for other processes

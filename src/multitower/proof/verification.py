@@ -22,10 +22,10 @@ from multitower.proof.record import (
     advance,
     digest,
     first_difference,
-    on_host,
     original,
     record,
 )
+from multitower.steps.state.leaves import on_host
 
 # Makes a run on a number of devices.
 MakeRun = Callable[[Any], Run]

@@ -4,11 +4,10 @@ import hashlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from multitower.processes.together import whole_on_host
-from multitower.towers.leaves import is_traced
+from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.surroundings import refuse_traced
 
 
@@ -48,15 +47,11 @@ def fingerprint(tree: Any) -> str:
 
 
 def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        if is_traced(leaf):
-            refuse_traced("multitower.fingerprint", leaf)
-        if leaf.is_fully_replicated:  # one copy is enough
-            leaf = leaf.addressable_shards[0].data
-        return whole_on_host(leaf)  # host-device sync
-    value = np.asarray(leaf)
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if is_traced(leaf):
+        refuse_traced("multitower.fingerprint", leaf)
+    value = whole_on_host(leaf)  # host-device sync
     if value.dtype.kind in "OSU":
         raise TypeError(
             f"fingerprint: {leaf!r} ({type(leaf).__name__}) is neither a number nor an array."

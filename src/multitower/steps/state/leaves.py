@@ -32,8 +32,6 @@ def on_host(leaf: Any) -> np.ndarray[Any, Any]:
         leaf = np.asarray(leaf)
         return leaf.astype(device_dtype(leaf), copy=False)
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    if data.is_fully_replicated:  # one copy is enough
-        data = data.addressable_shards[0].data
     # A copy: on a CPU it could be the device's own memory, which the next step overwrites.
     return np.array(whole_on_host(data), copy=True)
 
