@@ -7,7 +7,7 @@ from multitower.planning.plan import Plan
 from multitower.planning.plan import plan as plan_step
 from multitower.recipes.definition import Recipe, takes
 from multitower.runs.options import RunOptions
-from multitower.runs.setup import RecipeJob, clip_norm_of, steps_per_epoch_of
+from multitower.runs.setup import RecipeJob, planned_options, steps_per_epoch_of
 
 
 def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | None) -> Plan:
@@ -33,19 +33,9 @@ def plan(recipe: Recipe, options: RunOptions, *, machines: int, memory: str | No
         recipe.make_optimizer(recipe.steps, steps_per_epoch=steps_per_epoch),
         jax.eval_shape(recipe.init, rng),
         job.first_batch(job.global_batch),
-        devices=options.devices,
         machines=machines,
-        towers=options.towers,
         memory=memory,
         model_state=None if recipe.model_state is None else recipe.model_state(),
         rng=rng if takes(recipe.loss, "rng") else None,
-        ema_decay=recipe.ema_decay if options.ema_decay is None else options.ema_decay,
-        clip_norm=clip_norm_of(recipe, options),
-        compute_dtype=options.compute_dtype,
-        sync_every=options.sync_every,
-        outer_optimizer=options.outer_optimizer(),
-        local_state="average" if options.local_state == "average" else "keep",
-        updates="asynchronous" if options.asynchronous else "synchronous",
-        max_staleness=options.max_staleness,
-        rotation=options.rotation_order(),
+        **planned_options(recipe, options),
     )

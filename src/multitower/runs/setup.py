@@ -61,10 +61,7 @@ class RecipeJob:
             recipe.loss if recipe.augment is None else augmented(recipe.loss, recipe.augment),
             make_optimizer(recipe, options, steps, data),
             run_dir=directory,
-            devices=options.devices,
-            towers=options.towers,
             global_batch=global_batch,
-            ema_decay=recipe.ema_decay if options.ema_decay is None else options.ema_decay,
             on_nonfinite="skip" if options.on_nonfinite == "skip" else "stop",
             checkpoint_every=options.checkpoint_every,
             keep_last=options.keep_last,
@@ -76,14 +73,6 @@ class RecipeJob:
             interleave=options.interleave,
             remat=options.remat,
             steps_per_call=options.steps_per_call,
-            sync_every=options.sync_every,
-            outer_optimizer=options.outer_optimizer(),
-            local_state="average" if options.local_state == "average" else "keep",
-            clip_norm=clip_norm_of(recipe, options),
-            compute_dtype=options.compute_dtype,
-            updates="asynchronous" if options.asynchronous else "synchronous",
-            max_staleness=options.max_staleness,
-            rotation=options.rotation_order(),
             stale_scale=options.scale_of_stale(),
             momentum_correction=options.momentum_correction,
             extra_metrics=options.metric_names(),
@@ -91,6 +80,7 @@ class RecipeJob:
             profile=None if directory is None else options.profile_pair(),
             best="min" if options.best == "min" else "max",
             hooks=[],  # the caller of `fit` sets what is shown
+            **planned_options(recipe, options),
         )
         return cls(recipe, options, trainer, data, global_batch, steps)
 
@@ -313,6 +303,23 @@ def make_optimizer(
         keeps_rate=RATE in options.metric_names(),
         keeps_momentum=options.momentum_correction,
     )
+
+
+def planned_options(recipe: Recipe, options: RunOptions) -> dict[str, Any]:
+    """The options of a step that count for its plan, too, by the names of their arguments."""
+    return {
+        "devices": options.devices,
+        "towers": options.towers,
+        "ema_decay": recipe.ema_decay if options.ema_decay is None else options.ema_decay,
+        "clip_norm": clip_norm_of(recipe, options),
+        "compute_dtype": options.compute_dtype,
+        "sync_every": options.sync_every,
+        "outer_optimizer": options.outer_optimizer(),
+        "local_state": "average" if options.local_state == "average" else "keep",
+        "updates": "asynchronous" if options.asynchronous else "synchronous",
+        "max_staleness": options.max_staleness,
+        "rotation": options.rotation_order(),
+    }
 
 
 def clip_norm_of(recipe: Recipe, options: RunOptions) -> float | None:
