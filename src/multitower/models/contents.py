@@ -8,7 +8,8 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -58,6 +59,15 @@ class Reader:
         self._numbers: dict[Any, int] = {}  # of what can contain itself
         self._num_read = 0
         self._is_lenient = False  # whether parts may count by their identity; see `if_comparable`
+
+    @contextmanager
+    def _for_now(self) -> Generator[None]:
+        """What is left out, and whether parts may count by their identity, changes only inside."""
+        outer = self._stored, self._is_lenient
+        try:
+            yield
+        finally:
+            self._stored, self._is_lenient = outer
 
     def leave_out(self, fun: types.FunctionType, first: Any = None) -> None:
         """Leaves out what a function writes itself, such as a counter of its calls.
@@ -189,11 +199,9 @@ class Reader:
         If only one member of a class has none, or one name that its methods read, the identity of
         that one stands for it, and all others count.
         """
-        outer, self._is_lenient = self._is_lenient, True
-        try:
+        with self._for_now():
+            self._is_lenient = True
             return self._part(value, self.content, value)
-        finally:
-            self._is_lenient = outer
 
     def at(self, value: Any, attributes: Chain | list[str]) -> Any:
         """The description of an attribute: of `config.scale` alone, not of all that config has."""
@@ -236,12 +244,9 @@ class Reader:
         """The description of a function: its code, and all that the code uses."""
         cells = tuple(self._cell(cell) for cell in fun.__closure__ or ())
         defaults = self.content(fun.__defaults__), self.content(fun.__kwdefaults__)
-        outer = self._stored
-        self.leave_out(fun)
-        try:
+        with self._for_now():
+            self.leave_out(fun)
             used = tuple(self.globals_of(fun))
-        finally:
-            self._stored = outer
         # Its identity too, because a program that is traced again calls this very function.
         return "function", id(fun), fun.__code__, defaults, cells, used
 
@@ -255,12 +260,9 @@ class Reader:
             return "again", self._numbers[place]
         self._numbers[place] = len(self._numbers)
         self.alive.append(owner)
-        outer = self._stored
-        self.leave_out(fun, owner)
-        try:
+        with self._for_now():
+            self.leave_out(fun, owner)
             found = tuple((chain, self.at(owner, chain)) for chain in used)
-        finally:
-            self._stored = outer
         return "method", id(owner), self.content(fun), found
 
     def _cell(self, cell: types.CellType) -> Any:
@@ -293,11 +295,9 @@ class Reader:
         # It counts with all of its state or not at all: what has locks, such as a logger, notes in
         # the rest of its state what it was asked.
         of_class = self.content(type(value))
-        outer, self._is_lenient = self._is_lenient, False
-        try:
+        with self._for_now():
+            self._is_lenient = False
             return "object", id(value), of_class, self._state(value)
-        finally:
-            self._is_lenient = outer
 
     def _state(self, value: Any) -> tuple[Any, ...]:
         """All attributes of an object: those in its `__dict__`, and those in `__slots__`."""
