@@ -64,7 +64,7 @@ def run(
     num_towers, num_devices = placement.num_towers, len(placement.devices)
     slots = -(-num_towers // num_devices)
     num_given = rows[0].shape[0]
-    tower_rows = -(-num_given // num_towers)
+    tower_rows = placement.tower_rows(num_given)
     size = tower_rows * slots * num_devices
 
     def on_device(shared: Shared, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any]:
@@ -167,7 +167,7 @@ def run_on_shards(
         Means and sums, on every device; and global arrays that are made of the devices' blocks.
     """
     num_towers = placement.num_towers
-    tower_rows = -(-rows[0].shape[0] // num_towers)
+    tower_rows = placement.tower_rows(rows[0].shape[0])
     values, specs = shared
 
     def on_device(values: Any, rows: list[Any], num_rows: jax.Array) -> tuple[Any, Any, Any]:

@@ -132,7 +132,7 @@ class TowerFunction:
         if parts.split not in self._looked_at:  # afterwards: an error says more
             self._looked_at[parts.split] = self._look(parts, tree, axes, arguments)
         if names := self._looked_at[parts.split]:
-            tower_rows = -(-parts.num_rows // placement.num_towers)
+            tower_rows = placement.tower_rows(parts.num_rows)
             if parts.num_rows % tower_rows:
                 self._looked_at[parts.split] = ""
                 warn_of_copies(names, parts.num_rows, tower_rows)
@@ -194,7 +194,7 @@ class TowerFunction:
             averages=averages,
             num_devices=0 if self._towers else num_towers,
             named=named,
-            real_rows=-(-parts.num_rows // num_towers),
+            real_rows=self.placement().tower_rows(parts.num_rows),
             fun=arguments.fun,
             beside_one_row=[x for x in closed_over if jnp.shape(x)[:1] == (parts.num_rows,)],
         )
@@ -207,7 +207,7 @@ class TowerFunction:
     ) -> Any:
         placement = self.placement()
         num_rows = rows[0].shape[0]
-        tower_rows = -(-num_rows // placement.num_towers)
+        tower_rows = placement.tower_rows(num_rows)
         ragged = ragged_of(num_rows, placement.num_towers)
         job = self._kind.job(split, tower_rows, ragged)
         before = self._weights_job(split, shared, rows, tower_rows)
@@ -230,7 +230,7 @@ class TowerFunction:
         return self._kind.weights_job(split, shared, shapes, num_towers=num_towers)
 
     def _same_bits(self, parts: Parts, placement: Placement) -> Any:
-        tower_rows = -(-parts.num_rows // placement.num_towers)
+        tower_rows = placement.tower_rows(parts.num_rows)
         rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = ragged_of(parts.num_rows, placement.num_towers)
         shared = parts.shared

@@ -51,7 +51,7 @@ class StagedFunction(TowerFunction):
         refuse_disabled_jit()
         if are_traced((*parts.shared, *parts.rows)):
             raise self._refuse_traced()
-        tower_rows = -(-parts.num_rows // placement.num_towers)
+        tower_rows = placement.tower_rows(parts.num_rows)
         rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         if not self._looked_at:
             check_same_call("arguments", [*parts.shared, *parts.rows], placement)

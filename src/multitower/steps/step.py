@@ -310,7 +310,7 @@ class TrainStep:
         if not isinstance(first, TowerRows):
             return parts.num_rows
         num_towers = first.placement.num_towers
-        fills_them = -(-first.num_rows // num_towers) == first.tower_rows
+        fills_them = first.placement.tower_rows(first.num_rows) == first.tower_rows
         if fills_them and num_towers != self._find_way().num_towers:
             return parts.num_rows  # asynchronous: cut again, for one group, as if from the host
         return first.tower_rows * num_towers

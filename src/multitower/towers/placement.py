@@ -36,6 +36,10 @@ class Placement:
         """The number of towers, on all devices."""
         return len(self.owners)
 
+    def tower_rows(self, num_rows: int) -> int:
+        """How many of so many rows a full tower has."""
+        return -(-num_rows // self.num_towers)
+
     @functools.cached_property
     def towers_on(self) -> tuple[tuple[int, ...], ...]:
         """For each device, its towers in ascending order; the position is the tower's slot."""

@@ -148,7 +148,7 @@ def size_of_towers(num_rows: int, placement: Placement, global_batch: int | None
             f"is the rows of the first batch. Pass global_batch={num_rows}, or the rows of the "
             "largest batch there will be."
         )
-    return -(-size // placement.num_towers)
+    return placement.tower_rows(size)
 
 
 def placed_rows(
