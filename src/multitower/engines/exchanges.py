@@ -14,7 +14,7 @@ from multitower.engines import reduction
 from multitower.engines.executable import compile_for_each
 from multitower.engines.packing import pack
 from multitower.engines.rounds import Rounds, Sent
-from multitower.engines.totals import Totals, TowerSums, Turn
+from multitower.engines.totals import Totals, TowerSums, TowerTurn
 from multitower.towers.placement import Placement
 
 # Is called with (round, tower, what the tower sends).
@@ -66,8 +66,8 @@ class Exchanges:
             arrived = Sent(left.sums, [self._of_all(leaf) for leaf in left.every])
 
     def run(
-        self, arguments_of: Callable[[Turn], Any], see: See | None
-    ) -> Callable[[Turn], tuple[TowerSums, Any]]:
+        self, arguments_of: Callable[[TowerTurn], Any], see: See | None
+    ) -> Callable[[TowerTurn], tuple[TowerSums, Any]]:
         """Runs all rounds but the last one, in every local tower.
 
         Args:
@@ -87,7 +87,7 @@ class Exchanges:
         for n in range(len(self._rounds.rounds) - 1):
             arrived = self._round(n, values, arrived, numbers, see)
 
-        def last(turn: Turn) -> tuple[TowerSums, Any]:
+        def last(turn: TowerTurn) -> tuple[TowerSums, Any]:
             own = values.pop(turn)
             given = [own[x] for x in self._rounds.rounds[-1].inputs]
             return self._programs[-1].run[turn.i](given, arrived[turn.i], numbers[turn])
@@ -97,9 +97,9 @@ class Exchanges:
     def _round(
         self,
         n: int,
-        values: dict[Turn, dict[int, Any]],
+        values: dict[TowerTurn, dict[int, Any]],
         arrived: list[Sent],
-        numbers: dict[Turn, jax.Array],
+        numbers: dict[TowerTurn, jax.Array],
         see: See | None,
     ) -> list[Sent]:
         """Runs a round in every local tower, and the exchange after it."""

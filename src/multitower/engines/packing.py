@@ -22,7 +22,7 @@ SMALL = 64 * 1024  # elements; a leaf of up to this size is copied into a shared
 _MANY = 4
 
 
-class Slot(NamedTuple):
+class LeafPlace(NamedTuple):
     """Where one leaf lies: buffer, first element, its own shape and dtype, and a key's kind."""
 
     buffer: int
@@ -33,11 +33,11 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Where every leaf of a tree lies in the buffers; hashable, so that it can be static."""
 
     treedef: Any
-    slots: tuple[Slot, ...]
+    places: tuple[LeafPlace, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ class Packed:
     """A tree of arrays in few buffers, each of at least one dimension."""
 
     buffers: tuple[Any, ...]
-    layout: Layout = field(metadata={"static": True})
+    layout: PackedLayout = field(metadata={"static": True})
 
 
 def pack(tree: Any) -> Packed:
@@ -54,22 +54,22 @@ def pack(tree: Any) -> Packed:
     leaves, treedef = jax.tree.flatten(tree)
     buffers: list[Any] = []
     shared_vectors: dict[Any, tuple[int, list[Any], int]] = {}
-    slots: list[Slot] = []
+    places: list[LeafPlace] = []
     for leaf in leaves:
         value, dtype, key_impl = _addable(leaf)
         if value.size > SMALL:
-            slots.append(Slot(len(buffers), 0, leaf.shape, dtype, key_impl))
+            places.append(LeafPlace(len(buffers), 0, leaf.shape, dtype, key_impl))
             buffers.append(value)
             continue
         if value.dtype not in shared_vectors:
             shared_vectors[value.dtype] = (len(buffers), [], 0)
             buffers.append(None)
         index, pieces, start = shared_vectors[value.dtype]
-        slots.append(Slot(index, start, leaf.shape, dtype, key_impl))
+        places.append(LeafPlace(index, start, leaf.shape, dtype, key_impl))
         shared_vectors[value.dtype] = (index, [*pieces, value.reshape(-1)], start + value.size)
     for index, pieces, _ in shared_vectors.values():
         buffers[index] = jnp.concatenate(pieces)
-    return Packed(tuple(buffers), Layout(treedef, tuple(slots)))
+    return Packed(tuple(buffers), PackedLayout(treedef, tuple(places)))
 
 
 def unpack(packed: Packed, scale: Any = None, num_scaled: int = 0) -> Any:
@@ -78,19 +78,19 @@ def unpack(packed: Packed, scale: Any = None, num_scaled: int = 0) -> Any:
     The first `num_scaled` leaves are multiplied by `scale`, while 16-bit floats are still float32:
     the sum over many rows may be larger than float16 can hold, and the mean is not.
     """
-    slots, found = packed.layout.slots, dict[int, Any]()
+    places, found = packed.layout.places, dict[int, Any]()
     for number, buffer in enumerate(packed.buffers):
-        own = [n for n, slot in enumerate(slots) if slot.buffer == number]
-        places = [(slots[n].start, slots[n].start + _size(slots[n])) for n in own]
-        whole = len(own) == 1 and buffer.size == _size(slots[own[0]])
-        pieces = [buffer] if whole else slices(buffer, places)
+        own = [n for n, place in enumerate(places) if place.buffer == number]
+        spans = [(places[n].start, places[n].start + _size(places[n])) for n in own]
+        whole = len(own) == 1 and buffer.size == _size(places[own[0]])
+        pieces = [buffer] if whole else slices(buffer, spans)
         for n, piece in zip(own, pieces, strict=True):
             with jax.numpy_dtype_promotion("standard"):  # `scale` may be wider, and leaves complex
-                found[n] = _leaf(piece * scale if n < num_scaled else piece, slots[n])
-    return jax.tree.unflatten(packed.layout.treedef, [found[n] for n in range(len(slots))])
+                found[n] = _leaf(piece * scale if n < num_scaled else piece, places[n])
+    return jax.tree.unflatten(packed.layout.treedef, [found[n] for n in range(len(places))])
 
 
-def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Array]:
+def slices(vector: jax.Array, spans: Sequence[tuple[int, int]]) -> list[jax.Array]:
     """Slices of a vector, inside a program.
 
     XLA compiles equal kernels once, but kernels on slices differ by where a slice begins, so a
@@ -100,17 +100,17 @@ def slices(vector: jax.Array, places: Sequence[tuple[int, int]]) -> list[jax.Arr
 
     Args:
         vector: an array of one dimension.
-        places: for each slice its first element, and the element after its last one.
+        spans: for each slice its first element, and the element after its last one.
     """
-    counts = Counter(end - start for start, end in places)
-    starts: list[np.int32] = [np.int32(start) for start, _ in places]
+    counts = Counter(end - start for start, end in spans)
+    starts: list[np.int32] = [np.int32(start) for start, _ in spans]
     many = vector.size > 0 and max(counts.values(), default=0) >= _MANY
     hidden = _hidden(vector, starts) if many else starts
     return [
         jax.lax.dynamic_slice(vector, (begin,), (end - start,), allow_negative_indices=False)
         if counts[end - start] >= _MANY
         else jax.lax.slice(vector, (start,), (end,))
-        for (start, end), begin in zip(places, hidden, strict=True)
+        for (start, end), begin in zip(spans, hidden, strict=True)
     ]
 
 
@@ -143,17 +143,17 @@ def _addable(leaf: Any) -> tuple[Any, Any, str | None]:
     return leaf, leaf.dtype, None
 
 
-def _size(slot: Slot) -> int:
+def _size(place: LeafPlace) -> int:
     """The number of elements that a leaf takes in its buffer."""
-    return math.prod(slot.shape) * (1 if slot.key_impl is None else _key_size(slot.key_impl))
+    return math.prod(place.shape) * (1 if place.key_impl is None else _key_size(place.key_impl))
 
 
 def _key_size(impl: str) -> int:
     return jax.random.key_data(jax.random.key(0, impl=impl)).size
 
 
-def _leaf(piece: Any, slot: Slot) -> Any:
-    if slot.key_impl is not None:
-        data = piece.reshape(*slot.shape, _key_size(slot.key_impl))
-        return jax.random.wrap_key_data(data, impl=slot.key_impl)
-    return piece.reshape(slot.shape).astype(slot.dtype)
+def _leaf(piece: Any, place: LeafPlace) -> Any:
+    if place.key_impl is not None:
+        data = piece.reshape(*place.shape, _key_size(place.key_impl))
+        return jax.random.wrap_key_data(data, impl=place.key_impl)
+    return piece.reshape(place.shape).astype(place.dtype)

@@ -24,7 +24,7 @@ from multitower.engines.exchanges import Exchanges
 from multitower.engines.executable import WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed, pack, unpack
-from multitower.engines.totals import Totals, TowerSums, Turn, with_one_nan
+from multitower.engines.totals import Totals, TowerSums, TowerTurn, with_one_nan
 from multitower.engines.tracing import refuse_filled, refuse_kept_values, trace
 from multitower.towers.placement import Placement
 from multitower.towers.rows import Tower
@@ -172,7 +172,7 @@ class SameBits:
         rows: Sequence[TowerRows],
         here: dict[int, Tower],
         tap: Any,
-    ) -> Callable[[Turn], tuple[TowerSums, Any]]:
+    ) -> Callable[[TowerTurn], tuple[TowerSums, Any]]:
         """Returns what runs the tower whose turn it is.
 
         If towers meet, this runs all rounds but the last one, and returns what runs the last one.
@@ -181,7 +181,7 @@ class SameBits:
             OutputError: towers meet, and the rows do not fill them evenly.
         """
 
-        def arguments(turn: Turn) -> tuple[Shared, list[Any], Tower]:
+        def arguments(turn: TowerTurn) -> tuple[Shared, list[Any], Tower]:
             tower = turn.tower
             return replicas[turn.i], [leaf.pieces[tower] for leaf in rows], here[tower]
 

@@ -28,7 +28,7 @@ class TowerSums(NamedTuple):
     blocks: Any
 
 
-class Turn(NamedTuple):
+class TowerTurn(NamedTuple):
     """One tower's turn to run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Totals:
         schedules = [reduction.schedule(plan.parts[d]) for d in placement.local]
         # Slot by slot over all devices, so that all of them have work from the start.
         self.turns = [
-            Turn(i, *schedule[slot])
+            TowerTurn(i, *schedule[slot])
             for slot in range(max(len(schedule) for schedule in schedules))
             for i, schedule in enumerate(schedules)
             if slot < len(schedule)
@@ -79,7 +79,7 @@ class Totals:
         return [[] for _ in self.devices]
 
     def put(
-        self, stacks: Stacks, turn: Turn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
+        self, stacks: Stacks, turn: TowerTurn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
     ) -> None:
         """Puts a tower's sums on its stack, and adds up what the tree allows by now."""
         num_additions = turn.num_additions if sums.packed.buffers else 0

@@ -21,7 +21,7 @@ from multitower.towers.leaves import are_traced, device_dtype, is_key, is_legacy
 from multitower.towers.placement import Placement, check_towers, place
 from multitower.towers.rows import (
     SHARED,
-    Parts,
+    BatchParts,
     Split,
     Tower,
     axes_of_leaves,
@@ -138,7 +138,7 @@ class TowerFunction:
                 warn_of_copies(names, parts.num_rows, tower_rows)
         return result
 
-    def _call(self, parts: Parts, placement: Placement) -> Any:
+    def _call(self, parts: BatchParts, placement: Placement) -> Any:
         if are_traced((*parts.shared, *parts.rows)):
             refuse_tower_rows(parts.rows)
             return self._jitted(parts.split, (), parts.shared, parts.rows)
@@ -164,7 +164,7 @@ class TowerFunction:
             self._placement = place(self._devices, self._towers)
         return self._placement
 
-    def _look(self, parts: Parts, tree: Any, axes: Any, arguments: Arguments) -> str:
+    def _look(self, parts: BatchParts, tree: Any, axes: Any, arguments: Arguments) -> str:
         """Looks at the function; the results in which copies of rows count, as `look` says."""
         from multitower.checks.first_look import look, look_at_key  # noqa: PLC0415 (at the first call: importing stays quick)
 
@@ -229,7 +229,7 @@ class TowerFunction:
         num_towers = self.placement().num_towers
         return self._kind.weights_job(split, shared, shapes, num_towers=num_towers)
 
-    def _same_bits(self, parts: Parts, placement: Placement) -> Any:
+    def _same_bits(self, parts: BatchParts, placement: Placement) -> Any:
         tower_rows = placement.tower_rows(parts.num_rows)
         rows = cut(parts.rows, parts.num_rows, placement, tower_rows)
         ragged = ragged_of(parts.num_rows, placement.num_towers)
@@ -279,7 +279,7 @@ def _is_one_key(leaf: Any) -> bool:
     return (is_key(leaf) and not leaf.ndim) or is_legacy_key(leaf)
 
 
-def _shared_keys(parts: Parts, tree: Any, arguments: Arguments) -> dict[int, str]:
+def _shared_keys(parts: BatchParts, tree: Any, arguments: Arguments) -> dict[int, str]:
     """Keys in arguments that in_axes shares as a whole, by their number among the shared leaves.
 
     A key that is an argument by itself is not among them: its None is on purpose.

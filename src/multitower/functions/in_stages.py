@@ -20,7 +20,7 @@ from multitower.stages.options import StageOptions
 from multitower.towers.global_arrays import join_rows
 from multitower.towers.leaves import are_traced, shape_of
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Tower
+from multitower.towers.rows import BatchParts, Tower
 from multitower.towers.same_call import check_same_call
 from multitower.towers.split import TowerRows, cut
 from multitower.towers.surroundings import refuse_disabled_jit
@@ -47,7 +47,7 @@ class StagedFunction(TowerFunction):
             self._layout = self._stages.on(self._devices, self._towers)
         return self._layout
 
-    def _call(self, parts: Parts, placement: Placement) -> Any:
+    def _call(self, parts: BatchParts, placement: Placement) -> Any:
         refuse_disabled_jit()
         if are_traced((*parts.shared, *parts.rows)):
             raise self._refuse_traced()
@@ -79,7 +79,7 @@ class StagedFunction(TowerFunction):
             )
         return first.means, first.sums
 
-    def _program(self, parts: Parts, rows: Sequence[TowerRows]) -> tuple[Forward, Traced]:
+    def _program(self, parts: BatchParts, rows: Sequence[TowerRows]) -> tuple[Forward, Traced]:
         """What runs a call, and the program of one tower that was cut into stages."""
         ragged = ragged_of(parts.num_rows, rows[0].placement.num_towers)
         tower_rows = rows[0].tower_rows

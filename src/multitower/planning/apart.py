@@ -34,7 +34,7 @@ from multitower.towers.placement import Placement, contiguous
 from multitower.towers.rows import Tower
 
 
-class Meeting(NamedTuple):
+class MeetingBytes(NamedTuple):
     """Bytes that the programs of a meeting need.
 
     Attributes:
@@ -157,7 +157,7 @@ def _compile_local(
     return working_bytes(compiled), tuple(map(num_bytes, sums.packed.buffers))
 
 
-def _compile_meeting(given: Planned, programs: Programs) -> Meeting:
+def _compile_meeting(given: Planned, programs: Programs) -> MeetingBytes:
     options, own, device = given.apart, _own(given), programs.local[:1]
     assert isinstance(options, LocalOptions)
     outer = jax.eval_shape(options.outer_optimizer.init, given.fields.params)
@@ -170,7 +170,7 @@ def _compile_meeting(given: Planned, programs: Programs) -> Meeting:
     new, averaged, _ = meet.out_info
     arguments = (own, new.params, new.model_state, averaged)
     (go_on,) = compile_for_each(job.go_on, arguments, device, donate=(0,))
-    return Meeting(
+    return MeetingBytes(
         tuple(map(num_bytes, packed.buffers)),
         memory_of(moved).temp_size_in_bytes,
         working_bytes(meet),
@@ -178,7 +178,7 @@ def _compile_meeting(given: Planned, programs: Programs) -> Meeting:
     )
 
 
-def _meeting_bytes(meeting: Meeting, spread: Spread) -> int:
+def _meeting_bytes(meeting: MeetingBytes, spread: Spread) -> int:
     """The most bytes that a meeting needs at any moment, in addition to the state."""
     sums = sum(meeting.buffers)
     moments = [spread.depth * sums + meeting.moved]

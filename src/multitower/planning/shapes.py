@@ -20,7 +20,7 @@ from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.state.fields import Fields
 from multitower.steps.unmade import take_params
 from multitower.towers.leaves import device_dtype, is_key
-from multitower.towers.rows import Parts, take_apart
+from multitower.towers.rows import BatchParts, take_apart
 
 
 class Planned(NamedTuple):
@@ -35,7 +35,7 @@ class Planned(NamedTuple):
 
     step: StepParts
     fields: Fields
-    batch: Parts
+    batch: BatchParts
     apart: LocalOptions | RotationOptions | None = None
 
     def with_rows(self, num_rows: int) -> "Planned":
@@ -87,7 +87,7 @@ def num_bytes(tree: Any) -> int:
     return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def row_shapes(batch: Parts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
+def row_shapes(batch: BatchParts, num_rows: int) -> list[jax.ShapeDtypeStruct]:
     """The shapes of the split leaves of a batch with `num_rows` rows."""
     return [jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype) for x in batch.rows]
 

@@ -22,7 +22,7 @@ from multitower.stages.layout import Layout
 from multitower.stages.order import least_bubble
 from multitower.stages.passes.residuals import keep_residuals
 from multitower.stages.pieces import rows_of
-from multitower.stages.programs import Programs as StagePrograms
+from multitower.stages.programs import StagePrograms
 from multitower.steps.staged.job import StagedJob
 from multitower.steps.staged.update import SHARED, Homes, Rows, WholeUpdate
 from multitower.towers.placement import contiguous

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from multitower.engines.segments import Program, Segment, cut, numbers_in
 from multitower.stages.cutting import cut_program
-from multitower.stages.meeting.rounds import Meeting, Rounds, find_meetings
+from multitower.stages.meeting.rounds import CutProgram, Meeting, find_meetings
 from multitower.stages.order import Segments
 from multitower.stages.passes.stage import Stage
 from multitower.stages.pieces import Pieces, split_params
@@ -177,8 +177,8 @@ def make_chain(
 
 
 def _with_pieces(
-    rounds: Rounds, num_params: int, may_split: Callable[[Pieces], bool]
-) -> tuple[Rounds, Pieces]:
+    rounds: CutProgram, num_params: int, may_split: Callable[[Pieces], bool]
+) -> tuple[CutProgram, Pieces]:
     """The rounds with stacked parameters in pieces, if every stage uses one and `may_split`."""
     program, places, found = split_params(rounds.program, rounds.places, num_params)
     stages = [[rounds.stage_of[s] for s in own] for own in found.values()]

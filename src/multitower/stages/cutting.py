@@ -22,14 +22,14 @@ from multitower.engines.source_lines import line_of
 from multitower.errors import ArgumentError
 from multitower.stages.balance import equal_groups, equal_positions
 from multitower.stages.marks import is_mark
-from multitower.stages.meeting.rounds import Rounds, cut_into_rounds
+from multitower.stages.meeting.rounds import CutProgram, cut_into_rounds
 from multitower.stages.scans import split_scans
 from multitower.stages.work import is_cheap, is_heavy, work_of, work_of_program
 
 _FLOATING = -1
 
 
-def cut_program(closed: Any, num_stages: int) -> Rounds:
+def cut_program(closed: Any, num_stages: int) -> CutProgram:
     """Cuts a program into stages, and these where towers meet.
 
     Args:

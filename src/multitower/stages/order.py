@@ -136,7 +136,7 @@ def forward_in_rounds(num_towers: int, round_of: Sequence[int]) -> list[list[Tur
     return found
 
 
-class Slot(NamedTuple):
+class TimedTurn(NamedTuple):
     """When a turn runs: from `start` to `end`, in units of a forward program, or in seconds.
 
     Attributes:
@@ -156,7 +156,7 @@ def timeline(
     phases: Sequence[Sequence[Turn]],
     place_of: Sequence[int],
     times: Mapping[tuple[str, int], float],
-) -> list[Slot]:
+) -> list[TimedTurn]:
     """Computes when each turn runs, if moves and sums take no time.
 
     Args:
@@ -168,7 +168,7 @@ def timeline(
     last = len(place_of) - 1
     free = [0.0] * (max(place_of) + 1)
     ends: dict[Turn, float] = {}
-    slots: list[Slot] = []
+    timed: list[TimedTurn] = []
     for phase in phases:
         all_met = max(free)
         for turn in phase:
@@ -179,15 +179,15 @@ def timeline(
             start = max(all_met, ends.get(needs, 0.0), free[place_of[s]])
             ends[turn] = free[place_of[s]] = start + times.get((kind, s), 0.0)
             if (kind, s) in times:
-                slots.append(Slot(turn, place_of[s], start, ends[turn]))
-    return slots
+                timed.append(TimedTurn(turn, place_of[s], start, ends[turn]))
+    return timed
 
 
-def bubble(slots: Sequence[Slot]) -> float:
+def bubble(turns: Sequence[TimedTurn]) -> float:
     """The share of the time in which the devices of a timeline wait, 0 to 1."""
-    num_devices = 1 + max(slot.place for slot in slots)
-    busy = sum(slot.end - slot.start for slot in slots)
-    return 1 - busy / (num_devices * max(slot.end for slot in slots))
+    num_devices = 1 + max(turn.place for turn in turns)
+    busy = sum(turn.end - turn.start for turn in turns)
+    return 1 - busy / (num_devices * max(turn.end for turn in turns))
 
 
 def least_bubble(num_devices: int, num_towers: int) -> float:

@@ -18,7 +18,7 @@ from multitower.stages.layout import Layout, moved
 from multitower.stages.meeting.rounds import Meeting
 from multitower.stages.meeting.totals import StageTotals
 from multitower.stages.order import in_rounds
-from multitower.stages.programs import Executable, Programs, StageSums
+from multitower.stages.programs import Executable, StagePrograms, StageSums
 from multitower.stages.walk import Walk, meet, take_turns
 from multitower.towers.split import TowerRows
 
@@ -48,7 +48,7 @@ class Pipeline:
             in_rounds(len(towers), self.layout_of_segments.place_of, chain.round_of)
             for towers in layout.towers_on
         ]
-        self.programs = Programs(chain, self.layout_of_segments, remat=remat)
+        self.programs = StagePrograms(chain, self.layout_of_segments, remat=remat)
 
     def run(
         self, params: Sequence[Mapping[int, Any]], rest: Sequence[Any], rows: Sequence[TowerRows]

@@ -34,7 +34,7 @@ class StageSums(NamedTuple):
         return {"gradients": unpack(self.own), "away": away, "results": unpack(self.results)}
 
 
-class Programs:
+class StagePrograms:
     """Executables, by segment and then by replica.
 
     Args:

@@ -10,7 +10,7 @@ from multitower.steps.parts import EmaDecay, ShardOptions
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import are_traced, as_python
 from multitower.towers.refusals import is_number
-from multitower.towers.rows import Parts
+from multitower.towers.rows import BatchParts
 
 
 def check_numbers(
@@ -72,7 +72,7 @@ def check_shards(
     return None
 
 
-def refuse_tracers(state: TrainState, parts: Parts, maker: object) -> None:
+def refuse_tracers(state: TrainState, parts: BatchParts, maker: object) -> None:
     """Refuses a call of a step inside another JAX transformation.
 
     Raises:

@@ -40,7 +40,7 @@ from multitower.steps.state.bundles import opened
 from multitower.steps.state.fields import Fields
 from multitower.towers.leaves import device_dtype
 from multitower.towers.refusals import name_of, taken_out_of
-from multitower.towers.rows import Parts, Split, Tower, key_of_tower
+from multitower.towers.rows import BatchParts, Split, Tower, key_of_tower
 from multitower.towers.same_call import shapes_in_words
 from multitower.towers.surroundings import inside_a_tower
 
@@ -198,7 +198,7 @@ class Looked(NamedTuple):
 
 def look_at_loss(
     step: StepParts,
-    parts: Parts,
+    parts: BatchParts,
     fields: Fields,
     tower_rows: int,
     *,
@@ -255,7 +255,7 @@ def look_at_loss(
 
 
 def averaged_over_rows(
-    step: StepParts, parts: Parts, fields: Fields, tower_rows: int, num_towers: int
+    step: StepParts, parts: BatchParts, fields: Fields, tower_rows: int, num_towers: int
 ) -> str | None:
     """What a loss averages over rows itself, as `Looked.averaged`, from shapes and in silence."""
     forward = _forward(step, parts.split, tower_rows)
@@ -268,7 +268,7 @@ def averaged_over_rows(
     return look_by_shapes(find, Shared(fields, parts.shared), num_towers=num_towers)
 
 
-def _stand_ins(parts: Parts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
+def _stand_ins(parts: BatchParts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
     """The shapes of a full tower's rows, and the first tower, to trace a loss with."""
     rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
     return rows, Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))

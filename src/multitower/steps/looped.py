@@ -18,7 +18,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype, is_key
 from multitower.towers.placement import AXIS, Placement
-from multitower.towers.rows import Parts, pad_rows, take_apart
+from multitower.towers.rows import BatchParts, pad_rows, take_apart
 from multitower.towers.split import copy_to, refuse_tower_rows
 
 
@@ -80,17 +80,17 @@ class Stack(NamedTuple):
         rows: the leaves that are rows, likewise.
     """
 
-    largest: Parts
+    largest: BatchParts
     counts: list[int]
     shared: list[Any]
     rows: list[Any]
 
-    def each(self) -> Iterator[Parts]:
+    def each(self) -> Iterator[BatchParts]:
         """Yields the batches one by one."""
         for number, num_rows in enumerate(self.counts):
             shared = [leaves[number] for leaves in self.shared]
             rows = [leaves[number] for leaves in self.rows]
-            yield Parts(self.largest.split, shared, rows, num_rows)
+            yield BatchParts(self.largest.split, shared, rows, num_rows)
 
     def refuse_short(self, size: int) -> None:
         """Refuses batches that would have to be padded, where every row must be real.

@@ -20,7 +20,7 @@ from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Runner
-from multitower.towers.rows import Parts, Split
+from multitower.towers.rows import BatchParts, Split
 
 
 class Seen(NamedTuple):
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     runner: Runner
 
     @classmethod
-    def of(cls, parts: Parts, runner: Runner) -> "Seen":
+    def of(cls, parts: BatchParts, runner: Runner) -> "Seen":
         """Makes it of a batch that has been run; rows are on axis 0."""
         numbers: tuple[list[int], list[int]] = ([], [])
         for number, kind in enumerate(parts.split.kinds):
@@ -49,9 +49,9 @@ class Seen(NamedTuple):
         shared, rows = map(tuple, numbers)
         return cls(parts.split, shared, rows, parts.num_rows, runner)
 
-    def parts(self, leaves: Sequence[Any]) -> Parts:
+    def parts(self, leaves: Sequence[Any]) -> BatchParts:
         """Another batch of this kind, taken apart."""
-        return Parts(
+        return BatchParts(
             self.split,
             [leaves[number] for number in self.shared],
             [leaves[number] for number in self.rows],

@@ -8,7 +8,7 @@ import jax
 
 from multitower.functions.objective import Reduction
 from multitower.steps.loss import LossFunction
-from multitower.towers.rows import Parts, Split
+from multitower.towers.rows import BatchParts, Split
 
 if TYPE_CHECKING:
     import optax
@@ -51,7 +51,7 @@ class Batches(NamedTuple):
         must_be_full: whether every tower must have `tower_rows` real rows.
     """
 
-    first: Parts
+    first: BatchParts
     tower_rows: int
     has_weights: bool
     must_be_full: bool

@@ -20,7 +20,7 @@ from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import as_global, replicate
 from multitower.towers.leaves import is_key, is_traced
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, Split, pad_rows
+from multitower.towers.rows import BatchParts, Split, pad_rows
 from multitower.towers.split import copy_to, cut, refuse_tower_rows
 
 Metrics = dict[str, jax.Array]
@@ -50,7 +50,9 @@ class SameBitsRunner:
         self._tower_rows = batches.tower_rows
         self._placement = placement
 
-    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+    def run(
+        self, state: TrainState, parts: BatchParts, maker: object
+    ) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         rows = cut(parts.rows, parts.num_rows, self._placement, self._tower_rows)
         fields = state.parts() or bundled(replicate(state.fields(), self._placement))
@@ -95,7 +97,9 @@ class FastRunner:
         run = fast_step(*given, has_weights=batches.has_weights)
         self.program = jax.jit(run, donate_argnums=0)
 
-    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+    def run(
+        self, state: TrainState, parts: BatchParts, maker: object
+    ) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         fields, metrics = self.program(state.fields(), *self._feeder.feed(parts))
         if not is_traced(metrics["loss"]):  # inside jax.jit, where it is refused
@@ -111,7 +115,7 @@ class Feeder:
         self._placement = placement
         self._numbers = WholeNumbers()
 
-    def feed(self, parts: Parts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    def feed(self, parts: BatchParts) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """The shared leaves, the rows, and the number of real rows (int32), all on the devices."""
         refuse_tower_rows(parts.rows)
         rows = [self._whole(leaf) for leaf in parts.rows]

@@ -29,7 +29,7 @@ from multitower.steps.way import Runner, Whole
 from multitower.steps.ways import Division, find_way, most_a_call
 from multitower.towers.leaves import is_traced, wide_dtype
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts, take_apart
+from multitower.towers.rows import BatchParts, take_apart
 from multitower.towers.same_call import check_same_call, check_same_program
 from multitower.towers.split import TowerRows
 from multitower.towers.surroundings import (
@@ -304,7 +304,7 @@ class TrainStep:
                 "ema_decay out, or begin it with state.replace(ema_params=state.params)."
             )
 
-    def _full_batch(self, parts: Parts) -> int:
+    def _full_batch(self, parts: BatchParts) -> int:
         """The rows of a full batch, if this batch is full."""
         first = parts.rows[0]
         if not isinstance(first, TowerRows):
@@ -319,7 +319,7 @@ class TrainStep:
         self,
         maker: Maker,
         state: TrainState,
-        parts: Parts,
+        parts: BatchParts,
         global_batch: int,
         counts: Sequence[int],
     ) -> Runner:
@@ -363,7 +363,7 @@ class TrainStep:
             maker.runners[key] = way.make_runner(maker.parts, state, batches)
         return maker.runners[key]
 
-    def _look(self, maker: Maker, state: TrainState, parts: Parts, tower_rows: int) -> Looked:
+    def _look(self, maker: Maker, state: TrainState, parts: BatchParts, tower_rows: int) -> Looked:
         """What tracing the loss shows before it is compiled; remembered for each kind of batch."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in maker.looked:

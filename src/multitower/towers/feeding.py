@@ -17,7 +17,7 @@ from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.leaves import is_traced
 from multitower.towers.placement import Placement, place
 from multitower.towers.refusals import shown
-from multitower.towers.rows import Parts, take_apart
+from multitower.towers.rows import BatchParts, take_apart
 from multitower.towers.split import (
     TowerRows,
     copy_to,
@@ -279,7 +279,7 @@ def _read_evenly(batch: LazyRows, placement: Placement) -> Any:
     return _put_together(parts, [stacked(copy_to(blocks, homes), placement) for blocks in pieces])
 
 
-def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
+def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> BatchParts:
     parts = take_apart(batch.read(places), 0, name="batch")
     if parts.num_rows != places.size:
         raise BatchError(
@@ -291,7 +291,7 @@ def _read(batch: LazyRows, places: np.ndarray[Any, Any]) -> Parts:
 
 def _read_pieces(
     batch: LazyRows, size: int, owners: Sequence[int]
-) -> tuple[Parts, list[list[np.ndarray[Any, Any]]]]:
+) -> tuple[BatchParts, list[list[np.ndarray[Any, Any]]]]:
     """Reads the rows of towers or devices, `size` each: for each array, one piece per owner."""
     places = [np.arange(owner * size, (owner + 1) * size) % batch.num_rows for owner in owners]
     parts = _read(batch, np.concatenate(places))
@@ -305,7 +305,7 @@ def _num_rows(batch: Any) -> int:
     return take_apart(batch, 0, name="batch").num_rows
 
 
-def _put_together(parts: Parts, rows: Sequence[Any]) -> Any:
+def _put_together(parts: BatchParts, rows: Sequence[Any]) -> Any:
     """The batch again, with other rows; 0-d arrays of NumPy are copied as the rows were."""
     shared = iter([x.copy() if isinstance(x, np.ndarray) else x for x in parts.shared])
     split = iter(rows)

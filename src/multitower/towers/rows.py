@@ -102,7 +102,7 @@ class Split:
 _DATA_SET = "data"
 
 
-class Parts(NamedTuple):
+class BatchParts(NamedTuple):
     """A tree taken apart.
 
     Attributes:
@@ -118,7 +118,7 @@ class Parts(NamedTuple):
     num_rows: int
 
 
-def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = False) -> Parts:
+def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = False) -> BatchParts:
     """Sorts the leaves of a tree into shared ones and rows.
 
     Args:
@@ -173,7 +173,7 @@ def take_apart(tree: Any, axes: Any, *, name: str | Names, constants: bool = Fal
             f"{path_of(tree, first, name)} has zero rows: a batch needs at least one. Skip empty "
             "batches."
         )
-    return Parts(Split(treedef, tuple(kinds)), shared, rows, num_rows)
+    return BatchParts(Split(treedef, tuple(kinds)), shared, rows, num_rows)
 
 
 def real_rows(index: jax.Array, tower_rows: int, num_rows: jax.Array) -> jax.Array:

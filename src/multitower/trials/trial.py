@@ -26,7 +26,7 @@ from multitower.models.modules import Call, call_tower, holes_in, take_call
 from multitower.models.state import enter
 from multitower.towers.leaves import is_key, without_explicit_axes
 from multitower.towers.placement import AXIS
-from multitower.towers.rows import SHARED, Parts, Tower, axes_of_leaves, take_apart
+from multitower.towers.rows import SHARED, BatchParts, Tower, axes_of_leaves, take_apart
 from multitower.trials.comparison import numbers_of
 
 # For each tower its rows, and the tower.
@@ -71,7 +71,7 @@ class Trial:
     arguments: Arguments
     tree: tuple[Any, ...]
     axes: tuple[Any, ...]
-    parts: Parts
+    parts: BatchParts
     reduction: Reduction
 
     @classmethod

@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
     totals: tuple[int, ...]
 
 
-class Rounds(NamedTuple):
+class CutProgram(NamedTuple):
     """A program whose steps have a stage and a round; both together are a segment.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Placed(NamedTuple):
     round: int | None
 
 
-def cut_into_rounds(program: Program, stages: Sequence[int], num_stages: int) -> Rounds:
+def cut_into_rounds(program: Program, stages: Sequence[int], num_stages: int) -> CutProgram:
     """Cuts stages where towers meet.
 
     Args:
@@ -65,13 +65,13 @@ def cut_into_rounds(program: Program, stages: Sequence[int], num_stages: int) ->
     """
     if not any(is_meeting(step.equation) for step in program.steps):
         each = tuple(range(num_stages))
-        return Rounds(program, list(stages), each, (0,) * num_stages)
+        return CutProgram(program, list(stages), each, (0,) * num_stages)
     placed, last = _apart(program, stages)
     rounds = _as_late_as_possible(placed, last)
     segments = sorted({(r, one.stage) for one, r in zip(placed, rounds, strict=True) if r >= 0})
     at = {pair: n for n, pair in enumerate(segments)}
     places = [at.get((r, one.stage), NOWHERE) for one, r in zip(placed, rounds, strict=True)]
-    return Rounds(
+    return CutProgram(
         program._replace(steps=[one.step for one in placed]),
         places,
         tuple(stage for _, stage in segments),

@@ -30,7 +30,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts as BatchParts
+from multitower.towers.rows import BatchParts
 from multitower.towers.split import cut
 
 

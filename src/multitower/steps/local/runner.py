@@ -27,8 +27,7 @@ from multitower.steps.runner import Metrics
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement, contiguous
-from multitower.towers.rows import Parts as BatchParts
-from multitower.towers.rows import Tower
+from multitower.towers.rows import BatchParts, Tower
 from multitower.towers.split import TowerRows, cut
 
 

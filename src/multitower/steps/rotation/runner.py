@@ -31,8 +31,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.global_arrays import replicate
 from multitower.towers.placement import Placement
-from multitower.towers.rows import Parts as BatchParts
-from multitower.towers.rows import Split
+from multitower.towers.rows import BatchParts, Split
 from multitower.towers.split import TowerRows, copy_to, cut
 
 

@@ -11,7 +11,7 @@ from multitower.steps.shards.state import StateShards
 from multitower.steps.state.fields import Fields
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import is_traced
-from multitower.towers.rows import Parts
+from multitower.towers.rows import BatchParts
 
 
 class ShardsRunner:
@@ -23,7 +23,9 @@ class ShardsRunner:
         self._feeder = Feeder(shards.placement, batches.tower_rows)
         self._programs: dict[Any, Any] = {}
 
-    def run(self, state: TrainState, parts: Parts, maker: object) -> tuple[TrainState, Metrics]:
+    def run(
+        self, state: TrainState, parts: BatchParts, maker: object
+    ) -> tuple[TrainState, Metrics]:
         """Makes one update; the state is overwritten."""
         rest, rows, num_rows = self._feeder.feed(parts)
         given = state.fields()

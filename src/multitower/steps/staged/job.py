@@ -78,7 +78,7 @@ class StagedJob:
         of_means, _ = self._results.children()
         by_place: dict[int, Any] = {}
         for packed in results:
-            places = jax.tree.unflatten(packed.layout.treedef, packed.layout.slots)
+            places = jax.tree.unflatten(packed.layout.treedef, packed.layout.places)
             num_means = sum(place < of_means.num_leaves for place in places)
             by_place |= unpack(packed, scale, num_means)  # means have the smaller numbers
         leaves = [with_one_nan(by_place[place]) for place in range(self._results.num_leaves)]

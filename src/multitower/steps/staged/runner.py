@@ -22,7 +22,7 @@ from multitower.steps.state.fields import Fields
 from multitower.steps.state.replicas import check_replicas_of_stages
 from multitower.steps.state.train_state import TrainState
 from multitower.towers.leaves import device_dtype
-from multitower.towers.rows import Parts as BatchParts
+from multitower.towers.rows import BatchParts
 from multitower.towers.split import cut, on_one_device
 
 

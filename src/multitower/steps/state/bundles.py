@@ -25,7 +25,7 @@ _Vectors = list[jax.Array]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BundleLayout:
     """Which leaves of a tree are packed together. It depends on shapes and dtypes, and is hashable.
 
     Attributes:
@@ -41,7 +41,7 @@ class Layout:
     alone: tuple[int, ...]
 
     @classmethod
-    def of(cls, tree: Any) -> "Layout":
+    def of(cls, tree: Any) -> "BundleLayout":
         """The layout of a tree of arrays or `jax.ShapeDtypeStruct`."""
         leaves, treedef = jax.tree.flatten(tree)
         by_dtype: dict[Any, list[int]] = {}
@@ -61,7 +61,7 @@ class Bundle:
 
     vectors: _Vectors
     alone: list[Any]
-    layout: Layout = field(metadata={"static": True})
+    layout: BundleLayout = field(metadata={"static": True})
 
 
 def bundled_job(job: Job) -> Job:
@@ -83,7 +83,7 @@ def bundled(copies: Sequence[Any]) -> list[Any]:
     Arrays are not overwritten. All copies share one layout object, since it is compared at every
     call of a program.
     """
-    layout = Layout.of(copies[0])
+    layout = BundleLayout.of(copies[0])
     return [_laid(copy, layout, _joined) for copy in copies] if layout.together else [*copies]
 
 
@@ -97,7 +97,7 @@ def shown(tree: Any) -> Any:
     return _unbundled(tree, _cut_out)
 
 
-def _laid(tree: Any, layout: Layout, join: Callable[[Any], _Vectors]) -> Bundle:
+def _laid(tree: Any, layout: BundleLayout, join: Callable[[Any], _Vectors]) -> Bundle:
     leaves = jax.tree.leaves(tree)
     vectors = join([[leaves[number] for number in numbers] for numbers in layout.together])
     return Bundle(vectors, [leaves[number] for number in layout.alone], layout)

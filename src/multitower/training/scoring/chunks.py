@@ -14,7 +14,7 @@ from multitower.towers.feeding import shard
 from multitower.towers.lazy_rows import LazyRows
 from multitower.towers.placement import place
 from multitower.towers.refusals import path_of
-from multitower.towers.rows import KEY, Parts, take_apart
+from multitower.towers.rows import KEY, BatchParts, take_apart
 from multitower.towers.same_call import check_alike
 from multitower.towers.split import on_one_device, rows_at
 
@@ -121,7 +121,7 @@ def num_rows_of_all(data: Any) -> int | None:
 
 def _of_batch(
     batch: Any,
-    parts: Parts,
+    parts: BatchParts,
     size: int,
     place: Callable[[LazyRows], Any] | None,
     numbers: Iterator[int],
