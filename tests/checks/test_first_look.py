@@ -2103,7 +2103,7 @@ class Annealing:
 def test_a_number_that_a_loss_keeps_for_its_next_call_is_told(is_closed_over):
     """The lie: it counts calls. It counts traces."""
     model = Annealing()
-    loss = (lambda w, x: model.loss(w, x)) if is_closed_over else model.loss
+    loss = (lambda w, x: 2 * model.loss(w, x)) if is_closed_over else model.loss
     with pytest.warns(mt.MultitowerWarning, match=r"changes self.step and reads it"):
         mt.value_and_grad(loss, devices=2)(W, X)
     step = mt.train_step(loss, optax.sgd(0.1), devices=2)
@@ -2114,4 +2114,4 @@ def test_a_number_that_a_loss_keeps_for_its_next_call_is_told(is_closed_over):
 def test_what_a_loss_writes_and_does_not_keep_is_not_told():
     model = Annealing()
     mt.value_and_grad(model.squares, devices=2)(W, X)  # warnings are errors
-    mt.value_and_grad(lambda w, x: model.squares(w, x), devices=2)(W, X)
+    mt.value_and_grad(lambda w, x: 2 * model.squares(w, x), devices=2)(W, X)

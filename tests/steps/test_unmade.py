@@ -15,7 +15,7 @@ from flax import nnx
 import multitower as mt
 from multitower.errors import ArgumentError
 from multitower.stages.pipeline import Pipeline
-from multitower.steps.job import look_at_loss
+from multitower.steps.look import look_at_loss
 from multitower.steps.staged.first import First
 from multitower.steps.staged.runner import StagedRunner
 
@@ -106,7 +106,7 @@ def watch(monkeypatch):
 
     parts = StagedRunner._parts
     monkeypatch.setattr(StagedRunner, "_parts", watched)
-    monkeypatch.setattr("multitower.steps.step.look_at_loss", looked_at)
+    monkeypatch.setattr("multitower.steps.look.look_at_loss", looked_at)
     monkeypatch.setattr(Pipeline, "run", stop)  # by then all of the state is on its devices
     watch = Watch()
     return watch

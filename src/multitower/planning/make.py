@@ -18,8 +18,8 @@ from multitower.planning.shapes import Planned, planned
 from multitower.planning.sizes import memory_in_bytes
 from multitower.planning.staged import staged_layouts
 from multitower.steps.arguments import check_numbers
-from multitower.steps.job import averaged_over_rows
 from multitower.steps.local.options import LocalOptions, check_local
+from multitower.steps.look import averaged_over_rows
 from multitower.steps.loss import LossFunction
 from multitower.steps.parts import StepParts
 from multitower.steps.precision import check_compute_dtype, check_loss_scale

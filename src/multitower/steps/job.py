@@ -1,35 +1,27 @@
 """The job of one training step: loss and gradients in every tower, one update of everything."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from multitower.engines.job import Job, Shared, TowerResult
-from multitower.engines.tracing import look_by_shapes, trace
 from multitower.errors import OutputError
-from multitower.functions.auxiliary import made_of_no_rows
 from multitower.functions.objective import (
     Reduction,
-    for_first_look,
-    name_without_rows,
     num_weights,
     share_of,
     weights_of,
 )
-from multitower.functions.outputs import find_row_leaves, is_per_example, row_sum, wide
+from multitower.functions.outputs import is_per_example, row_sum, wide
 from multitower.functions.ratio import (
     is_ratio,
     join_ratio,
     keeping_ratios,
     sums_of,
-    take_ratios,
 )
 from multitower.models.state import Changed, enter, join, sort_changes
-from multitower.processes.together import are_several
 from multitower.steps.loss import LossOutput
 from multitower.steps.metrics import MetricSums, join_metrics, sort_metrics
 from multitower.steps.optimizing.extra_metrics import refuse_taken_names
@@ -38,10 +30,7 @@ from multitower.steps.parts import StepParts
 from multitower.steps.precision import scaled, unscaled
 from multitower.steps.state.bundles import opened
 from multitower.steps.state.fields import Fields
-from multitower.towers.leaves import device_dtype
-from multitower.towers.refusals import name_of, taken_out_of
-from multitower.towers.rows import BatchParts, Split, Tower, key_of_tower
-from multitower.towers.same_call import shapes_in_words
+from multitower.towers.rows import Split, Tower, key_of_tower
 from multitower.towers.surroundings import inside_a_tower
 
 
@@ -117,7 +106,7 @@ class TowerStep:
         self._step = step
         self._tower_rows = tower_rows
         self._num_towers = num_towers
-        self._forward = _forward(step, split, tower_rows, sort)
+        self._forward = loss_in_tower(step, split, tower_rows, sort)
 
     def objective(
         self, params: Any, shared: Shared, rows: list[Any], here: Tower
@@ -166,7 +155,7 @@ def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:
     In its `Shared`, `state` is empty, since a job's state is overwritten; `rest` is the pair of the
     Fields and the leaves of the batch that are not rows.
     """
-    forward = _forward(step, split, tower_rows)
+    forward = loss_in_tower(step, split, tower_rows)
 
     def tower(shared: Shared, rows: list[Any], here: Tower) -> TowerResult:
         fields, rest = opened(shared.rest[0]), shared.rest[1]
@@ -176,138 +165,7 @@ def make_weights_job(step: StepParts, split: Split, tower_rows: int) -> Job:
     return Job(tower, finish=lambda state, means, sums: sums)
 
 
-class Looked(NamedTuple):
-    """What tracing a loss once has shown.
-
-    Attributes:
-        averaged: names a result that the loss averages over rows itself, such as "a scalar loss";
-            None if all results have one entry per row.
-        meets: names the place where towers exchange values in it; None if they do not.
-        num_weights: how many weights its gradients need.
-        program: with several processes, what the loss returns, in words, and the checksum of its
-            program.
-        copies_count_in: the results in which copies of rows count, where these fill up a tower.
-    """
-
-    averaged: str | None
-    meets: str | None
-    num_weights: int
-    program: tuple[str, int] = "", 0
-    copies_count_in: str = ""
-
-
-def look_at_loss(
-    step: StepParts,
-    parts: BatchParts,
-    fields: Fields,
-    tower_rows: int,
-    *,
-    num_towers: int,
-    is_by_device: bool,
-    exchange: bool,
-) -> Looked:
-    """Traces a loss, and warns of results that depend on the number of towers.
-
-    Args:
-        step: what the step is made of.
-        parts: a batch, taken apart.
-        fields: the state.
-        tower_rows: rows of a full tower.
-        num_towers: how many towers there are.
-        is_by_device: whether that is the number of devices, because `towers` was not given.
-        exchange: whether towers may exchange values.
-
-    Raises:
-        OutputError: the loss returned a value of the wrong kind or shape.
-    """
-    forward = _forward(step, parts.split, tower_rows)
-    rows, here = _stand_ins(parts, tower_rows)
-    shared = Shared(fields, parts.shared)
-    # Under jit, so that rows of one shape are traced once: a large model takes a while.
-    run = jax.jit(lambda rows, here: forward(fields.params, shared, rows, here))
-    traced = trace(run, (rows, here), num_towers)
-    find = lambda: _averaged(traced.shapes, run, rows, here)
-    averaged = look_by_shapes(find, num_towers=num_towers)
-    batch = lambda: parts.split.rebuild(parts.shared, rows, here)
-    from multitower.checks.first_look import look  # noqa: PLC0415 (at the first call: importing stays quick)
-
-    copies_count_in = look(
-        lambda rows, here, shared: _by_name(step, parts.split, shared, rows, here),
-        parts.rows,
-        shared,
-        averages=True,
-        num_devices=num_towers if is_by_device else 0,
-        named=lambda number: (
-            name_of(parts.split.row_paths(batch())[number], "batch"),
-            taken_out_of("batch"),
-        ),
-        real_rows=tower_rows,
-        exchange=exchange,
-        fun=step.loss.fn,
-    )
-    found = Looked(averaged, traced.meets, num_weights(traced.shapes.loss))
-    if are_several():
-        returned = {"loss": traced.shapes.loss, "metrics": traced.shapes.metrics}
-        found = found._replace(program=(shapes_in_words(returned), traced.checksum))
-    if step.model_state_from == "mean":  # else tower 0 decides, which is the last one to be short
-        found = found._replace(copies_count_in=copies_count_in)
-    return found
-
-
-def averaged_over_rows(
-    step: StepParts, parts: BatchParts, fields: Fields, tower_rows: int, num_towers: int
-) -> str | None:
-    """What a loss averages over rows itself, as `Looked.averaged`, from shapes and in silence."""
-    forward = _forward(step, parts.split, tower_rows)
-    rows, here = _stand_ins(parts, tower_rows)
-
-    def find(shared: Shared) -> str | None:
-        run = lambda rows, here: forward(shared.state.params, shared, rows, here)
-        return _averaged(jax.eval_shape(run, rows, here), run, rows, here)
-
-    return look_by_shapes(find, Shared(fields, parts.shared), num_towers=num_towers)
-
-
-def _stand_ins(parts: BatchParts, tower_rows: int) -> tuple[list[jax.ShapeDtypeStruct], Tower]:
-    """The shapes of a full tower's rows, and the first tower, to trace a loss with."""
-    rows = [jax.ShapeDtypeStruct((tower_rows, *x.shape[1:]), device_dtype(x)) for x in parts.rows]
-    return rows, Tower(np.int32(0), np.int32(tower_rows), np.int32(tower_rows))
-
-
-def _averaged(
-    output: Any, run: Callable[[list[Any], Tower], LossOutput], rows: list[Any], here: Tower
-) -> str | None:
-    """What a loss averages over rows itself, from the shapes of its results, `output`."""
-    tower_rows = rows[0].shape[0]
-    loss_of = lambda rows: run(rows, here).loss
-    without = name_without_rows(output.loss, tower_rows, lambda rows: loss_of(rows).offset, rows)
-    metrics, ratios = take_ratios(output.metrics)
-    taken = lambda rows, here: take_ratios(run(rows, here).metrics)
-    plain = lambda rows, here: taken(rows, here)[0]
-    is_row = find_row_leaves(lambda rows: plain(rows, here), rows, metrics, "metrics")
-    for number, one in enumerate(ratios):
-        offset_of = lambda rows, number=number: taken(rows, here)[1][number].offset
-        without = without or name_without_rows(one, tower_rows, offset_of, rows)
-    if not (without or all(is_row)):
-        steady, _ = made_of_no_rows(plain, rows, here)
-        flat, _ = jax.tree_util.tree_flatten_with_path(metrics)
-        for number, (path, _) in enumerate(flat):
-            if not (is_row[number] or number in steady or without):
-                without = f"metrics{jax.tree_util.keystr(path)} is not per example"
-    return without
-
-
-def _by_name(step: StepParts, split: Split, shared: Shared, rows: Any, here: Tower) -> Any:
-    # The look finds statistics of rows in the means over towers, so it takes these here, also where
-    # the step keeps those of tower 0.
-    forward = _forward(replace(step, model_state_from="mean"), split, len(rows[0]))
-    output = forward(shared.state.params, shared, rows, here)
-    new = join(shared.state.model_state, output.model_state)
-    of_loss = for_first_look(output.loss, output.metrics, len(rows[0]), step.reduction)
-    return {**of_loss, "metrics": take_ratios(output.metrics)[0], "model_state": new}
-
-
-def _forward(
+def loss_in_tower(
     step: StepParts, split: Split, tower_rows: int, sort: Callable[..., Changed] = sort_changes
 ) -> Callable[..., LossOutput]:
     """The loss of one tower, as a function of (params, shared, rows, here).

@@ -15,9 +15,8 @@ import numpy as np
 from multitower.engines.executable import settings
 from multitower.errors import StateError
 from multitower.models.modules import Model
-from multitower.steps.job import Looked
 from multitower.steps.loss import LossFunction
-from multitower.steps.parts import StepParts
+from multitower.steps.parts import Looked, StepParts
 from multitower.steps.state.train_state import TrainState
 from multitower.steps.way import Runner
 from multitower.towers.rows import BatchParts, Split

@@ -60,3 +60,23 @@ class Batches(NamedTuple):
     def split(self) -> Split:
         """Which of their leaves are rows."""
         return self.first.split
+
+
+class Looked(NamedTuple):
+    """What tracing a loss once has shown.
+
+    Attributes:
+        averaged: names a result that the loss averages over rows itself, such as "a scalar loss";
+            None if all results have one entry per row.
+        meets: names the place where towers exchange values in it; None if they do not.
+        num_weights: how many weights its gradients need.
+        program: with several processes, what the loss returns, in words, and the checksum of its
+            program.
+        copies_count_in: the results in which copies of rows count, where these fill up a tower.
+    """
+
+    averaged: str | None
+    meets: str | None
+    num_weights: int
+    program: tuple[str, int] = "", 0
+    copies_count_in: str = ""

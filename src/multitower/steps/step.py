@@ -15,11 +15,10 @@ from multitower.hardware.devices import DeviceSpec
 from multitower.models.modules import Model, refuse_modules_inside
 from multitower.stages.layout import Layout
 from multitower.steps.arguments import refuse_tracers
-from multitower.steps.job import Looked, look_at_loss
 from multitower.steps.looped import take_apart_each
 from multitower.steps.makers import Maker, Makers, Seen, kind_of
 from multitower.steps.optimizing.extra_metrics import check_learning_rate
-from multitower.steps.parts import Batches, StepParts
+from multitower.steps.parts import Batches, Looked, StepParts
 from multitower.steps.precision import fitting_scale
 from multitower.steps.rotation.options import RotationOptions
 from multitower.steps.runner import Metrics
@@ -367,6 +366,8 @@ class TrainStep:
         """What tracing the loss shows before it is compiled; remembered for each kind of batch."""
         key = (parts.split, tower_rows, tuple((x.shape[1:], x.dtype) for x in parts.rows))
         if key not in maker.looked:
+            from multitower.steps.look import look_at_loss  # noqa: PLC0415 (importing stays quick)
+
             way = self._find_way()
             look = lambda fields: look_at_loss(
                 maker.parts,

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from multitower.errors import StateError
 from multitower.stages.layout import Layout
-from multitower.steps.job import Looked
 from multitower.steps.optimizing.update import begin
-from multitower.steps.parts import Batches, StepParts
+from multitower.steps.parts import Batches, Looked, StepParts
 from multitower.steps.runner import (
     FastRunner,
     Metrics,

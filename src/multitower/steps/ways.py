@@ -9,11 +9,10 @@ import jax
 from multitower.engines.tracing import look_by_shapes
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.options import StageOptions
-from multitower.steps.job import Looked
 from multitower.steps.local.options import LocalOptions
 from multitower.steps.looped import LoopOptions, LoopRunner, StackFeeder, is_one_program
 from multitower.steps.optimizing.optimizer import check_opt_state
-from multitower.steps.parts import Batches, ShardOptions, StepParts
+from multitower.steps.parts import Batches, Looked, ShardOptions, StepParts
 from multitower.steps.rotation.options import RotationOptions, refuse_meeting_in_rotation
 from multitower.steps.runner import on_all_devices
 from multitower.steps.state.changes import Changes, with_changes
