@@ -218,9 +218,11 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
             raise ArgumentError(
                 f"the function uses an array of shape {held.shape} that lies on "
                 f"{len(held.sharding.device_set)} devices, through an attribute of an object or an "
-                "entry of a list or dict: JAX refuses that. Pass it as an argument which every "
-                "tower gets whole, such as target in loss(params, target, batch) with "
-                "in_axes=(None, None, 0); or, for small arrays, keep jax.device_get of it there."
+                "entry of a list or dict: JAX refuses that. Pass it to mt.value_and_grad as an "
+                "argument which every tower gets whole, such as target in "
+                "loss(params, target, batch) with in_axes=(None, None, 0), and to mt.train_step as "
+                "model_state, which the loss returns as it is; or, for small arrays, keep "
+                "jax.device_get of it there."
             )
     return traced
 
