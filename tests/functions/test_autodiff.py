@@ -600,12 +600,11 @@ def test_a_copy_of_weights_goes_when_they_go():
     gradient = mt.grad(lambda w, x: w * x, devices=4)
     w = jnp.float32(2)
     gradient(w, np.ones(8, np.float32))
-    copies = [weakref.ref(one.copy) for one in global_arrays._copies.values()]
-    assert any(one().shape == () and one() == 2 for one in copies)
-    before = len(global_arrays._copies)
+    copy = weakref.ref(global_arrays._copies[id(w)].copy)
+    assert copy() == 2
     del w
     gc.collect()
-    assert len(global_arrays._copies) < before
+    assert copy() is None
 
 
 def test_a_step_of_ones_own_compiles_once_with_weights_on_all_devices():
@@ -650,4 +649,5 @@ def test_results_of_one_call_are_on_the_same_devices():
     for towers, few in ((4, 7), (6, 12)):
         x = np.arange(few, dtype=np.float32)
         gradient, aux = mt.grad(losses, has_aux=True, devices=4, towers=towers)(jnp.float32(2), x)
-        np.testing.assert_allclose(gradient * aux["rows"].mean(), (x**2).mean() * 8 * x.mean())
+        expected = (x**2).mean() * 8 * x.mean()
+        np.testing.assert_allclose(gradient * aux["rows"].mean(), expected, rtol=1e-5)
