@@ -3,13 +3,13 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from multitower.processes.together import spread, whole_on_host
 from multitower.towers.leaves import is_key
@@ -20,17 +20,33 @@ from multitower.towers.split import copy_to
 _SMALL_SIZE = 1 << 18
 
 
-class _Copy(NamedTuple):
-    """A copy of an array on all devices, and where they are."""
+class KeptCopies:
+    """Copies of arrays, by the identity of the originals; they are forgotten with these.
 
-    original: weakref.ref[jax.Array]
-    where: Sharding
-    copy: jax.Array
+    A `jax.Array` never changes, so its copies stay valid.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[int, tuple[Any, dict[Any, jax.Array]]] = {}
+
+    def of(self, leaf: jax.Array) -> dict[Any, jax.Array]:
+        """The copies of an array, by where they are; new ones may be written there."""
+        known = self._all.get(id(leaf))
+        if known is not None and known[0]() is leaf:
+            return known[1]
+        kept, number = self._all, id(leaf)
+
+        def forget(gone: Any) -> None:
+            if number in kept and kept[number][0] is gone:
+                del kept[number]
+
+        copies: dict[Any, jax.Array] = {}
+        kept[number] = (weakref.ref(leaf, forget), copies)
+        return copies
 
 
-# The copies of arrays that lie on one device, by the id of the array. A copy is dropped with it, so
-# that no device keeps more of them than the one where the arrays are.
-_copies: dict[int, _Copy] = {}
+# Where one of these devices has the array, so that no other has to keep more.
+_copies = KeptCopies()
 
 
 def on_all_devices(leaves: Sequence[Any], placement: Placement) -> list[jax.Array]:
@@ -39,33 +55,27 @@ def on_all_devices(leaves: Sequence[Any], placement: Placement) -> list[jax.Arra
     Frozen weights and a model that predicts stay where they are from call to call. What is
     returned must not be donated.
     """
-    found = [_copy_of(leaf, placement.shared) for leaf in leaves]
-    missing = [leaf for leaf, copy in zip(leaves, found, strict=True) if copy is None]
-    made = copy_to(missing, [placement.shared] * len(missing))
-    if len(placement.devices) > 1:
-        for leaf, copy in zip(missing, made, strict=True):
-            _keep(leaf, copy, placement)
-    new = iter(made)
-    return [next(new) if copy is None else copy for copy in found]
+    where = placement.shared
+    known = [_known_copies(leaf, placement) for leaf in leaves]
+    missing = [leaf for leaf, copies in zip(leaves, known, strict=True) if where not in copies]
+    made = iter(copy_to(missing, [where] * len(missing)))
+    for copies in known:
+        if where not in copies:
+            copies[where] = next(made)
+    return [copies[where] for copies in known]
 
 
-def _copy_of(leaf: Any, where: Sharding) -> jax.Array | None:
-    if isinstance(leaf, jax.Array) and leaf.sharding == where:
-        return leaf
-    kept = _copies.get(id(leaf))
-    if kept is None or kept.original() is not leaf or kept.where != where:
-        return None
-    return kept.copy
-
-
-def _keep(leaf: Any, copy: jax.Array, placement: Placement) -> None:
-    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, SingleDeviceSharding):
-        return
+def _known_copies(leaf: Any, placement: Placement) -> dict[Any, jax.Array]:
+    if not isinstance(leaf, jax.Array):
+        return {}
+    if leaf.sharding == placement.shared:
+        return {placement.shared: leaf}
+    if not isinstance(leaf.sharding, SingleDeviceSharding) or len(placement.devices) == 1:
+        return {}
     (device,) = leaf.devices()
-    if device in placement.devices and leaf.sharding.memory_kind == device.default_memory().kind:
-        number = id(leaf)
-        original = weakref.ref(leaf, lambda _: _copies.pop(number, None))
-        _copies[number] = _Copy(original, placement.shared, copy)
+    is_here = device in placement.devices
+    is_here &= leaf.sharding.memory_kind == device.default_memory().kind
+    return _copies.of(leaf) if is_here else {}
 
 
 def replicate(tree: Any, placement: Placement) -> list[Any]:
