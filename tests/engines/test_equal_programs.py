@@ -107,13 +107,13 @@ def test_memory_is_given_away_where_the_arguments_are_several_leaves():
 def test_stages_of_equal_layers_share_programs_on_a_device(devices, num_different, monkeypatch):
     # The first stage sends no cotangents back; the others are equal.
     made = []
-    init = programs.Programs.__init__
+    init = programs.StagePrograms.__init__
 
     def noted(self, *given, **options):
         init(self, *given, **options)
         made.append(self)
 
-    monkeypatch.setattr(programs.Programs, "__init__", noted)
+    monkeypatch.setattr(programs.StagePrograms, "__init__", noted)
 
     def losses(params, x):
         for w in params:

@@ -152,7 +152,7 @@ def check_stages(devices=(1, 4)):
 
 def change_program(kind, stage, replica, change):
     """Plants a fault into one program of a model in stages, where there are two replicas."""
-    init = programs.Programs.__init__
+    init = programs.StagePrograms.__init__
 
     def changed(self, chain, layout, **how):
         init(self, chain, layout, **how)
@@ -161,7 +161,7 @@ def change_program(kind, stage, replica, change):
             right = own[replica]
             own[replica] = lambda *given: jax.tree.map(change, right(*given))
 
-    return programs.Programs, "__init__", changed
+    return programs.StagePrograms, "__init__", changed
 
 
 def twice(leaf):
