@@ -596,6 +596,21 @@ def test_weights_on_one_device_are_copied_once(towers):
     np.testing.assert_allclose(changed, by_jax, rtol=1e-5)
 
 
+@pytest.mark.parametrize("towers", [None, 4])
+def test_weights_that_are_there_twice_are_copied_to_their_own_places(towers):
+    """The lie: the copy of one array is taken for that of the next."""
+    losses = lambda params, x: (x @ params[0]) + (x @ params[1]) * (x @ params[2])
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    twice, other = jnp.arange(3.0), jnp.full(3, 7.0)
+    gradient = mt.value_and_grad(losses, devices=4, towers=towers)
+    by_jax = jax.value_and_grad(lambda params: losses(params, x).mean())
+    for params in ([twice, twice, other], [other, twice, twice + 1]):
+        for found, wanted in zip(
+            jax.tree.leaves(gradient(params, x)), jax.tree.leaves(by_jax(params)), strict=True
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 def test_a_copy_of_weights_goes_when_they_go():
     gradient = mt.grad(lambda w, x: w * x, devices=4)
     w = jnp.float32(2)

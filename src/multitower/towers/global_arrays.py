@@ -57,11 +57,10 @@ def on_all_devices(leaves: Sequence[Any], placement: Placement) -> list[jax.Arra
     """
     where = placement.shared
     known = [_known_copies(leaf, placement) for leaf in leaves]
-    missing = [leaf for leaf, copies in zip(leaves, known, strict=True) if where not in copies]
-    made = iter(copy_to(missing, [where] * len(missing)))
-    for copies in known:
-        if where not in copies:
-            copies[where] = next(made)
+    missing = [n for n, copies in enumerate(known) if where not in copies]
+    made = copy_to([leaves[n] for n in missing], [where] * len(missing))
+    for n, copy in zip(missing, made, strict=True):
+        known[n][where] = copy
     return [copies[where] for copies in known]
 
 
