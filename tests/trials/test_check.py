@@ -583,6 +583,10 @@ def masked_mean(w, batch):
     return (by_row(w, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def chosen_mean(w, batch):
+    return jnp.mean(by_row(w, batch), where=batch["mask"])  # where takes booleans alone
+
+
 def without_outliers(w, batch):
     kept = (jnp.abs(batch["x"]) < 10).all(1)
     return masked_mean(w, {**batch, "mask": kept})
@@ -606,6 +610,7 @@ def test_a_mask_that_keeps_every_row_does_not_make_a_mean_safe(kind):
     assert [one.kind for one in check.problems] == ["mixed rows"]
     assert "the numbers agree, as with a mask that keeps every row" in str(check)
     assert not check_parallel(without_outliers, W, BATCH)
+    assert not check_parallel(chosen_mean, W, {**BATCH, "mask": np.ones(16, np.bool_)})
 
 
 @pytest.mark.parametrize("loss", [half_of_each_row, backwards])

@@ -129,7 +129,8 @@ class Trial:
                 with np.errstate(over="ignore"):
                     return (numbers * factors).astype(numbers.dtype)
             is_even = numbers.size > 0 and (numbers == numbers.flat[0]).all()
-            return np.where(draw.random(numbers.shape) < 0.5, numbers, 0) if is_even else leaf
+            zeros = np.zeros_like(numbers)
+            return np.where(draw.random(numbers.shape) < 0.5, numbers, zeros) if is_even else leaf
 
         rows = [other(leaf) for leaf in self.parts.rows]
         return replace(self, parts=self.parts._replace(rows=rows))
