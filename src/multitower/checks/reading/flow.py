@@ -79,7 +79,7 @@ class Flow:
             largest, and its line: it is no mean over rows.
         bent: for a mixed value, the operation that made it of sums over rows, and its line, if the
             mean over towers of such values is another number; but a variance is meant.
-        order: the order that its rows are in, if they were sorted; see `orders`.
+        order: the order that its rows are in, if they were sorted or laid out; see `orders`.
         chunk: the number of the chunk whose rows it has, ALL_CHUNKS or SUM_OF_CHUNKS, if the rows
             were laid out in chunks; see `chunks`.
         inner: for an axis with several values of each row, how many of them lie side by side, if

@@ -38,11 +38,11 @@ def laid_out(
     axis = _axis(result, reader)
     if step is None or axis is None:
         return None
-    order = None
-    if _inner(step, result, axis, reader) is None:
+    inner, order = _inner(step, result, axis, reader), None
+    if inner is None:
         alike = Fraction(math.prod(result.aval.shape[axis + 1 :]), step)
         order = Order(laid_apart(reader.where(equation)), -alike, "rows", step)
-    return [replace(plain(inputs), order=order)]
+    return [replace(plain(inputs), order=order, inner=inner)]
 
 
 def order_of_result(equation: Any, inputs: Sequence[Flow]) -> Order | None:
@@ -99,12 +99,16 @@ def with_inner(
 ) -> list[Flow]:
     """What is known of an operation's results, with how many values of a row lie side by side.
 
+    `laid_out` knows that of a reshape.
+
     Args:
         equation: the operation.
         inputs: what is known of its inputs.
         found: what is known of its results.
         reader: knows the axes of rows.
     """
+    if equation.primitive.name == "reshape":
+        return list(found)
     return [
         replace(flow, inner=_inner_of_result(equation, inputs, atom, reader))
         if flow.word == "by row"
@@ -119,9 +123,6 @@ def _inner_of_result(
     axis, name = _axis(result, reader), equation.primitive.name
     if axis is None or _is_plain(result, axis, reader):
         return None
-    if name == "reshape":
-        step = _step(equation.invars[0], inputs[0], reader)
-        return None if step is None else _inner(step, result, axis, reader)
     if name == "tile" or (name == "concatenate" and equation.params["dimension"] == axis):
         pairs = zip(equation.invars, inputs, strict=True)
         is_whole = {_inner_of(atom, flow, reader) for atom, flow in pairs} == {1}
