@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from multitower.engines.executable import compile_for_each
+from multitower.engines.executable import Compiled, Holding, compile_for_each
 
 # What the text of a program does not show: which Python function a callback calls, and the arrays
 # that a program closes over, if JAX passes them beside the arguments, as it does with
@@ -24,7 +24,7 @@ class Executable:
         treedef: the structure of what the program returns.
     """
 
-    compiled: jax.stages.Compiled
+    compiled: Compiled
     treedef: Any
 
     def __call__(self, *args: Any) -> Any:
@@ -35,6 +35,11 @@ class Executable:
     def out_info(self) -> Any:
         """Shapes and dtypes of what it returns."""
         return jax.tree.unflatten(self.treedef, self.compiled.out_info)
+
+    @property
+    def held(self) -> list[jax.Array]:
+        """The large arrays that it closes over."""
+        return self.compiled.arrays if isinstance(self.compiled, Holding) else []
 
     def memory_analysis(self) -> Any:
         """As `jax.stages.Compiled.memory_analysis`."""

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from multitower.engines import reduction
-from multitower.engines.executable import compile_for_each
+from multitower.engines.executable import Compiled, compile_for_each
 from multitower.engines.packing import pack
 from multitower.engines.rounds import Rounds, Sent
 from multitower.engines.totals import Totals, TowerSums, TowerTurn
@@ -24,8 +24,8 @@ See = Callable[[int, int, Sent], None]
 class _Programs(NamedTuple):
     """Executables of one round, one per local device each."""
 
-    run: list[jax.stages.Compiled]
-    add: list[jax.stages.Compiled]
+    run: list[Compiled]
+    add: list[Compiled]
 
 
 class Exchanges:

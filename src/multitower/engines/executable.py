@@ -4,7 +4,8 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,55 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from multitower.errors import ArgumentError, OutputError
 from multitower.towers.leaves import shape_of
+from multitower.towers.refusals import refuse_overwritten
 from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows, copy_to
+
+
+class Compiled(Protocol):
+    """An executable on one device, such as `jax.stages.Compiled`."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        ...
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of what it returns."""
+        ...
+
+    def memory_analysis(self) -> Any:
+        """What the compiler says of the memory that it takes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Holding:
+    """An executable with the large arrays that it takes before its arguments.
+
+    Attributes:
+        compiled: the executable.
+        arrays: these arrays on its device.
+        originals: the arrays of JAX among those that the program closes over.
+    """
+
+    compiled: Compiled
+    arrays: list[jax.Array]
+    originals: list[jax.Array]
+
+    def __call__(self, *args: Any) -> Any:
+        """As in `Compiled`."""
+        refuse_overwritten(self.originals)
+        return self.compiled(self.arrays, *args)
+
+    @property
+    def out_info(self) -> Any:
+        """As in `Compiled`."""
+        return self.compiled.out_info
+
+    def memory_analysis(self) -> Any:
+        """As in `Compiled`."""
+        return self.compiled.memory_analysis()
 
 
 def compile_for_each(
@@ -25,11 +73,12 @@ def compile_for_each(
     donate: tuple[int, ...] = (),
     keep_unused: bool = False,
     compile: Callable[..., jax.stages.Compiled] = lambda traced, lowered, device: lowered.compile(),
-) -> list[jax.stages.Compiled]:
+) -> list[Compiled]:
     """Compiles `fn` once per device: for the first device alone, then for the others in parallel.
 
     The first one comes alone because a GPU's autotuner remembers, within a process, which kernels
-    it chose: the other devices then get the same kernels.
+    it chose: the other devices then get the same kernels. Large arrays that `fn` closes over are
+    arguments of the executables (`held`).
 
     Args:
         fn: a function of arrays.
@@ -46,6 +95,7 @@ def compile_for_each(
         OutputError: the function has ordered effects, such as a callback with `ordered=True`.
         ArgumentError: an argument has a dtype of less than a byte.
     """
+    _refuse_packed(arguments)
     jitted = jax.jit(
         fn,
         donate_argnums=donate,
@@ -53,16 +103,38 @@ def compile_for_each(
         compiler_options=_options(devices[0].platform),
     )
 
-    def lower(device: jax.Device) -> tuple[jax.stages.Traced, jax.stages.Lowered, jax.Device]:
+    def trace(device: jax.Device) -> jax.stages.Traced:
         there = SingleDeviceSharding(device)
-        traced = jitted.trace(*jax.tree.map(lambda x: shape_of(x, there), tuple(arguments)))
+        return jitted.trace(*jax.tree.map(lambda x: shape_of(x, there), tuple(arguments)))
+
+    first = trace(devices[0])
+    from multitower.engines.held import HeldArrays  # noqa: PLC0415 (importing stays quick)
+
+    if held := HeldArrays(first.jaxpr):
+
+        def apart(arrays: list[jax.Array], *args: Any) -> Any:
+            return held.call(first, arrays, args)
+
+        apart.__name__ = getattr(fn, "__name__", "program")  # as profiles show it
+        made = compile_for_each(
+            apart,
+            (held.shapes, *arguments),
+            devices,
+            donate=tuple(place + 1 for place in donate),
+            keep_unused=keep_unused,
+            compile=compile,
+        )
+        pairs = zip(made, devices, strict=True)
+        return [Holding(one, held.on_device(device), held.originals) for one, device in pairs]
+
+    def lower(device: jax.Device) -> tuple[jax.stages.Traced, jax.stages.Lowered, jax.Device]:
+        traced = trace(device)
         _refuse_order(traced.jaxpr.effects)
         return traced, traced.lower(), device
 
-    _refuse_packed(arguments)
     # In this thread: `with jax.enable_x64(True)` and the like hold only where they are entered.
     lowered = [lower(device) for device in devices]
-    made = [compile(*lowered[0])]
+    made: list[Compiled] = [compile(*lowered[0])]
     if len(devices) > 1:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             made += pool.map(lambda one: compile(*one), lowered[1:])
@@ -72,7 +144,7 @@ def compile_for_each(
     return made
 
 
-def _is_elsewhere(program: jax.stages.Compiled, device: jax.Device) -> bool:
+def _is_elsewhere(program: Compiled, device: jax.Device) -> bool:
     """Whether results are on another device, as of a program that has dropped all arguments."""
     # `output_shardings` would put shardings into the user's dataclasses, which may check arrays.
     found = jax.tree.leaves(program.out_info)

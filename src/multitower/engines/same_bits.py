@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from multitower.engines.exchanges import Exchanges
-from multitower.engines.executable import WholeNumbers, compile_for_each, signature
+from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed, pack, unpack
 from multitower.engines.totals import Totals, TowerSums, TowerTurn, with_one_nan
@@ -104,9 +104,9 @@ class Programs:
         numbers: the numbers that these programs take, by (rows of a tower, rows of the batch).
     """
 
-    tower: list[jax.stages.Compiled] | Exchanges
-    add: list[jax.stages.Compiled]
-    finish: list[jax.stages.Compiled]
+    tower: list[Compiled] | Exchanges
+    add: list[Compiled]
+    finish: list[Compiled]
     meets: str | None
     numbers: dict[tuple[int, int], _Numbers] = field(default_factory=dict)
 

@@ -157,6 +157,19 @@ def is_call(equation: Any) -> bool:
     return equation.primitive.name in _CALLS
 
 
+def constants_in(program: Any) -> Iterator[Any]:
+    """The constants of a program, closed or not, and of all that it calls by name."""
+    yield from _consts(program)
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield from constants_of_call(equation)
+
+
+def constants_of_call(equation: Any) -> Iterator[Any]:
+    """The constants of the program that an equation calls by name; none for other equations."""
+    if is_call(equation):
+        yield from constants_in(equation.params[_CALLS[equation.primitive.name]])
+
+
 def open_calls(
     closed: Any, opens: Callable[[Any], bool], calls: Mapping[str, str] = _CALLS
 ) -> Program:

@@ -5,6 +5,7 @@ one-device result up to rounding; for the same bits on any number of devices see
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -224,7 +225,9 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
                 "model_state, which the loss returns as it is; or, for small arrays, keep "
                 "jax.device_get of it there."
             )
-    return traced
+    from multitower.engines.held import lifted  # noqa: PLC0415 (importing stays quick)
+
+    return replace(traced, program=lifted(traced.program, num_towers))
 
 
 def sum_over_devices(tree: Any) -> Any:

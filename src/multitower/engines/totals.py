@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multitower.engines import reduction
-from multitower.engines.executable import compile_for_each
+from multitower.engines.executable import Compiled, compile_for_each
 from multitower.engines.packing import Packed
 from multitower.engines.reduction import SMALL_BYTES
 from multitower.towers.global_arrays import stacked
@@ -68,7 +68,7 @@ class Totals:
         self._pair = _pair(plan, self.devices) if len(placement.devices) == 2 else None
         self._reduce = reduction.make_reduction(placement) if len(placement.devices) > 1 else None
 
-    def compile(self, sums: TowerSums) -> list[jax.stages.Compiled]:
+    def compile(self, sums: TowerSums) -> list[Compiled]:
         """Compiles the addition of two such sums for each local device; [] if none is needed."""
         if not any(turn.num_additions for turn in self.turns) and not self._is_copied(sums):
             return []
@@ -79,13 +79,13 @@ class Totals:
         return [[] for _ in self.devices]
 
     def put(
-        self, stacks: Stacks, turn: TowerTurn, sums: TowerSums, add: Sequence[jax.stages.Compiled]
+        self, stacks: Stacks, turn: TowerTurn, sums: TowerSums, add: Sequence[Compiled]
     ) -> None:
         """Puts a tower's sums on its stack, and adds up what the tree allows by now."""
         num_additions = turn.num_additions if sums.packed.buffers else 0
         reduction.put(stacks[turn.i], sums, num_additions, add[turn.i] if add else None)
 
-    def reduced(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
+    def reduced(self, stacks: Stacks, add: Sequence[Compiled]) -> list[TowerSums]:
         """The totals on every local device, after the last tower."""
         if self._is_copied(stacks[0][0]):
             return self._copied(stacks, add)
@@ -136,7 +136,7 @@ class Totals:
         """
         return self._pair is not None and not sums.blocks and _num_bytes(sums) <= SMALL_BYTES
 
-    def _copied(self, stacks: Stacks, add: Sequence[jax.stages.Compiled]) -> list[TowerSums]:
+    def _copied(self, stacks: Stacks, add: Sequence[Compiled]) -> list[TowerSums]:
         assert self._pair is not None
         first, second = self._pair
         right = _copy(stacks[second][0], self.devices[first])

@@ -13,12 +13,12 @@ from multitower.errors import ArgumentError, OutputError
 from multitower.functions.calls import Kind, TowerFunction, ragged_of
 from multitower.hardware.devices import DeviceSpec
 from multitower.stages.inference.forward import Forward, make_forward_chain
-from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout
 from multitower.stages.meeting.sums import without_collectives
 from multitower.stages.options import StageOptions
 from multitower.towers.global_arrays import join_rows
 from multitower.towers.leaves import are_traced, shape_of
+from multitower.towers.placed import Placed
 from multitower.towers.placement import Placement
 from multitower.towers.rows import BatchParts, Tower
 from multitower.towers.same_call import check_same_call

@@ -66,7 +66,8 @@ def local_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pl
         used = min(towers, room.num_devices)
         spread = Spread.of(used, towers)
         rows = spread.slots * num_bytes(row_shapes(given.batch, tower_rows))
-        took = _local_memory(given, spread, rows, working, _meeting_bytes(meeting, spread))
+        update = _meeting_bytes(meeting, spread)
+        took = _local_memory(given, spread, rows, working, update, held=programs.held)
         met = with_towers(meeting.buffers, spread)
         sent = Traffic(*(-(-count // options.sync_every) for count in met))
         if used > 1:  # the sums of the metrics, to the first device
@@ -75,12 +76,14 @@ def local_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pl
         yield make_layout(room, chosen, (took, sent), note=room.idle_in_words(used))
 
 
-def _local_memory(given: Planned, spread: Spread, rows: int, working: int, update: int) -> Memory:
+def _local_memory(
+    given: Planned, spread: Spread, rows: int, working: int, update: int, *, held: Any
+) -> Memory:
     """What a device keeps for its towers, and for all of them together."""
     options, own = given.apart, _own(given)
     assert isinstance(options, LocalOptions)
     outer_state = jax.eval_shape(options.outer_optimizer.init, given.fields.params)
-    outer = StateBytes.of(given.fields._replace(opt_state=outer_state))
+    outer = StateBytes.of(given.fields._replace(opt_state=outer_state), held)
     gradients = min(outer.parameters, working)
     return Memory(
         outer.parameters + spread.slots * num_bytes(own.params),
@@ -192,7 +195,7 @@ def _meeting_bytes(meeting: MeetingBytes, spread: Spread) -> int:
 
 def _rotation(given: Planned, programs: Programs, turns: Turns) -> tuple[Memory, Traffic]:
     """Memory of the first device, and traffic of an update that other devices compute for it."""
-    state, batch = StateBytes.of(given.fields), given.batch
+    state, batch = StateBytes.of(given.fields, programs.held), given.batch
     tower_rows = -(-batch.num_rows // turns.num_towers)
     program = programs.tower(tower_rows, turns.num_towers)
     if program.meets is not None:

@@ -116,14 +116,14 @@ def fast_layouts(given: Planned, programs: Programs, room: Room) -> Iterator[Pla
     rows = num_bytes((row_shapes(given.batch, fed), given.batch.shared))
     working = programs.fast(tower_rows, several=count > 1)
     reduced = programs.tower(tower_rows, count).reduced
-    state = StateBytes.of(given.fields)
+    state = StateBytes.of(given.fields, programs.held)
     took = memory.without_towers(state, rows, num_bytes(given.fields.params), working)
     yield make_layout(room, {}, (took, traffic.without_towers(reduced, count)))
     if count == 1:
         return
     for params in (False, True):
         program = programs.shards(tower_rows, count, params=params)
-        took = memory.with_shards(given.fields, rows, program, count, params=params)
+        took = memory.with_shards(state, given.fields, rows, program, count, params=params)
         sent = traffic.with_shards(given.fields, count, params=params)
         name = "shard_params" if params else "shard_update"
         estimated = program.num_devices != count
@@ -134,7 +134,7 @@ def tower_layouts(
     given: Planned, programs: Programs, room: Room, notes: list[str]
 ) -> Iterator[PlannedLayout]:
     """Yields the layouts with `towers=`, without stages; appends what is left out to `notes`."""
-    state = StateBytes.of(given.fields)
+    state = StateBytes.of(given.fields, programs.held)
     has_params = bool(jax.tree.leaves(given.fields.params))
     takes_blocks = (has_params and given.fields.loss_scale is None) and is_element_wise(
         given.step.optimizer, given.fields.params
@@ -156,7 +156,7 @@ def tower_layouts(
         sent = traffic.with_towers(program.buffers, spread)
         yield make_layout(room, {"towers": towers}, (took, sent), note=idle)
         if takes_blocks and used > 1:
-            took = memory.with_blocks(given.fields, tower, given.step.optimizer, spread)
+            took = memory.with_blocks(state, given.fields, tower, given.step.optimizer, spread)
             sent = traffic.with_blocks(given.fields, program.buffers, spread)
             options = {"towers": towers, "shard_update": True}
             yield make_layout(room, options, (took, sent), note=idle)

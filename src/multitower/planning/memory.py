@@ -31,7 +31,8 @@ class Memory:
         parameters: bytes of the parameters.
         optimizer_state: bytes of the optimizer's state.
         average: bytes of the moving average.
-        rest: bytes of the model state, the key and the step count.
+        rest: bytes of the model state, the key, the step count, and large arrays that the loss
+            closes over.
         rows: bytes of the device's rows of the batch.
         gradients: bytes of the sums that wait while a tower runs, and of that tower's own.
         activations: temporary bytes of a tower's program, as the compiler counts them.
@@ -132,11 +133,14 @@ def with_towers(
 
 
 def with_blocks(
-    fields: Fields, tower: tuple[int, Sequence[int], int], optimizer: Any, spread: Spread
+    state: StateBytes,
+    fields: Fields,
+    tower: tuple[int, Sequence[int], int],
+    optimizer: Any,
+    spread: Spread,
 ) -> Memory:
     """Memory of a step with `towers=` and `shard_update=True`; arguments as for `with_towers`."""
     rows, buffers, temporary = tower
-    state = StateBytes.of(fields)
     blocks = BlockLayout.of(fields.params, spread.num_towers)
     block = blocks.shapes_of_block()
     own_state = num_bytes(jax.eval_shape(optimizer.init, block)) * spread.slots
@@ -171,11 +175,18 @@ def with_blocks(
 
 
 def with_shards(
-    fields: Fields, rows: int, program: tuple[int, int], num_devices: int, *, params: bool
+    state: StateBytes,
+    fields: Fields,
+    rows: int,
+    program: tuple[int, int],
+    num_devices: int,
+    *,
+    params: bool,
 ) -> Memory:
     """Memory of a step without `towers=` whose state is split over the devices.
 
     Args:
+        state: bytes of the whole state.
         fields: the state.
         rows: bytes of a device's rows.
         program: bytes that it needs beside its arguments, and the number of devices for which it
@@ -183,7 +194,6 @@ def with_shards(
         num_devices: the planned number of devices.
         params: whether parameters and gradients are split, too.
     """
-    state = StateBytes.of(fields)
     working, compiled_for = program
     own = shard_bytes(fields.params, num_devices)
     # For more devices than it was compiled for this is an upper bound: nothing is subtracted.

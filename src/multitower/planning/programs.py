@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from multitower.engines.executable import compile_for_each
+from multitower.engines.held import HeldArrays
 from multitower.engines.job import Shared
 from multitower.engines.packing import SMALL, Packed, pack, unpack
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
-from multitower.engines.tracing import trace
+from multitower.engines.tracing import Traced, trace
 from multitower.hardware.devices import devices as find_devices
 from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.steps.job import make_job, make_weights_job
@@ -87,11 +88,19 @@ class Programs:
     @functools.cached_property
     def sums(self) -> Packed:
         """Shapes of the packed sums that a tower returns."""
+        return self._one_row.shapes[0].packed
+
+    @functools.cached_property
+    def held(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the large arrays that the loss closes over; every device has them."""
+        return HeldArrays(self._one_row.program).shapes
+
+    @functools.cached_property
+    def _one_row(self) -> Traced:
+        """The program of a tower with one row."""
         step, _, batch, _ = self._given
-        run = tower_function(make_job(step, batch.split, 1, 1))
-        arguments = self._arguments(1)
-        sums, _ = jax.eval_shape(trace(run, arguments, 1), *arguments)
-        return sums.packed
+        job = make_job(step, batch.split, 1, 1)
+        return trace(tower_function(job), self._arguments(1), 1)
 
     @functools.cached_property
     def update(self) -> int:

@@ -45,7 +45,7 @@ class Planned(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Bytes of a whole state; `rest` are the model state, the key and the step count."""
+    """Bytes of a whole state; `rest` is as in `Memory`."""
 
     parameters: int
     optimizer_state: int
@@ -53,9 +53,9 @@ class StateBytes(NamedTuple):
     rest: int
 
     @classmethod
-    def of(cls, fields: Fields) -> "StateBytes":
-        """Counts the bytes of a state, arrays or shapes."""
-        rest = (fields.step, fields.model_state, fields.rng)
+    def of(cls, fields: Fields, held: Any) -> "StateBytes":
+        """Counts the bytes of a state and of arrays that the loss closes over, or their shapes."""
+        rest = (fields.step, fields.model_state, fields.rng, held)
         return cls(*map(num_bytes, (fields.params, fields.opt_state, fields.ema_params, rest)))
 
 

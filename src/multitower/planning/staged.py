@@ -38,7 +38,8 @@ class Stage(NamedTuple):
         inputs: of what it receives from earlier stages for one tower.
         residuals: of what it keeps for one tower with `remat=False`.
         rows: of one tower's rows, if it needs them.
-        copies: of parameters that live in another stage, and of inputs that are not parameters.
+        copies: of parameters that live in another stage, of inputs that are not parameters, and of
+            large arrays that the loss closes over.
         sums: of what it sums over towers.
         answers: of the cotangents that it receives for one tower.
         returns: of the cotangents that it sends for one tower.
@@ -139,6 +140,7 @@ def _stage(
     inputs = set(stage.inputs)
     sums, answers = compiled.backward[s][0].out_info
     both = [*compiled.forward[s], *compiled.backward[s]]
+    held = {id(array): array for one in both for array in one.held}
     users = [
         sum(number in other.differentiated for other in chain.stages[s + 1 :])
         for number in stage.answered
@@ -150,7 +152,7 @@ def _stage(
         bytes_of(inputs - arguments),
         _residuals(chain, s, rows if s == 0 else set()),
         bytes_of(inputs & rows),
-        bytes_of((inputs & arguments) - own - rows),
+        bytes_of((inputs & arguments) - own - rows) + num_bytes([*held.values()]),
         num_bytes(sums),
         sum(n * bytes_of([x]) for n, x in zip(users, stage.answered, strict=True)),
         num_bytes(answers),

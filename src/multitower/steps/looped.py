@@ -304,7 +304,9 @@ class LoopRunner:
             found = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), metrics)
             return lax.fori_loop(0, count, body, (fields, found))
 
-        self._run = jax.jit(run, donate_argnums=0)
+        from multitower.engines.held import HoldingJit  # noqa: PLC0415 (importing stays quick)
+
+        self._run = HoldingJit(run, placement, donate=0)
 
     def run(self, state: TrainState, stack: Stack, maker: object) -> tuple[TrainState, Metrics]:
         """Makes an update with each batch; the state is overwritten."""

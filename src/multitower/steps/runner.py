@@ -95,7 +95,9 @@ class FastRunner:
         self._feeder = Feeder(placement, batches.tower_rows)
         given = (step, batches.split, batches.tower_rows, placement)
         run = fast_step(*given, has_weights=batches.has_weights)
-        self.program = jax.jit(run, donate_argnums=0)
+        from multitower.engines.held import HoldingJit  # noqa: PLC0415 (importing stays quick)
+
+        self.program = HoldingJit(run, placement, donate=0)
 
     def run(
         self, state: TrainState, parts: BatchParts, maker: object

@@ -17,6 +17,12 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def is_packed(dtype: Any) -> bool:
+    """Whether a dtype takes less than a byte, such as int4; XLA may keep several in one."""
+    kinds = ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo))
+    return any(jnp.issubdtype(dtype, kind) and info(dtype).bits < 8 for kind, info in kinds)
+
+
 def is_legacy_key(leaf: Any) -> bool:
     """Whether a leaf looks like a key of `jax.random.PRNGKey`: uint32, shape (2,)."""
     return getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,)

@@ -243,6 +243,22 @@ def refuse_donated(leaf: jax.Array, where: Callable[[], str]) -> None:
         )
 
 
+def refuse_overwritten(arrays: Sequence[jax.Array]) -> None:
+    """Refuses a call of a function if arrays that it closes over are gone.
+
+    Raises:
+        ArgumentError: one was donated to a jitted call or overwritten by a step.
+    """
+    for leaf in arrays:
+        if leaf.is_deleted():
+            raise ArgumentError(
+                f"the function closes over an array of shape {leaf.shape} that is gone: a jitted "
+                "call (donate_argnums) or a step has reused its memory. Close over a copy, "
+                "jax.tree.map(jnp.copy, params), or pass the newest values at every call: as an "
+                "argument of mt.value_and_grad, or as model_state of a step."
+            )
+
+
 def refuse_explicit_axes(leaf: jax.Array, where: Callable[[], str]) -> None:
     """Refuses a traced array on a mesh that it must not leave; an array with values may leave it.
 

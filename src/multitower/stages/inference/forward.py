@@ -16,13 +16,13 @@ from multitower.engines.executable import WholeNumbers
 from multitower.engines.segments import Program, Segment, cut
 from multitower.stages.chain import Segmented, avals_of, shapes_of
 from multitower.stages.cutting import cut_program
-from multitower.stages.inference.placed import Placed
 from multitower.stages.layout import Layout, moved
 from multitower.stages.meeting.rounds import find_meetings
 from multitower.stages.meeting.totals import StageTotals, compile_add
 from multitower.stages.order import forward_in_rounds
 from multitower.stages.pieces import split_params
 from multitower.stages.walk import Walk, meet, take_turns
+from multitower.towers.placed import Placed
 from multitower.towers.split import TowerRows
 
 

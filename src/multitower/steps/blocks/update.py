@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from multitower.engines import reduction
-from multitower.engines.executable import WholeNumbers, compile_for_each, signature
+from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import Finished, SameBits
 from multitower.engines.totals import with_one_nan
@@ -56,7 +56,7 @@ class ShardedRunner:
         self._sharded = sharded
         self._gather_squares = reduction.make_gather(placement, operator.itemgetter(0))
         self._numbers = WholeNumbers()
-        self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
+        self._compiled: dict[Any, list[Compiled]] = {}
         self._finite = jax.jit(finite_leaves)
 
     def run(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from multitower.engines.executable import compile_for_each, signature
+from multitower.engines.executable import Compiled, compile_for_each, signature
 from multitower.engines.packing import Packed
 from multitower.engines.totals import TowerSums
 from multitower.steps.local.runner import LocalRunner, Made
@@ -36,12 +36,12 @@ class _Laid(NamedTuple):
 class _Programs(NamedTuple):
     """Executables: those for sums are one per local device, the others for the first one."""
 
-    begin: list[jax.stages.Compiled]
-    put: list[jax.stages.Compiled]
-    add: list[jax.stages.Compiled]
-    take: jax.stages.Compiled
-    begin_told: jax.stages.Compiled
-    put_told: jax.stages.Compiled
+    begin: list[Compiled]
+    put: list[Compiled]
+    add: list[Compiled]
+    take: Compiled
+    begin_told: Compiled
+    put_told: Compiled
 
 
 class LocalCallRunner:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from multitower.engines.held import HoldingJit
 from multitower.engines.job import Shared, TowerResult
 from multitower.engines.spmd import sum_over_devices, trace_in_mesh
 from multitower.steps.local.job import LocalJob, MeetingJob, Met
@@ -117,7 +118,7 @@ class LocalLoopRunner:
             out_specs=(_STATE, _WHOLE),
             check_vma=False,  # as in `spmd`
         )
-        return jax.jit(mapped, donate_argnums=0)
+        return HoldingJit(mapped, self._placement, donate=0)
 
     def _loop(self, own: Own, fields: Fields, batches: Any, bounds: Any) -> tuple[Own, Any, Any]:
         """Updates of this device's tower: its `Own` after them, the step count, and all sums."""

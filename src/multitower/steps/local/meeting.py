@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from multitower.engines.executable import WholeNumbers, compile_for_each, signature
+from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.totals import Totals
 from multitower.steps.local.job import MeetingJob, Met
 from multitower.steps.local.options import LocalOptions
@@ -17,10 +17,10 @@ from multitower.towers.placement import Placement
 class _Programs(NamedTuple):
     """Executables, one per local device each."""
 
-    moved: list[jax.stages.Compiled]
-    add: list[jax.stages.Compiled]
-    meet: list[jax.stages.Compiled]
-    go_on: list[jax.stages.Compiled]
+    moved: list[Compiled]
+    add: list[Compiled]
+    meet: list[Compiled]
+    go_on: list[Compiled]
 
 
 class Meeting:

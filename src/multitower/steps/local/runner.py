@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from multitower.engines.executable import WholeNumbers, compile_for_each, signature
+from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
@@ -37,9 +37,9 @@ class Programs(NamedTuple):
     `tower` has one per local device; `finish` runs on the first; `add` where sums are added.
     """
 
-    tower: list[jax.stages.Compiled]
-    add: list[jax.stages.Compiled]
-    finish: jax.stages.Compiled
+    tower: list[Compiled]
+    add: list[Compiled]
+    finish: Compiled
     apart: Met
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multitower.engines.executable import WholeNumbers, compile_for_each, signature
+from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Shared
 from multitower.engines.same_bits import finish_function, scale_of, scale_shape
 from multitower.steps.job import make_job
@@ -45,7 +45,7 @@ class RotationRunner:
         self._sums = GroupSums(make_job(*given, turns.num_towers), turns.groups)
         self._finish = make_finish(*given, turns.num_towers, options)
         self._numbers = WholeNumbers()
-        self._finishes: dict[Any, jax.stages.Compiled] = {}
+        self._finishes: dict[Any, Compiled] = {}
         self._weights: dict[Placement, Weights] = {}
         if batches.has_weights:
             self._weights = {place: Weights(step, batches, place) for place in set(turns.groups)}
@@ -91,7 +91,7 @@ class RotationRunner:
             rest = self._weights[place].after(rest, fields, rows)
         return [Shared(*pair) for pair in zip(fields, rest, strict=True)]
 
-    def _program(self, given: Any) -> jax.stages.Compiled:
+    def _program(self, given: Any) -> Compiled:
         kept, used, total, _, staleness = given
         key = signature((kept, used, total))
         if key not in self._finishes:

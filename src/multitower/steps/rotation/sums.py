@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from multitower.engines.executable import WholeNumbers, compile_for_each, signature
+from multitower.engines.executable import Compiled, WholeNumbers, compile_for_each, signature
 from multitower.engines.job import Job, Shared
 from multitower.engines.packing import Packed
 from multitower.engines.reduction import add_sums, evaluate, sum_tree
@@ -20,7 +20,7 @@ from multitower.towers.rows import Tower
 from multitower.towers.split import TowerRows
 
 # One executable per device.
-Programs = dict[jax.Device, jax.stages.Compiled]
+Programs = dict[jax.Device, Compiled]
 
 
 class GroupSums:
@@ -74,7 +74,7 @@ class GroupSums:
         refuse_kept_values(traced.program)
         towers = compile_for_each(traced.tower, arguments, self._devices)
         sums: Packed = towers[0].out_info[0].packed
-        adds: list[jax.stages.Compiled] = []
+        adds: list[Compiled] = []
         if self._num_towers > 1:
             adds = compile_for_each(add_sums, (sums, sums), self._devices, donate=(0,))
         return (

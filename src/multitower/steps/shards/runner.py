@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from multitower.engines.held import HoldingJit
 from multitower.steps.parts import Batches, StepParts
 from multitower.steps.runner import Feeder, Metrics
 from multitower.steps.shards.job import ShardsJob
@@ -40,5 +41,7 @@ class ShardsRunner:
         key = (treedef, *(leaf.shape for leaf in leaves))
         if key not in self._programs:
             there = (self._shards.shardings(fields), self._shards.placement.shared)
-            self._programs[key] = jax.jit(self._job.__call__, donate_argnums=0, out_shardings=there)
+            self._programs[key] = HoldingJit(
+                self._job.__call__, self._shards.placement, donate=0, out_shardings=there
+            )
         return self._programs[key]
