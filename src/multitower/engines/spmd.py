@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from multitower.engines.job import Job, Shared, TowerResult
 from multitower.engines.packing import SMALL, pack, unpack
 from multitower.engines.rounds import Rounds, Sent
+from multitower.engines.segments import constants_in
 from multitower.engines.tracing import Traced, refuse_filled, trace
 from multitower.errors import ArgumentError
 from multitower.towers.leaves import is_traced, wide_dtype
@@ -212,14 +213,14 @@ def trace_in_mesh(fn: Any, args: tuple[Any, ...], num_towers: int) -> Traced:
     """
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = trace(fn, args, num_towers)
-    for held in traced.program.consts:
+    for held in constants_in(traced.program):
         if is_traced(held) or not isinstance(held, jax.Array):
             continue
         if isinstance(held.sharding, NamedSharding) and len(held.sharding.device_set) > 1:
             raise ArgumentError(
                 f"the function uses an array of shape {held.shape} that lies on "
-                f"{len(held.sharding.device_set)} devices, through an attribute of an object or an "
-                "entry of a list or dict: JAX refuses that. Pass it to mt.value_and_grad as an "
+                f"{len(held.sharding.device_set)} devices, and is no argument of it: JAX refuses "
+                "that. Pass it to mt.value_and_grad as an "
                 "argument which every tower gets whole, such as target in "
                 "loss(params, target, batch) with in_axes=(None, None, 0), and to mt.train_step as "
                 "model_state, which the loss returns as it is; or, for small arrays, keep "

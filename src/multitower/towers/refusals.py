@@ -254,7 +254,7 @@ def refuse_overwritten(arrays: Sequence[jax.Array]) -> None:
             raise ArgumentError(
                 f"the function closes over an array of shape {leaf.shape} that is gone: a jitted "
                 "call (donate_argnums) or a step has reused its memory. Close over a copy, "
-                "jax.tree.map(jnp.copy, params), or pass the newest values at every call: as an "
+                "jax.device_get(params), or pass the newest values at every call: as an "
                 "argument of mt.value_and_grad, or as model_state of a step."
             )
 
