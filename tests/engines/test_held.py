@@ -1,5 +1,7 @@
 """Large arrays that a loss closes over are arguments of its programs, on each device once."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,32 @@ def test_no_program_has_a_large_constant_and_numbers_are_those_of_numpy(name, fo
     x = list(BATCHES) if "steps_per_call" in WAYS[name] else BATCHES[0]
     assert np.ravel(step(again, x)[1]["loss"])[0] == np.float32(first[0])
     np.testing.assert_array_equal(teacher, kept)
+
+
+@pytest.mark.parametrize("way", [{"devices": 2}, {"devices": 2, "towers": 4}])
+def test_weights_in_an_object_are_no_constants_of_value_and_grad(way, found):
+    # The lie: other rows, or other weights in the object, find the program of the first ones.
+    class Holder:
+        layers: ClassVar = [{"w": jnp.asarray(TEACHER)}]
+
+    holder = Holder()
+
+    def losses(params, x):
+        return ((x @ holder.layers[0]["w"]) @ params) ** 2
+
+    run = mt.value_and_grad(losses, **way)
+    params = np.ones(SIZE, np.float32) / SIZE
+    for number in range(3):
+        if number == 2:
+            holder.layers[0]["w"] = jnp.asarray(TEACHER.T)
+        x = BATCHES[0][: NUM_ROWS - 4 * (number == 1)]
+        weights = np.asarray(holder.layers[0]["w"], np.float64)
+        h = x.astype(np.float64) @ weights
+        loss, gradient = run(params, x)
+        np.testing.assert_allclose(loss, ((h @ params) ** 2).mean(), rtol=1e-5)
+        expected = 2 * (h @ params) @ h / len(x)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+    assert max(found) == 1
 
 
 @pytest.mark.parametrize("name", ["fast", "towers", "stages"])

@@ -14,7 +14,7 @@ from flax import nnx
 import multitower as mt
 import trees
 from multitower.errors import ArgumentError, ConfigurationError, DeviceError, OutputError
-from multitower.stages.inference import placed
+from multitower.towers import placed
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(12, 4)).astype(np.float32)

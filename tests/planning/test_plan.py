@@ -308,7 +308,7 @@ def test_modules_and_extras_may_be_shapes():
     """Lie: a model that fits nowhere can be planned, but not as a module."""
     model = nnx.eval_shape(lambda: nnx.BatchNorm(1000, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     given = given_of(lambda model, x: model(x).sum(-1), model, shape(8, 1000))
-    assert StateBytes.of(given.fields) == (8000, 16004, 8000, 8004)
+    assert StateBytes.of(given.fields, ()) == (8000, 16004, 8000, 8004)
     keyed = given_of(
         lambda params, x, *, rng, model_state: (x @ params, {}, model_state),
         shape(10, dtype=jnp.bfloat16),
@@ -317,7 +317,7 @@ def test_modules_and_extras_may_be_shapes():
         model_state={"mean": shape(3)},
     )
     # The average of bfloat16 is float32; a key takes 8 bytes, the count of steps 4.
-    assert StateBytes.of(keyed.fields) == (20, 44, 40, 12 + 8 + 4)
+    assert StateBytes.of(keyed.fields, ()) == (20, 44, 40, 12 + 8 + 4)
 
 
 def test_a_ratio_and_towers_that_meet():

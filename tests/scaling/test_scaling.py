@@ -360,7 +360,7 @@ def test_a_recompilation_is_counted(monkeypatch):
 
     def forgetful(self, *arguments):
         if not forgotten:
-            self.program.clear_cache()
+            self.program._jitted.clear_cache()
             forgotten.append(True)
         return step(self, *arguments)
 

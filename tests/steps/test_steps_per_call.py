@@ -75,7 +75,7 @@ def test_it_is_as_many_calls(looped):
     joined = jax.tree.map(lambda a, b: np.concatenate([a, b]), first, second)
     assert_close(joined, metrics)
     (runner,) = looped._makers.newest.runners.values()
-    assert runner._run._cache_size() == 1  # the short call is the same program
+    assert runner._run._jitted._cache_size() == 1  # the short call is the same program
 
 
 @pytest.mark.slow

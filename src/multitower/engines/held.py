@@ -89,17 +89,23 @@ class HoldingJit:
     Args:
         fn: the function.
         placement: the devices, each of which gets the whole of these arrays.
-        donate: the position of the argument whose memory the results may take.
+        donate: the position of the argument whose memory the results may take, if there is one.
         options: those of `jax.jit`.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], placement: Placement, *, donate: int, **options: Any
+        self,
+        fn: Callable[..., Any],
+        placement: Placement,
+        *,
+        donate: int | None = None,
+        **options: Any,
     ) -> None:
-        self._name = getattr(fn, "__name__", "run")
+        self._name = getattr(getattr(fn, "func", fn), "__name__", "run")  # that of a partial, too
         self._placement = placement
         self._jitted = jax.jit(fn, donate_argnums=donate, **options)
-        self._options: dict[str, Any] = {"donate_argnums": donate + 1, **options}
+        after_arrays = None if donate is None else donate + 1
+        self._options: dict[str, Any] = {"donate_argnums": after_arrays, **options}
         self._arrays: list[jax.Array] | None = None  # not known before the first call
         self._originals: list[jax.Array] = []
 

@@ -1,5 +1,7 @@
 """A function of towers: takes a call apart, and runs it on the engine that fits it."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -112,6 +114,7 @@ class TowerFunction:
             self.placement()
         self._engines: dict[Any, tuple[SameBits | None, SameBits]] = {}
         self._looked_at: dict[Split, str] = {}  # the results in which copies of rows count
+        self._programs: dict[Any, Callable[..., Any]] = {}
         self._jitted = jax.jit(self._traced, static_argnums=(0, 1))
 
     def call(self, call: Call, arguments: Arguments) -> Any:
@@ -156,7 +159,7 @@ class TowerFunction:
         axes = axes if any(axis is not None for axis in axes) else ()
         target = placement.split if even else placement.shared
         rows = copy_to(parts.rows, [target] * len(parts.rows))
-        return self._jitted(parts.split, axes, shared, rows)
+        return self._over_devices(parts.split, axes, placement)(shared, rows)
 
     def placement(self) -> Placement:
         """Which device runs which towers; starts JAX at the first call, not before."""
@@ -201,6 +204,15 @@ class TowerFunction:
         for number, name in _shared_keys(parts, tree, arguments).items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
         return copies_count_in
+
+    def _over_devices(self, split: Split, axes: Any, placement: Placement) -> Callable[..., Any]:
+        """The program over all devices for arguments of one structure, of their leaves."""
+        if (split, axes) not in self._programs:
+            from multitower.engines.held import HoldingJit  # noqa: PLC0415 (importing stays quick)
+
+            run = functools.partial(self._traced, split, axes)
+            self._programs[split, axes] = HoldingJit(run, placement)
+        return self._programs[split, axes]
 
     def _traced(
         self, split: Split, axes: tuple[int | None, ...], shared: list[Any], rows: list[Any]
