@@ -85,6 +85,16 @@ def test_each_entry_point_warns_once(entry, loss):
         run(W, X)  # warnings are errors here: a second one would fail
 
 
+@pytest.mark.parametrize("loss", [total, centred, one_mask])
+def test_nothing_is_said_if_the_user_says_that_there_is_one_tower(loss):
+    # The lie: it is warned of what differs from one device's, in a result that does not.
+    found, _ = mt.value_and_grad(loss, devices=1, towers=1)(W, X)
+    np.testing.assert_allclose(found, jnp.mean(loss(W, X)), rtol=1e-6)
+    step_of(loss, towers=4, updates="asynchronous")(W, X)  # one tower makes each update
+    with pytest.warns(mt.MultitowerWarning):
+        mt.value_and_grad(loss, devices=1)(W, X)  # the same code on another machine has several
+
+
 def test_one_warning_for_all_results_of_one_line():
     # The lie: four long warnings, and one line to change.
     def loss(w, x):

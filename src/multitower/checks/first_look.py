@@ -60,7 +60,8 @@ def look(
     others: Any,
     *,
     averages: bool,
-    num_devices: int,
+    towers: int | None,
+    num_towers: int,
     named: Callable[[int], tuple[str, str]],
     real_rows: int,
     exchange: bool = True,
@@ -76,7 +77,9 @@ def look(
         others: a pytree of everything else that the program is made of. Its values play no part,
             and its sizes are not numbers of rows.
         averages: whether results without rows are averaged over towers.
-        num_devices: the number of towers, one per device, if `towers` was not given; else 0.
+        towers: the number of towers that the user gave. The only one has all rows, and what is done
+            with them is right.
+        num_towers: the number of towers, given or one per device.
         named: what the user calls an array that is cut, by its number; and what to write so that
             every tower gets the whole of it.
         real_rows: the number of rows of a full tower.
@@ -117,8 +120,11 @@ def look(
             *results.wrong_terms(),
             *results.ratios_apart(),
             *results.same_in_all(),
-            *(results.statistics(num_devices)[:1] if num_devices > 1 else ()),
+            *(results.statistics(num_towers)[:1] if towers is None and num_towers > 1 else ()),
         ]
+
+    def problems_of_one(reading: Reading, results: Results) -> list[Problem]:
+        return [*of_one_row(reading.of_one_row), *results.written_parameters()]
 
     reader = functools.partial(read_tower, real_rows=real_rows)
     counters = counters_of(fun)
@@ -143,7 +149,7 @@ def look(
     again = lambda: reader(outputs, rows, others, again=True)
     if names := surely(lambda _, results: results.of_no_row(real_rows), first, again):
         raise OutputError(OF_NO_ROW.format(what=names[0], rows=real_rows))
-    found = surely(problems, first, again)
+    found = surely(problems_of_one if towers == 1 else problems, first, again)
     for problem in _once_for_each_cause(found):
         warn(f"{problem} (mt.check_parallel looks closer.)")
     return _listed([*dict.fromkeys(first[1].counting_copies())])

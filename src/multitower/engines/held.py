@@ -106,13 +106,13 @@ class HoldingJit:
         self._jitted = jax.jit(fn, donate_argnums=donate, **options)
         after_arrays = None if donate is None else donate + 1
         self._options: dict[str, Any] = {"donate_argnums": after_arrays, **options}
-        self._arrays: list[jax.Array] | None = None  # not known before the first call
-        self._originals: list[jax.Array] = []
+        self._held: HeldArrays | None = None  # not known before the first call
+        self._arrays: list[jax.Array] | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
         if self._arrays is None:
-            self._arrays = self._find_arrays(args)
+            self._arrays = self._find(args).on_all_devices(self._placement)
         if not self._arrays:
             return self._jitted(*args)
         refuse_overwritten(self._originals)  # JAX may wait forever if one device lacks its copy
@@ -120,23 +120,24 @@ class HoldingJit:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As `lower` of what `jax.jit` returns."""
-        if self._arrays is None:
-            self._arrays = self._find_arrays(args)
-        return self._jitted.lower(*([self._arrays] if self._arrays else []), *args)
+        shapes = [shape_of(one, self._placement.shared) for one in self._find(args).shapes]
+        return self._jitted.lower(*([shapes] if shapes else []), *args)
 
-    def _find_arrays(self, args: tuple[Any, ...]) -> list[jax.Array]:
+    def _find(self, args: tuple[Any, ...]) -> HeldArrays:
+        if self._held is not None:
+            return self._held
         trace = self._jitted.trace  # once for arguments of one kind: JAX remembers it
-        held = HeldArrays(trace(*args).jaxpr)
+        self._held = held = HeldArrays(trace(*args).jaxpr)
+        self._originals = held.originals
         if not held:
-            return []
+            return held
 
         def run(arrays: list[jax.Array], *args: Any) -> Any:
             return held.call(trace(*args), arrays, args)
 
         run.__name__ = self._name  # as profiles show it
         self._jitted = jax.jit(run, **self._options)
-        self._originals = held.originals
-        return held.on_all_devices(self._placement)
+        return held
 
 
 def lifted(closed: Any, num_towers: int) -> Any:

@@ -195,13 +195,15 @@ class TowerFunction:
             parts.rows,
             parts.shared,
             averages=averages,
-            num_devices=0 if self._towers else num_towers,
+            towers=self._towers,
+            num_towers=num_towers,
             named=named,
             real_rows=self.placement().tower_rows(parts.num_rows),
             fun=arguments.fun,
             beside_one_row=[x for x in closed_over if jnp.shape(x)[:1] == (parts.num_rows,)],
         )
-        for number, name in _shared_keys(parts, tree, arguments).items():
+        shared_keys = _shared_keys(parts, tree, arguments) if self._towers != 1 else {}
+        for number, name in shared_keys.items():
             look_at_key(outputs_with(number), outputs_with(None), parts.rows, parts.shared, name)
         return copies_count_in
 

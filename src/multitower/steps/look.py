@@ -64,7 +64,8 @@ def look_at_loss(
         parts.rows,
         shared,
         averages=True,
-        num_devices=num_towers if is_by_device else 0,
+        towers=None if is_by_device else num_towers,
+        num_towers=num_towers,
         named=lambda number: (
             name_of(parts.split.row_paths(batch())[number], "batch"),
             taken_out_of("batch"),
