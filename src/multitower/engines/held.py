@@ -1,7 +1,7 @@
 """Large arrays that a program closes over: arguments of the executable, not constants in it.
 
-The compiler copies a constant several times, puts it into every executable, and takes no program of
-more than 2 GB. An argument is on a device once, for all programs that use it.
+The compiler copies a constant several times, computes with it, and puts it into every executable.
+An argument is on a device once, for all programs that use it.
 """
 
 from collections.abc import Callable, Sequence
