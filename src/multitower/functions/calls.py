@@ -209,12 +209,13 @@ class TowerFunction:
 
     def _over_devices(self, split: Split, axes: Any, placement: Placement) -> Callable[..., Any]:
         """The program over all devices for arguments of one structure, of their leaves."""
-        if (split, axes) not in self._programs:
+        program = self._programs.get((split, axes))
+        if program is None:
             from multitower.engines.held import HoldingJit  # noqa: PLC0415 (importing stays quick)
 
             run = functools.partial(self._traced, split, axes)
-            self._programs[split, axes] = HoldingJit(run, placement)
-        return self._programs[split, axes]
+            program = self._programs[split, axes] = HoldingJit(run, placement)
+        return program
 
     def _traced(
         self, split: Split, axes: tuple[int | None, ...], shared: list[Any], rows: list[Any]
