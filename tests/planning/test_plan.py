@@ -404,3 +404,23 @@ def test_mixed_precision_is_planned_for():
     ]
     assert found[1]["activations"] != found[0]["activations"]
     assert found[1]["parameters"] == found[0]["parameters"]
+
+
+def test_a_loss_that_needs_several_rows_is_planned_without_the_smallest_towers():
+    # The lie: no plan at all, because one of the numbers of towers that nobody asked for is too
+    # large, or because the shapes of the sums are looked up with one row.
+    def pairs(w, x):
+        first, second = jnp.split(x, 2)
+        return ((first @ w - second @ w) ** 2).mean()
+
+    given = (pairs, optax.sgd(0.1), shape(4), shape(16, 4))
+    plan = mt.plan(*given, devices=2)
+    counts = {layout.options.get("towers", 2) for layout in plan.layouts}
+    assert counts == {2, 4, 8}
+    assert any(
+        note.startswith("towers=16 is left out: the loss fails with 1 row (") for note in plan.notes
+    )
+    with pytest.raises(ValueError, match="equal division"):
+        mt.plan(*given, devices=2, towers=16)
+    with pytest.raises(ValueError, match="equal division"):
+        mt.plan(pairs, optax.sgd(0.1), shape(4), shape(3, 4), devices=1)

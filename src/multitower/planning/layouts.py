@@ -66,11 +66,13 @@ class Room:
         devices: the number of devices of each machine.
         machines: the number of machines.
         towers: the number of towers, or None to try several.
+        most_towers: with more towers, these have fewer rows than the loss needs; None if not.
     """
 
     devices: int
     machines: int
     towers: int | None
+    most_towers: int | None = None
 
     @property
     def num_devices(self) -> int:
@@ -87,7 +89,8 @@ class Room:
         if self.towers is not None:
             return [self.towers]
         tries = [each * self.num_devices for each in _TOWERS_PER_DEVICE]
-        return [count for count in tries if count <= num_rows] or [num_rows]
+        most = num_rows if self.most_towers is None else self.most_towers
+        return [count for count in tries if count <= most] or [most]
 
 
 def make_layout(

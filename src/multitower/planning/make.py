@@ -90,6 +90,7 @@ def _attributes(
 ) -> dict[str, Any]:
     notes: list[str] = []
     begin = time.perf_counter()
+    room = _with_rows_enough(given, programs, room, notes)
     if isinstance(given.apart, LocalOptions):
         kinds = [(local_layouts(given, programs, room), "with sync_every=")]
     elif given.apart is not None:
@@ -120,6 +121,20 @@ def _attributes(
         "limits": limits_of(given, programs.largest_buffer, layouts),
         "_of": (given, programs, room),
     }
+
+
+def _with_rows_enough(given: Planned, programs: Programs, room: Room, notes: list[str]) -> Room:
+    """The room, without numbers of towers that leave each too few rows; appends why to `notes`."""
+    counts = room.tower_counts(given.batch.num_rows)
+    while len(counts) > 1:
+        tower_rows = -(-given.batch.num_rows // counts[-1])
+        why = programs.why_it_fails_with(tower_rows)
+        if why is None:
+            return room
+        few = f"{tower_rows} row{'s' if tower_rows > 1 else ''}"
+        notes.append(f"towers={counts.pop()} is left out: the loss fails with {few} ({why}).")
+        room = replace(room, most_towers=counts[-1])
+    return room
 
 
 def _marked(

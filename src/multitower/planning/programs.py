@@ -16,6 +16,7 @@ from multitower.engines.job import Shared
 from multitower.engines.packing import SMALL, Packed, pack, unpack
 from multitower.engines.same_bits import finish_function, scale_shape, tower_function
 from multitower.engines.tracing import Traced, trace
+from multitower.errors import MultitowerError
 from multitower.hardware.devices import devices as find_devices
 from multitower.planning.shapes import Planned, num_bytes, row_shapes
 from multitower.steps.job import make_job, make_weights_job
@@ -88,19 +89,33 @@ class Programs:
     @functools.cached_property
     def sums(self) -> Packed:
         """Shapes of the packed sums that a tower returns."""
-        return self._one_row.shapes[0].packed
+        return self._of_all_rows.shapes[0].packed
 
     @functools.cached_property
     def held(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the large arrays that the loss closes over; every device has them."""
-        return HeldArrays(self._one_row.program).shapes
+        return HeldArrays(self._of_all_rows.program).shapes
+
+    def why_it_fails_with(self, tower_rows: int) -> str | None:
+        """What the loss says of so few rows, if it works with all rows of the batch; else None."""
+        try:
+            self._traced(tower_rows)
+        except MultitowerError:
+            raise
+        except Exception as error:
+            self._of_all_rows  # noqa: B018 (raises what a user must mend)
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        return None
 
     @functools.cached_property
-    def _one_row(self) -> Traced:
-        """The program of a tower with one row."""
+    def _of_all_rows(self) -> Traced:
+        """The program of a tower with all rows: a loss may need more than one."""
+        return self._traced(self._given.batch.num_rows)
+
+    def _traced(self, tower_rows: int) -> Traced:
         step, _, batch, _ = self._given
-        job = make_job(step, batch.split, 1, 1)
-        return trace(tower_function(job), self._arguments(1), 1)
+        job = make_job(step, batch.split, tower_rows, 1)
+        return trace(tower_function(job), self._arguments(tower_rows), 1)
 
     @functools.cached_property
     def update(self) -> int:
@@ -152,8 +167,9 @@ class Programs:
     def weights(self) -> list[Any]:
         """Shapes of the weights that are summed first if the loss is a ratio; else empty."""
         step, fields, batch, _ = self._given
-        job = make_weights_job(step, batch.split, 1)
-        given = (Shared((), (fields, batch.shared)), row_shapes(batch, 1), Tower.shapes())
+        job = make_weights_job(step, batch.split, batch.num_rows)
+        rows = row_shapes(batch, batch.num_rows)
+        given = (Shared((), (fields, batch.shared)), rows, Tower.shapes())
         return list(trace(job.tower, given, 1).shapes.sums)
 
     def _arguments(self, tower_rows: int) -> tuple[Shared, list[Any], Tower]:
